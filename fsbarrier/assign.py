@@ -1,0 +1,40 @@
+"""Who rolls out which task: sampling an iteration's tasks and splitting them by node weight. Pure and deterministic."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+
+def sample_tasks(total: int, count: int, *, seed: int, iteration: int) -> list[int]:
+    """The `count` task indices (of `total`; 0 = all) of an iteration, the same whenever they are asked for.
+
+    The data is shuffled anew for each pass and cut into whole pieces of `count`, one an iteration; what is left over at the
+    end of a pass is skipped, so that no task comes twice in one iteration.
+    """
+    if count <= 0 or count >= total:
+        return list(range(total))
+    data_pass, piece = divmod(iteration - 1, total // count)
+    order = list(range(total))
+    random.Random(f"{seed}:{data_pass}").shuffle(order)
+    return order[piece * count : (piece + 1) * count]
+
+
+def split_by_weight(tasks: Sequence[int], weights: Sequence[float]) -> list[list[int]]:
+    """`tasks` in consecutive shares proportional to `weights`, by largest remainder; ties go to the lower position.
+
+    Raises ValueError for no weights or one that is not positive.
+    """
+    if not weights or any(not weight > 0 for weight in weights):
+        raise ValueError(f"weights must be positive: {list(weights)}")
+    total = sum(weights)
+    exact = [len(tasks) * weight / total for weight in weights]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
+    for i in by_remainder[: len(tasks) - sum(counts)]:
+        counts[i] += 1
+    shares, start = [], 0
+    for count in counts:
+        shares.append(list(tasks[start : start + count]))
+        start += count
+    return shares

@@ -1,0 +1,219 @@
+"""The records that nodes leave for each other, and how they are written and read back.
+
+A record is one line of header and one line of JSON. The header carries kind, length and digest, so that a torn, short or empty
+file is recognised (invariant I8). Unknown fields are ignored; a newer format version is refused. Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+MAGIC = "fsbarrier"
+FORMAT = 1
+MAX_BYTES = 64 * 1024 * 1024
+
+Payload = Mapping[str, Any]
+
+
+class CorruptRecord(Exception):
+    """The bytes are not a whole record of the expected kind; whoever reads treats them as not there yet."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One node of a generation: which start of which rank, and where it runs."""
+
+    rank: int
+    incarnation: int
+    host: str = ""
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """Where in the run: iteration from 1, phase as its index in the program's rows."""
+
+    iteration: int
+    phase: int
+
+
+@dataclass(frozen=True)
+class Join:
+    """A node's start: it exists, here is how to reach it. `until`: the last iteration it was asked for (leader's counts)."""
+
+    rank: int
+    incarnation: int
+    host: str
+    pid: int
+    boot_id: str
+    addresses: tuple[str, ...] = ()
+    until: int | None = None
+    version: str = ""
+    digest: str = ""
+    time: str = ""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Sign of life. `counter` is all that liveness looks at; the rest is for people."""
+
+    rank: int
+    incarnation: int
+    counter: int
+    host: str
+    pid: int
+    state: str
+    generation: int = 0
+    iteration: int = 0
+    phase: int = 0
+    phase_name: str = ""
+    progress: Payload = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a run ended for every node at once."""
+
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Who takes part from now on, under whom, and from where the run goes on. Number N exists once, for ever.
+
+    `decisions` are adopted by name from older generations: phase name -> {"iteration": i, "value": payload}.
+    `attempt` counts the failed tries of `start.iteration`. A `verdict` ends the run.
+    """
+
+    number: int
+    members: tuple[Member, ...]
+    leader: int
+    start: Position
+    reason: str
+    decisions: Mapping[str, Payload] = field(default_factory=dict)
+    until: int | None = None
+    attempt: int = 0
+    created_by: int = -1
+    verdict: Verdict | None = None
+
+    def incarnation_of(self, rank: int) -> int | None:
+        """The incarnation that this generation knows `rank` by; None for a stranger."""
+        return next((m.incarnation for m in self.members if m.rank == rank), None)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(m.rank for m in self.members)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What one node says about one phase: done or failed, with what came of it."""
+
+    rank: int
+    incarnation: int
+    status: str  # "done" | "failed"
+    value: Payload = field(default_factory=dict)
+    work_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """Somebody asked the run to end: `generation` is the newest that the request speaks to."""
+
+    generation: int
+    now: bool
+    who: str
+    time: str = ""
+
+
+Record = Join | Beat | Generation | Fact | StopRequest
+R = TypeVar("R", Join, Beat, Generation, Fact, StopRequest)
+_KINDS: dict[str, type[Any]] = {
+    "join": Join,
+    "beat": Beat,
+    "generation": Generation,
+    "fact": Fact,
+    "stop": StopRequest,
+}
+
+
+def encode(record: Record) -> bytes:
+    """The bytes of a record's file."""
+    kind = next(name for name, cls in _KINDS.items() if isinstance(record, cls))
+    body = json.dumps(asdict(record), separators=(",", ":"), sort_keys=True).encode() + b"\n"
+    digest = hashlib.sha256(body).hexdigest()[:32]
+    return f"{MAGIC}/{FORMAT} {kind} {len(body)} {digest}\n".encode() + body
+
+
+def decode(data: bytes, cls: type[R]) -> R:
+    """The record in `data`. Raises CorruptRecord for anything but a whole record of this kind."""
+    try:
+        header, body = _split(data)
+        kind, length, digest = _parse_header(header)
+        if _KINDS.get(kind) is not cls:
+            raise CorruptRecord(f"a {kind} record where a {cls.__name__.lower()} was expected")
+        if length != len(body) or hashlib.sha256(body).hexdigest()[:32] != digest:
+            raise CorruptRecord("torn: length or digest differs")
+        record: R = _build(cls, json.loads(body))
+        return record
+    except CorruptRecord:
+        raise
+    except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
+        raise CorruptRecord(f"not a record: {error}") from None
+
+
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    if len(data) > MAX_BYTES:
+        raise CorruptRecord("too long")
+    header, newline, body = data.partition(b"\n")
+    if not newline:
+        raise CorruptRecord("no header")
+    return header, body
+
+
+def _parse_header(header: bytes) -> tuple[str, int, str]:
+    fields = header.decode("ascii").split(" ")
+    if len(fields) != 4:
+        raise CorruptRecord("bad header")
+    magic, kind, length, digest = fields
+    if magic != f"{MAGIC}/{FORMAT}":
+        raise CorruptRecord(f"format {magic!r}; this fsbarrier reads {MAGIC}/{FORMAT}")
+    return kind, int(length), digest
+
+
+_NESTED: dict[tuple[str, str], Any] = {
+    ("Generation", "members"): lambda v: tuple(_build(Member, item) for item in v),
+    ("Generation", "start"): lambda v: _build(Position, v),
+    ("Generation", "verdict"): lambda v: None if v is None else _build(Verdict, v),
+    ("Join", "addresses"): lambda v: tuple(_checked("str", item) for item in v),
+}
+
+
+def _build(cls: type[Any], body: Any) -> Any:
+    if not isinstance(body, dict):
+        raise CorruptRecord("not an object")
+    values = {}
+    for name, spec in cls.__dataclass_fields__.items():
+        if name not in body:
+            continue  # a field with a default may be missing; one without makes the constructor fail
+        convert = _NESTED.get((cls.__name__, name))
+        values[name] = convert(body[name]) if convert else _checked(str(spec.type), body[name])
+    return cls(**values)
+
+
+def _checked(annotation: str, value: Any) -> Any:
+    """`value` if it has the annotated plain type. JSON's numbers are taken as they are: no bool for an int."""
+    if annotation.endswith("| None") and value is None:
+        return None
+    base = annotation.removesuffix("| None").strip()
+    allowed: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+    wanted = allowed.get(base, (dict,))
+    if not isinstance(value, wanted) or (isinstance(value, bool) and base != "bool"):
+        raise CorruptRecord(f"{base} expected, {type(value).__name__} found")
+    if base == "int" and abs(value) > 2**62:
+        raise CorruptRecord("number out of range")
+    return value

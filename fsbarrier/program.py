@@ -1,0 +1,252 @@
+"""What a program is: ordered phases, and for each phase small pure functions that say what is to be run.
+
+A program is a table (see phases/rl.py). The state machine walks the table and never asks what a phase means; the job runner
+carries out the work that the table's functions describe. Pure: these functions see a Context and return data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsbarrier.errors import UsageError
+from fsbarrier.facts import Join, Member, Payload
+from fsbarrier.paths import RunPaths
+
+PHASE_NAMES = (
+    "iteration_start",
+    "train_assign",
+    "train_rollout",
+    "train_shards_ready",
+    "train_aggregate",
+    "eval_decide",
+    "eval_rollout",
+    "engine_stop",
+    "batch_prepare",
+    "update_ready",
+    "update",
+    "weights_publish",
+    "engine_start",
+    "iteration_end",
+)
+SLICES = {"both": (0, 13), "rollout": (0, 6), "update": (7, 13)}
+
+
+# --- work: what a phase asks its node to do -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Value:
+    """Nothing to run: `value` is the phase's result."""
+
+    value: Payload
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program to launch. `spec` is written to a private file; `{spec}` in argv and env is replaced by its path.
+
+    A worker program writes its result to the path in spec["result"]; `result` False: the exit code alone decides.
+    `log` names the file in the node's log folder.
+    """
+
+    argv: tuple[str, ...]
+    log: str
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    result: bool = True
+    extra: Payload = field(default_factory=dict)  # merged into the result
+
+
+@dataclass(frozen=True)
+class ServeWeights:
+    """The local engine is to serve `folder` as `policy_version`: started, reloaded in place, or left as it is."""
+
+    folder: Path
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class ReleaseEngine:
+    """The local engine is to give the accelerator's memory back (stop, sleep, or stay where there is none)."""
+
+
+@dataclass(frozen=True)
+class OpenRendezvous:
+    """The leader listens on a free port of its candidate addresses, so that the others can try them. `work` comes first."""
+
+    work: Command
+
+
+@dataclass(frozen=True)
+class ProbeAddresses:
+    """Connect to each of the leader's addresses; the result names those that answered."""
+
+    addresses: tuple[str, ...]
+    port: int
+    same_host: bool
+
+
+@dataclass(frozen=True)
+class PublishWeights:
+    """Verify a policy version's folder, then point the run at it; keep the newest `keep` versions."""
+
+    folder: Path
+    policy_version: int
+    keep: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Several works, one after the other; their results are merged."""
+
+    works: tuple[Work, ...]
+
+
+Work = Value | Command | ServeWeights | ReleaseEngine | OpenRendezvous | ProbeAddresses | PublishWeights | Steps
+
+
+# --- context: what the functions of a table may look at -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GroupOnDisk:
+    """One task's finished group of trajectories in a part file."""
+
+    task_index: int
+    part: str
+
+
+@dataclass(frozen=True)
+class PartOnDisk:
+    """A part file of this iteration: which groups it durably holds, in its first `valid_bytes` bytes."""
+
+    path: str
+    node_rank: int
+    generation: int
+    valid_bytes: int
+    tasks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The policy that this iteration rolls out: its version and its folder ("model" below it is what vLLM loads)."""
+
+    version: int
+    model: Path
+    trainer: Path | None
+
+
+@dataclass(frozen=True)
+class Context:
+    """Everything that a phase's functions may depend on. Read-only."""
+
+    run_id: str
+    paths: RunPaths
+    settings: Mapping[str, Any]
+    tasks: Mapping[str, Any]
+    model: Path | None
+    node_rank: int
+    incarnation: int
+    members: tuple[Member, ...]
+    leader: int
+    generation: int
+    iteration: int
+    attempt: int
+    phase: Phase
+    decisions: Mapping[str, Payload]
+    python: str
+    joins: Mapping[int, Join] = field(default_factory=dict)
+    #: results of all members in an earlier phase of this generation and iteration: phase name -> node rank -> payload
+    reports: Callable[[str], Mapping[int, Payload]] = field(default=lambda _: {})
+    #: part files of this iteration that are on disk: split -> parts, oldest generation first
+    inventory: Callable[[str], tuple[PartOnDisk, ...]] = field(default=lambda _: ())
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def decided(self, phase_name: str) -> Payload | None:
+        """What the leader published for `phase_name` in this iteration; None if it has not (yet)."""
+        entry = self.decisions.get(phase_name)
+        if entry is None or entry["iteration"] != self.iteration:
+            return None
+        value: Payload = entry["value"]
+        return value
+
+    def latest(self, phase_name: str) -> Payload | None:
+        """What the leader last published for `phase_name`, in whichever iteration."""
+        entry = self.decisions.get(phase_name)
+        return None if entry is None else entry["value"]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(m.rank for m in self.members)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The members' weights, in the order of `members`."""
+        all_weights: Sequence[float] = self.settings["rank_weights"] or [1.0] * self.settings["num_nodes"]
+        return tuple(all_weights[rank] for rank in self.ranks)
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that every worker program's spec begins with."""
+        return {
+            "run_id": self.run_id,
+            "log_path": str(self.paths.root),
+            "node_rank": self.node_rank,
+            "members": list(self.ranks),
+            "leader": self.leader,
+            "generation": self.generation,
+            "iteration": self.iteration,
+            "phase": self.phase.index,
+            "phase_name": self.phase.name,
+            "attempt": self.attempt,
+            "settings": dict(self.settings),
+        }
+
+    def worker(self, name: str, log: str, **fields: Any) -> Command:
+        """A command that runs `fsbarrier.workers.<name>` with a spec of the identity and `fields`."""
+        argv = (self.python, "-m", f"fsbarrier.workers.{name}", "--spec", "{spec}")
+        return Command(argv, log, spec={**self.identity(), **fields})
+
+
+# --- the table ------------------------------------------------------------------------------------------------------------
+
+Builder = Callable[[Context], Work]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One row. `each` is every member's work; `leader` is the leader's, and where a row has both, it comes after all the
+    others are done. A row with neither is a barrier. `resume`: where a new generation goes on when this row was under way.
+    """
+
+    index: int
+    name: str
+    each: Builder | None = None
+    leader: Builder | None = None
+    resume: str = ""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The fourteen rows. `needs`: what a run of it must have ("model", "data")."""
+
+    name: str
+    rows: tuple[Phase, ...]
+    needs: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        found = tuple(row.name for row in self.rows)
+        if found != PHASE_NAMES or any(row.index != i for i, row in enumerate(self.rows)):
+            raise UsageError(
+                f"program {self.name}: its rows must be phases 0-13 in order ({', '.join(PHASE_NAMES)}); found {', '.join(found)}"
+            )
+        for row in self.rows:
+            if row.resume and row.resume not in PHASE_NAMES[: row.index + 1]:
+                raise UsageError(f"program {self.name}, {row.name}: resume={row.resume!r} is not this or an earlier phase")
+
+    def resume_index(self, index: int) -> int:
+        """The row where a new generation goes on when row `index` was under way."""
+        name = self.rows[index].resume
+        return PHASE_NAMES.index(name) if name else index
