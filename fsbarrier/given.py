@@ -1,0 +1,132 @@
+"""What a person gave, and where: flags, `key=value` words, TOML files become `Given` values. No rules here.
+
+A value is written as in TOML (numbers, true/false, "text", [lists]); a bare word is text, and a list may go
+without its brackets.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsbarrier.errors import UsageError
+
+#: Flag -> setting. What a flag takes and what it means is the setting's.
+FLAGS = {
+    "--data-path": "data_path",
+    "--log-path": "log_path",
+    "--model": "model",
+    "--program": "program",
+    "--rl-phase": "rl_phase",
+    "--rollout-split": "rollout_split",
+    "--eval-interval": "eval_interval",
+    "--num-nodes": "num_nodes",
+    "--rank-weights": "rank_weights",
+    "--min-nodes": "min_nodes",
+    "--on-node-failure": "on_node_failure",
+    "--iterations": "iterations",
+    "--debug-mode": "debug_mode",
+    "--shared-group": "shared_group",
+}
+
+
+@dataclass(frozen=True)
+class Given:
+    """One value that somebody chose: the dotted name, the value, and how to name its source in a message."""
+
+    key: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a setting is written as text: "text", "words", "list", "bool" or "value"; `optional`: or `none`."""
+
+    shape: str
+    optional: bool = False
+
+
+def parse_text(text: str, kind: Kind | None) -> Any:
+    """The value that `text` stands for, for a setting of this kind; None for `kind`: free-form."""
+    shape = kind.shape if kind else "free"
+    stripped = text.strip()
+    if (kind is None or kind.optional) and stripped.lower() in ("none", "null"):
+        return None
+    if shape in ("text", "words") and stripped[:1] not in ('"', "'", "["):
+        return text
+    if shape == "text" and stripped[:1] == "[":
+        return text
+    if shape == "bool" and stripped.lower() in ("true", "false"):
+        return stripped.lower() == "true"
+    if shape == "list" and not stripped.startswith("["):
+        stripped = f"[{stripped}]"
+    try:
+        return tomllib.loads(f"value = {stripped}")["value"] if "\n" not in stripped else text
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return text
+
+
+def from_words(words: Iterable[str], known: Mapping[str, Kind]) -> list[Given]:
+    """`key=value` words. Raises UsageError for a word without a name and `=`."""
+    found = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            hint = nearest(f"--{word.lstrip('-')}", FLAGS) or "; settings are written key=value"
+            raise UsageError(f"unexpected argument {word!r}{hint}")
+        found.append(Given(key, parse_text(text, known.get(key)), key))
+    return found
+
+
+def from_flags(flags: Mapping[str, str | bool | None], known: Mapping[str, Kind]) -> list[Given]:
+    """Flag -> text (or True for a flag that takes none); None and False stand for "not given"."""
+    found = []
+    for flag, value in flags.items():
+        if value is None or value is False:
+            continue
+        key = FLAGS[flag]
+        found.append(Given(key, value if value is True else parse_text(value, known[key]), flag))
+    return found
+
+
+def from_file(path: Path, known: Mapping[str, Kind]) -> list[Given]:
+    """The settings of a TOML file, tables as dotted names. Raises UsageError naming file and line."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--config {path}: is not text in UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"--config {path}: not TOML: {error}") from None
+    return [Given(key, value, f"{path}: {key}") for key, value in flatten(content, known).items()]
+
+
+def flatten(content: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Nested tables as dotted names; a table that is itself a setting's value stays whole, save `custom`."""
+    flat: dict[str, Any] = {}
+    for name, value in content.items():
+        if isinstance(value, Mapping) and (name not in known or name == "custom"):
+            flat.update({f"{name}.{leaf}": inner for leaf, inner in value.items()})
+        else:
+            flat[name] = value
+    return flat
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The words "; did you mean X?" for the known name most like `name`, or an empty string."""
+    candidates = list(names)
+    lowered = name.lower() if name.startswith("-") else name.lower().replace("-", "_")
+    found = [candidate for candidate in candidates if candidate.rpartition(".")[2] == lowered][:3]
+    found = found or difflib.get_close_matches(lowered, candidates, n=1, cutoff=0.6)
+    if not found:  # the right name in the wrong section
+        leaves = {candidate.rpartition(".")[2]: candidate for candidate in reversed(candidates)}
+        leaf = lowered.rpartition(".")[2]
+        found = [leaves[close] for close in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.75)]
+    return f"; did you mean {' or '.join(found)}?" if found else ""

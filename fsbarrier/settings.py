@@ -1,0 +1,341 @@
+"""Every setting of a run: its name, type, default, limits and meaning. The only module that imports pydantic.
+
+Sources, later wins: the defaults below, the built-in task's, `--config FILE.toml`, flags, `key=value`. What
+people give arrives as `Given` values (fsbarrier.given); `resolve` makes one checked, frozen whole of them.
+docs/settings.md is generated from the descriptions: `python scripts/settings_doc.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from fsbarrier.errors import UsageError
+from fsbarrier.given import Given, Kind, flatten, nearest
+from fsbarrier.settings_checks import check, one_line
+
+
+def _split_words(value: Any) -> Any:
+    return tuple(shlex.split(value)) if isinstance(value, str) else value
+
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(min_length=1)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_split_words), Field(strict=False)]
+Weights = Annotated[tuple[Positive, ...], Field(strict=False)]
+Betas = Annotated[tuple[Decay, Decay], Field(strict=False)]
+
+
+def setting(default: Any, description: str) -> Any:
+    """A setting's default and what it means; its type and limits are its annotation."""
+    return Field(default=default, description=description)
+
+
+class Section(BaseModel):
+    """A frozen group of settings that takes no unknown name and converts nothing on the quiet."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Rollout(Section):
+    """Sampling trajectories from the current policy (phases 1-4)."""
+
+    tasks: Count = setting(96, "Train tasks an iteration.")
+    samples: Count = setting(16, "Trajectories a task: the size of its group.")
+    temperature: NotNegative = setting(1.0, "Sampling temperature.")
+    top_p: Share = setting(1.0, "Nucleus sampling: the probability mass that is kept.")
+    top_k: Annotated[int, Field(ge=-1)] = setting(-1, "Sample among the k likeliest tokens; -1: all.")
+    max_tokens: Count = setting(512, "Most tokens the policy may write in one turn.")
+    concurrency: Count = setting(64, "Requests in flight on each node's engine.")
+    request_timeout_s: Seconds = setting(600.0, "Seconds after which one request counts as failed.")
+    retries: CountOrZero = setting(3, "How often a failed request is tried again, with back-off.")
+    seed: CountOrZero = setting(0, "Decides which tasks are drawn when, and seeds the sampling.")
+
+
+class Eval(Section):
+    """Evaluation on held-out tasks (phases 5-6)."""
+
+    tasks: CountOrZero = setting(0, "Test tasks an evaluation, from the top of the file; 0: all.")
+    samples: Count = setting(1, "Trajectories a test task.")
+    temperature: NotNegative = setting(1.0, "Sampling temperature; 0: greedy.")
+    max_tokens: Count | None = setting(None, "Most tokens in one turn; none: as `rollout.max_tokens`.")
+
+
+class Reward(Section):
+    """How a trajectory is judged."""
+
+    kind: Name = setting(
+        "exact",
+        "`exact` match, `numeric` match, `math` (math-verify, LaTeX), or your own `path/file.py:function`.",
+    )
+
+
+class Algorithm(Section):
+    """What the update optimises."""
+
+    loss: Literal["grpo", "rft"] = setting(
+        "grpo",
+        "`grpo`: clipped policy gradient on group-normalised rewards; `rft`: fine-tuning on successes.",
+    )
+    clip_low: Share = setting(0.2, "The probability ratio is clipped at 1 - clip_low.")
+    clip_high: Positive = setting(0.28, "The probability ratio is clipped at 1 + clip_high.")
+    normalize_std: bool = setting(True, "Divide a group's advantages by its rewards' standard deviation.")
+    drop_zero_signal: bool = setting(True, "Leave out groups whose rewards are all equal.")
+    max_logprob_gap: Positive | None = setting(
+        None,
+        "The update fails where, on the first minibatch, trainer and engine disagree by more than this on "
+        "average about the sampled tokens' log-probabilities; none: a limit that fits the precision.",
+    )
+
+
+class Optimizer(Section):
+    """AdamW."""
+
+    lr: Positive = setting(1e-6, "Learning rate.")
+    betas: Betas = setting((0.9, 0.95), "Decay of the two moment estimates.")
+    weight_decay: NotNegative = setting(0.0, "Decoupled weight decay.")
+    warmup_steps: CountOrZero = setting(4, "Optimizer steps over which the learning rate rises, once a run.")
+    grad_clip: Positive = setting(1.0, "Largest norm of the gradient.")
+
+
+class Trainer(Section):
+    """The update's program (phase 10): the built-in one on torchrun and accelerate, or your own command."""
+
+    epochs: Count = setting(2, "Passes over each iteration's batch.")
+    minibatch: Count = setting(256, "Trajectories an optimizer step, over all nodes together.")
+    micro_batch: Count = setting(32, "Trajectories that one process takes through the model at a time.")
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "Precision; auto: bfloat16 on accelerators that have it, else float32."
+    )
+    processes_per_node: CountOrZero = setting(0, "Training processes a node; 0: one an accelerator, else 1.")
+    timeout_s: Seconds = setting(1800.0, "Seconds after which a silent peer ends the process group.")
+    command: Words | None = setting(
+        None,
+        "Your own trainer: a command line or a list of words, with placeholders {node_rank} {num_nodes} "
+        "{master_addr} {master_port} {batch} {out} {model} {trainer_state} {spec}; none: the built-in one.",
+    )
+
+
+class Engine(Section):
+    """The local vLLM server of each node."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "Precision of the served weights; auto: float32 on CPU, else the checkpoint's."
+    )
+    max_model_len: Count = setting(2048, "Longest prompt and answer together, in tokens.")
+    tensor_parallel_size: Count = setting(1, "Accelerators that share one copy of the model.")
+    gpu_memory_utilization: Share = setting(0.85, "Share of an accelerator's memory the engine may take.")
+    kv_cache_mb: Count | None = setting(None, "Key-value cache in MiB; none: the engine decides.")
+    extra_args: Words = setting((), "More arguments for the vLLM server.")
+    start_timeout_s: Seconds = setting(900.0, "Seconds within which a started server must answer.")
+    release: Literal["auto", "sleep", "stop", "keep"] = setting(
+        "auto", "How its accelerator memory is freed for the update; auto: keep on CPU, else what frees it."
+    )
+    url: str | None = setting(
+        None, "A server that is there already (`--debug-mode`), seen from each node: http://127.0.0.1:8000."
+    )
+    api_key_env: str | None = setting(None, "Environment variable with that server's key.")
+
+
+class Checkpoint(Section):
+    """Saved policies."""
+
+    keep: Count = setting(3, "How many policy versions stay on disk.")
+
+
+class Coordination(Section):
+    """How nodes watch and wait for each other."""
+
+    beat_s: Seconds = setting(2.0, "Seconds between a node's heartbeats.")
+    suspect_s: Seconds = setting(6.0, "Seconds without a new heartbeat until a node is suspected.")
+    dead_s: Seconds = setting(15.0, "Seconds without a new heartbeat until a node counts as lost.")
+    join_timeout_s: Seconds = setting(
+        1800.0, "Seconds that nodes wait for each other at the start; on a worker, for the run's record too."
+    )
+    rejoin_timeout_s: Seconds = setting(
+        1800.0, "Seconds that `--on-node-failure wait` waits for a lost node."
+    )
+    stall_timeout_s: Seconds = setting(1800.0, "Seconds without progress until a program counts as wedged.")
+    retries: CountOrZero = setting(2, "How often a failed phase is tried again before exit code 4.")
+    poll_max_s: Seconds = setting(0.05, "Longest pause between two looks at the shared directory.")
+
+
+class Toy(Section):
+    """The program `toy`: the same phases without a model."""
+
+    tasks: Count = setting(64, "Tasks an iteration.")
+    phase_s: NotNegative = setting(0.5, "Seconds that each working phase takes.")
+
+
+class Settings(Section):
+    """A run's settings, complete."""
+
+    data_path: Name | None = setting(
+        None, "Folder with train and test as .jsonl or .parquet; none: the built-in task."
+    )
+    log_path: Name | None = setting(None, "The run directory, the same on all nodes.")
+    model: Name | None = setting(
+        None, "Hugging Face model folder, a folder below the data path, or a name in the local cache."
+    )
+    program: Name = setting("rl", "`rl`, `toy`, `ping`, or your own FILE.py.")
+    rl_phase: Literal["rollout", "update", "both"] = setting("both", "Phases 0-6, 7-13, or all.")
+    rollout_split: Literal["train-only", "eval-only"] | None = setting(
+        None, "With `rl_phase=rollout`: only train rollouts, or only the evaluation; none: both."
+    )
+    eval_interval: Count = setting(1, "Evaluate when iteration % N == 1 (N = 1: every iteration).")
+    num_nodes: Count = setting(1, "Nodes of the run.")
+    rank_weights: Weights = setting(
+        (1.0,), "One positive weight a node, its share of the tasks; not given: all equal."
+    )
+    min_nodes: Count = setting(1, "With fewer nodes left the run ends with exit code 5.")
+    on_node_failure: Literal["shrink", "wait", "abort"] = setting(
+        "shrink", "When a node is lost: go on with the others, hold the phase until it is back, or end."
+    )
+    debug_mode: bool = setting(False, "Do not manage vLLM: use the server that is there (`engine.url`).")
+    iterations: Count | None = setting(
+        None, "Do iterations up to this one; none: endless. Each start of node 0 may name another number."
+    )
+    shared_group: bool = setting(
+        False, "Let the group read and write the run directory (0770, 0660), not only its owner."
+    )
+    rollout: Rollout = Field(default_factory=Rollout)
+    eval: Eval = Field(default_factory=Eval)
+    reward: Reward = Field(default_factory=Reward)
+    algorithm: Algorithm = Field(default_factory=Algorithm)
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    trainer: Trainer = Field(default_factory=Trainer)
+    engine: Engine = Field(default_factory=Engine)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    coordination: Coordination = Field(default_factory=Coordination)
+    toy: Toy = Field(default_factory=Toy)
+    custom: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Anything (`custom.name=value`), passed on to your own program, reward or trainer.",
+    )
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run's settings as one whole. `nested` is what the record keeps; `given` says who chose what."""
+
+    settings: Settings
+    nested: Mapping[str, Any]
+    given: Mapping[str, Given] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        return digest(self.nested)
+
+
+def digest(nested: Mapping[str, Any]) -> str:
+    """SHA-256 of resolved settings in hexadecimal; where the run directory is mounted is no part of them."""
+    relevant = {name: value for name, value in nested.items() if name != "log_path"}
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def sections() -> dict[str, type[Section]]:
+    """The dotted groups, in order of their definition."""
+    return {
+        name: info.annotation
+        for name, info in Settings.model_fields.items()
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+    }
+
+
+def known_names() -> dict[str, Kind]:
+    """Every dotted name with how its value is written as text; "custom" stands for all names below it."""
+    names: dict[str, Kind] = {}
+    groups = sections()
+    for name, info in Settings.model_fields.items():
+        if name in groups:
+            for leaf, leaf_info in groups[name].model_fields.items():
+                names[f"{name}.{leaf}"] = _kind(leaf_info.annotation, leaf_info.metadata)
+        else:
+            names[name] = _kind(info.annotation, info.metadata)
+    return names
+
+
+def _kind(annotation: Any, metadata: Iterable[Any] = ()) -> Kind:
+    optional = type(None) in get_args(annotation)
+    inner = get_args(annotation)[0] if optional else annotation
+    traits = list(metadata)
+    if get_origin(inner) is Annotated:
+        traits += inner.__metadata__
+        inner = get_args(inner)[0]
+    if any(isinstance(trait, BeforeValidator) for trait in traits):
+        return Kind("words", optional)
+    if inner is str or get_origin(inner) is Literal:
+        return Kind("text", optional)
+    if get_origin(inner) is tuple:
+        return Kind("list", optional)
+    return Kind("bool" if inner is bool else "value", optional)
+
+
+def resolve(
+    given: Iterable[Given], defaults: Mapping[str, Any] | None = None, *, cross_checks: bool = True
+) -> Resolved:
+    """The settings that `defaults` (dotted names), then `given` make; later ones win. Raises UsageError."""
+    chosen = {item.key: item for item in given}
+    known = known_names()
+    for item in chosen.values():
+        _check_name(item, known)
+    values = dict(defaults or {})
+    values.update((key, item.value) for key, item in chosen.items())
+    if "rank_weights" not in values and isinstance(values.get("num_nodes"), int):
+        values["rank_weights"] = [1.0] * min(values["num_nodes"], 1_000_000)
+    try:
+        settings = Settings.model_validate(_nest(values))
+    except ValidationError as error:
+        raise UsageError(one_line(error.errors(include_url=False), known, chosen)) from None
+    if cross_checks:
+        check(settings, chosen)
+    return Resolved(settings, settings.model_dump(mode="json"), chosen)
+
+
+def from_nested(nested: Mapping[str, Any]) -> Settings:
+    """The typed form of the settings in a record; names that this version does not know are left out."""
+    return resolve((), as_defaults(nested), cross_checks=False).settings
+
+
+def as_defaults(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """A record's settings as dotted names, but for those that this version does not know."""
+    known = known_names()
+    return {
+        key: value
+        for key, value in flatten(nested, known).items()
+        if key in known or key.startswith("custom.")
+    }
+
+
+def _check_name(item: Given, known: Mapping[str, Kind]) -> None:
+    if item.key in known or (item.key.startswith("custom.") and item.key != "custom."):
+        return
+    if item.key in sections():
+        inside = ", ".join(name for name in known if name.startswith(f"{item.key}."))
+        raise UsageError(f"{item.source}: {item.key} is a group of settings: {inside}")
+    raise UsageError(f"{item.source}: unknown setting{nearest(item.key, known)}")
+
+
+def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *tables, name = key.split(".")
+        inner = nested
+        for table in tables:
+            inner = inner.setdefault(table, {})
+            if not isinstance(inner, dict):
+                raise UsageError(f"{key}: {table} is a value, so it has nothing inside")
+        inner[name] = value
+    return nested
