@@ -210,10 +210,15 @@ def _checked(annotation: str, value: Any) -> Any:
     if annotation.endswith("| None") and value is None:
         return None
     base = annotation.removesuffix("| None").strip()
-    allowed: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+    allowed: dict[str, tuple[type, ...]] = {
+        "int": (int,),
+        "float": (int, float),
+        "str": (str,),
+        "bool": (bool,),
+    }
     wanted = allowed.get(base, (dict,))
     if not isinstance(value, wanted) or (isinstance(value, bool) and base != "bool"):
         raise CorruptRecord(f"{base} expected, {type(value).__name__} found")
-    if base == "int" and abs(value) > 2**62:
+    if isinstance(value, int) and not -(2**62) < value < 2**62:
         raise CorruptRecord("number out of range")
     return value

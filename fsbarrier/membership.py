@@ -12,7 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from fsbarrier.facts import Beat, Join, Member
 
-LEFT_STATES = frozenset({"left", "finished", "stopped", "broken"})
+#: states in which a node has gone for good
+GONE = frozenset({"left", "finished", "stopped", "broken"})
+#: the one of them that leaves its peers without an answer: after the others, all that the peers wait for is already on disk
+DESERTED = frozenset({"left"})
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,10 @@ def losses(
         newest = joins.get(member.rank)
         if newest is not None and newest.incarnation > member.incarnation:
             found.append(Loss(member, f"restarted as incarnation {newest.incarnation}"))
-        elif ledger.state(member) in LEFT_STATES:
-            found.append(Loss(member, f"left ({ledger.state(member)})"))
+        elif ledger.state(member) in DESERTED:
+            found.append(Loss(member, "it was stopped by hand or ended in an error"))
+        elif ledger.state(member) in GONE:
+            continue
         else:
             age = silence(member, ledger, since, now)
             if age >= limits.dead_s:
@@ -123,6 +128,6 @@ def live_joiners(joins: Mapping[int, Join], ledger: Ledger, now: float, limits: 
         member = Member(rank, join.incarnation, join.host)
         age = ledger.age(member, now)
         fresh = age is not None and age < limits.suspect_s and ledger.moved(member)
-        if fresh and ledger.state(member) not in LEFT_STATES:
+        if fresh and ledger.state(member) not in GONE:
             live[rank] = member
     return live

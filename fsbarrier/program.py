@@ -49,7 +49,8 @@ class Command:
     """A program to launch. `spec` is written to a private file; `{spec}` in argv and env is replaced by its path.
 
     A worker program writes its result to the path in spec["result"]; `result` False: the exit code alone decides.
-    `log` names the file in the node's log folder.
+    `log` names the file in the node's log folder. `{engine}` among the spec's values becomes the local engine's address and key.
+    `extra`: what is known of the result beforehand.
     """
 
     argv: tuple[str, ...]
@@ -57,7 +58,7 @@ class Command:
     spec: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     result: bool = True
-    extra: Payload = field(default_factory=dict)  # merged into the result
+    extra: Payload = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,18 +76,20 @@ class ReleaseEngine:
 
 @dataclass(frozen=True)
 class OpenRendezvous:
-    """The leader listens on a free port of its candidate addresses, so that the others can try them. `work` comes first."""
+    """The leader listens on a free port, so that the others can try its addresses before torchrun needs one of them.
 
-    work: Command
+    The result has "port". `loopback`: all nodes share this host, and nothing else is let in.
+    """
+
+    loopback: bool
 
 
 @dataclass(frozen=True)
 class ProbeAddresses:
-    """Connect to each of the leader's addresses; the result names those that answered."""
+    """Connect to each of the leader's addresses; the result's "reached" names those that answered, in the order given."""
 
     addresses: tuple[str, ...]
     port: int
-    same_host: bool
 
 
 @dataclass(frozen=True)
@@ -105,18 +108,12 @@ class Steps:
     works: tuple[Work, ...]
 
 
-Work = Value | Command | ServeWeights | ReleaseEngine | OpenRendezvous | ProbeAddresses | PublishWeights | Steps
+Work = (
+    Value | Command | ServeWeights | ReleaseEngine | OpenRendezvous | ProbeAddresses | PublishWeights | Steps
+)
 
 
 # --- context: what the functions of a table may look at -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GroupOnDisk:
-    """One task's finished group of trajectories in a part file."""
-
-    task_index: int
-    part: str
 
 
 @dataclass(frozen=True)
@@ -124,8 +121,7 @@ class PartOnDisk:
     """A part file of this iteration: which groups it durably holds, in its first `valid_bytes` bytes."""
 
     path: str
-    node_rank: int
-    generation: int
+    policy_version: int
     valid_bytes: int
     tasks: tuple[int, ...]
 
@@ -163,7 +159,19 @@ class Context:
     reports: Callable[[str], Mapping[int, Payload]] = field(default=lambda _: {})
     #: part files of this iteration that are on disk: split -> parts, oldest generation first
     inventory: Callable[[str], tuple[PartOnDisk, ...]] = field(default=lambda _: ())
-    engine: Mapping[str, Any] = field(default_factory=dict)
+    accelerators: int = 0  # on this node
+    cpus: int = 1
+
+    @property
+    def policy(self) -> Policy:
+        """The newest published policy; the run's model as version 0 before the first."""
+        published = self.latest("weights_publish")
+        if published is not None:
+            folder = Path(published["folder"])
+            return Policy(published["policy_version"], folder / "model", folder / "trainer")
+        if self.model is None:
+            raise UsageError(f"phase {self.phase.name}: this program needs a model, and the run has none")
+        return Policy(0, self.model, None)
 
     def decided(self, phase_name: str) -> Payload | None:
         """What the leader published for `phase_name` in this iteration; None if it has not (yet)."""
@@ -201,6 +209,7 @@ class Context:
             "phase": self.phase.index,
             "phase_name": self.phase.name,
             "attempt": self.attempt,
+            "incarnation": self.incarnation,
             "settings": dict(self.settings),
         }
 
@@ -244,7 +253,9 @@ class Program:
             )
         for row in self.rows:
             if row.resume and row.resume not in PHASE_NAMES[: row.index + 1]:
-                raise UsageError(f"program {self.name}, {row.name}: resume={row.resume!r} is not this or an earlier phase")
+                raise UsageError(
+                    f"program {self.name}, {row.name}: resume={row.resume!r} is not this or an earlier phase"
+                )
 
     def resume_index(self, index: int) -> int:
         """The row where a new generation goes on when row `index` was under way."""

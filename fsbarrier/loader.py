@@ -1,0 +1,50 @@
+"""Loads a program by name (rl, toy, ping) or by path (./mine.py). Programs are files, not packages: people copy and edit them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from fsbarrier.errors import UsageError
+from fsbarrier.program import Program
+
+
+def program_folder() -> Path:
+    """Where the programs that come with fsbarrier are: inside an installed wheel, else beside the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed, checkout = package / "phases", package.parent / "phases"
+    if not installed.is_dir() and (package.parent / "pyproject.toml").is_file() and checkout.is_dir():
+        return checkout
+    return installed
+
+
+def program_path(name: str) -> Path:
+    """The file of a program. Raises UsageError when there is none."""
+    if name.endswith(".py"):
+        path = Path(name).expanduser().resolve()
+        if not path.is_file():
+            raise UsageError(f"--program {name}: there is no such file")
+        return path
+    path = program_folder() / f"{name}.py"
+    if not name.isidentifier() or not path.is_file():
+        known = ", ".join(sorted(p.stem for p in program_folder().glob("*.py")))
+        raise UsageError(f"--program {name}: no such program; there are {known}, or give the path of a .py file")
+    return path
+
+
+def load_program(name: str) -> Program:
+    """The program called `name`: its file's PROGRAM. Raises UsageError for a file that does not define one."""
+    path = program_path(name)
+    spec = importlib.util.spec_from_file_location(f"fsbarrier_program_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except UsageError:
+        raise
+    except Exception as error:  # whatever a user's file raises is the user's to see, in one line
+        raise UsageError(f"--program {name}: {path} cannot be loaded: {type(error).__name__}: {error}") from None
+    program = getattr(module, "PROGRAM", None)
+    if not isinstance(program, Program):
+        raise UsageError(f"--program {name}: {path} defines no PROGRAM (a fsbarrier.program.Program)")
+    return program

@@ -1,0 +1,160 @@
+"""The state machine's vocabulary: what a node remembers (Node), what it can see (View), what it asks for (actions). Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from fsbarrier.facts import Fact, Generation, Join, Payload, Position, StopRequest
+from fsbarrier.membership import Ledger, Limits
+from fsbarrier.program import Program
+
+
+class Stage(Enum):
+    JOINING = "joining"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Part(Enum):
+    """How far this node is in the work of its row."""
+
+    NONE = "none"
+    EACH = "each"  # its own work is under way
+    GATHER = "gather"  # leader: own work done, the others' not yet
+    LEADER = "leader"  # leader: the leader's work is under way
+    ANNOUNCED = "announced"  # its fact is published; it waits for the others
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What does not change while a node lives."""
+
+    program: Program
+    first: int
+    last: int
+    num_nodes: int
+    min_nodes: int = 1
+    on_node_failure: str = "shrink"  # "shrink" | "wait" | "abort"
+    retries: int = 2
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True)
+class Node:
+    """What one node remembers. `since`: local time of entering this stage or generation."""
+
+    rank: int
+    incarnation: int
+    since: float
+    host: str = ""
+    stage: Stage = Stage.JOINING
+    baseline: int = 0  # generations up to this number ended before this incarnation began
+    generation: Generation | None = None
+    position: Position | None = None
+    part: Part = Part.NONE
+    result: Payload = field(default_factory=dict)
+    work_s: float = 0.0
+    decisions: Mapping[str, Payload] = field(default_factory=dict)
+    trouble_since: float | None = None
+
+
+@dataclass(frozen=True)
+class WorkReport:
+    """The end of a piece of this node's work. Not ok: `value` has "error" and "log" (its last lines)."""
+
+    part: Part
+    ok: bool
+    value: Payload
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """Where an ended session left the run, as its facts on disk tell."""
+
+    position: Position
+    decisions: Mapping[str, Payload] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class View:
+    """The facts that one node can see. `arrived`, `failed`, `leaders_fact` are those of the row the node is in."""
+
+    newest: Generation | None = None
+    joins: Mapping[int, Join] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    arrived: frozenset[int] = frozenset()
+    failed: Mapping[int, Fact] = field(default_factory=dict)
+    leaders_fact: Fact | None = None
+    work: WorkReport | None = None
+    stop: StopRequest | None = None
+    recovered: Recovered | None = None
+
+
+# --- actions ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Begin this node's work of its row."""
+
+    part: Part
+
+
+@dataclass(frozen=True)
+class CancelWork:
+    """End the work under way, completely, before anything else is done."""
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Publish this node's fact about its row."""
+
+    fact: Fact
+
+
+@dataclass(frozen=True)
+class Propose:
+    """Try to create this generation's record; whoever comes first decides."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Join as this incarnation."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Entered:
+    """The node entered a row (for the journal and the live view)."""
+
+    position: Position
+    generation: Generation
+    left: Position | None
+    waited_since_work: bool = False
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The node ends. `state` is what its last heartbeat says."""
+
+    code: int
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """An event for the journal."""
+
+    event: str
+    fields: Payload = field(default_factory=dict)
+
+
+Action = Launch | CancelWork | Publish | Propose | Announce | Entered | Exit | Note
+Step = tuple[Node, Sequence[Action]]

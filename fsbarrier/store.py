@@ -1,0 +1,73 @@
+"""The shared directory as the protocol sees it: five verbs, one implementation for the real thing.
+
+The simulator has a twin with the same verbs (fsbarrier/sim/). Nothing here looks up a name that does not exist yet
+(invariant I11): `names` lists a directory that this node made itself, `read` opens what a listing named.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Protocol
+
+from fsbarrier import files
+
+#: errors that a shared filesystem gives now and then although nothing is wrong: a name replaced under the reader, a server busy
+TRANSIENT = frozenset({errno.ENOENT, errno.ESTALE, errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT})
+
+
+class Store(Protocol):
+    """What the core needs of a shared directory. Every verb may raise OSError."""
+
+    def make_dir(self, path: Path) -> None:
+        """Make a directory; one that exists is fine."""
+
+    def names(self, directory: Path) -> list[str]:
+        """The names in a directory, freshly listed, without temporary ones; empty if it is not there."""
+
+    def read(self, path: Path) -> bytes | None:
+        """A file's content, freshly opened; None where it cannot be had now."""
+
+    def put(self, path: Path, data: bytes, *, durable: bool = False) -> None:
+        """Create or replace a file of one's own, as a whole."""
+
+    def create(self, path: Path, data: bytes) -> bool:
+        """Create a file exclusively and durably; False where somebody else's is there."""
+
+
+class PosixStore:
+    """The store on a mounted filesystem."""
+
+    def make_dir(self, path: Path) -> None:
+        files.make_dirs(path)
+
+    def names(self, directory: Path) -> list[str]:
+        try:
+            with os.scandir(directory) as entries:  # a fresh opendir is what makes NFS look again
+                return [entry.name for entry in entries if not entry.name.startswith(".")]
+        except OSError as error:
+            if error.errno in TRANSIENT:
+                return []
+            raise
+
+    def read(self, path: Path) -> bytes | None:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            if error.errno in TRANSIENT:
+                return None
+            raise
+        try:
+            with os.fdopen(fd, "rb") as stream:
+                return stream.read()
+        except OSError as error:
+            if error.errno in TRANSIENT:
+                return None
+            raise
+
+    def put(self, path: Path, data: bytes, *, durable: bool = False) -> None:
+        files.write_atomic(path, data, durable=durable)
+
+    def create(self, path: Path, data: bytes) -> bool:
+        return files.create_exclusive(path, data)

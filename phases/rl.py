@@ -1,0 +1,273 @@
+"""The default program: what an iteration of synchronous RL post-training is.
+
+Fourteen rows, and for each row small pure functions that say what a node runs in it. Copy this file and edit it:
+`./run.sh --program ./mine.py`. A row's functions see a Context (fsbarrier/program.py) and return Work; they do nothing themselves.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from fsbarrier.assign import sample_tasks, split_by_weight
+from fsbarrier.errors import UsageError
+from fsbarrier.facts import Payload
+from fsbarrier.program import (
+    Command,
+    Context,
+    OpenRendezvous,
+    Phase,
+    ProbeAddresses,
+    Program,
+    PublishWeights,
+    ReleaseEngine,
+    ServeWeights,
+    Steps,
+    Value,
+    Work,
+)
+
+NOTHING = Value({})
+
+# --- rollouts (1-6) ---------------------------------------------------------------------------------------------------
+
+
+def assign_train(ctx: Context) -> Work:
+    """Leader: which tasks this iteration rolls out, and who does which. What is already on disk is adopted by name."""
+    if ctx.settings["rollout_split"] == "eval-only":
+        return NOTHING
+    rollout = ctx.settings["rollout"]
+    wanted = sample_tasks(
+        ctx.tasks["train"]["count"], rollout["tasks"], seed=rollout["seed"], iteration=ctx.iteration
+    )
+    return Value(share_out(ctx, "train", wanted))
+
+
+def share_out(ctx: Context, split: str, wanted: list[int]) -> dict[str, Any]:
+    """Tasks to ranks by weight, less those whose groups an earlier attempt at this iteration left whole on disk."""
+    missing, adopted = set(wanted), []
+    for part in ctx.inventory(split):
+        useful = [task for task in part.tasks if task in missing]
+        if useful and part.policy_version == ctx.policy.version:
+            missing.difference_update(useful)
+            adopted.append({"path": part.path, "valid_bytes": part.valid_bytes, "tasks": useful})
+    shares = split_by_weight([task for task in wanted if task in missing], ctx.weights)
+    return {
+        "wanted": wanted,
+        "shares": {str(rank): share for rank, share in zip(ctx.ranks, shares, strict=True)},
+        "adopted": adopted,
+    }
+
+
+def rollout_train(ctx: Context) -> Work:
+    """Every node: its share of the tasks against the local vLLM."""
+    return rollout(ctx, "train", ctx.decided("train_assign"), ctx.settings["rollout"])
+
+
+def rollout(ctx: Context, split: str, assigned: Payload | None, sampling: Payload) -> Work:
+    tasks = assigned["shares"][str(ctx.node_rank)] if assigned else []
+    if not tasks:
+        return NOTHING
+    command = ctx.worker(
+        "rollout",
+        "rollout.log",
+        split=split,
+        tasks=tasks,
+        task_file=ctx.tasks[split]["path"],
+        part=str(ctx.paths.part(split, ctx.iteration, ctx.node_rank, ctx.generation, ctx.incarnation)),
+        prefix=f"{split}-g{ctx.generation:04d}n{ctx.node_rank:04d}i{ctx.incarnation:04d}",
+        checkpoint=str(ctx.paths.rank_checkpoint(split, ctx.iteration, ctx.node_rank)),
+        policy_version=ctx.policy.version,
+        model=str(ctx.policy.model),
+        engine="{engine}",
+        sampling={key: sampling[key] for key in ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")},
+    )
+    return Steps((ServeWeights(ctx.policy.model, ctx.policy.version), command))
+
+
+def aggregate_train(ctx: Context) -> Work:
+    """Leader: merge the shards into one file."""
+    return aggregate(ctx, "train", ctx.decided("train_assign"), "train_rollout")
+
+
+def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in: str) -> Work:
+    if not assigned:
+        return NOTHING
+    reports = ctx.reports(rolled_out_in)
+    parts = [*assigned["adopted"]]
+    parts += [
+        {"path": reports[rank]["part"], "valid_bytes": None, "tasks": assigned["shares"][str(rank)]}
+        for rank in ctx.ranks
+        if "part" in reports.get(rank, {})
+    ]
+    merged = ctx.paths.merged(split, ctx.iteration)
+    event = {"split": split, "policy_version": ctx.policy.version}
+    command = Command(
+        (ctx.python, "-m", "fsbarrier.aggregate", "--spec", "{spec}"),
+        "aggregate.log",
+        spec={
+            **ctx.identity(),
+            "parts": parts,
+            "out": str(merged),
+            "expected": assigned["wanted"],
+            "metadata": {"run_id": ctx.run_id, "iteration": ctx.iteration, "generation": ctx.generation, **event},
+        },
+        extra={"merged": str(merged), **event},
+    )
+    return command
+
+
+def decide_eval(ctx: Context) -> Work:
+    """Leader: does this iteration evaluate, and who takes which held-out task. All nodes read this one answer."""
+    wanted_at_all = ctx.settings["rollout_split"] != "train-only"
+    interval = ctx.settings["eval_interval"]
+    if not wanted_at_all or (interval > 1 and ctx.iteration % interval != 1):
+        return Value({"evaluate": False})
+    count = ctx.tasks["test"]["count"]
+    tasks = sample_tasks(count, ctx.settings["eval"]["tasks"], seed=0, iteration=1)
+    return Value({"evaluate": True, **share_out(ctx, "test", tasks)})
+
+
+def evaluating(ctx: Context) -> Payload | None:
+    decision = ctx.decided("eval_decide")
+    return decision if decision and decision["evaluate"] else None
+
+
+def rollout_eval(ctx: Context) -> Work:
+    """Every node, if decided: its share of the held-out tasks."""
+    settings, overrides = ctx.settings["rollout"], ctx.settings["eval"]
+    sampling = {**settings, **{k: v for k, v in overrides.items() if v is not None and k != "tasks"}}
+    return rollout(ctx, "test", evaluating(ctx), sampling)
+
+
+def aggregate_eval(ctx: Context) -> Work:
+    """Leader, once all are done: merge the evaluation."""
+    return aggregate(ctx, "test", evaluating(ctx), "eval_rollout")
+
+
+# --- update (7-13) ----------------------------------------------------------------------------------------------------
+
+
+def stop_engine(ctx: Context) -> Work:
+    """Every node: the accelerator's memory goes to the trainer."""
+    return ReleaseEngine()
+
+
+def prepare_batch(ctx: Context) -> Work:
+    """Leader: the training batch; and a port on which the others try the leader's addresses."""
+    aggregated = ctx.decided("train_aggregate")
+    merged = aggregated["merged"] if aggregated else str(ctx.paths.merged("train", ctx.iteration))
+    batch = str(ctx.paths.batch(ctx.iteration, ctx.generation))
+    model = str(ctx.policy.model)
+    prepare = ctx.worker(
+        "prepare", "update.log", merged=[merged], batch=batch, model=model, policy_version=ctx.policy.version
+    )
+    return Steps((prepare, OpenRendezvous(loopback=on_one_host(ctx))))
+
+
+def on_one_host(ctx: Context) -> bool:
+    return len({ctx.joins[rank].boot_id for rank in ctx.ranks if rank in ctx.joins}) == 1
+
+
+def leaders_addresses(ctx: Context) -> tuple[str, ...]:
+    return ("127.0.0.1",) if on_one_host(ctx) else ctx.joins[ctx.leader].addresses
+
+
+def probe_leader(ctx: Context) -> Work:
+    """Every node but the leader: which of the leader's addresses can be reached from here."""
+    prepared = ctx.decided("batch_prepare")
+    if ctx.node_rank == ctx.leader or not prepared:
+        return NOTHING
+    return ProbeAddresses(leaders_addresses(ctx), prepared["port"])
+
+
+def choose_address(ctx: Context) -> Work:
+    """Leader: the first of its addresses that every other node has connected to."""
+    prepared = ctx.decided("batch_prepare")
+    assert prepared is not None
+    reports = {rank: report for rank, report in ctx.reports("update_ready").items() if rank != ctx.leader}
+    for address in leaders_addresses(ctx):
+        if all(address in report.get("reached", ()) for report in reports.values()):
+            return Value({"master_addr": address, "master_port": prepared["port"]})
+    tried = "; ".join(f"node {rank} reached {report.get('reached') or 'none'}" for rank, report in reports.items())
+    raise UsageError(f"no address of node {ctx.leader} ({', '.join(leaders_addresses(ctx))}) is reached by all: {tried}")
+
+
+def update(ctx: Context) -> Work:
+    """Every node: one multi-node torchrun, or the user's own trainer command."""
+    prepared, ready = ctx.decided("batch_prepare"), ctx.decided("update_ready")
+    assert prepared is not None and ready is not None
+    policy, version = ctx.policy, ctx.policy.version + 1
+    out = ctx.paths.checkpoint(version, ctx.generation)
+    spec = {
+        "batch": prepared["batch"],
+        "model": str(policy.model),
+        "trainer_state": str(policy.trainer) if policy.trainer else None,
+        "out": str(out),
+        "policy_version": policy.version,
+        "new_policy_version": version,
+    }
+    address, port = ready["master_addr"], ready["master_port"]
+    node, nodes = ctx.ranks.index(ctx.node_rank), len(ctx.ranks)
+    known = {"out": str(out), "policy_version": version}
+    on_this_host = sum(1 for r in ctx.ranks if r in ctx.joins and ctx.joins[r].boot_id == ctx.joins[ctx.node_rank].boot_id)
+    env = {"OMP_NUM_THREADS": str(max(1, ctx.cpus // max(1, on_this_host)))} if not ctx.accelerators else {}
+    if address == "127.0.0.1":
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    if ctx.settings["trainer"]["command"]:
+        values = {**spec, "node_rank": node, "num_nodes": nodes, "master_addr": address, "master_port": port}
+        argv = tuple(fill(word, values) for word in shlex.split(ctx.settings["trainer"]["command"]))
+        return Command(argv, "update.log", spec={**ctx.identity(), **spec}, env=env, result=False, extra=known)
+    processes = ctx.settings["trainer"]["processes_per_node"] or max(1, ctx.accelerators)
+    argv = (
+        *(ctx.python, "-m", "torch.distributed.run"),
+        *("--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(processes)),
+        *("--master-addr", address, "--master-port", str(port)),
+        *("--max-restarts", "0", "--rdzv-conf", f"timeout={ctx.settings['trainer']['timeout_s']:.0f}"),
+        *("-m", "fsbarrier.workers.update", "--spec", "{spec}"),
+    )
+    return Command(argv, "update.log", spec={**ctx.identity(), **spec}, env=env, extra=known)
+
+
+def fill(word: str, values: dict[str, Any]) -> str:
+    """A word of the user's trainer command with its placeholders filled in; `{spec}` is left for later."""
+    for name, value in values.items():
+        word = word.replace("{" + name + "}", "" if value is None else str(value))
+    return word
+
+
+def publish_weights(ctx: Context) -> Work:
+    """Leader: the new checkpoint is verified and becomes what the run serves."""
+    updated = ctx.decided("update")
+    assert updated is not None
+    keep = ctx.settings["checkpoint"]["keep"]
+    return PublishWeights(ctx.paths.checkpoints / updated["out"], updated["policy_version"], keep)
+
+
+def start_engine(ctx: Context) -> Work:
+    """Every node: vLLM serves the new weights, reloaded in place or started."""
+    if ctx.settings["rl_phase"] == "update":
+        return NOTHING
+    return ServeWeights(ctx.policy.model, ctx.policy.version)
+
+
+PROGRAM = Program(
+    "rl",
+    (
+        Phase(0, "iteration_start"),
+        Phase(1, "train_assign", leader=assign_train),
+        Phase(2, "train_rollout", each=rollout_train, resume="train_assign"),
+        Phase(3, "train_shards_ready", resume="train_assign"),
+        Phase(4, "train_aggregate", leader=aggregate_train, resume="train_assign"),
+        Phase(5, "eval_decide", leader=decide_eval),
+        Phase(6, "eval_rollout", each=rollout_eval, leader=aggregate_eval, resume="eval_decide"),
+        Phase(7, "engine_stop", each=stop_engine),
+        Phase(8, "batch_prepare", leader=prepare_batch, resume="engine_stop"),
+        Phase(9, "update_ready", each=probe_leader, leader=choose_address, resume="engine_stop"),
+        Phase(10, "update", each=update, resume="engine_stop"),
+        Phase(11, "weights_publish", leader=publish_weights),
+        Phase(12, "engine_start", each=start_engine),
+        Phase(13, "iteration_end"),
+    ),
+    needs=frozenset({"model", "data"}),
+)
