@@ -25,6 +25,11 @@ def _split_words(value: Any) -> Any:
     return tuple(shlex.split(value)) if isinstance(value, str) else value
 
 
+def _join_words(value: Any) -> Any:
+    listed = isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
+    return shlex.join(value) if listed else value
+
+
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -34,6 +39,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_split_words), Field(strict=False)]
+CommandLine = Annotated[str, BeforeValidator(_join_words), Field(min_length=1)]
 Weights = Annotated[tuple[Positive, ...], Field(strict=False)]
 Betas = Annotated[tuple[Decay, Decay], Field(strict=False)]
 
@@ -52,7 +58,7 @@ class Section(BaseModel):
 class Rollout(Section):
     """Sampling trajectories from the current policy (phases 1-4)."""
 
-    tasks: Count = setting(96, "Train tasks an iteration.")
+    tasks: Count = setting(96, "Train tasks an iteration; more than there are: all.")
     samples: Count = setting(16, "Trajectories a task: the size of its group.")
     temperature: NotNegative = setting(1.0, "Sampling temperature.")
     top_p: Share = setting(1.0, "Nucleus sampling: the probability mass that is kept.")
@@ -121,7 +127,7 @@ class Trainer(Section):
     )
     processes_per_node: CountOrZero = setting(0, "Training processes a node; 0: one an accelerator, else 1.")
     timeout_s: Seconds = setting(1800.0, "Seconds after which a silent peer ends the process group.")
-    command: Words | None = setting(
+    command: CommandLine | None = setting(
         None,
         "Your own trainer: a command line or a list of words, with placeholders {node_rank} {num_nodes} "
         "{master_addr} {master_port} {batch} {out} {model} {trainer_state} {spec}; none: the built-in one.",

@@ -30,7 +30,7 @@ _MEANING = {  # pydantic's error types in our words
     "literal_error": "must be {expected}",
     "missing": "needs {min_length} values",
     "too_long": "needs {max_length} values",
-    "too_short": "needs {min_length} values",
+    "too_short": "must not be empty",
 }
 
 
@@ -41,7 +41,9 @@ def one_line(errors: Sequence[Mapping[str, Any]], known: Collection[str], chosen
     names = [part for part in parts if not part.isdigit()]
     key = ".".join(names[:2]) if ".".join(names[:2]) in known else names[0]
     whole = first["type"] in ("missing", "too_long", "too_short")
-    meaning = _MEANING.get(first["type"], first["msg"]).format_map({"min_length": 2, **first.get("ctx", {})})
+    meaning = _MEANING.get(first["type"], first["msg"].removeprefix("Value error, ")).format_map(
+        {"min_length": 2, **first.get("ctx", {})}
+    )
     where = (
         ""
         if whole
