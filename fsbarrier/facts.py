@@ -122,9 +122,8 @@ class Fact:
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Somebody asked the run to end: `generation` is the newest that the request speaks to."""
+    """Somebody asked the run to end: at the next safe point, or `now`."""
 
-    generation: int
     now: bool
     who: str
     time: str = ""

@@ -135,7 +135,9 @@ class Jobs:
             case Steps(works):
                 merged: dict[str, Any] = {}
                 for one in works:
-                    merged.update(self._do(one, context, cancel))
+                    value = self._do(one, context, cancel)
+                    events = [*merged.get("events", ()), *value.get("events", ())]
+                    merged |= value | ({"events": events} if events else {})
                 return merged
             case ServeWeights(folder, version):
                 self._progress = {"note": f"engine: policy version {version}"}
@@ -161,7 +163,8 @@ class Jobs:
         checkpoints.verify(work.folder)
         checkpoints.publish_link(self.log_path, work.folder)
         checkpoints.retain(self.log_path, work.keep, work.folder)
-        return {"policy_version": work.policy_version, "folder": str(work.folder)}
+        value = {"policy_version": work.policy_version, "folder": str(work.folder)}
+        return {**value, "events": [journaled("weights_published", value)]}
 
     def _command(self, work: Command, context: Context, cancel: threading.Event) -> dict[str, Any]:
         self._close_rendezvous()  # torchrun takes the port over
@@ -186,7 +189,8 @@ class Jobs:
             raise ProgramFailed(f"{program_name(argv)} {ended(code)}{tail_text(child)}")
         result = self._result(result_file, argv) if work.result else {}
         shutil.rmtree(folder, ignore_errors=True)
-        return {**work.extra, **result}
+        value = {**work.extra, **result}
+        return {**value, "events": [journaled(work.event, value)]} if work.event else value
 
     def _watch(self, child: Child, progress_file: Path, cancel: threading.Event, context: Context) -> int:
         """Wait for the program's end, for as long as it shows signs of life."""
@@ -219,6 +223,12 @@ class Jobs:
         if self._rendezvous is not None:
             self._rendezvous.close()
             self._rendezvous = None
+
+
+def journaled(event: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a result goes to the journal: its plain values."""
+    plain = {k: v for k, v in value.items() if isinstance(v, (int, float, str)) or v is None}
+    return {"event": event, **plain}
 
 
 def failure(message: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 from fsbarrier.errors import UsageError
 from fsbarrier.program import Program
@@ -34,6 +35,15 @@ def program_path(name: str) -> Path:
 
 def load_program(name: str) -> Program:
     """The program called `name`: its file's PROGRAM. Raises UsageError for a file that does not define one."""
+    program = getattr(load_module(name), "PROGRAM", None)
+    if not isinstance(program, Program):
+        path = program_path(name)
+        raise UsageError(f"--program {name}: {path} defines no PROGRAM (a fsbarrier.program.Program)")
+    return program
+
+
+def load_module(name: str) -> ModuleType:
+    """The file of program `name` as a module, for a program that is derived from another. Raises UsageError."""
     path = program_path(name)
     spec = importlib.util.spec_from_file_location(f"fsbarrier_program_{path.stem}", path)
     assert spec is not None and spec.loader is not None
@@ -44,7 +54,4 @@ def load_program(name: str) -> Program:
         raise
     except Exception as error:  # whatever a user's file raises is the user's to see, in one line
         raise UsageError(f"--program {name}: {path} cannot be loaded: {type(error).__name__}: {error}") from None
-    program = getattr(module, "PROGRAM", None)
-    if not isinstance(program, Program):
-        raise UsageError(f"--program {name}: {path} defines no PROGRAM (a fsbarrier.program.Program)")
-    return program
+    return module

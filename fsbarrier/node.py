@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from fsbarrier.errors import Fenced
-from fsbarrier.facts import Beat, Generation, Join, Payload, Position, encode
+from fsbarrier.facts import Beat, Fact, Generation, Join, Payload, Position, encode
 from fsbarrier.machine import step
 from fsbarrier.membership import losses, silence
 from fsbarrier.observer import Observer, fact_name
@@ -144,16 +144,20 @@ class Agent:
                     "node_ended", self.node, {"state": action.state, "code": action.code, "reason": action.reason}
                 )
 
-    def _publish(self, fact: Any) -> None:
+    def _publish(self, fact: Fact) -> None:
         node = self.node
         assert node.generation is not None and node.position is not None
         directory = self.observer.row_dir(node.generation.number, node.position)
         self.store.make_dir(directory)
+        events = fact.value.get("events", ())
+        fact = replace(fact, value={k: v for k, v in fact.value.items() if k != "events"})
         decides = node.generation.leader == node.rank and bool(fact.value)
         self.store.put(directory / fact_name(node.rank, fact.status), encode(fact), durable=decides)
         event = "work_finished" if fact.status == "done" else "work_failed"
         value = {k: v for k, v in fact.value.items() if k in ("error", "exit_code", "log")}
         self.record(event, node, {"work_s": round(fact.work_s, 6), **value})
+        for line in events:
+            self.record(line["event"], node, {k: v for k, v in line.items() if k != "event"})
         if decides and fact.status == "done":
             self.record("decision", node, {"value": summary(fact.value)})
 

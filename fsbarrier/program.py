@@ -50,7 +50,7 @@ class Command:
 
     A worker program writes its result to the path in spec["result"]; `result` False: the exit code alone decides.
     `log` names the file in the node's log folder. `{engine}` among the spec's values becomes the local engine's address and key.
-    `extra`: what is known of the result beforehand.
+    `extra`: what is known of the result beforehand. `event`: the name under which the result's plain values go to the journal.
     """
 
     argv: tuple[str, ...]
@@ -59,6 +59,7 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict)
     result: bool = True
     extra: Payload = field(default_factory=dict)
+    event: str = ""
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,12 @@ class Context:
     inventory: Callable[[str], tuple[PartOnDisk, ...]] = field(default=lambda _: ())
     accelerators: int = 0  # on this node
     cpus: int = 1
+
+    @property
+    def policy_version(self) -> int:
+        """How many updates the policy that this iteration rolls out has had."""
+        published = self.latest("weights_publish")
+        return published["policy_version"] if published is not None else 0
 
     @property
     def policy(self) -> Policy:

@@ -48,7 +48,7 @@ def share_out(ctx: Context, split: str, wanted: list[int]) -> dict[str, Any]:
     missing, adopted = set(wanted), []
     for part in ctx.inventory(split):
         useful = [task for task in part.tasks if task in missing]
-        if useful and part.policy_version == ctx.policy.version:
+        if useful and part.policy_version == ctx.policy_version:
             missing.difference_update(useful)
             adopted.append({"path": part.path, "valid_bytes": part.valid_bytes, "tasks": useful})
     shares = split_by_weight([task for task in wanted if task in missing], ctx.weights)
@@ -101,8 +101,8 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
         if "part" in reports.get(rank, {})
     ]
     merged = ctx.paths.merged(split, ctx.iteration)
-    event = {"split": split, "policy_version": ctx.policy.version}
-    command = Command(
+    event = {"split": split, "policy_version": ctx.policy_version}
+    return Command(
         (ctx.python, "-m", "fsbarrier.aggregate", "--spec", "{spec}"),
         "aggregate.log",
         spec={
@@ -113,15 +113,19 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
             "metadata": {"run_id": ctx.run_id, "iteration": ctx.iteration, "generation": ctx.generation, **event},
         },
         extra={"merged": str(merged), **event},
+        event="rolled_out" if split == "train" else "evaluated",
     )
-    return command
+
+
+def evaluates(ctx: Context) -> bool:
+    """Whether this iteration evaluates."""
+    interval = ctx.settings["eval_interval"]
+    return ctx.settings["rollout_split"] != "train-only" and (interval == 1 or ctx.iteration % interval == 1)
 
 
 def decide_eval(ctx: Context) -> Work:
     """Leader: does this iteration evaluate, and who takes which held-out task. All nodes read this one answer."""
-    wanted_at_all = ctx.settings["rollout_split"] != "train-only"
-    interval = ctx.settings["eval_interval"]
-    if not wanted_at_all or (interval > 1 and ctx.iteration % interval != 1):
+    if not evaluates(ctx):
         return Value({"evaluate": False})
     count = ctx.tasks["test"]["count"]
     tasks = sample_tasks(count, ctx.settings["eval"]["tasks"], seed=0, iteration=1)
@@ -162,7 +166,11 @@ def prepare_batch(ctx: Context) -> Work:
     prepare = ctx.worker(
         "prepare", "update.log", merged=[merged], batch=batch, model=model, policy_version=ctx.policy.version
     )
-    return Steps((prepare, OpenRendezvous(loopback=on_one_host(ctx))))
+    return Steps((prepare, open_rendezvous(ctx)))
+
+
+def open_rendezvous(ctx: Context) -> OpenRendezvous:
+    return OpenRendezvous(loopback=on_one_host(ctx))
 
 
 def on_one_host(ctx: Context) -> bool:
@@ -226,7 +234,8 @@ def update(ctx: Context) -> Work:
         *("--max-restarts", "0", "--rdzv-conf", f"timeout={ctx.settings['trainer']['timeout_s']:.0f}"),
         *("-m", "fsbarrier.workers.update", "--spec", "{spec}"),
     )
-    return Command(argv, "update.log", spec={**ctx.identity(), **spec}, env=env, extra=known)
+    event = "updated" if ctx.node_rank == ctx.leader else ""
+    return Command(argv, "update.log", spec={**ctx.identity(), **spec}, env=env, extra=known, event=event)
 
 
 def fill(word: str, values: dict[str, Any]) -> str:

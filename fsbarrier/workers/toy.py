@@ -1,0 +1,115 @@
+"""The toy program's worker: writes deterministic trajectories, or just takes its time.
+
+`python -m fsbarrier.workers.toy --spec SPEC.json`; the spec's `do` is rollout, update or wait, `seconds` how long it takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import sys
+import threading
+from array import array
+from pathlib import Path
+from typing import Any
+
+from fsbarrier import checkpoints, files
+from fsbarrier.trajectories import ShardWriter
+
+STEPS = 20  # how often a waiting phase shows progress
+
+stopped = threading.Event()
+
+
+def main() -> int:
+    spec = json.loads(Path(sys.argv[sys.argv.index("--spec") + 1]).read_text())
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    work = {"rollout": rollout, "update": update, "wait": wait}[spec["do"]]
+    result = work(spec)
+    if stopped.is_set():
+        return 143
+    files.write_atomic(Path(spec["result"]), json.dumps(result).encode())
+    return 0
+
+
+def rollout(spec: dict[str, Any]) -> dict[str, Any]:
+    """One group of one trajectory a task, durable as soon as it is there."""
+    tasks, total = spec["tasks"], 0.0
+    header = {key: spec[key] for key in ("run_id", "split", "iteration", "generation", "node_rank", "policy_version")}
+    files.make_dirs(Path(spec["part"]).parent)
+    with ShardWriter(Path(spec["part"]), prefix=spec["prefix"], header={**header, "assigned": tasks}) as writer:
+        for done, task in enumerate(tasks):
+            if stopped.wait(spec["seconds"] / len(tasks)):
+                return {}
+            record = trajectory(spec, task)
+            total += record["reward"]
+            writer.append_group(task, [record])
+            progress(spec, done + 1, len(tasks), "trajectories", total / (done + 1))
+        writer.finish({**header, "trajectories": len(tasks)})
+    checkpoints.link_or_copy(Path(spec["part"]), Path(spec["checkpoint"]))
+    size = Path(spec["part"]).stat().st_size
+    mean = total / len(tasks)
+    return {"part": spec["part"], "bytes": size, "groups": len(tasks), "trajectories": len(tasks), "reward_mean": mean}
+
+
+def trajectory(spec: dict[str, Any], task: int) -> dict[str, Any]:
+    """The same record for the same split, iteration and task, whoever makes it: only `node_rank` tells."""
+    digest = hashlib.sha256(f"{spec['split']}:{spec['iteration']}:{task}".encode()).digest()
+    reward = digest[0] / 255
+    tokens = array("i", digest[1:9])
+    return {
+        "task_id": f"toy-{task}",
+        "task_index": task,
+        "sample": 0,
+        "reward": reward,
+        "reward_parts": {"toy": reward},
+        "policy_version": spec["policy_version"],
+        "node_rank": spec["node_rank"],
+        "generation": spec["generation"],
+        "iteration": spec["iteration"],
+        "split": spec["split"],
+        "prompt": f"task {task}",
+        "messages": [{"role": "user", "content": f"task {task}"}, {"role": "assistant", "content": digest.hex()}],
+        "text": digest.hex(),
+        "token_ids": tokens,
+        "prompt_tokens": 4,
+        "loss_mask": array("B", [0] * 4 + [1] * 4),
+        "logprobs": array("f", [0.0] * 4 + [-byte / 64 for byte in digest[9:13]]),
+        "finish_reason": "stop",
+        "valid": True,
+        "timings": {},
+        "metadata": {},
+    }
+
+
+def update(spec: dict[str, Any]) -> dict[str, Any]:
+    """Take the time of an update; the node that is given `out` leaves a policy version there."""
+    wait(spec)
+    version = spec["new_policy_version"]
+    if spec["out"] is None:
+        return {"policy_version": version}
+    out = Path(spec["out"])
+    files.make_dirs(out / "model")
+    files.make_dirs(out / "trainer")
+    for name in ("model/config.json", "trainer/state.json"):
+        files.write_atomic(out / name, json.dumps({"toy": True, "policy_version": version}).encode())
+    checkpoints.write_manifest(out, version)
+    return {"out": str(out), "policy_version": version}
+
+
+def wait(spec: dict[str, Any]) -> dict[str, Any]:
+    for done in range(STEPS):
+        progress(spec, done, STEPS, "steps", None)
+        if stopped.wait(spec["seconds"] / STEPS):
+            break
+    return {}
+
+
+def progress(spec: dict[str, Any], done: int, total: int, unit: str, reward: float | None) -> None:
+    fields = {"done": done, "total": total, "unit": unit, "reward_mean": reward, "tokens_per_s": None, "note": ""}
+    files.write_atomic(Path(spec["progress"]), json.dumps(fields).encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

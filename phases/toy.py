@@ -1,0 +1,108 @@
+"""The default program's rows without a model: real trajectories through the same storage code, one deterministic record a task.
+
+For tests and for showing the protocol: `./run.sh --program toy --num-nodes 3 ...`. `toy.tasks` tasks, `toy.phase_s` seconds in
+each working phase; no vLLM, no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fsbarrier.facts import Payload
+from fsbarrier.loader import load_module
+from fsbarrier.program import Command, Context, Phase, Program, PublishWeights, Steps, Value, Work
+
+rl = load_module("rl")  # what this file does not say anew is the default program's
+
+
+def all_tasks(ctx: Context) -> list[int]:
+    return list(range(ctx.settings["toy"]["tasks"]))
+
+
+def assign_train(ctx: Context) -> Work:
+    if ctx.settings["rollout_split"] == "eval-only":
+        return Value({})
+    return Value(rl.share_out(ctx, "train", all_tasks(ctx)))
+
+
+def rollout_train(ctx: Context) -> Work:
+    return rollout(ctx, "train", ctx.decided("train_assign"))
+
+
+def decide_eval(ctx: Context) -> Work:
+    if not rl.evaluates(ctx):
+        return Value({"evaluate": False})
+    return Value({"evaluate": True, **rl.share_out(ctx, "test", all_tasks(ctx))})
+
+
+def rollout_eval(ctx: Context) -> Work:
+    return rollout(ctx, "test", rl.evaluating(ctx))
+
+
+def rollout(ctx: Context, split: str, assigned: Payload | None) -> Work:
+    tasks = assigned["shares"][str(ctx.node_rank)] if assigned else []
+    if not tasks:
+        return Value({})
+    part = ctx.paths.part(split, ctx.iteration, ctx.node_rank, ctx.generation, ctx.incarnation)
+    checkpoint = ctx.paths.rank_checkpoint(split, ctx.iteration, ctx.node_rank)
+    prefix = f"{split}-g{ctx.generation:04d}n{ctx.node_rank:04d}i{ctx.incarnation:04d}"
+    fields = {"part": str(part), "checkpoint": str(checkpoint), "prefix": prefix, "policy_version": ctx.policy_version}
+    return toy(ctx, "rollout", "rollout.log", split=split, tasks=tasks, **fields)
+
+
+def toy(ctx: Context, do: str, log: str, **fields: Any) -> Command:
+    return ctx.worker("toy", log, do=do, seconds=ctx.settings["toy"]["phase_s"], **fields)
+
+
+def aggregate_train(ctx: Context) -> Work:
+    return Steps((toy(ctx, "wait", "aggregate.log"), rl.aggregate_train(ctx)))
+
+
+def work_each(ctx: Context) -> Work:
+    """Every node: a working phase with nothing to show."""
+    return toy(ctx, "wait", "work.log")
+
+
+def prepare_batch(ctx: Context) -> Work:
+    return Steps((toy(ctx, "wait", "update.log"), rl.open_rendezvous(ctx)))
+
+
+def update(ctx: Context) -> Work:
+    """Every node: works; the leader leaves a new policy version."""
+    version = ctx.policy_version + 1
+    out = ctx.paths.checkpoint(version, ctx.generation) if ctx.node_rank == ctx.leader else None
+    return toy(ctx, "update", "update.log", out=str(out) if out else None, new_policy_version=version)
+
+
+def publish_weights(ctx: Context) -> Work:
+    updated = ctx.decided("update")
+    assert updated is not None
+    folder = Path(updated["out"])
+    return Steps(
+        (
+            toy(ctx, "wait", "publish.log"),
+            PublishWeights(folder, updated["policy_version"], ctx.settings["checkpoint"]["keep"]),
+        )
+    )
+
+
+PROGRAM = Program(
+    "toy",
+    (
+        Phase(0, "iteration_start"),
+        Phase(1, "train_assign", leader=assign_train),
+        Phase(2, "train_rollout", each=rollout_train, resume="train_assign"),
+        Phase(3, "train_shards_ready", resume="train_assign"),
+        Phase(4, "train_aggregate", leader=aggregate_train, resume="train_assign"),
+        Phase(5, "eval_decide", leader=decide_eval),
+        Phase(6, "eval_rollout", each=rollout_eval, leader=rl.aggregate_eval, resume="eval_decide"),
+        Phase(7, "engine_stop", each=work_each),
+        Phase(8, "batch_prepare", leader=prepare_batch, resume="engine_stop"),
+        Phase(9, "update_ready", each=rl.probe_leader, leader=rl.choose_address, resume="engine_stop"),
+        Phase(10, "update", each=update, resume="engine_stop"),
+        Phase(11, "weights_publish", leader=publish_weights),
+        Phase(12, "engine_start", each=work_each),
+        Phase(13, "iteration_end"),
+    ),
+)
