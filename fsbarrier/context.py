@@ -33,7 +33,9 @@ class ContextMaker:
             return self.observer.reports(generation.number, at, generation.ranks)
 
         def inventory(split: str) -> tuple[PartOnDisk, ...]:
-            return parts_on_disk(self.record.paths.trajectories(split), self.record.paths.merged(split, position.iteration))
+            return parts_on_disk(
+                self.record.paths.trajectories(split), self.record.paths.merged(split, position.iteration)
+            )
 
         return Context(
             run_id=self.record.run_id,

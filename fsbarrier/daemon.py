@@ -62,7 +62,9 @@ def run_node(record: RunRecord, *, node_rank: int, until: int | None, console: b
 class Daemon:
     """One incarnation of one node (it takes a new one by itself when it was fenced off and rejoins)."""
 
-    def __init__(self, record: RunRecord, rank: int, until: int | None, console: bool, work_dir: Path) -> None:
+    def __init__(
+        self, record: RunRecord, rank: int, until: int | None, console: bool, work_dir: Path
+    ) -> None:
         self.record, self.console = record, console
         self.settings: dict[str, Any] = dict(record.settings)
         self._wake = threading.Event()
@@ -151,7 +153,9 @@ class Daemon:
             number = self._signal or signal.SIGTERM
             code = EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM
             self.agent.exit = Exit(code, "left", f"stopped by {signal.Signals(number).name}")
-            self._record_event("node_ended", self.agent.node, {"state": "left", "reason": self.agent.exit.reason})
+            self._record_event(
+                "node_ended", self.agent.node, {"state": "left", "reason": self.agent.exit.reason}
+            )
         self.jobs.grace_s = 0.5
         self.jobs.cancel()
         self.engine.stop()

@@ -38,9 +38,16 @@ def hold_rank(paths: RunPaths, rank: int, beat_s: float) -> Iterator[None]:
         lock.acquire(timeout=0)
     except filelock.Timeout:
         who = f"process {beat.pid}" if beat else "another process"
-        raise UsageError(f"node {rank} of {paths.root} is already running on this host ({who}); end it first") from None
+        raise UsageError(
+            f"node {rank} of {paths.root} is already running on this host ({who}); end it first"
+        ) from None
     try:
-        if beat and beat.host != socket.gethostname() and beat.state not in GONE and _moves(paths, beat, beat_s):
+        if (
+            beat
+            and beat.host != socket.gethostname()
+            and beat.state not in GONE
+            and _moves(paths, beat, beat_s)
+        ):
             raise UsageError(
                 f"node {rank} of {paths.root} is already running on {beat.host}, process {beat.pid}; "
                 "give this node another rank, or end that one first"

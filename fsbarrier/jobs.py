@@ -79,7 +79,9 @@ class Jobs:
         self.cancel()
         self._cancel, self._report, self._progress = threading.Event(), None, {}
         self._progress_file = None
-        self._thread = threading.Thread(target=self._run, args=(node, part, self._cancel), name="work", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(node, part, self._cancel), name="work", daemon=True
+        )
         self._thread.start()
 
     def cancel(self) -> None:
@@ -171,7 +173,11 @@ class Jobs:
         self._number += 1
         folder = self.work_dir / f"job-{self._number:05d}"
         files.make_dirs(folder)
-        spec_file, result_file, progress_file = folder / "spec.json", folder / "result.json", folder / "progress.json"
+        spec_file, result_file, progress_file = (
+            folder / "spec.json",
+            folder / "result.json",
+            folder / "progress.json",
+        )
         engine = self._engine_info
         spec = {key: engine if value == "{engine}" else value for key, value in work.spec.items()}
         spec |= {"result": str(result_file), "progress": str(progress_file)}

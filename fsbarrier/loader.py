@@ -29,7 +29,9 @@ def program_path(name: str) -> Path:
     path = program_folder() / f"{name}.py"
     if not name.isidentifier() or not path.is_file():
         known = ", ".join(sorted(p.stem for p in program_folder().glob("*.py")))
-        raise UsageError(f"--program {name}: no such program; there are {known}, or give the path of a .py file")
+        raise UsageError(
+            f"--program {name}: no such program; there are {known}, or give the path of a .py file"
+        )
     return path
 
 
@@ -53,5 +55,7 @@ def load_module(name: str) -> ModuleType:
     except UsageError:
         raise
     except Exception as error:  # whatever a user's file raises is the user's to see, in one line
-        raise UsageError(f"--program {name}: {path} cannot be loaded: {type(error).__name__}: {error}") from None
+        raise UsageError(
+            f"--program {name}: {path} cannot be loaded: {type(error).__name__}: {error}"
+        ) from None
     return module

@@ -132,7 +132,9 @@ class Agent:
                 self._propose(generation)
             case Announce(incarnation):
                 if not self._announce(incarnation):
-                    raise Fenced(f"node {self.node.rank}: another process took this rank (incarnation {incarnation})")
+                    raise Fenced(
+                        f"node {self.node.rank}: another process took this rank (incarnation {incarnation})"
+                    )
                 self.observer.hurry()
             case Entered(position, generation, left, _):
                 self._entered(position, generation, left, now)
@@ -141,7 +143,9 @@ class Agent:
             case Exit():
                 self.exit = action
                 self.record(
-                    "node_ended", self.node, {"state": action.state, "code": action.code, "reason": action.reason}
+                    "node_ended",
+                    self.node,
+                    {"state": action.state, "code": action.code, "reason": action.reason},
                 )
 
     def _publish(self, fact: Fact) -> None:
@@ -164,7 +168,9 @@ class Agent:
     def _propose(self, generation: Generation) -> None:
         path = self.observer.paths.generation(generation.number)
         if self.store.create(path, encode(generation)):
-            self.record("generation_proposed", self.node, {"number": generation.number, "reason": generation.reason})
+            self.record(
+                "generation_proposed", self.node, {"number": generation.number, "reason": generation.reason}
+            )
         self.observer.hurry()
 
     def _entered(self, position: Position, generation: Generation, left: Position | None, now: float) -> None:
@@ -191,7 +197,9 @@ class Agent:
                 self._suspected.add(key)
                 age = silence(member, ledger, node.since, now)
                 self.record(
-                    "node_suspected", node, {"suspect": member.rank, "host": member.host, "silent_s": round(age, 3)}
+                    "node_suspected",
+                    node,
+                    {"suspect": member.rank, "host": member.host, "silent_s": round(age, 3)},
                 )
             elif not late and key in self._suspected:
                 self._suspected.discard(key)
@@ -206,7 +214,13 @@ class Agent:
         lost = {
             loss.member.rank
             for loss in losses(
-                node.generation.members, node.rank, view.joins, view.ledger, node.since, now, self.rules.limits
+                node.generation.members,
+                node.rank,
+                view.joins,
+                view.ledger,
+                node.since,
+                now,
+                self.rules.limits,
             )
         }
         return [rank for rank in node.generation.ranks if rank not in view.arrived and rank not in lost]

@@ -80,7 +80,9 @@ def rollout(ctx: Context, split: str, assigned: Payload | None, sampling: Payloa
         policy_version=ctx.policy.version,
         model=str(ctx.policy.model),
         engine="{engine}",
-        sampling={key: sampling[key] for key in ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")},
+        sampling={
+            key: sampling[key] for key in ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
+        },
     )
     return Steps((ServeWeights(ctx.policy.model, ctx.policy.version), command))
 
@@ -110,7 +112,12 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
             "parts": parts,
             "out": str(merged),
             "expected": assigned["wanted"],
-            "metadata": {"run_id": ctx.run_id, "iteration": ctx.iteration, "generation": ctx.generation, **event},
+            "metadata": {
+                "run_id": ctx.run_id,
+                "iteration": ctx.iteration,
+                "generation": ctx.generation,
+                **event,
+            },
         },
         extra={"merged": str(merged), **event},
         event="rolled_out" if split == "train" else "evaluated",
@@ -120,7 +127,8 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
 def evaluates(ctx: Context) -> bool:
     """Whether this iteration evaluates."""
     interval = ctx.settings["eval_interval"]
-    return ctx.settings["rollout_split"] != "train-only" and (interval == 1 or ctx.iteration % interval == 1)
+    due: bool = interval == 1 or ctx.iteration % interval == 1
+    return due and ctx.settings["rollout_split"] != "train-only"
 
 
 def decide_eval(ctx: Context) -> Work:
@@ -197,8 +205,12 @@ def choose_address(ctx: Context) -> Work:
     for address in leaders_addresses(ctx):
         if all(address in report.get("reached", ()) for report in reports.values()):
             return Value({"master_addr": address, "master_port": prepared["port"]})
-    tried = "; ".join(f"node {rank} reached {report.get('reached') or 'none'}" for rank, report in reports.items())
-    raise UsageError(f"no address of node {ctx.leader} ({', '.join(leaders_addresses(ctx))}) is reached by all: {tried}")
+    tried = "; ".join(
+        f"node {rank} reached {report.get('reached') or 'none'}" for rank, report in reports.items()
+    )
+    raise UsageError(
+        f"no address of node {ctx.leader} ({', '.join(leaders_addresses(ctx))}) is reached by all: {tried}"
+    )
 
 
 def update(ctx: Context) -> Work:
@@ -218,14 +230,18 @@ def update(ctx: Context) -> Work:
     address, port = ready["master_addr"], ready["master_port"]
     node, nodes = ctx.ranks.index(ctx.node_rank), len(ctx.ranks)
     known = {"out": str(out), "policy_version": version}
-    on_this_host = sum(1 for r in ctx.ranks if r in ctx.joins and ctx.joins[r].boot_id == ctx.joins[ctx.node_rank].boot_id)
+    on_this_host = sum(
+        1 for r in ctx.ranks if r in ctx.joins and ctx.joins[r].boot_id == ctx.joins[ctx.node_rank].boot_id
+    )
     env = {"OMP_NUM_THREADS": str(max(1, ctx.cpus // max(1, on_this_host)))} if not ctx.accelerators else {}
     if address == "127.0.0.1":
         env["GLOO_SOCKET_IFNAME"] = "lo"
     if ctx.settings["trainer"]["command"]:
         values = {**spec, "node_rank": node, "num_nodes": nodes, "master_addr": address, "master_port": port}
         argv = tuple(fill(word, values) for word in shlex.split(ctx.settings["trainer"]["command"]))
-        return Command(argv, "update.log", spec={**ctx.identity(), **spec}, env=env, result=False, extra=known)
+        return Command(
+            argv, "update.log", spec={**ctx.identity(), **spec}, env=env, result=False, extra=known
+        )
     processes = ctx.settings["trainer"]["processes_per_node"] or max(1, ctx.accelerators)
     argv = (
         *(ctx.python, "-m", "torch.distributed.run"),

@@ -47,7 +47,12 @@ def rollout(ctx: Context, split: str, assigned: Payload | None) -> Work:
     part = ctx.paths.part(split, ctx.iteration, ctx.node_rank, ctx.generation, ctx.incarnation)
     checkpoint = ctx.paths.rank_checkpoint(split, ctx.iteration, ctx.node_rank)
     prefix = f"{split}-g{ctx.generation:04d}n{ctx.node_rank:04d}i{ctx.incarnation:04d}"
-    fields = {"part": str(part), "checkpoint": str(checkpoint), "prefix": prefix, "policy_version": ctx.policy_version}
+    fields = {
+        "part": str(part),
+        "checkpoint": str(checkpoint),
+        "prefix": prefix,
+        "policy_version": ctx.policy_version,
+    }
     return toy(ctx, "rollout", "rollout.log", split=split, tasks=tasks, **fields)
 
 

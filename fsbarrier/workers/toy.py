@@ -36,9 +36,14 @@ def main() -> int:
 def rollout(spec: dict[str, Any]) -> dict[str, Any]:
     """One group of one trajectory a task, durable as soon as it is there."""
     tasks, total = spec["tasks"], 0.0
-    header = {key: spec[key] for key in ("run_id", "split", "iteration", "generation", "node_rank", "policy_version")}
+    header = {
+        key: spec[key]
+        for key in ("run_id", "split", "iteration", "generation", "node_rank", "policy_version")
+    }
     files.make_dirs(Path(spec["part"]).parent)
-    with ShardWriter(Path(spec["part"]), prefix=spec["prefix"], header={**header, "assigned": tasks}) as writer:
+    with ShardWriter(
+        Path(spec["part"]), prefix=spec["prefix"], header={**header, "assigned": tasks}
+    ) as writer:
         for done, task in enumerate(tasks):
             if stopped.wait(spec["seconds"] / len(tasks)):
                 return {}
@@ -50,7 +55,13 @@ def rollout(spec: dict[str, Any]) -> dict[str, Any]:
     checkpoints.link_or_copy(Path(spec["part"]), Path(spec["checkpoint"]))
     size = Path(spec["part"]).stat().st_size
     mean = total / len(tasks)
-    return {"part": spec["part"], "bytes": size, "groups": len(tasks), "trajectories": len(tasks), "reward_mean": mean}
+    return {
+        "part": spec["part"],
+        "bytes": size,
+        "groups": len(tasks),
+        "trajectories": len(tasks),
+        "reward_mean": mean,
+    }
 
 
 def trajectory(spec: dict[str, Any], task: int) -> dict[str, Any]:
@@ -70,7 +81,10 @@ def trajectory(spec: dict[str, Any], task: int) -> dict[str, Any]:
         "iteration": spec["iteration"],
         "split": spec["split"],
         "prompt": f"task {task}",
-        "messages": [{"role": "user", "content": f"task {task}"}, {"role": "assistant", "content": digest.hex()}],
+        "messages": [
+            {"role": "user", "content": f"task {task}"},
+            {"role": "assistant", "content": digest.hex()},
+        ],
         "text": digest.hex(),
         "token_ids": tokens,
         "prompt_tokens": 4,
@@ -107,7 +121,14 @@ def wait(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def progress(spec: dict[str, Any], done: int, total: int, unit: str, reward: float | None) -> None:
-    fields = {"done": done, "total": total, "unit": unit, "reward_mean": reward, "tokens_per_s": None, "note": ""}
+    fields = {
+        "done": done,
+        "total": total,
+        "unit": unit,
+        "reward_mean": reward,
+        "tokens_per_s": None,
+        "note": "",
+    }
     files.write_atomic(Path(spec["progress"]), json.dumps(fields).encode())
 
 
