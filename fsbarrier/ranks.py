@@ -180,6 +180,12 @@ def addresses() -> list[Address]:
     return sorted(listed, key=lambda item: (_ORDER.index(item.kind), ":" in item.host))
 
 
+def candidate_addresses() -> list[str]:
+    """The addresses that other hosts may try, most promising first; loopback only where there is no other."""
+    found = [item for item in addresses() if "%" not in item.host]  # a scope means nothing elsewhere
+    return [item.host for item in found if item.kind != "loopback"] or [item.host for item in found]
+
+
 def kind_of(host: str, interface: str = "", routed: set[str] | frozenset[str] = frozenset()) -> str:
     """How promising an address is for reaching this host from another one; see Address."""
     address = ipaddress.ip_address(host.partition("%")[0])

@@ -1,0 +1,82 @@
+"""The flags that begin a run, shared by `run` and `launch`, and the flag that names one, shared by all the others."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from fsbarrier import preflight
+from fsbarrier.given import FLAGS, Given
+
+_HELP = {
+    "--data-path": ("P", "read-only shared data: train and test as .jsonl or .parquet, a model cache"),
+    "--log-path": (
+        "P",
+        "the run directory, the same on all nodes (default: $FSBARRIER_LOG_PATH, else runs/default)",
+    ),
+    "--model": ("M", "Hugging Face model folder, or a name below the data path or in the local cache"),
+    "--program": ("NAME|FILE.py", "what an iteration is: rl (default), toy, ping, or your own"),
+    "--rl-phase": ("rollout|update|both", "phases 0-6, 7-13, or all (default)"),
+    "--rollout-split": ("train-only|eval-only", "with --rl-phase rollout"),
+    "--eval-interval": ("N", "evaluate when iteration %% N == 1; every iteration for 1 (default)"),
+    "--num-nodes": ("N", "nodes of the run (default 1)"),
+    "--rank-weights": ("w0,w1,...", "one positive weight a node, its share of the tasks (default: equal)"),
+    "--min-nodes": ("M", "end with exit code 5 when fewer nodes are left (default 1)"),
+    "--on-node-failure": ("shrink|wait|abort", "go on with the others (default), wait for the node, or end"),
+    "--iterations": ("N", "stop after iteration N (default: endless)"),
+    "--debug-mode": ("", "do not manage vLLM: use the server that is there (engine.url)"),
+    "--shared-group": ("", "let the group read and write the run directory"),
+}
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """Everything that says what a run is, but not which node this is."""
+    for flag, (value, text) in _HELP.items():
+        if value:
+            parser.add_argument(flag, metavar=value, help=text)
+        else:
+            parser.add_argument(flag, action="store_true", help=text)
+    parser.add_argument(
+        "--config", metavar="FILE.toml", help="settings from a file; flags and key=value win over it"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="changes nothing (resuming is the rule), but refuses a new run"
+    )
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="any setting: rollout.temperature=0.8"
+    )
+
+
+def gather(args: argparse.Namespace) -> tuple[Given, ...]:
+    """What was typed, the weakest source first: file, flags, key=value. Raises UsageError."""
+    from fsbarrier.given import from_file, from_flags, from_words
+    from fsbarrier.settings import known_names
+
+    known = known_names()
+    found = from_file(Path(args.config), known) if args.config else []
+    found += from_flags({flag: getattr(args, flag[2:].replace("-", "_")) for flag in FLAGS}, known)
+    return (*found, *from_words(args.settings, known))
+
+
+def add_log_path(parser: argparse.ArgumentParser) -> None:
+    """The flag by which a command finds its run."""
+    parser.add_argument(
+        "--log-path", metavar="P", help=_HELP["--log-path"][1].replace(", the same on all nodes", "")
+    )
+
+
+def find_log_path(args: argparse.Namespace) -> Path:
+    """The run directory that a command is about; it need not exist."""
+    return preflight.absolute(args.log_path) if args.log_path else preflight.default_log_path(os.environ)
+
+
+def whole_number(text: str) -> int:
+    """An argument that is 0 or more, with a message of our own."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return number

@@ -1,0 +1,272 @@
+"""`fsbarrier launch local`: several nodes of one run on this machine, each a daemon in a session of its own.
+
+Everything is checked here first and the run's record is made here, so that a mistake is one line on this terminal. The daemons then
+need their ranks and nothing else. They end with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from fsbarrier import preflight
+from fsbarrier.commands import flags
+from fsbarrier.commands.run import say, show
+from fsbarrier.errors import UsageError
+from fsbarrier.given import Given
+from fsbarrier.paths import RunPaths
+
+if TYPE_CHECKING:
+    from fsbarrier.startup import Start
+    from fsbarrier.supervisor import Child
+
+SUMMARY = """Start several nodes on this machine, with one live view; Ctrl-C ends them all.
+
+On several machines there is nothing to launch from one place. Type (or let ssh, Slurm, Kubernetes type) on each node, in
+one clone on the shared filesystem:
+
+  ./run.sh --master --num-nodes 3        on the first node
+  ./run.sh --worker 1                    on the second, and so on
+  srun --nodes 3 --ntasks-per-node 1 ./run.sh    Slurm: ranks and count come from its variables"""
+EXAMPLE = "fsbarrier launch local --nodes 3 --program toy --iterations 2"
+
+DEMO_NODES = 3
+GRACE_S = 15.0  # a daemon needs a second or two to end its own programs; what is left after this is killed
+#: Environment variables in which a launcher may have said which node *this* process is.
+_LAUNCHERS = ("NODE_RANK", "RANK", "WORLD_SIZE", "NNODES", "NUM_NODES")
+#: Of several exit codes the one nearest to the cause: too few nodes, for one, is mostly what came of another's failure.
+_NEAREST_CAUSE = (2, 4, 3, 1, 5, 6)
+
+
+class Interrupted(BaseException):
+    """A signal asks this process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("where", nargs="?", default="", metavar="local", help="where the nodes are to run")
+    parser.add_argument("--nodes", metavar="N", help="how many (default 1, or what the run's record says)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the settings and every node's commands; start nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="with --dry-run: as JSON")
+    flags.add_run_flags(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.where != "local":
+        said = f"launch {args.where}: not" if args.where and "=" not in args.where else "launch: say"
+        raise UsageError(
+            f"{said} `local`; on other machines type ./run.sh on each node (see fsbarrier launch --help)"
+        )
+    if args.nodes is not None and args.num_nodes is not None and args.nodes != args.num_nodes:
+        raise UsageError(f"--nodes {args.nodes} and --num-nodes {args.num_nodes} differ; one is enough")
+    asked = "--nodes" if args.nodes is not None else "--num-nodes"
+    args.num_nodes = args.nodes if args.nodes is not None else args.num_nodes
+    given = tuple(
+        replace(item, source=asked) if item.source == "--num-nodes" else item for item in flags.gather(args)
+    )
+    return local(given, {}, args)
+
+
+def demo(args: argparse.Namespace, given: tuple[Given, ...]) -> int:
+    """`run --demo`: the built-in task on three nodes of this machine; an unfinished one is gone on with."""
+    from fsbarrier.demo import DEMO_SETTINGS
+
+    for item in given:
+        if item.key in ("data_path", "model"):
+            raise UsageError(f"{item.source}: the demo has its own task and model; drop it or drop --demo")
+    defaults = {"num_nodes": DEMO_NODES, **DEMO_SETTINGS}
+    if not any(item.key == "log_path" for item in given):
+        given = (
+            *given,
+            Given("log_path", str(demo_path(preflight.default_log_path({}).parent)), "--log-path"),
+        )
+    return local(given, defaults, args)
+
+
+def demo_path(runs: Path) -> Path:
+    """The first of demo, demo-2, demo-3, ... in `runs` that is new or unfinished."""
+    number = 1
+    while True:
+        path = runs / ("demo" if number == 1 else f"demo-{number}")
+        if not is_finished(path):
+            return path
+        number += 1
+
+
+def is_finished(log_path: Path) -> bool:
+    """Whether the run there has done all its iterations, as its nodes' last heartbeats say."""
+    from fsbarrier.facts import Beat, CorruptRecord, decode
+
+    folder = RunPaths(log_path).beats
+    try:
+        records = [path.read_bytes() for path in folder.iterdir() if path.suffix == ".json"]
+        return any(decode(data, Beat).state == "finished" for data in records)
+    except (OSError, CorruptRecord):
+        return False
+
+
+# --- the nodes ----------------------------------------------------------------------------------------------------------
+
+
+def local(given: tuple[Given, ...], defaults: Mapping[str, Any], args: argparse.Namespace) -> int:
+    """Check everything, make or find the run's record, then run all its nodes here; the most telling exit code."""
+    from fsbarrier import startup
+
+    environ = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
+    request = startup.Request(
+        given=given, environ=environ, master=True, resume=args.resume, dry_run=args.dry_run, defaults=defaults
+    )
+    start = startup.begin(request, say)
+    if args.dry_run:
+        return show(start.record, as_json=args.json)
+    with _signals():
+        children: dict[int, Child] = {}
+        try:
+            _start(start, environ, children)
+            say(
+                f"{len(children)} nodes in {start.record.log_path}, output in {_folder(children)}; Ctrl-C ends them"
+            )
+            follow(start.record.log_path, children)
+        except Interrupted as stopped:
+            _stop(children)
+            return 128 + stopped.number
+        except BaseException:
+            _stop(children)
+            raise
+        return outcome({rank: child.poll() or 0 for rank, child in children.items()})
+
+
+def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child]) -> None:
+    from fsbarrier.supervisor import Child
+
+    record = start.record
+    logs = record.paths.logs / f"launch_{datetime.now(UTC):%Y%m%dT%H%M%S}Z_{os.getpid()}"
+    until = [] if start.until is None else ["--iterations", str(start.until)]
+    for rank in range(record.settings["num_nodes"]):
+        argv = [
+            sys.executable,
+            "-m",
+            "fsbarrier",
+            "run",
+            "--worker",
+            str(rank),
+            "--log-path",
+            str(record.log_path),
+            *until,
+        ]
+        children[rank] = Child.start(
+            argv, env=environ, log_file=logs / f"node_{rank}.log", name=f"node {rank}"
+        )
+
+
+def _folder(children: Mapping[int, Child]) -> Path:
+    return children[0].log_file.parent
+
+
+def follow(log_path: Path, children: Mapping[int, Child]) -> None:
+    """Show the run until all its nodes have ended: live on a terminal, else line by line."""
+    if sys.stdout.isatty():
+        try:
+            from fsbarrier import console
+        except ImportError:
+            pass
+        else:
+            console.follow(log_path, children)
+    tails = {rank: Tail(child.log_file) for rank, child in children.items()}
+    pause = 0.01
+    while True:
+        ended = {rank: child.poll() for rank, child in children.items()}
+        news = [(rank, line) for rank, tail in tails.items() for line in tail.lines()]
+        if not sys.stdout.isatty():
+            for rank, line in news:
+                print(f"[node {rank}] {line}", flush=True)
+        refused = [rank for rank, code in ended.items() if code == UsageError.exit_code]
+        if refused and not all(code is not None for code in ended.values()):
+            _stop({rank: child for rank, child in children.items() if ended[rank] is None})
+            say(f"node {refused[0]} was refused: {' | '.join(children[refused[0]].tail(1))}")
+            continue
+        if all(code is not None for code in ended.values()):
+            return
+        pause = 0.01 if news else min(pause * 1.5, 0.25)
+        time.sleep(pause)
+
+
+class Tail:
+    """The whole lines that come to a file, past the marks that the supervisor leaves there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._rest = path, 0, b""
+
+    def lines(self) -> Iterator[str]:
+        """Those that came since the last call."""
+        try:
+            with self._path.open("rb") as stream:
+                stream.seek(self._offset)
+                data = stream.read()
+        except OSError:
+            return
+        self._offset += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        for line in whole:
+            text = line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]
+            if text and not text.startswith("--- "):
+                yield text
+
+
+def outcome(codes: Mapping[int, int]) -> int:
+    """One exit code for all nodes. A node killed from outside counts only where the others did not finish without it."""
+    own = {rank: code for rank, code in codes.items() if code >= 0}
+    killed = {rank: -code for rank, code in codes.items() if code < 0}
+    failed = [code for code in own.values() if code != 0]
+    for rank, number in killed.items():
+        say(f"node {rank} was killed by {signal.Signals(number).name}")
+    if not failed:
+        return 0 if own else 128 + next(iter(killed.values()))
+    return min(
+        failed, key=lambda code: _NEAREST_CAUSE.index(code) if code in _NEAREST_CAUSE else len(_NEAREST_CAUSE)
+    )
+
+
+def _stop(children: Mapping[int, Child]) -> None:
+    """End all of them at the same time; returns when nothing is left."""
+    threads = [
+        threading.Thread(target=child.stop, kwargs={"grace_s": GRACE_S}) for child in children.values()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """While this lasts the first SIGINT, SIGTERM or SIGHUP raises Interrupted; the end then is under way, and more change nothing."""
+    chosen = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        for each in chosen:
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    before = {number: signal.signal(number, handle) for number in chosen}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
