@@ -1,0 +1,108 @@
+"""A run of real daemons on this machine, for tests: start, kill, wait for what the journals say."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fsbarrier.journal import read_events
+
+REPO = Path(__file__).resolve().parent.parent
+Event = dict[str, Any]
+FAST = ("coordination.beat_s=0.2", "coordination.suspect_s=1", "coordination.dead_s=2", "toy.phase_s=0.1", "toy.tasks=24")
+
+
+class Cluster:
+    """`nodes` daemons of one run directory, each in its own process group with its own output file."""
+
+    def __init__(self, folder: Path, nodes: int = 3, *flags: str, program: str = "toy") -> None:
+        self.log_path, self.nodes = folder / "run", nodes
+        self.flags = ("--program", program, *flags)
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.output = folder / "output"
+        self.output.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait()
+
+    def start(self, *ranks: int) -> None:
+        """Start these nodes (all, if none is named)."""
+        for rank in ranks or range(self.nodes):
+            who = ("--master", "--num-nodes", str(self.nodes), *self.flags) if rank == 0 else ("--worker", str(rank))
+            argv = [sys.executable, "-m", "fsbarrier", "run", "--log-path", str(self.log_path), *who]
+            with (self.output / f"node_{rank}.txt").open("ab") as out:
+                env = {k: v for k, v in os.environ.items() if "RANK" not in k} | {"PYTHONPATH": str(REPO)}
+                process = subprocess.Popen(
+                    argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
+                )
+            self.processes[rank] = process
+
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(self.processes[rank].pid, number)
+
+    def kill(self, rank: int) -> None:
+        self.signal(rank, signal.SIGKILL)
+        self.processes[rank].wait()
+
+    def wait(self, *ranks: int, deadline_s: float = 120.0) -> dict[int, int]:
+        """The exit codes of these nodes (all that were started), once they have ended."""
+        end = time.monotonic() + deadline_s
+        codes = {}
+        for rank in ranks or tuple(self.processes):
+            try:
+                codes[rank] = self.processes[rank].wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"node {rank} does not end\n{self.said(rank)}") from None
+        return codes
+
+    def events(self) -> list[Event]:
+        return read_events(self.log_path)
+
+    def wait_for(self, what: Callable[[Event], bool], deadline_s: float = 60.0) -> Event:
+        """The first event that `what` accepts, waiting for it."""
+        end, pause = time.monotonic() + deadline_s, threading.Event()
+        while True:
+            for event in self.events():
+                if what(event):
+                    return event
+            if time.monotonic() > end:
+                said = "\n".join(self.said(rank) for rank in self.processes)
+                raise AssertionError(f"the awaited event does not come\n{said}")
+            pause.wait(0.02)
+
+    def in_phase(self, rank: int, phase: int, iteration: int = 1) -> Event:
+        """Wait until a node has entered a phase."""
+        place = ("phase_started", rank, iteration, phase)
+        return self.wait_for(lambda e: (e["event"], e["node_rank"], e["iteration"], e["phase"]) == place)
+
+    def said(self, rank: int) -> str:
+        path = self.output / f"node_{rank}.txt"
+        return f"--- node {rank}\n{path.read_text(errors='replace')}" if path.exists() else f"--- node {rank}: nothing"
+
+
+def leftovers(log_path: Path) -> list[int]:
+    """Processes that still name this run in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if os.fsencode(log_path) in line:
+                found.append(int(entry.name))
+    return found

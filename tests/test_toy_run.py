@@ -1,0 +1,138 @@
+"""Whole runs of the toy program with real daemons: the clean path, deaths, restarts, stops. Real processes, real SIGKILL."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from cluster import FAST, Cluster, leftovers
+
+from fsbarrier.control import request_stop
+from fsbarrier.paths import RunPaths
+from fsbarrier.program import PHASE_NAMES
+from fsbarrier.trajectories import load
+
+TASKS = 24
+
+
+def assert_exactly_once(log_path: Path, iterations: int) -> None:
+    """Every task of every iteration is in the merged file once: invariant I5."""
+    for iteration in range(1, iterations + 1):
+        merged = load(RunPaths(log_path).merged("train", iteration))
+        counts = Counter(t["task_index"] for t in merged["trajectories"])
+        assert counts == Counter(range(TASKS)), f"iteration {iteration}"
+        assert {t["policy_version"] for t in merged["trajectories"]} == {iteration - 1}
+
+
+def test_clean_run_shows_every_phase_in_order(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3, "--iterations", "2", *FAST) as cluster:
+        cluster.start(2, 0, 1)
+        assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said(0)
+        for rank in range(3):
+            started = [
+                (e["iteration"], e["phase"], e["phase_name"])
+                for e in cluster.events()
+                if e["event"] == "phase_started" and e["node_rank"] == rank
+            ]
+            assert started == [(i, p, name) for i in (1, 2) for p, name in enumerate(PHASE_NAMES)]
+        assert_exactly_once(cluster.log_path, 2)
+        assert leftovers(cluster.log_path) == []
+
+
+@pytest.mark.parametrize("phase", [2, 6, 10])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_node_is_named_and_the_others_go_on(tmp_path: Path, victim: int, phase: int) -> None:
+    with Cluster(tmp_path, 3, "--iterations", "2", *FAST, "toy.phase_s=0.4") as cluster:
+        cluster.start()
+        cluster.in_phase(victim, phase)
+        cluster.kill(victim)
+        survivors = [rank for rank in range(3) if rank != victim]
+        assert cluster.wait(*survivors) == dict.fromkeys(survivors, 0), cluster.said(survivors[0])
+        lost = cluster.wait_for(lambda e: e["event"] == "node_lost")
+        assert [item["node_rank"] for item in lost["lost"]] == [victim]
+        assert_exactly_once(cluster.log_path, 2)
+
+
+def test_a_killed_node_comes_back_at_the_next_iteration(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3, "--iterations", "4", *FAST, "toy.phase_s=0.3") as cluster:
+        cluster.start()
+        cluster.in_phase(1, 2)
+        cluster.kill(1)
+        cluster.start(1)
+        assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said(1)
+        back = [e for e in cluster.events() if e["event"] == "generation_started" and e["node_rank"] == 1]
+        assert back[-1]["members"] == [0, 1, 2] and back[-1]["phase"] == 0
+        assert_exactly_once(cluster.log_path, 4)
+
+
+@pytest.mark.parametrize("phase", [2, 4, 11])
+def test_all_killed_and_started_again(tmp_path: Path, phase: int) -> None:
+    with Cluster(tmp_path, 3, "--iterations", "2", *FAST, "toy.phase_s=0.4") as cluster:
+        cluster.start()
+        cluster.in_phase(0, phase)
+        for rank in range(3):
+            cluster.kill(rank)
+        cluster.start()
+        assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said(0)
+        assert_exactly_once(cluster.log_path, 2)
+
+
+def test_a_node_that_was_stopped_and_wakes_late_rejoins(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3, "--iterations", "5", *FAST, "toy.phase_s=0.4") as cluster:
+        cluster.start()
+        cluster.in_phase(2, 2)
+        cluster.signal(2, signal.SIGSTOP)
+        cluster.wait_for(lambda e: e["event"] == "generation_started" and e["node_rank"] == 0 and 2 not in e["members"])
+        cluster.signal(2, signal.SIGCONT)
+        assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said(2)
+        assert any(e["event"] == "left_generation" and e["node_rank"] == 2 for e in cluster.events())
+        assert_exactly_once(cluster.log_path, 5)
+
+
+def test_stop_ends_the_run_at_a_safe_point_and_now_at_once(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2, *FAST) as cluster:
+        cluster.start()
+        cluster.in_phase(0, 2)
+        request_stop(cluster.log_path, now=False)
+        assert cluster.wait() == {0: 0, 1: 0}
+        ended = [e for e in cluster.events() if e["event"] == "node_ended"]
+        assert [(e["state"], e["iteration"], e["phase"]) for e in ended] == [("stopped", 2, 0)] * 2
+        cluster.start()
+        cluster.in_phase(0, 2, iteration=2)
+        request_stop(cluster.log_path, now=True)
+        assert cluster.wait() == {0: 0, 1: 0}
+        assert leftovers(cluster.log_path) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_node_completely(tmp_path: Path, number: int, code: int) -> None:
+    with Cluster(tmp_path, 1, *FAST, "toy.phase_s=30") as cluster:
+        cluster.start()
+        cluster.wait_for(lambda e: e["event"] == "phase_started" and e["phase"] == 2)
+        cluster.signal(0, number)
+        assert cluster.wait() == {0: code}
+        assert leftovers(cluster.log_path) == []
+
+
+def test_abort_ends_every_node_with_code_5(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3, "--on-node-failure", "abort", *FAST, "toy.phase_s=5") as cluster:
+        cluster.start()
+        cluster.in_phase(1, 2)
+        cluster.kill(1)
+        assert cluster.wait(0, 2) == {0: 5, 2: 5}
+        assert "node 1" in cluster.said(0) and "node 1" in cluster.said(2)
+
+
+def test_a_second_daemon_of_a_rank_is_refused(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2, *FAST, "toy.phase_s=30") as cluster:
+        cluster.start()
+        cluster.in_phase(1, 2)
+        first = cluster.processes[1]
+        cluster.start(1)
+        assert cluster.wait(1) == {1: 2}
+        assert "already running" in cluster.said(1)
+        assert first.poll() is None
+        first.kill()
+        first.wait()
