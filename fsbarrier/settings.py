@@ -73,7 +73,7 @@ class Rollout(Section):
 class Eval(Section):
     """Evaluation on held-out tasks (phases 5-6)."""
 
-    tasks: CountOrZero = setting(0, "Test tasks an evaluation, from the top of the file; 0: all.")
+    tasks: CountOrZero = setting(0, "Test tasks an evaluation, always the same ones; 0: all.")
     samples: Count = setting(1, "Trajectories a test task.")
     temperature: NotNegative = setting(1.0, "Sampling temperature; 0: greedy.")
     max_tokens: Count | None = setting(None, "Most tokens in one turn; none: as `rollout.max_tokens`.")

@@ -1,0 +1,34 @@
+"""`fsbarrier stop`: asks all nodes of a run to end, from any machine that sees its directory."""
+
+from __future__ import annotations
+
+import argparse
+
+from fsbarrier.commands import flags
+from fsbarrier.control import request_stop
+from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.runrecord import load
+
+SUMMARY = "Ask all nodes of a run to end: at the next start of an iteration, or at once with --now. It can be started again."
+EXAMPLE = "fsbarrier stop --log-path runs/default --now"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_log_path(parser)
+    parser.add_argument("--now", action="store_true", help="do not wait for the next start of an iteration")
+
+
+def main(args: argparse.Namespace) -> int:
+    log_path = flags.find_log_path(args)
+    record = load(log_path)
+    try:
+        request_stop(log_path, now=args.now)
+    except PermissionError:
+        raise UsageError(
+            f"--log-path {log_path}: this run belongs to {record.created_by}; you may not write there"
+        ) from None
+    except OSError as error:
+        raise StoreError(f"{log_path}: the request cannot be written: {error.strerror or error}") from None
+    when = "at once" if args.now else "before they begin another iteration (--now: at once)"
+    print(f"asked the nodes of run {record.run_id} to end {when}; `fsbarrier status` shows when they have")
+    return 0

@@ -1,0 +1,206 @@
+"""Settings: sources and their order, what is refused and in which words, the generated page."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given as hypothesis_given
+from hypothesis import strategies as st
+
+from fsbarrier import settings
+from fsbarrier.demo import DEMO_SETTINGS
+from fsbarrier.errors import UsageError
+from fsbarrier.given import FLAGS, Given, flatten, from_file, from_flags, from_words, parse_text
+
+ROOT = Path(__file__).resolve().parent.parent
+KNOWN = settings.known_names()
+
+
+def resolve(*words: str, **more: Any) -> settings.Resolved:
+    return settings.resolve(from_words(words, KNOWN), **more)
+
+
+def value(word: str) -> Any:
+    nested: Any = resolve(word).nested
+    for part in word.partition("=")[0].split("."):
+        nested = nested[part]
+    return nested
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("rollout.temperature=0.8", 0.8),
+        ("rollout.temperature=1", 1.0),
+        ("optimizer.lr=3e-4", 3e-4),
+        ("rollout.top_k=-1", -1),
+        ("reward.kind=numeric", "numeric"),
+        ("reward.kind=7", "7"),
+        ('model="a b"', "a b"),
+        ("model=none", None),
+        ("iterations=none", None),
+        ("rank_weights=2", [2.0]),
+        ("rank_weights=[2]", [2.0]),
+        ("optimizer.betas=0.9,0.99", [0.9, 0.99]),
+        ("debug_mode=True", True),
+        ("trainer.command=torchrun train.py {batch} {out}", "torchrun train.py {batch} {out}"),
+        ('trainer.command=["python", "my trainer.py"]', "python 'my trainer.py'"),
+        ("engine.extra_args=--seed 1", ["--seed", "1"]),
+        ("engine.extra_args=[]", []),
+        ("custom.names=[1, 'a']", [1, "a"]),
+        ("custom.deep.er=x=y", "x=y"),
+    ],
+)
+def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> None:
+    assert value(word) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rollout.temperature=hot"], 'rollout.temperature: must be a number, got "hot"'),
+        (["rollout.samples=2.5"], "rollout.samples: must be a whole number, got 2.5"),
+        (["rollout.samples=true"], "rollout.samples: must be a whole number, got true"),
+        (["rollout.top_p=0"], "rollout.top_p: must be greater than 0, got 0"),
+        (["debug_mode=maybe"], 'debug_mode: must be true or false, got "maybe"'),
+        (["optimizer.lr=nan"], "optimizer.lr: must be a finite number, got nan"),
+        (["optimizer.betas=0.9"], "optimizer.betas: needs 2 values, got [0.9]"),
+        (["rl_phase=train"], "rl_phase: must be 'rollout', 'update' or 'both', got \"train\""),
+        (["rollout.temprature=1"], "rollout.temprature: unknown setting; did you mean rollout.temperature?"),
+        (["temperature=1"], "did you mean rollout.temperature or eval.temperature?"),
+        (["num-nodes=3"], "did you mean num_nodes?"),
+        (["rollout=3"], "rollout: rollout is a group of settings: rollout.tasks"),
+        (["model="], "model: must not be empty"),
+        (["custom=1"], "custom: must be a table"),
+        (["custom.a=1", "custom.a.b=2"], "custom.a.b: a is a value, so it has nothing inside"),
+        (["num_nodes=3", "rank_weights=1,2"], "2 weights for 3 nodes"),
+        (["rank_weights=1,2"], "2 weights for 1 node (num_nodes=1)"),
+        (["num_nodes=2", "rank_weights=1,0"], "must be greater than 0 (number 2 of the list), got 0"),
+        (["num_nodes=2", "rank_weights=1,inf"], "must be a finite number (number 2 of the list)"),
+        (["min_nodes=2"], "min_nodes=2: more than the run has nodes (num_nodes=1)"),
+        (["rollout_split=eval-only"], "rollout_split=eval-only: only with --rl-phase rollout"),
+        (["coordination.suspect_s=15"], "must be below coordination.dead_s=15"),
+        (["coordination.beat_s=6"], "must be below coordination.suspect_s=6"),
+        (["rollout.max_tokens=2048"], "leaves no room for a prompt in engine.max_model_len=2048"),
+        (["eval.max_tokens=4096"], "eval.max_tokens=4096: leaves no room"),
+        (["trainer.minibatch=16"], "must not be above trainer.minibatch=16"),
+        (["rollout.samples=1"], "algorithm.loss=grpo compares the samples of a task"),
+        (["rollout.samples=0", "rollout.tasks=0"], "(and 1 more)"),
+        (["hello"], "unexpected argument 'hello'; settings are written key=value"),
+        (["num-nodes"], "unexpected argument 'num-nodes'; did you mean --num-nodes?"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_its_name(words: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve(*words)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_number_and_path_has_a_flag_of_its_setting() -> None:
+    assert set(FLAGS.values()) == {name for name in KNOWN if "." not in name} - {"custom"}
+
+
+def test_later_sources_win_and_defaults_lie_below(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("num_nodes = 2\neval_interval = 5\n[rollout]\nsamples = 4\ntasks = 7\n")
+    given = [
+        *from_file(config, KNOWN),
+        *from_flags(
+            {"--num-nodes": "3", "--model": None, "--debug-mode": True, "--shared-group": False}, KNOWN
+        ),
+        *from_words(["rollout.tasks=9"], KNOWN),
+    ]
+    resolved = settings.resolve(given, {"rollout.samples": 16, "rollout.max_tokens": 8})
+    chosen = resolved.settings
+    assert (chosen.num_nodes, chosen.eval_interval, chosen.debug_mode, chosen.shared_group) == (
+        3,
+        5,
+        True,
+        False,
+    )
+    assert (chosen.rollout.samples, chosen.rollout.tasks, chosen.rollout.max_tokens) == (4, 9, 8)
+    assert chosen.rank_weights == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a = [1\n", "not TOML"),
+        (
+            "[rollout]\ntemperture = 1\n",
+            "rollout.temperture: unknown setting; did you mean rollout.temperature?",
+        ),
+        ("[rollout]\ntemperature = 'hot'\n", 'rollout.temperature: must be a number, got "hot"'),
+        ("rollout = 3\n", "is a group of settings"),
+    ],
+)
+def test_a_file_is_named_with_what_is_wrong_in_it(tmp_path: Path, text: str, message: str) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(text)
+    with pytest.raises(UsageError, match=r"run\.toml") as caught:
+        settings.resolve(from_file(config, KNOWN))
+    assert message in str(caught.value)
+
+
+def test_flags_speak_in_their_own_name() -> None:
+    with pytest.raises(UsageError, match=r"^--rank-weights 1,1: 2 weights for 3 nodes \(--num-nodes 3\)"):
+        settings.resolve(from_flags({"--num-nodes": "3", "--rank-weights": "1,1"}, KNOWN))
+    with pytest.raises(UsageError, match=r'^--num-nodes: must be a whole number, got "x"$'):
+        settings.resolve(from_flags({"--num-nodes": "x"}, KNOWN))
+
+
+def test_settings_survive_the_record_and_have_a_digest_of_what_matters() -> None:
+    resolved = resolve("num_nodes=2", "custom.a.b=1", "log_path=/a", "optimizer.betas=0.5,0.6")
+    assert settings.from_nested(resolved.nested) == resolved.settings
+    again = settings.resolve((), settings.as_defaults(resolved.nested))
+    assert again.nested == resolved.nested
+    assert resolve("log_path=/a").digest == resolve("log_path=/b").digest
+    assert resolve("rollout.seed=1").digest != resolve("rollout.seed=2").digest
+    newer = {**resolved.nested, "unheard_of": 1, "rollout": {**resolved.nested["rollout"], "new": 2}}
+    assert settings.from_nested(newer) == resolved.settings
+
+
+def test_the_demo_uses_settings_that_exist() -> None:
+    resolved = settings.resolve((), DEMO_SETTINGS)
+    assert (
+        flatten(resolved.nested, KNOWN).items()
+        >= {key: value for key, value in DEMO_SETTINGS.items()}.items()
+    )
+
+
+def test_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        settings.Settings().rollout.tasks = 3
+
+
+@hypothesis_given(st.sampled_from(sorted(KNOWN)), st.text(max_size=40))
+def test_no_text_does_anything_but_resolve_or_one_line(key: str, text: str) -> None:
+    try:
+        resolved = settings.resolve([Given(key, parse_text(text, KNOWN[key]), key)], cross_checks=False)
+    except UsageError as error:
+        assert str(error).startswith(key)
+    else:
+        assert resolved.digest
+
+
+@hypothesis_given(st.text(max_size=60))
+def test_no_file_does_anything_but_resolve_or_name_itself(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    config = tmp_path_factory.mktemp("config") / "c.toml"
+    config.write_text(text, encoding="utf-8", errors="surrogatepass")
+    try:
+        settings.resolve(from_file(config, KNOWN))
+    except UsageError as error:
+        assert "c.toml" in str(error)
+
+
+def test_the_page_is_up_to_date() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "settings_doc.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
