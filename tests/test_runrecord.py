@@ -1,0 +1,286 @@
+"""run.json: made once, recognised when torn or foreign, and what later starts may say beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck
+from hypothesis import given as hypothesis_given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from fsbarrier import runrecord, settings, startup
+from fsbarrier.errors import TooFewNodes, UsageError
+from fsbarrier.files import sha256_file
+from fsbarrier.given import from_words
+from fsbarrier.paths import RunPaths
+from fsbarrier.runrecord import RunRecord
+
+KNOWN = settings.known_names()
+
+
+def make(log_path: Path, *words: str, **more: Any) -> RunRecord:
+    resolved = settings.resolve(from_words(["program=ping", *words], KNOWN))
+    fields: dict[str, Any] = {"tasks": {}, "model": None, **more}
+    return runrecord.new(log_path, resolved.nested, resolved.digest, **fields)
+
+
+def begin(log_path: Path, *words: str, **more: Any) -> startup.Start:
+    given = from_words([f"log_path={log_path}", *words], KNOWN)
+    return startup.begin(startup.Request(given=tuple(given), **{"environ": {}, **more}))
+
+
+def test_what_was_published_is_what_is_loaded(tmp_path: Path) -> None:
+    record = runrecord.publish(make(tmp_path / "a" / "run", "num_nodes=3"))
+    assert runrecord.load(tmp_path / "a" / "run") == record
+    assert record.settings["num_nodes"] == 3
+    assert record.run_id in (tmp_path / "a" / "run" / "run.json").read_text()
+    assert (tmp_path / "a" / "run").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "a" / "run" / "run.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_first_record_counts(tmp_path: Path) -> None:
+    first = runrecord.publish(make(tmp_path))
+    assert runrecord.publish(make(tmp_path)).run_id == first.run_id
+
+
+def test_many_at_once_agree_on_one(tmp_path: Path) -> None:
+    results: list[str] = []
+    start = threading.Barrier(8)
+
+    def publish() -> None:
+        record = make(tmp_path / "run")
+        start.wait()
+        results.append(runrecord.publish(record).run_id)
+
+    threads = [threading.Thread(target=publish) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    assert set(results) == {runrecord.load(tmp_path / "run").run_id}
+    assert os.listdir(tmp_path / "run") == ["run.json"]
+
+
+def test_every_prefix_is_recognised_as_torn(tmp_path: Path) -> None:
+    whole = runrecord.encode(make(tmp_path))
+    for length in range(len(whole) - 1):
+        with pytest.raises(ValueError, match=r"torn|record"):
+            runrecord.decode(whole[:length], tmp_path)
+
+
+@hypothesis_given(st.data())
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_bytes_are_taken_for_a_record(tmp_path: Path, data: st.DataObject) -> None:
+    whole = runrecord.encode(make(tmp_path))
+    at = data.draw(st.integers(0, len(whole) - 2))
+    changed = whole[:at] + bytes([data.draw(st.integers(0, 255))]) + whole[at + 1 :]
+    for candidate in (data.draw(st.binary(max_size=200)), changed):
+        try:
+            record = runrecord.decode(candidate, tmp_path)
+        except (ValueError, UsageError):
+            continue
+        assert runrecord.encode(record) == whole  # only white space or an equal spelling was changed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 2}, "format 2, made by fsbarrier 0.1.0"),
+        ({"schema": "1"}, "no schema number"),
+        ({"model": "/other"}, "torn or edited"),
+        ({"settings": []}, "torn or edited"),
+    ],
+)
+def test_an_edited_or_newer_record_is_one_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    runrecord.publish(make(tmp_path))
+    path = RunPaths(tmp_path).record
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UsageError) as caught:
+        runrecord.load(tmp_path)
+    assert message in str(caught.value)
+    assert "run.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_run_there(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(UsageError, match="no run there"):
+            runrecord.load(path)
+
+
+def test_what_cannot_be_written_leaves_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be written"):
+        runrecord.publish(make(tmp_path / "file" / "run"))
+    long = "x" * 254  # the directory can be made, a temporary name in it can too, but not this as a file's
+    with pytest.raises(UsageError, match="cannot be written"):
+        runrecord.publish(make(tmp_path / "new" / long / ("y" * 300)))
+    assert os.listdir(tmp_path) == ["file"]
+
+
+# --- waiting ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_waits_for_node_0_and_says_so(tmp_path: Path) -> None:
+    log_path, said = tmp_path / "later" / "run", threading.Event()
+    lines: list[str] = []
+
+    def on_wait(line: str) -> None:
+        lines.append(line)
+        said.set()
+
+    def node_0() -> None:
+        said.wait(60)
+        runrecord.publish(make(log_path))
+
+    thread = threading.Thread(target=node_0)
+    thread.start()
+    record = runrecord.wait(log_path, 60.0, on_wait=on_wait)
+    thread.join()
+    assert record == runrecord.load(log_path)
+    assert len(lines) == 1
+    assert "node 0 (--master)" in lines[0]
+
+
+def test_waiting_has_an_end_that_names_whom_it_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(TooFewNodes, match=r"node 0 has not made .*run\.json within 0\.05 s"):
+        runrecord.wait(tmp_path / "run", 0.05)
+
+
+def test_waiting_ends_at_a_record_of_another_version(tmp_path: Path) -> None:
+    RunPaths(tmp_path).record.write_text('{"schema": 99}')
+    with pytest.raises(UsageError, match="format 99"):
+        runrecord.wait(tmp_path, 60.0)
+
+
+# --- agreeing -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_start_of_node_0_makes_the_run_and_the_next_one_finds_it(tmp_path: Path) -> None:
+    first = begin(tmp_path / "run", "program=ping", "num_nodes=2", "iterations=3", master=True)
+    assert (first.created, first.node_rank, first.until) == (True, 0, 3)
+    again = begin(tmp_path / "run", "program=ping", "num_nodes=2", master=True)
+    assert (again.created, again.until, again.record) == (False, 3, first.record)
+    assert begin(tmp_path / "run", "iterations=7", master=True).until == 7
+    worker = begin(tmp_path / "run", worker=1)
+    assert (worker.node_rank, worker.record) == (1, first.record)
+
+
+@pytest.mark.parametrize(
+    ("words", "who", "message"),
+    [
+        (["num_nodes=4"], {"worker": 1}, "num_nodes=4 contradicts this run's record (3, from "),
+        (
+            ["rank_weights=1,2,1"],
+            {"worker": 1},
+            "rank_weights=1,2,1 contradicts this run's record (1,1,1, from ",
+        ),
+        (
+            ["rollout.temperature=0.5"],
+            {"master": True},
+            "rollout.temperature=0.5 contradicts this run's record (1, ",
+        ),
+        (["program=toy"], {"master": True}, "program=toy contradicts this run's record (ping, "),
+        (["debug_mode=true"], {"worker": 2}, "debug_mode=true contradicts this run's record (false, "),
+        (
+            ["rollout_split=none", "custom.x=1"],
+            {"worker": 2},
+            "custom.x=1 contradicts this run's record (none, ",
+        ),
+        ([], {"worker": 3}, "--worker 3: out of range, this run has 3 nodes, ranks 0 to 2"),
+        ([], {"environ": {"NODE_RANK": "9"}}, "NODE_RANK 9: out of range"),
+        ([], {}, "which of the 3 nodes is this?"),
+        ([], {"environ": {"RANK": "1", "WORLD_SIZE": "24"}}, "RANK=1 counts processes here, not nodes"),
+    ],
+)
+def test_a_contradiction_shows_both_values(
+    tmp_path: Path, words: list[str], who: dict[str, Any], message: str
+) -> None:
+    record = begin(tmp_path, "program=ping", "num_nodes=3", master=True).record
+    with pytest.raises(UsageError) as caught:
+        begin(tmp_path, *words, **who)
+    assert message in str(caught.value)
+    if "contradicts" in message:
+        assert record.created_by in str(caught.value)
+        assert "use another --log-path" in str(caught.value)
+
+
+def test_the_same_values_again_are_no_contradiction(tmp_path: Path) -> None:
+    words = (
+        "program=ping",
+        "num_nodes=3",
+        "rank_weights=1,1,1",
+        "optimizer.lr=1",
+        "custom.x=[1]",
+        "model=none",
+    )
+    first = begin(tmp_path, *words, master=True)
+    assert begin(tmp_path, *words, worker=2).record == first.record
+    assert begin(tmp_path, "coordination.join_timeout_s=5", worker=2).record == first.record
+
+
+def test_resume_refuses_a_fresh_directory(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--resume: no run in"):
+        begin(tmp_path / "run", "program=ping", master=True, resume=True)
+    assert not (tmp_path / "run").exists()
+    begin(tmp_path / "run", "program=ping", master=True)
+    assert not begin(tmp_path / "run", master=True, resume=True).created
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    for who in ({"master": True}, {"worker": 1}, {}):
+        start = begin(tmp_path / "run", "program=ping", f"num_nodes={2 if who else 1}", dry_run=True, **who)
+        assert start.record.settings["program"] == "ping"
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_built_in_task_in_a_dry_run(tmp_path: Path) -> None:
+    record = begin(tmp_path / "run", "rollout.samples=4", dry_run=True).record
+    assert record.settings["rollout"]["samples"] == 4
+    assert record.settings["rollout"]["max_tokens"] == 8
+    assert record.settings["iterations"] is None
+    assert record.tasks["train"]["path"] == str(tmp_path / "run" / "demo" / "train.jsonl")
+    assert record.model == str(tmp_path / "run" / "demo" / "model")
+
+
+def test_the_number_of_nodes_from_the_launcher(tmp_path: Path) -> None:
+    environ = {"SLURM_NODEID": "0", "SLURM_NNODES": "4"}
+    assert begin(tmp_path, "program=ping", environ=environ).record.settings["num_nodes"] == 4
+    worker = begin(tmp_path, environ={"SLURM_NODEID": "3", "SLURM_NNODES": "4"})
+    assert worker.node_rank == 3
+
+
+def test_a_task_file_that_changed_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text("{}\n")
+    source = {"path": str(path), "count": 1, "sha256": sha256_file(path)}
+    record = make(tmp_path, tasks={"train": source})
+    runrecord.check_tasks(record)
+    path.write_text("{ }\n")
+    with pytest.raises(UsageError, match="not the train tasks that this run began with"):
+        runrecord.check_tasks(record)
+    path.unlink()
+    with pytest.raises(UsageError, match="this run's train tasks cannot be read"):
+        runrecord.check_tasks(record)
+
+
+def test_reading_a_record_needs_no_heavy_package() -> None:
+    code = "import sys, fsbarrier.runrecord, fsbarrier.cli; print([m for m in ('pydantic', 'rich') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.stdout.strip() == "[]"
