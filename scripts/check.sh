@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Everything that must hold, in one command; it is what CI runs. The first start makes the environment.
+#
+#   scripts/check.sh                  ruff, mypy --strict, all tests
+#   scripts/check.sh --fast           without the tests that load torch or start vLLM
+#   scripts/check.sh tests/test_x.py  other arguments go to pytest
+set -euo pipefail
+
+clone="$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")"
+# shellcheck source=scripts/environment.sh
+source "$clone/scripts/environment.sh"
+
+selection=()
+if [ "${1:-}" = --fast ]; then
+  shift
+  selection=(-m "not engine and not torch and not slow")
+fi
+
+ensure_environment dev
+cd -- "$clone"
+printf '== ruff\n'
+# shellcheck disable=SC2154  # set by ensure_environment
+"$python" -m ruff check fsbarrier phases scripts tests
+"$python" -m ruff format --check fsbarrier phases scripts tests
+printf '== mypy --strict\n'
+"$python" -m mypy --strict fsbarrier phases
+printf '== pytest\n'
+exec "$python" -m pytest "${selection[@]}" "$@"

