@@ -1,0 +1,360 @@
+"""Where a run is: `fsbarrier status`. What is said of a node's life rests on its heartbeat's moving while we look, or on its
+process, where it runs on this host; no two hosts' clocks are compared for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fsbarrier.errors import EXIT_SIGINT, EXIT_SIGTERM
+from fsbarrier.history import Rewards
+from fsbarrier.membership import GONE
+from fsbarrier.timings import IterationTime, phase_totals
+from fsbarrier.watching import RunReader, still_silent
+from fsbarrier.words import duration, one_line
+
+LOOK_S = 0.05
+WATCHED_BEATS = 1.5
+SHOWN_ITERATIONS = 50
+ALIVE = frozenset({"joining", "running"})
+
+
+@dataclass(frozen=True)
+class PhaseAt:
+    """A row of the program."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """One node rank.
+
+    `state`: joining, running; suspected (its heartbeat stands still), lost (its process is gone, or the others went on without
+    it); left, finished, stopped, broken (its own last word); absent (never seen). `activity`: working, or waiting (done with its
+    row). `last_beat_age_s`: since its heartbeat was seen to move; None: unknown. `silent_s`: for how long it was watched in vain.
+    """
+
+    node_rank: int
+    host: str | None
+    pid: int | None
+    incarnation: int | None
+    state: str
+    activity: str | None = None
+    phase: PhaseAt | None = None
+    iteration: int | None = None
+    progress: Mapping[str, Any] | None = None
+    last_beat_age_s: float | None = None
+    silent_s: float | None = None
+    last_beat_time: float | None = None  # seconds since 1970 by the shared filesystem's clock
+    logs: str | None = None
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A barrier that some have reached: whom it waits for, and for how long (None: unknown)."""
+
+    node_ranks: tuple[int, ...]
+    for_s: float | None
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run as it is now. `iterations`: the last one asked for; None: endless. `exit_code`: None while the run may go on."""
+
+    state: str  # running | stalled | finished | stopped | broken
+    run_id: str
+    log_path: str
+    program: str
+    generation: int
+    iteration: int
+    iterations: int | None
+    phase: PhaseAt | None
+    leader: int | None
+    num_nodes: int
+    nodes: tuple[NodeStatus, ...]
+    waiting_for: Waiting | None
+    rewards: tuple[Rewards, ...]
+    times: tuple[IterationTime, ...]
+    problems: tuple[str, ...]
+    files: Mapping[str, str]
+    exit_code: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What `fsbarrier status --json` prints."""
+        body = asdict(self)
+        del body["times"]
+        finished = [one for one in self.times if one.complete]
+        body["phases_s"] = {
+            name: round(seconds, 6) for (_, name), seconds in phase_totals(finished[-1:]).items()
+        }
+        body["coordination"] = [
+            {
+                "iteration": one.iteration,
+                "seconds": round(one.seconds, 6),
+                "coordination_s": round(one.coordination_s, 6),
+                "share": round(one.share, 6),
+                "one_clock": one.exact,
+            }
+            for one in finished
+        ]
+        return body
+
+
+# --- looking --------------------------------------------------------------------------------------------------------------
+
+
+def read_status(log_path: Path, *, watch: bool = True) -> RunStatus:
+    """Look at a run once. `watch`: until every heartbeat has moved, or for one and a half beats, to tell who lives.
+
+    Raises UsageError where there is no run.
+    """
+    reader = RunReader(log_path, keep=SHOWN_ITERATIONS)
+    began = time.monotonic()
+    deadline = began + WATCHED_BEATS * beat_s(reader) if watch else began
+    pause = threading.Event()
+    reader.poll(began)
+    while still_silent(reader) and time.monotonic() < deadline:
+        pause.wait(LOOK_S)
+        reader.poll(time.monotonic())
+    return judge(reader, time.monotonic(), once=True)
+
+
+def beat_s(reader: RunReader) -> float:
+    """The seconds between two heartbeats of this run."""
+    coordination = reader.record.settings.get("coordination")
+    value = coordination.get("beat_s") if isinstance(coordination, Mapping) else None
+    return min(60.0, max(0.01, float(value))) if isinstance(value, int | float) else 2.0
+
+
+def suspect_s(reader: RunReader) -> float:
+    """The seconds of silence after which this run suspects a node."""
+    coordination = reader.record.settings.get("coordination")
+    value = coordination.get("suspect_s") if isinstance(coordination, Mapping) else None
+    return float(value) if isinstance(value, int | float) else 6.0
+
+
+def judge(reader: RunReader, now: float, *, once: bool = False) -> RunStatus:
+    """The status from what `reader` has seen so far. `once`: it has looked for a moment only, so its own times mean little."""
+    generation, (number, iteration, phase) = reader.newest, reader.position
+    nodes = tuple(_node(reader, rank, now) for rank in _ranks(reader))
+    state, code = _state(reader, nodes)
+    running = generation is not None and iteration > 0
+    return RunStatus(
+        state=state,
+        run_id=reader.record.run_id,
+        log_path=str(reader.log_path),
+        program=str(reader.record.settings.get("program", "")),
+        generation=max(number, generation.number if generation else 0),
+        iteration=iteration,
+        iterations=_until(reader),
+        phase=PhaseAt(phase, reader.phase_name) if running else None,
+        leader=generation.leader if generation and generation.members else None,
+        num_nodes=_num_nodes(reader),
+        nodes=nodes,
+        waiting_for=_waiting(reader, nodes, state, now, once),
+        rewards=tuple(reader.history.rewards()),
+        times=tuple(one for one in reader.times() if one.complete or len(one.phases) > 1),
+        problems=tuple(_problems(reader, nodes, state)),
+        files=_files(reader),
+        exit_code=code,
+    )
+
+
+def _num_nodes(reader: RunReader) -> int:
+    value = reader.record.settings.get("num_nodes")
+    return value if isinstance(value, int) and 0 < value < 100_000 else 1
+
+
+def _ranks(reader: RunReader) -> list[int]:
+    return sorted({*range(_num_nodes(reader)), *reader.joins, *reader.ledger.seen})
+
+
+def _until(reader: RunReader) -> int | None:
+    if reader.newest is not None and reader.newest.verdict is None:
+        return reader.newest.until
+    return reader.joins[min(reader.joins)].until if reader.joins else None
+
+
+# --- nodes ----------------------------------------------------------------------------------------------------------------
+
+
+def _node(reader: RunReader, rank: int, now: float) -> NodeStatus:
+    join, beat = reader.joins.get(rank), reader.beat(rank)
+    if join is None and beat is None:
+        return NodeStatus(rank, None, None, None, "absent")
+    host, pid = (join.host, join.pid) if join is not None else (beat.host, beat.pid) if beat else (None, None)
+    incarnation = join.incarnation if join is not None else beat.incarnation if beat else None
+    state = _node_state(reader, rank, now)
+    alive = state in ALIVE or state == "suspected"
+    placed = beat is not None and beat.iteration > 0
+    age = reader.silent_s(rank, now) if alive else None
+    watched = reader.watched_s(rank, now)
+    member = reader.newest is not None and rank in reader.newest.ranks
+    waits = rank in reader.arrived
+    return NodeStatus(
+        node_rank=rank,
+        host=host or None,
+        pid=pid,
+        incarnation=incarnation,
+        state=state,
+        activity=("waiting" if waits else "working") if state == "running" and member else None,
+        phase=PhaseAt(beat.phase, beat.phase_name) if beat is not None and placed else None,
+        iteration=beat.iteration if beat is not None and placed else None,
+        progress=dict(beat.progress) if alive and beat is not None and beat.progress and not waits else None,
+        last_beat_age_s=None if age is None else round(age, 3),
+        silent_s=round(watched, 3) if state == "suspected" else None,
+        last_beat_time=reader.beat_times.get(rank),
+        logs=_log_folder(reader, rank),
+    )
+
+
+def _node_state(reader: RunReader, rank: int, now: float) -> str:
+    beat, newest = reader.beat(rank), reader.newest
+    patience = WATCHED_BEATS * beat_s(reader)
+    if beat is None:
+        if reader.process_gone(rank):
+            return "lost"
+        return "joining" if reader.here(rank) or reader.watched_s(rank, now) < patience else "suspected"
+    if beat.state in GONE:
+        return beat.state
+    age, watched = reader.silent_s(rank, now), reader.watched_s(rank, now)
+    moves = age is not None and age < suspect_s(reader)
+    excluded = newest is not None and newest.incarnation_of(rank) != beat.incarnation
+    lost = any(loss.node_rank == rank for loss in reader.history.losses) and excluded
+    if moves:
+        return "joining" if excluded else beat.state if beat.state in ALIVE else "running"
+    if reader.process_gone(rank) or lost:
+        return "lost"
+    if age is not None or watched >= patience:
+        return "suspected"
+    return "joining" if excluded else beat.state if beat.state in ALIVE else "running"
+
+
+def _log_folder(reader: RunReader, rank: int) -> str | None:
+    """Where a node's newest logs are: the folder of its last start."""
+    join = reader.joins.get(rank)
+    if join is None:
+        return None
+    for attempt in range(join.incarnation, max(0, join.incarnation - 20), -1):
+        folder = reader.paths.node_logs(attempt, rank)  # a node that rejoined by itself keeps its first folder
+        if folder.is_dir():
+            return str(folder)
+    return None
+
+
+# --- the run --------------------------------------------------------------------------------------------------------------
+
+
+def _state(reader: RunReader, nodes: tuple[NodeStatus, ...]) -> tuple[str, int | None]:
+    """(state of the run, its exit code where it has ended)."""
+    newest = reader.newest
+    members = [node for node in nodes if newest is not None and node.node_rank in newest.ranks]
+    alive = [node for node in nodes if node.state in ALIVE]
+    if newest is not None and newest.verdict is not None and not any(node.state == "joining" for node in nodes):
+        return "broken", newest.verdict.exit_code
+    if alive:
+        return "running", None
+    words = [node for node in members or nodes if node.state in GONE]
+    if any(node.state == "finished" for node in words):
+        return "finished", 0
+    if any(node.state == "broken" for node in words):
+        return "broken", 1
+    if words and len(words) == len(members or nodes):
+        codes = [_ending_code(reader, node.node_rank) for node in words]
+        bad = [code for code in codes if code not in (0, EXIT_SIGINT, EXIT_SIGTERM)]
+        return ("broken", bad[0]) if bad else ("stopped", max(codes))
+    return "stalled", None
+
+
+def _ending_code(reader: RunReader, rank: int) -> int:
+    ending = reader.history.endings.get(rank)
+    return ending.code if ending is not None and ending.code is not None else 0
+
+
+def _waiting(
+    reader: RunReader, nodes: tuple[NodeStatus, ...], state: str, now: float, once: bool
+) -> Waiting | None:
+    if state not in ("running", "stalled"):
+        return None
+    newest = reader.newest
+    if newest is None or newest.verdict is not None:
+        missing = tuple(node.node_rank for node in nodes if node.state in ("absent", "lost"))
+        return Waiting(missing, None) if missing else None
+    waited = reader.waited_s(now)
+    missing = tuple(rank for rank in newest.ranks if rank not in reader.arrived)
+    if waited is None or not missing:
+        return None
+    seconds, exact = waited
+    return Waiting(missing, round(seconds, 3) if exact or not once else None)
+
+
+def _problems(reader: RunReader, nodes: tuple[NodeStatus, ...], state: str) -> list[str]:
+    """What a person should know, the worst first; one line each."""
+    found = []
+    newest, history = reader.newest, reader.history
+    if newest is not None and newest.verdict is not None and state == "broken":
+        found += newest.verdict.reason.splitlines()
+    for node in nodes:
+        name = f"node {node.node_rank}{f' ({node.host})' if node.host else ''}"
+        if node.state == "absent" and newest is None:
+            found.append(f"{name} has not been started yet")
+        elif node.state == "suspected":
+            found.append(f"{name}: no heartbeat while it was watched for {duration(node.silent_s or 0.0)}")
+        elif node.state == "lost":
+            gone = reader.process_gone(node.node_rank)
+            losses = [loss.why for loss in history.losses if loss.node_rank == node.node_rank]
+            why = f"process {node.pid} is gone" if gone and not losses else losses[-1] if losses else "no news"
+            found.append(f"{name} is lost: {why}")
+        elif node.state in ("left", "broken"):
+            ending = history.endings.get(node.node_rank)
+            if ending is not None and state != "broken":
+                found.append(f"{name} ended: {one_line(ending.reason)}")
+    if state in ("running", "stalled", "broken"):
+        found += _failures(reader)
+    return list(dict.fromkeys(found))
+
+
+def _failures(reader: RunReader) -> list[str]:
+    """The failed programs of the iteration under way, the newest last, with what they said."""
+    found = []
+    for failure in reader.history.failures[-3:]:
+        if failure.iteration == reader.position[1]:
+            where = (
+                f"node {failure.node_rank}, iteration {failure.iteration}, phase {failure.phase} {failure.phase_name}"
+            )
+            found.append(f"{where} failed: {one_line(failure.error)}")
+            found += [f"  | {one_line(line)}" for line in failure.log[-5:]]
+    return found
+
+
+def _files(reader: RunReader) -> dict[str, str]:
+    """What there is to look at, by what it is."""
+    paths = reader.paths
+    merged = {
+        f"{split}_trajectories": max(
+            _merged_files(paths.trajectories(split)),
+            key=lambda path: (len(path.name), path.name),
+            default=None,
+        )
+        for split in ("train", "test")
+    }
+    named = {"run": paths.root, "model": paths.served_model, **merged, "logs": paths.logs, "events": paths.events}
+    return {
+        name: str(path)
+        for name, path in named.items()
+        if path is not None and (path.exists() or path.is_symlink())
+    }
+
+
+def _merged_files(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if path.name.rpartition("iteration")[2].isdecimal()]
+    except OSError:
+        return []
