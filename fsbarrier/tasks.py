@@ -1,0 +1,243 @@
+"""Task files: what a line must look like, and the tasks in it.
+
+A task file is JSON lines (`.jsonl`) or parquet with the columns that verl uses. One line (row) is one task, and its number from 0 is
+the task's index everywhere in a run, so a file must not change while a run uses it. Fields:
+
+    prompt    text, or chat messages [{"role": "user", "content": "..."}, ...]
+    answer    what the reward compares with; or `reward_model.ground_truth` as verl has it. null: there is none, which only a
+              reward function of one's own can do with
+    task_id   optional; the file's name and the index where it is missing
+    (others)  the task's metadata: handed to the reward function and kept with each trajectory
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsbarrier.errors import UsageError
+
+SUFFIXES = (".jsonl", ".parquet")
+SHOWN = 60  # characters of a wrong value in a message
+BATCH_ROWS = 1024  # rows of a parquet file that are in memory at a time
+
+_MISSING = object()
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task. `prompt` is text, or chat messages in order; `metadata` holds the line's other fields as plain values."""
+
+    index: int
+    task_id: str
+    prompt: str | tuple[Message, ...]
+    answer: Any
+    metadata: Mapping[str, Any]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The prompt as chat messages; text counts as one message of the user."""
+        if isinstance(self.prompt, str):
+            return [{"role": "user", "content": self.prompt}]
+        return [dict(message) for message in self.prompt]
+
+
+@dataclass(frozen=True)
+class TaskFile:
+    """The tasks that were read from `path`, by index; `count` is how many the whole file has."""
+
+    path: Path
+    count: int
+    tasks: Mapping[int, Task]
+
+
+def read_tasks(path: Path, indices: Collection[int] | None = None) -> TaskFile:
+    """Read and check every task, or those with `indices` only: the other lines are then merely counted.
+
+    Raises UsageError that names the file and the line: unreadable, not JSON, a field missing or of a wrong type, a task_id twice,
+    an index that the file does not have.
+    """
+    wanted = None if indices is None else frozenset(indices)
+    count, tasks = 0, {}
+    for index, task in _checked(path, wanted):
+        count = index + 1
+        if task is not None:
+            tasks[index] = task
+    if wanted is not None and (absent := wanted - tasks.keys()):
+        raise UsageError(f"{path}: has {count} tasks, so none with index {min(absent)}; did the file change?")
+    return TaskFile(path, count, tasks)
+
+
+def count_tasks(path: Path) -> int:
+    """How many tasks the file has; every line is checked, none is kept. Raises UsageError as `read_tasks` does."""
+    return sum(1 for _ in _checked(path, None))
+
+
+def _checked(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Task | None]]:
+    seen: dict[str, int] = {}
+    for index, row in _rows(path, wanted):
+        if row is None:
+            yield index, None
+            continue
+        task = _task(path, index, row)
+        first = seen.setdefault(task.task_id, index)
+        if first != index:
+            already = f"task_id {_shown(task.task_id)} is already that of {_place(path, first)}"
+            raise _wrong(path, index, already)
+        yield index, task
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------------
+
+
+def _rows(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
+    """Each row with its index; None for one that is not wanted."""
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"{path}: a task file must end in {' or '.join(SUFFIXES)}")
+    try:
+        yield from (_parquet_rows if path.suffix == ".parquet" else _json_rows)(path, wanted)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _json_rows(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
+    empty: int | None = None
+    with path.open("rb") as stream:
+        for index, line in enumerate(stream):
+            if not line.strip():
+                empty = index if empty is None else empty
+                continue
+            if empty is not None:  # only the end of a file may have empty lines: they would shift every index
+                raise _wrong(path, empty, "is empty")
+            yield index, None if wanted is not None and index not in wanted else _parsed(path, index, line)
+
+
+def _parsed(path: Path, index: int, line: bytes) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError:
+        raise _wrong(path, index, "is not UTF-8") from None
+    except ValueError as error:
+        reason = (
+            f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        )
+        raise _wrong(path, index, f"is not JSON: {reason}") from None
+    except RecursionError:
+        raise _wrong(path, index, "is not JSON: nested too deeply") from None
+    if not isinstance(row, dict):
+        raise _wrong(path, index, f"must be a JSON object, got {_shown(row)}")
+    return row
+
+
+def _parquet_rows(
+    path: Path, wanted: frozenset[int] | None
+) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UsageError(
+            f"{path}: reading parquet needs the package pyarrow, which is not installed here"
+        ) from None
+    try:
+        table = parquet.ParquetFile(path)
+        index = 0
+        for batch in table.iter_batches(batch_size=BATCH_ROWS):
+            for offset in range(batch.num_rows):
+                here = wanted is None or index in wanted
+                yield index, batch.slice(offset, 1).to_pylist()[0] if here else None
+                index += 1
+    except pyarrow.ArrowException as error:
+        raise UsageError(f"{path}: is not a parquet file that can be read: {_first_line(error)}") from None
+
+
+# --- one task -------------------------------------------------------------------------------------------------------------
+
+
+def _task(path: Path, index: int, row: Mapping[str, Any]) -> Task:
+    rest = dict(row)
+    if rest.get("prompt") is None:
+        known = ", ".join(map(str, row)) or "none"
+        raise _wrong(path, index, f"has no field prompt (its fields: {known})")
+    prompt = _prompt(path, index, rest.pop("prompt"))
+    task_id = rest.pop("task_id", None)
+    if task_id is None:
+        task_id = f"{path.stem}-{index}"
+    if isinstance(task_id, bool) or not isinstance(task_id, str | int) or task_id == "":
+        raise _wrong(path, index, f"task_id must be text or a whole number, got {_shown(task_id)}")
+    answer = _answer(path, index, rest)
+    metadata = {str(name): plain(value) for name, value in rest.items()}
+    return Task(index, str(task_id), prompt, plain(answer), metadata)
+
+
+def _prompt(path: Path, index: int, value: Any) -> str | tuple[Message, ...]:
+    if isinstance(value, str):
+        if not value:
+            raise _wrong(path, index, "prompt is empty")
+        return value
+    if not isinstance(value, list):
+        raise _wrong(path, index, f"prompt must be text or a list of chat messages, got {_shown(value)}")
+    if not value:
+        raise _wrong(path, index, "prompt is an empty list")
+    messages = []
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, Mapping):
+            raise _wrong(path, index, f"prompt: message {number} must be an object, got {_shown(message)}")
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            raise _wrong(path, index, f"prompt: message {number} needs a role (text), got {_shown(role)}")
+        if not isinstance(content, str):
+            raise _wrong(
+                path, index, f"prompt: message {number} needs a content (text), got {_shown(content)}"
+            )
+        messages.append({"role": role, "content": content})
+    return tuple(messages)
+
+
+def _answer(path: Path, index: int, rest: dict[str, Any]) -> Any:
+    own, model = rest.pop("answer", _MISSING), rest.get("reward_model")
+    if own in (None, _MISSING) and isinstance(model, Mapping) and "ground_truth" in model:
+        return model["ground_truth"]
+    if own is not _MISSING:
+        return own
+    known = ", ".join(["prompt", *map(str, rest)])
+    raise _wrong(path, index, f"has no field answer, nor reward_model.ground_truth (its fields: {known})")
+
+
+def plain(value: Any) -> Any:
+    """The value as trajectories keep it: JSON's types only; what parquet has beyond them (dates, bytes, decimals) as text."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="replace")
+    return str(value)
+
+
+def _wrong(path: Path, index: int, what: str) -> UsageError:
+    return UsageError(f"{_place(path, index)}: {what}")
+
+
+def _place(path: Path, index: int) -> str:
+    """Where a task stands, as editors count lines: from 1; rows of a parquet file count from 0 as its readers do."""
+    return f"{path}, row {index}" if path.suffix == ".parquet" else f"{path}, line {index + 1}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,209 @@
+"""Rewards: what counts as right, and what becomes of a reward function that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsbarrier.errors import UsageError
+from fsbarrier.rewards import Score, check_answers, exact, last_number, numeric, open_reward
+from fsbarrier.tasks import Task
+
+
+def task(answer: Any, **metadata: Any) -> Task:
+    return Task(0, "t-0", "question", answer, metadata)
+
+
+def judge(kind: str, *pairs: tuple[Any, str], timeout_s: float = 60.0, **metadata: Any) -> list[Score]:
+    async def run() -> list[Score]:
+        reward = open_reward(kind, timeout_s=timeout_s)
+        try:
+            return await asyncio.gather(
+                *(reward.score(task(answer, **metadata), text) for answer, text in pairs)
+            )
+        finally:
+            await reward.close()
+
+    return asyncio.run(run())
+
+
+def test_exact_looks_past_white_space_only() -> None:
+    assert exact(" abcd\n", "abcd") == 1.0
+    assert exact("abcd.", "abcd") == 0.0
+    assert exact("abc d", "abcd") == 0.0
+    assert exact("", "") == 1.0
+    assert exact("12", 12) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("the answer is 42.", 42.0),
+        ("first 3, then 4", 4.0),
+        ("1,234,567.5 in all", 1234567.5),
+        ("12,34", 34.0),
+        ("$1,250", 1250.0),
+        (r"\$1{,}250", 1250.0),
+        ("50%", 50.0),
+        (r"50\%", 50.0),
+        ("3/4", 0.75),
+        (r"\frac{3}{4}", 0.75),
+        (r"so $x = -\dfrac{1}{8}$", -0.125),
+        (r"\boxed{7} which is not 8", 7.0),
+        (r"\boxed{\frac{10}{4}} units 9", 2.5),
+        (r"\boxed{x} and then 9", 9.0),
+        ("minus: -5", -5.0),
+        ("\u22125", -5.0),
+        ("-$5", -5.0),
+        ("10-3", 3.0),
+        ("10 - 3", 3.0),
+        ("1.5e-3", 0.0015),
+        (".5", 0.5),
+        ("#### 18", 18.0),
+        ("none", None),
+        ("5/0", 5.0),
+        ("1e999", None),
+        ("", None),
+    ],
+)
+def test_the_last_number_of_a_text(text: str, value: float | None) -> None:
+    assert last_number(text) == (None if value is None else pytest.approx(value, rel=1e-12))
+
+
+def test_numeric_compares_within_a_relative_tolerance() -> None:
+    assert numeric("it is 0.333333334", "1/3") == 1.0
+    assert numeric("it is 0.3334", "1/3") == 0.0
+    assert numeric("no idea", 3) == 0.0
+    assert numeric("0", 0.0) == 1.0
+    assert numeric("1,000,000.5", "1000000") == 1.0  # 0.5 in a million is within the tolerance
+    assert numeric("1,000,002", "1000000") == 0.0
+    assert numeric("9" * 50_000, 1) == 0.0
+
+
+def test_math_reads_latex_and_survives_what_cannot_be_read() -> None:
+    pytest.importorskip("math_verify")
+    right, boxed, wrong, unreadable, plain = judge(
+        "math",
+        (r"\frac{1}{2}", r"Thus $x = 0.5$."),
+        ("(1,2)", r"The pair is \boxed{(1, 2)}"),
+        ("3", r"\boxed{4}"),
+        ("", r"\boxed{4}"),
+        ("$x^2+1$", r"$1+x^2$"),
+    )
+    assert [score.reward for score in (right, boxed, wrong, plain)] == [1.0, 1.0, 0.0, 1.0]
+    assert right.parts == {"math": 1.0} and right.error is None and wrong.error is None
+    assert unreadable.error is not None and "cannot read the answer" in unreadable.error
+
+
+def test_a_late_math_process_is_killed_and_replaced() -> None:
+    pytest.importorskip("math_verify")
+
+    async def run() -> tuple[Score, Score]:
+        reward = open_reward("math", timeout_s=0.001)  # its start alone takes longer
+        late = await reward.score(task("1"), "1")
+        reward.timeout_s = 60.0  # type: ignore[attr-defined]
+        try:
+            return late, await reward.score(task("1"), "$1$")
+        finally:
+            await reward.close()
+
+    late, good = asyncio.run(run())
+    assert late.error is not None and "no verdict within 0.001 s" in late.error
+    assert good.reward == 1.0
+
+
+FUNCTIONS = """
+import asyncio
+import threading
+from helper import bonus
+
+def plain(prompt, response, answer, metadata):
+    return bonus(len(response)) if metadata["task_id"] == "t-0" else -1
+
+async def patient(prompt, response, answer, metadata):
+    await asyncio.sleep(0)
+    return {"reward": response == answer, "length": len(response), "why": ["text"]}
+
+def returns_coroutine(prompt, response, answer, metadata):
+    return patient(prompt, response, answer, metadata)
+
+def raises(prompt, response, answer, metadata):
+    raise KeyError("colour")
+
+def stops(prompt, response, answer, metadata):
+    return next(iter(()))
+
+def nothing(prompt, response, answer, metadata):
+    pass
+
+def nan(prompt, response, answer, metadata):
+    return {"reward": float("nan")}
+
+def hangs(prompt, response, answer, metadata):
+    threading.Event().wait()
+
+async def hangs_async(prompt, response, answer, metadata):
+    await asyncio.Event().wait()
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "helper.py").write_text("def bonus(n):\n    return n / 10\n")
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    return tmp_path / "mine.py"
+
+
+def test_a_function_of_ones_own_may_be_plain_or_async_and_give_parts(file: Path) -> None:
+    (score,) = judge(f"{file}:plain", ("abc", "abc"))
+    assert (score.reward, score.parts, score.error) == (0.3, {"plain": 0.3}, None)
+    for name in ("patient", "returns_coroutine"):
+        right, wrong = judge(f"{file}:{name}", ("abc", "abc"), ("abc", "ab"))
+        assert (right.reward, wrong.reward) == (1.0, 0.0)
+        assert right.parts == {name: 1.0, "length": 3.0} and right.info == {"why": "['text']"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", "raises: KeyError: 'colour'"),
+        ("stops", "stops: RuntimeError: StopIteration"),
+        ("nothing", "nothing: gave None, not a finite number"),
+        ("nan", "nan: gave nan, not a finite number"),
+    ],
+)
+def test_a_function_that_fails_is_an_error_in_the_score(file: Path, name: str, message: str) -> None:
+    (score,) = judge(f"{file}:{name}", ("a", "a"))
+    assert score.reward == 0.0 and score.error is not None and message in score.error
+
+
+@pytest.mark.parametrize("name", ["hangs", "hangs_async"])
+def test_a_function_that_hangs_is_given_up(file: Path, name: str) -> None:
+    (score,) = judge(f"{file}:{name}", ("a", "a"), timeout_s=0.05)
+    assert score.error == f"{name}: no reward within 0.05 s (reward.timeout_s)"
+
+
+def test_what_cannot_be_loaded_is_one_line(tmp_path: Path, file: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("import nothing_of_this_name\n")
+    for kind, message in (
+        ("exakt", "must be exact, numeric, math or path/file.py:function"),
+        (f"{tmp_path}/none.py:f", "there is no file"),
+        (f"{file}:missing", "defines no function missing"),
+        (f"{broken}:f", "cannot be loaded: ModuleNotFoundError"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            open_reward(kind)
+
+
+def test_answers_that_a_kind_can_never_judge_by_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    check_answers("exact", [task("a"), task(0)], path)
+    check_answers("mine.py:f", [task(None)], path)
+    with pytest.raises(UsageError, match=r"train\.jsonl, task 0: reward\.kind=exact needs an answer"):
+        check_answers("exact", [task(None)], path)
+    with pytest.raises(UsageError, match="the answer has no number: 'abc'"):
+        check_answers("numeric", [task("abc")], path)

@@ -1,0 +1,147 @@
+"""Task files: what is read from them, and the one line that each kind of mistake gives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsbarrier.errors import UsageError
+from fsbarrier.tasks import count_tasks, read_tasks
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_text_and_chat_prompts_are_read_with_answer_and_metadata(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    path = write(
+        tmp_path / "train.jsonl",
+        {"prompt": "ba=", "answer": "ab", "level": 2, "tags": ["x", {"y": None}]},
+        {"prompt": chat, "answer": 2, "task_id": 17},
+        {"prompt": "any", "answer": None, "reward_model": {"ground_truth": "g", "style": "rule"}},
+    )
+    found = read_tasks(path)
+    first, second, third = (found.tasks[index] for index in range(3))
+    assert (found.count, first.index, first.task_id, first.prompt, first.answer) == (
+        3,
+        0,
+        "train-0",
+        "ba=",
+        "ab",
+    )
+    assert first.metadata == {"level": 2, "tags": ["x", {"y": None}]}
+    assert first.messages == [{"role": "user", "content": "ba="}]
+    assert (second.task_id, second.prompt, second.messages, second.answer) == ("17", tuple(chat), chat, 2)
+    assert third.answer == "g"
+    assert count_tasks(path) == 3
+
+
+def test_only_the_wanted_lines_are_parsed(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.jsonl", "not json", {"prompt": "a", "answer": "b"}, "{}")
+    found = read_tasks(path, [1])
+    assert (found.count, list(found.tasks)) == (3, [1])
+    with pytest.raises(UsageError, match=r"train\.jsonl: has 3 tasks, so none with index 7"):
+        read_tasks(path, [1, 7])
+
+
+def test_parquet_with_verls_columns(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [
+        {
+            "data_source": "gsm8k",
+            "prompt": [{"role": "user", "content": f"{n}+1?"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+            "extra_info": {"index": n, "split": "train", "raw": b"\xff"},
+        }
+        for n in range(3000)
+    ]
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=700)
+    assert count_tasks(path) == 3000
+    task = read_tasks(path, [2048]).tasks[2048]
+    assert (task.task_id, task.answer, task.prompt) == (
+        "train-2048",
+        "2049",
+        ({"role": "user", "content": "2048+1?"},),
+    )
+    assert task.metadata["extra_info"] == {"index": 2048, "split": "train", "raw": "\ufffd"}
+    del rows[1]["prompt"]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with pytest.raises(UsageError, match=r"train\.parquet, row 1: has no field prompt"):
+        count_tasks(path)
+    path.write_bytes(b"PAR1 nonsense")
+    with pytest.raises(UsageError, match=r"train\.parquet: is not a parquet file"):
+        count_tasks(path)
+
+
+GOOD = {"prompt": "a", "answer": "b"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([GOOD, "{"], "line 2: is not JSON: "),
+        ([GOOD, "", GOOD], "line 2: is empty"),
+        (["[1]"], "line 1: must be a JSON object, got [1]"),
+        ([{"answer": "b", "question": "a"}], "line 1: has no field prompt (its fields: answer, question)"),
+        ([{"prompt": "a", "solution": "b"}], "line 1: has no field answer, nor reward_model.ground_truth"),
+        ([{"prompt": "", "answer": "b"}], "line 1: prompt is empty"),
+        ([{"prompt": 5, "answer": "b"}], "line 1: prompt must be text or a list of chat messages, got 5"),
+        ([{"prompt": [], "answer": "b"}], "line 1: prompt is an empty list"),
+        ([{"prompt": ["x"], "answer": "b"}], 'line 1: prompt: message 1 must be an object, got "x"'),
+        ([{"prompt": [{"content": "x"}], "answer": "b"}], "line 1: prompt: message 1 needs a role"),
+        (
+            [{"prompt": [{"role": "user", "content": [1]}], "answer": "b"}],
+            "message 1 needs a content (text), got [1]",
+        ),
+        ([GOOD | {"task_id": 1.5}], "line 1: task_id must be text or a whole number, got 1.5"),
+        ([GOOD | {"task_id": "x"}, GOOD, GOOD | {"task_id": "x"}], 'line 3: task_id "x" is already that of '),
+        (["[" * 100_000], "line 1: is not JSON: "),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_file_and_line(
+    tmp_path: Path, lines: list[Any], message: str
+) -> None:
+    path = write(tmp_path / "train.jsonl", *lines)
+    with pytest.raises(UsageError) as caught:
+        count_tasks(path)
+    text = str(caught.value)
+    assert text.startswith(f"{path}, line ") and message in text and "\n" not in text and len(text) < 400
+
+
+def test_empty_lines_at_the_end_are_no_tasks(tmp_path: Path) -> None:
+    assert count_tasks(write(tmp_path / "a.jsonl", GOOD, "", "  ")) == 1
+    assert count_tasks(write(tmp_path / "b.jsonl")) == 0
+
+
+def test_what_is_no_task_file_is_named(tmp_path: Path) -> None:
+    for path, message in (
+        (tmp_path / "none.jsonl", "cannot be read: No such file"),
+        (tmp_path / "tasks.csv", "must end in .jsonl or .parquet"),
+    ):
+        with pytest.raises(UsageError, match=message) as caught:
+            count_tasks(path)
+        assert str(path) in str(caught.value)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe4", "answer": "b"}\n')
+    with pytest.raises(UsageError, match="line 1: is not UTF-8"):
+        count_tasks(tmp_path / "latin.jsonl")
+
+
+def test_reading_json_lines_imports_nothing_heavy(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.jsonl", GOOD)
+    code = (
+        "import sys; from pathlib import Path; from fsbarrier import tasks; tasks.count_tasks(Path(sys.argv[1]));"
+        "print([m for m in ('pyarrow', 'numpy', 'pydantic', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
