@@ -11,6 +11,7 @@ import errno
 import hashlib
 import os
 import secrets
+import shutil
 from pathlib import Path
 
 _modes = {"file": 0o600, "dir": 0o700}
@@ -129,3 +130,20 @@ def sha256_file(path: Path) -> str:
     """The SHA-256 of a file's content in hexadecimal. Raises OSError."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give `source` a second name, replacing what is there in one step; a copy where hard links are not to be had. Raises OSError."""
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        try:
+            os.link(source, temporary)
+        except OSError:
+            shutil.copyfile(source, temporary)
+            os.chmod(temporary, _modes["file"])
+        os.replace(temporary, target)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(
+                temporary
+            )  # also where both names are one file already: rename then leaves the temporary one

@@ -52,7 +52,7 @@ def rollout(spec: dict[str, Any]) -> dict[str, Any]:
             writer.append_group(task, [record])
             progress(spec, done + 1, len(tasks), "trajectories", total / (done + 1))
         writer.finish({**header, "trajectories": len(tasks)})
-    checkpoints.link_or_copy(Path(spec["part"]), Path(spec["checkpoint"]))
+    files.link_or_copy(Path(spec["part"]), Path(spec["checkpoint"]))
     size = Path(spec["part"]).stat().st_size
     mean = total / len(tasks)
     return {
