@@ -10,7 +10,8 @@ pidfd (a copy of the pipe's other end may live on in a process that the daemon f
 below is frozen and killed, again and again until `waitpid` says that no child is left.
 
 The daemon sends the program (see `read_program`), then lines "stop GRACE_S". The guards answer with lines
-"started PID START", "failed ERRNO STAGE", "ended EXITCODE" (negative: a signal).
+"started PID START", "failed ERRNO STAGE", "ended EXITCODE" (negative: a signal); the line ends with both.
+They write to no file: a hung mount must not hold them up.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ import select
 import sys
 import time
 
-TYPE_CHECKING = False  # see processes.py: 5 ms
+TYPE_CHECKING = False
 if TYPE_CHECKING or __name__ != "__main__":
     import signal
 
-    from fsbarrier.processes import Stat, below, freeze_and_kill, send
+    from fsbarrier.processes import Stat, below, freeze_and_kill, open_pidfd, send
 else:
     sys.path.append(__file__.rpartition("/")[0])  # started by path, apart from the package
-    from processes import Stat, below, freeze_and_kill, send, signal
+    from processes import Stat, below, freeze_and_kill, open_pidfd, send, signal
 
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-GRACE_S = 5.0  # for a SIGTERM that comes from outside
+GRACE_S = 5.0  # for a signal that comes from outside
 SETTLE_S = 0.5  # what is left when the main program ended by itself gets SIGTERM, then this long
 
 
@@ -39,24 +40,16 @@ def prctl(option: int, value: int) -> None:
     import ctypes
 
     if ctypes.CDLL(None).prctl(ctypes.c_int(option), *[ctypes.c_ulong(n) for n in (value, 0, 0, 0)]):
-        raise OSError("prctl")
-
-
-def say(text: str) -> None:
-    """A line in the program's log."""
-    try:
-        os.write(2, f"fsbarrier guard: {text}\n".encode())
-    except OSError:
-        pass  # the log's filesystem is full or gone; ending processes matters more
+        raise OSError(f"prctl({option}) failed")
 
 
 class Guard:
-    """A watch over the process above and the one child below; the two kinds differ in `ask` and `child_ended`."""
+    """A watch over the process above and the one child below; the outer one has a `relay` to the inner."""
 
-    def __init__(self, lifeline: int, parent: int) -> None:
-        self.lifeline, self.commands = lifeline, b""
+    def __init__(self, lifeline: int, parent: int, relay: int | None = None) -> None:
+        self.lifeline, self.relay, self.commands = lifeline, relay, b""
         self.child, self.code = 0, -int(signal.SIGKILL)
-        self.asked = self.ended = False
+        self.asked = self.ended = self.noticed = False
         self.kill_at: float | None = None
         self.wake, writer = os.pipe()
         for fd in (self.wake, writer):
@@ -66,19 +59,15 @@ class Guard:
             signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the daemon's thread may have blocked some
         self.poller = select.poll()
-        for fd in (self.wake, lifeline):
-            self.poller.register(fd, select.POLLIN)
         try:
-            self.pidfd = os.pidfd_open(parent)
-            self.poller.register(self.pidfd, select.POLLIN)
-        except OSError:
-            self.pidfd = -1  # gone already (below), or an old kernel: the pipe's end has to do
-        if os.getppid() != parent:
+            self.pidfd = open_pidfd(parent)
+        except ProcessLookupError:
+            self.pidfd = -1
+        for fd in (self.wake, lifeline, self.pidfd):
+            if fd >= 0:
+                self.poller.register(fd, select.POLLIN)
+        if os.getppid() != parent:  # it died before we had its pidfd
             self.kill_within(0)
-
-    def ask(self, grace_s: float) -> None: ...
-
-    def child_ended(self) -> None: ...
 
     def kill_within(self, seconds: float) -> None:
         at = time.monotonic() + seconds
@@ -90,9 +79,7 @@ class Guard:
         while not self.reap():
             left_s = None if self.kill_at is None else self.kill_at - time.monotonic()
             if left_s is not None and left_s <= 0:
-                hit = freeze_and_kill(lambda: below(os.getpid()))
-                if self.ended:
-                    say(f"the main program is gone, ended what it had left: {sorted(hit)}")
+                freeze_and_kill(lambda: below(os.getpid()))
                 self.kill_at = time.monotonic() + pause_s  # unless SIGCHLD tells earlier that all is gone
                 pause_s = min(2 * pause_s, 0.5)
                 continue
@@ -106,16 +93,19 @@ class Guard:
         return self.code
 
     def reap(self) -> bool:
+        """Collect what ended; True when no child is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return True
-            if pid == 0:
-                return False
             if pid == self.child:
                 self.ended, self.code = True, os.waitstatus_to_exitcode(status)
-                self.child_ended()
+            if pid == 0:
+                if self.ended and not self.noticed:
+                    self.noticed = True
+                    self.end_rest()
+                return False
 
     def obey(self) -> bool:
         """Read commands from above; False at the end of the line."""
@@ -128,37 +118,25 @@ class Guard:
             self.ask(float(line.split()[1]))
         return bool(data)
 
-
-class Outer(Guard):
-    """Relays to the inner guard and takes over what is below where somebody killed it."""
-
-    relay = -1
-
     def ask(self, grace_s: float) -> None:
+        """Ask the child to end, and end everything by force after `grace_s`."""
         try:
-            os.write(self.relay, f"stop {grace_s}\n".encode())
-            os.kill(self.child, signal.SIGCONT)
+            if self.relay is not None:
+                os.write(self.relay, f"stop {grace_s}\n".encode())
+                os.kill(self.child, signal.SIGCONT)
+                return
+            self.asked = True
+            self.kill_within(grace_s)
+            if not self.ended:  # not reaped, so the number is still its own
+                os.killpg(self.child, signal.SIGTERM)
+                os.killpg(self.child, signal.SIGCONT)  # a stopped program would not see the first
         except OSError:
-            pass  # the inner guard is gone, and `child_ended` comes
+            pass  # gone (then `end_rest` comes), or another user's
 
-    def child_ended(self) -> None:
-        self.kill_within(0)
-
-
-class Inner(Guard):
-    """The main program's parent."""
-
-    def ask(self, grace_s: float) -> None:
-        self.asked = True
-        self.kill_within(grace_s)
-        for number in (signal.SIGTERM, signal.SIGCONT):  # a stopped program would not see the first alone
-            try:
-                if not self.ended:  # not reaped, so the number is still its own
-                    os.killpg(self.child, number)
-            except OSError:
-                pass  # a program of another user
-
-    def child_ended(self) -> None:
+    def end_rest(self) -> None:
+        """The child has ended, others are left: by a killed inner guard, or by the main program."""
+        if self.relay is not None:
+            return self.kill_within(0)
         for pid, start in below(os.getpid()).items():
             send(pid, start, signal.SIGTERM)
         if not self.asked:
@@ -166,7 +144,7 @@ class Inner(Guard):
 
 
 def read_program(fd: int) -> tuple[bytes, list[bytes], dict[bytes, bytes]]:
-    """Folder, argv, environment: 8 bytes of length, then joined by NUL folder, number of arguments, these, NAME=VALUE."""
+    """Folder, argv, environment: 8 bytes of length, then by NUL: folder, number of arguments, these, NAME=VALUE."""
     size, data = 8, b""
     while len(data) < size:
         piece = os.read(fd, size - len(data))
@@ -199,7 +177,7 @@ def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes]) -> tuple[
             stage = "program"
             os.execvpe(argv[0], argv, env)
         except OSError as error:
-            os.write(writer, f"failed {error.errno} {stage}".encode())
+            os.write(writer, f"failed {error.errno or 0} {stage}".encode())
         finally:
             os._exit(127)
     os.close(writer)
@@ -227,19 +205,20 @@ def main() -> int:
     except (OSError, EOFError):
         return 1  # the daemon died first
     reader, writer = os.pipe()
-    inner = os.fork()
-    if inner:
+    if inner := os.fork():
         os.close(reader)
-        outer = Outer(lifeline, daemon)
-        outer.relay = writer
-        code = outer.watch(inner)
+        for fd in (1, 2):  # the log belongs to the program
+            os.dup2(0, fd)
+        code = Guard(lifeline, daemon, relay=writer).watch(inner)
         if code < 0:
             report(f"ended {code}")  # the inner guard was killed, and with it the main program
         return code & 255
     os.close(writer)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    guard = Inner(reader, me)
+    guard = Guard(reader, me)
     pid, line = start_main(*program)
+    for fd in (1, 2):
+        os.dup2(0, fd)
     report(line)
     if pid:
         report(f"ended {guard.watch(pid)}")

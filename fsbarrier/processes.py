@@ -67,15 +67,24 @@ def below(root: int, processes: dict[int, Stat] | None = None) -> dict[int, int]
     return found
 
 
+def open_pidfd(pid: int) -> int:
+    """A pidfd, readable once the process has ended; -1 where the kernel, Python or a seccomp filter has none.
+
+    Raises ProcessLookupError where there is no such process.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except (OSError, AttributeError):
+        return -1
+
+
 def send(pid: int, start: int, number: int) -> bool:
     """Signal exactly the process born as (pid, start); False where it is gone or not ours to signal."""
+    pidfd = -1
     try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pidfd = -1  # an old kernel or a seccomp filter: microseconds are left in which a pid could be reused
-    try:
+        pidfd = open_pidfd(pid)  # before the check, so that the pid cannot change hands between the two
         if Stat(pid).start != start:
             return False
         if pidfd >= 0:

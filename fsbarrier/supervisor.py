@@ -199,7 +199,10 @@ class Child:
         self._line.setblocking(False)
         while not self.pid and self._failure is None and self._code is None:
             if time.monotonic() >= deadline:
-                self._line.close()  # if it ever wakes up it ends by this
+                self._line.close()  # an inner guard ends all by this
+                self._guard.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._guard.wait(KILL_S)
                 raise StartFailed(f"{self.name}: the guard did not answer for {START_S:.0f} s", 126)
             _until_readable([self.fileno()], deadline - time.monotonic())
             self._listen()
@@ -313,8 +316,9 @@ def _until_gone(tree: Mapping[int, int], timeout_s: float) -> None:
     """Wait for the first of `tree` (pid -> start time) to end, a second at most."""
     pidfds = []
     for pid in tree:
-        with contextlib.suppress(OSError):
-            pidfds.append(os.pidfd_open(pid))
-    _until_readable(pidfds, min(timeout_s, 1.0 if pidfds else 0.01))
+        with contextlib.suppress(ProcessLookupError):
+            pidfds.append(processes.open_pidfd(pid))
+    _until_readable(pidfds, min(timeout_s, 0.01 if -1 in pidfds or not pidfds else 1.0))
     for pidfd in pidfds:
-        os.close(pidfd)
+        if pidfd >= 0:
+            os.close(pidfd)

@@ -1,0 +1,402 @@
+"""Nothing outlives its daemon: real trees of processes under a real guard, and every way to kill somebody in them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from process_tree import ALL, DAEMON, DEADLINE_S, ROOT, Daemon, Fifo, Watched, guards_of
+
+from fsbarrier import guard, processes, supervisor
+from fsbarrier.supervisor import Child
+
+Start = Callable[[list[str]], Child]
+RunDaemon = Callable[..., Daemon]
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    watched = Watched()
+    yield watched
+    watched.close()
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> Iterator[Fifo]:
+    fifo = Fifo(tmp_path / "fifo")
+    yield fifo
+    os.close(fifo.fd)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a child of this very process."""
+    children: list[Child] = []
+
+    def start(argv: list[str]) -> Child:
+        children.append(Child.start(argv, log_file=tmp_path / "log", name="tree"))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.stop(0.0)
+
+
+@pytest.fixture
+def run_daemon(tmp_path: Path) -> Iterator[RunDaemon]:
+    """Starts a daemon with one child for each command."""
+    daemons: list[Daemon] = []
+
+    def run(*commands: list[str], terminal: int | None = None, **env: str) -> Daemon:
+        daemons.append(Daemon(tmp_path, *commands, terminal=terminal, **env))
+        return daemons[-1]
+
+    yield run
+    for daemon in daemons:
+        daemon.close()
+
+
+def test_a_killed_daemon_takes_every_kind_of_descendant_along(
+    run_daemon: RunDaemon, fifo: Fifo, watched: Watched
+) -> None:
+    daemon = run_daemon(fifo.command(*ALL), fifo.command(*ALL))
+    watched.add(*fifo.pids(2 * (len(ALL) + 1)))
+    for pid in daemon.guards:
+        watched.add(*guards_of(pid))
+    assert len(watched.alive()) == 2 * (len(ALL) + 1) + 4
+    daemon.kill()
+    watched.wait_gone()
+
+
+def test_other_peoples_processes_stay_also_when_they_are_named_alike(
+    run_daemon: RunDaemon, fifo: Fifo, watched: Watched
+) -> None:
+    foreign = subprocess.Popen([*fifo.command("exit"), "vllm", "fsbarrier"])
+    try:
+        assert fifo.pids(1) == [foreign.pid]
+        daemon = run_daemon([*fifo.command("session"), "vllm", "fsbarrier"])
+        watched.add(*fifo.pids(2))
+        daemon.kill()
+        watched.wait_gone()
+        assert foreign.poll() is None
+        foreign.send_signal(signal.SIGUSR1)  # it lives, and does what it is asked
+        assert foreign.wait(DEADLINE_S) == 7
+    finally:
+        foreign.kill()
+        foreign.wait()
+
+
+def test_a_stopped_daemon_costs_nobody_their_life(
+    run_daemon: RunDaemon, fifo: Fifo, watched: Watched
+) -> None:
+    daemon = run_daemon(fifo.command("plain", "session"))
+    pids = fifo.pids(3)
+    watched.add(*pids)
+    daemon.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, daemon.process.pid, os.WSTOPPED)
+    fifo.assert_alive(pids)
+    daemon.process.send_signal(signal.SIGCONT)
+    assert daemon.ask() == ["polled", "None"]
+    fifo.assert_alive(pids)
+
+
+def test_a_daemon_killed_while_it_is_stopped_takes_its_tree_along(
+    run_daemon: RunDaemon, fifo: Fifo, watched: Watched
+) -> None:
+    daemon = run_daemon(fifo.command("daemonised"))
+    watched.add(*fifo.pids(2))
+    daemon.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, daemon.process.pid, os.WSTOPPED)
+    daemon.kill()
+    watched.wait_gone()
+
+
+def test_what_the_daemon_forked_does_not_keep_the_tree_alive(
+    run_daemon: RunDaemon, fifo: Fifo, watched: Watched
+) -> None:
+    daemon = run_daemon(fifo.command("session"), LEAK="1")
+    leak = Watched()
+    leak.add(daemon.leak)
+    try:
+        watched.add(*fifo.pids(2))
+        daemon.kill()
+        watched.wait_gone()
+        assert leak.alive() == [daemon.leak]  # it holds our end of the line, and is nobody's to end
+    finally:
+        leak.close()
+
+
+@pytest.mark.parametrize("which", ["outer", "inner"])
+def test_of_two_guards_the_other_stands_in(which: str, fifo: Fifo, watched: Watched, start: Start) -> None:
+    child = start(fifo.command(*ALL))
+    watched.add(*fifo.pids(len(ALL) + 1))
+    outer, inner = guards_of(child.guard_pid)
+    os.kill(outer if which == "outer" else inner, signal.SIGKILL)
+    assert child.wait(DEADLINE_S) == -signal.SIGKILL
+    watched.wait_gone()
+
+
+@pytest.mark.parametrize("which", ["outer", "inner"])
+def test_of_two_guards_either_is_enough_when_the_daemon_dies_too(
+    which: str, run_daemon: RunDaemon, fifo: Fifo, watched: Watched
+) -> None:
+    daemon = run_daemon(fifo.command(*ALL))
+    watched.add(*fifo.pids(len(ALL) + 1))
+    outer, inner = guards_of(daemon.guards[0])
+    kill_at_once(outer if which == "outer" else inner, daemon.process.pid)
+    watched.wait_gone()
+
+
+def test_with_both_guards_killed_the_daemon_ends_what_it_knew(
+    monkeypatch: pytest.MonkeyPatch, fifo: Fifo, watched: Watched, start: Start
+) -> None:
+    child = start(fifo.command(*ALL))
+    watched.add(*fifo.pids(len(ALL) + 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(supervisor, "SNAPSHOT_S", 0.0)
+        assert child.poll() is None
+    kill_at_once(*guards_of(child.guard_pid))
+    assert child.wait(DEADLINE_S) == -signal.SIGKILL
+    watched.wait_gone()
+
+
+def test_with_both_guards_killed_the_session_is_found_without_a_snapshot(
+    fifo: Fifo, watched: Watched, start: Start
+) -> None:
+    child = start(fifo.command("plain", "deaf"))
+    watched.add(*fifo.pids(3))
+    kill_at_once(*guards_of(child.guard_pid))
+    assert child.wait(DEADLINE_S) == -signal.SIGKILL
+    watched.wait_gone()
+
+
+def kill_at_once(*pids: int) -> None:
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1)], ids=["outer", "inner", "both"])
+def test_a_stopped_guard_still_obeys(
+    which: tuple[int, ...], fifo: Fifo, watched: Watched, start: Start
+) -> None:
+    child = start(fifo.command(*ALL))
+    watched.add(*fifo.pids(len(ALL) + 1))
+    guards = guards_of(child.guard_pid)
+    for index in which:
+        os.kill(guards[index], signal.SIGSTOP)
+    assert child.stop(0.2) == -signal.SIGTERM
+    assert watched.alive() == []
+
+
+def test_when_the_program_ends_what_it_left_is_ended(fifo: Fifo, watched: Watched, start: Start) -> None:
+    child = start(fifo.command(*ALL, "exit"))
+    watched.add(*fifo.pids(len(ALL) + 1))
+    os.kill(child.pid, signal.SIGUSR1)
+    assert child.wait(DEADLINE_S) == 7
+    assert watched.alive() == []
+
+
+def test_a_tree_that_forks_for_ever_is_ended_by_stop(fifo: Fifo, watched: Watched, start: Start) -> None:
+    child = start(fifo.command("bomb"))
+    watched.add(*fifo.pids(40), *guards_of(child.guard_pid))
+    child.stop(0.0)
+    assert watched.alive() == []  # the guards end last, when waitpid told them that nobody is left
+    assert not living(fifo)
+
+
+def test_a_tree_that_forks_for_ever_is_ended_with_its_daemon(
+    run_daemon: RunDaemon, fifo: Fifo, watched: Watched
+) -> None:
+    daemon = run_daemon(fifo.command("bomb"))
+    watched.add(*fifo.pids(40), *guards_of(daemon.guards[0]))
+    daemon.kill()
+    watched.wait_gone()
+    assert not living(fifo)
+
+
+def living(fifo: Fifo) -> list[int]:
+    """Who has the FIFO's path among its arguments: every process of a tree, and nobody else."""
+    found = []
+    for pid in processes.scan():
+        with contextlib.suppress(OSError):
+            if str(fifo.path).encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
+
+
+@pytest.mark.parametrize("number", guard.ENDING)
+def test_a_signal_from_outside_to_the_guard_ends_the_tree(
+    number: int, fifo: Fifo, watched: Watched, start: Start
+) -> None:
+    child = start(fifo.command("plain", "session"))
+    watched.add(*fifo.pids(3))
+    os.kill(child.guard_pid, number)
+    assert child.wait(DEADLINE_S) == -signal.SIGTERM
+    assert watched.alive() == []
+
+
+def test_ctrl_c_reaches_the_daemon_and_not_its_programs(
+    run_daemon: RunDaemon, fifo: Fifo, watched: Watched
+) -> None:
+    """The terminal signals its whole foreground group; the programs are in sessions of their own."""
+    keyboard, terminal = os.openpty()
+    try:
+        daemon = run_daemon(fifo.command("plain", "session"), terminal=terminal)
+        pids = fifo.pids(3)
+        watched.add(*pids)
+        os.write(keyboard, b"\x03")
+        assert daemon.line().split() == ["interrupted", "polled", "None"]
+        fifo.assert_alive(pids)
+    finally:
+        os.close(keyboard)
+        os.close(terminal)
+
+
+def test_a_thread_that_ends_takes_no_program_along(fifo: Fifo, start: Start) -> None:
+    children: list[Child] = []
+    thread = threading.Thread(target=lambda: children.append(start(fifo.command("plain"))))
+    thread.start()
+    thread.join()
+    fifo.assert_alive(fifo.pids(2))
+    assert children[0].poll() is None
+
+
+def test_children_started_at_once_do_not_hold_each_others_lines(start: Start) -> None:
+    """A copy of one's line in another would hide the daemon's end from its guard."""
+    for _ in range(5):
+        children: list[Child] = []
+        go = threading.Barrier(4)
+
+        def begin(go: threading.Barrier = go, children: list[Child] = children) -> None:
+            go.wait(DEADLINE_S)
+            children.append(start([sys.executable, "-I", "-S", "-c", "import signal; signal.pause()"]))
+
+        threads = [threading.Thread(target=begin) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for child in children[:-1]:
+            one = Watched()
+            one.add(child.pid, *guards_of(child.guard_pid))
+            cut(child)
+            one.wait_gone()
+            one.close()
+        assert children[-1].poll() is None
+        assert children[-1].stop() == -signal.SIGTERM
+
+
+def cut(child: Child) -> None:
+    """What its guard sees when we die."""
+    child._line.shutdown(1)
+
+
+def test_a_pid_that_changed_hands_is_not_signalled(fifo: Fifo, start: Start) -> None:
+    child = start(fifo.command())
+    [pid] = fifo.pids(1)
+    born = processes.Stat(pid).start
+    assert not processes.send(pid, born - 1, signal.SIGKILL)
+    fifo.assert_alive([pid])
+    assert processes.send(pid, born, signal.SIGTERM)
+    assert child.wait(DEADLINE_S) == -signal.SIGTERM
+    assert not processes.send(pid, born, signal.SIGKILL)
+
+
+def test_a_name_full_of_brackets_is_parsed(tmp_path: Path) -> None:
+    program = tmp_path / "a ) R 1 (b"
+    shutil.copy("/bin/sleep", program)
+    process = subprocess.Popen([str(program), "1000"])
+    try:
+        stat = processes.Stat(process.pid)
+        assert stat.ppid == os.getpid() and stat.start > 0
+        assert process.pid in processes.below(os.getpid())
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_it_works_without_pidfds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fifo: Fifo, watched: Watched, start: Start
+) -> None:
+    """Old kernels, Pythons built for old ones, and some containers' seccomp filters have none."""
+    for name in ("guard.py", "processes.py"):
+        shutil.copy(ROOT / "fsbarrier" / name, tmp_path / name)
+    with (tmp_path / "processes.py").open("a") as stream:
+        stream.write("\n\ndef open_pidfd(pid: int) -> int:\n    return -1\n")
+    monkeypatch.setattr(supervisor, "GUARD", tmp_path / "guard.py")
+    for end in (lambda child: child.stop(0.1), cut):
+        child = start(fifo.command(*ALL))
+        watched.add(*fifo.pids(len(ALL) + 1))
+        end(child)
+        watched.wait_gone()
+
+
+CONTAINER = """
+import os, sys
+root, daemon_code, folder, command = sys.argv[1:]
+sys.path.insert(0, root)
+daemon = os.fork()
+if daemon == 0:
+    os.execv(sys.executable, [sys.executable, "-c", daemon_code, root, folder, command])
+sys.stdin.readline()
+os.kill(daemon, 9)
+reaped = []
+while True:  # as PID 1 should; the kernel kills nobody for us while we live
+    try:
+        reaped.append(os.wait()[0])
+    except ChildProcessError:
+        break
+from fsbarrier import processes
+print("left", sorted(set(processes.scan()) - {1}), "reaped", len(reaped))
+"""
+
+
+def test_in_a_container_it_works_as_outside(tmp_path: Path, fifo: Fifo) -> None:
+    """A pid namespace of its own, with the guard as PID 1's grandchild."""
+    enter = ["unshare", "--fork", "--pid", "--mount-proc", "--kill-child"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*enter, "true"], capture_output=True).returncode != 0
+    ):
+        pytest.skip("cannot make a pid namespace here")
+    argv = [sys.executable, "-c", CONTAINER, str(ROOT), DAEMON, str(tmp_path), "\t".join(fifo.command(*ALL))]
+    with subprocess.Popen(
+        [*enter, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            fifo.pids(len(ALL) + 1)
+            out, _ = process.communicate("\n", timeout=DEADLINE_S)
+        finally:
+            process.kill()
+    assert "left [] reaped 2" in out  # the daemon and its guard: all else was the guards' to reap
+
+
+def test_the_guard_loads_next_to_nothing(tmp_path: Path) -> None:
+    """It has to start in milliseconds, whatever is installed or set in the environment."""
+    code = (
+        "import sys; before = set(sys.modules); __file__ = sys.orig_argv[-1];"
+        "exec(compile(open(__file__).read().replace('os._exit(main())', 'pass'), __file__, 'exec'));"
+        "print(*sorted(set(sys.modules) - before), file=sys.stderr); sys.stderr.flush(); os._exit(0)"
+    )
+    command = [sys.executable, "-I", "-S", "-c", code, str(supervisor.GUARD)]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stderr.split()
+    assert "processes" in loaded and len(loaded) < 12
+    assert not set(loaded) & {
+        "enum",
+        "re",
+        "typing",
+        "subprocess",
+        "signal",
+        "ctypes",
+        "pathlib",
+        "fsbarrier",
+    }

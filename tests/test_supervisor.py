@@ -1,0 +1,361 @@
+"""What a caller sees of a child: exit codes, start failures, its surroundings, its log, stopping and waiting."""
+
+from __future__ import annotations
+
+import ast
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from process_tree import DEADLINE_S
+
+from fsbarrier import files, processes, supervisor
+from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.supervisor import Child, StartFailed, StillRunning
+
+Start = Callable[..., Child]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "logs" / "node_0" / "work.log"
+
+
+@pytest.fixture
+def start(log: Path) -> Iterator[Start]:
+    children: list[Child] = []
+
+    def start(*argv: str, **more: object) -> Child:
+        children.append(Child.start(argv, log_file=log, name="work", **more))  # type: ignore[arg-type]
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.stop(0.0)
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-I", "-S", "-c", code)
+
+
+def output(child: Child) -> str:
+    assert child.wait(DEADLINE_S) == 0, child.tail()
+    return "\n".join(child.tail(1000))
+
+
+def until_said(child: Child, word: str) -> None:
+    """Wait for a line of the log, by the end of the file growing."""
+    with child.log_file.open() as stream:
+        text = ""
+        while word not in text.split():
+            text += stream.read()
+            assert child.wait(0.01) is None, child.tail()
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("exit 0", 0),
+        ("exit 7", 7),
+        ("exit 255", 255),
+        ("kill -9 $$", -9),
+        ("kill -11 $$", -11),
+        ("kill -15 $$", -15),
+    ],
+)
+def test_exit_codes_are_those_of_subprocess(start: Start, script: str, code: int) -> None:
+    child = start("sh", "-c", script)
+    assert child.wait(DEADLINE_S) == code
+    assert child.poll() == code and child.wait(0.0) == code and child.stop() == code
+    assert child.fileno() == -1 and child.pids() == frozenset()
+
+
+def test_a_program_that_is_not_there(start: Start, log: Path) -> None:
+    with pytest.raises(StartFailed, match=r"^work: cannot start 'no-such-program': No such file") as caught:
+        start("no-such-program", "--flag")
+    assert caught.value.returncode == 127
+    assert isinstance(caught.value, ProgramFailed) and caught.value.exit_code == 4
+    assert "no-such-program --flag" in log.read_text()
+
+
+def test_a_program_that_may_not_be_run(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("no program")
+    with pytest.raises(StartFailed, match="data': Permission denied") as caught:
+        start(str(tmp_path / "data"))
+    assert caught.value.returncode == 126
+    (tmp_path / "data").chmod(0o700)
+    with pytest.raises(StartFailed, match="data': Exec format error"):
+        start(str(tmp_path / "data"))
+
+
+def test_a_folder_that_is_not_there(start: Start, tmp_path: Path) -> None:
+    with pytest.raises(StartFailed, match="cannot enter the folder to start 'true': No such file") as caught:
+        start("true", cwd=tmp_path / "none")
+    assert caught.value.returncode == 126
+
+
+def test_no_python_to_guard_with(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    with pytest.raises(StartFailed, match="cannot start a guard with '/no/python': No such file"):
+        start("true")
+
+
+def test_a_guard_that_fails_is_quoted(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise SystemExit('the reason')")
+    monkeypatch.setattr(supervisor, "GUARD", tmp_path / "broken.py")
+    with pytest.raises(StartFailed, match="the guard ended at once: the reason"):
+        start("true")
+
+
+def test_a_guard_that_does_not_answer(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mute.py").write_text("import os, sys\nwhile os.read(int(sys.argv[1]), 4096): pass")
+    monkeypatch.setattr(supervisor, "GUARD", tmp_path / "mute.py")
+    monkeypatch.setattr(supervisor, "START_S", 0.05)
+    with pytest.raises(StartFailed, match="the guard did not answer for"):
+        start("true")
+
+
+@pytest.mark.parametrize("argv", [[], [""], ["a\0b"]])
+def test_no_command(argv: list[str], start: Start) -> None:
+    with pytest.raises(ValueError, match="not a command"):
+        start(*argv)
+
+
+def test_a_log_that_cannot_be_written(start: Start, log: Path) -> None:
+    log.mkdir(parents=True)
+    with pytest.raises(StoreError, match=rf"^work: cannot write its log {log}: Is a directory"):
+        start("true")
+
+
+def test_a_log_that_is_a_link_elsewhere_is_refused(start: Start, log: Path, tmp_path: Path) -> None:
+    log.parent.mkdir(parents=True)
+    (tmp_path / "target").write_text("precious")
+    log.symlink_to(tmp_path / "target")
+    with pytest.raises(StoreError, match="symbolic link"):
+        start("true")
+    assert (tmp_path / "target").read_text() == "precious"
+
+
+def test_the_environment_is_exactly_the_one_given(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import os; print(sorted(os.environb.items()))"
+    env = {"A": "1", "EMPTY": "", "LINES": "a\nb=c", "BYTES": os.fsdecode(b"\xff")}
+    said = output(start(*python(code), env=env))
+    expected = {os.fsencode(name): os.fsencode(value) for name, value in env.items()}
+    seen = dict(ast.literal_eval(said))
+    seen.pop(b"LC_CTYPE", None)  # Python sets it for itself
+    assert seen == expected
+    monkeypatch.setenv("OURS", "inherited")
+    assert "inherited" in output(start(*python("import os; print(os.environ['OURS'])")))
+
+
+def test_a_big_environment_and_many_arguments_arrive(start: Start) -> None:
+    env = {f"NAME{i}": "x" * 1000 for i in range(900)}
+    code = "import os, sys; print(sum(map(len, os.environ.values())) >= 900_000, len(sys.argv))"
+    assert output(start(*python(code), *["y" * 100] * 3000, env=env)) == "True 3001"
+    with pytest.raises(StartFailed, match="Argument list too long"):
+        start("true", "x" * 10_000_000)
+
+
+def test_it_runs_in_its_folder(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert output(start("pwd", cwd=tmp_path)) == str(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "below").mkdir()
+    assert output(start("pwd", cwd="below")) == str(tmp_path / "below")
+    assert output(start("pwd")) == str(tmp_path)
+
+
+def test_it_inherits_no_descriptor_of_ours(start: Start, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.set_inheritable(writer, True)
+    try:
+        code = "import os; print(*[(n, os.readlink(f'/proc/self/fd/{n}')) for n in range(3)], os.listdir('/proc/self/fd'))"
+        said = output(start(*python(code)))
+    finally:
+        os.close(reader)
+        os.close(writer)
+    log = tmp_path / "logs" / "node_0" / "work.log"
+    assert said == f"(0, '/dev/null') (1, '{log}') (2, '{log}') ['0', '1', '2', '3']"  # 3: the listing itself
+
+
+def test_it_leads_a_session_and_starts_with_default_signals(start: Start) -> None:
+    """Also from a thread that blocks signals, in a daemon that ignores some (nohup, a shell's background job)."""
+    code = (
+        "import os; print(os.getsid(0) == os.getpgid(0) == os.getpid());"
+        "[print(line.strip()) for line in open('/proc/self/status') if line[:6] in ('SigBlk', 'SigIgn')]"
+    )
+    children: list[Child] = []
+
+    def begin() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        children.append(start("sh", "-c", f'exec {sys.executable} -I -S -c "{code}"'))
+
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        thread = threading.Thread(target=begin)
+        thread.start()
+        thread.join()
+        said = output(children[0]).split("\n")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert said[0] == "True"
+    assert int(said[1].split()[1], 16) == 0
+    ignored_by_python = {signal.SIGPIPE, signal.SIGXFSZ}
+    assert int(said[2].split()[1], 16) == sum(1 << (number - 1) for number in ignored_by_python)
+
+
+def test_the_log_is_private_and_says_what_started_without_the_environment(start: Start, log: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert start("echo", "first one", env={"API_KEY": "secret", "PATH": os.defpath}).wait(DEADLINE_S) == 0
+        assert start("echo", "second").wait(DEADLINE_S) == 0
+    finally:
+        os.umask(before)
+    assert log.stat().st_mode & 0o777 == 0o600 and log.parent.stat().st_mode & 0o777 == 0o700
+    head, one, head_two, two = log.read_text().splitlines()
+    assert (one, two) == ("first one", "second")
+    assert head.startswith("--- 20") and head.endswith(" start work: echo 'first one'")
+    assert head_two.endswith(" start work: echo second")
+    assert "secret" not in log.read_text()
+
+
+def test_the_log_is_the_groups_too_in_a_shared_run(start: Start, log: Path) -> None:
+    files.set_shared_group(True)
+    try:
+        assert start("true").wait(DEADLINE_S) == 0
+    finally:
+        files.set_shared_group(False)
+    assert log.stat().st_mode & 0o777 == 0o660
+
+
+def test_tail_gives_only_this_starts_last_lines(start: Start, log: Path) -> None:
+    assert start("echo", "of an earlier start").wait(DEADLINE_S) == 0
+    child = start("sh", "-c", "printf 'one\\n\\ntwo\\nthree'")
+    assert child.wait(DEADLINE_S) == 0
+    assert child.tail() == ["one", "two", "three"]
+    assert child.tail(2) == ["two", "three"]
+    assert child.tail(0) == []
+    os.truncate(log, 3)
+    assert child.tail() == ["---"]
+    log.unlink()
+    assert child.tail() == [f"(cannot read {log}: No such file or directory)"]
+
+
+def test_tail_is_bounded_and_fit_for_a_terminal(start: Start) -> None:
+    code = (
+        "import sys; out = sys.stdout.buffer; out.write(b'first\\n' + b'x' * 200_000 + b'\\nlast\\n');"
+        "out.write(b'bad \\xff byte\\n\\x1b[31mred\\x1b[0m \\x1b]0;title\\x07bell\\x07\\n10%\\r50%\\r100%\\r\\n')"
+    )
+    child = start(*python(code))
+    assert child.wait(DEADLINE_S) == 0
+    assert child.tail() == ["last", "bad � byte", "red bell", "100%"]
+    assert sum(len(line) for line in child.tail(10**9)) <= supervisor.TAIL_BYTES
+    endless = start(*python("import sys; sys.stdout.write('x' * 200_000)"))
+    assert endless.wait(DEADLINE_S) == 0
+    assert [len(line) for line in endless.tail()] == [supervisor.TAIL_BYTES]
+
+
+def test_stop_asks_first(start: Start) -> None:
+    child = start("sh", "-c", "trap 'echo bye; exit 3' TERM; echo here; while :; do sleep 0.01; done")
+    until_said(child, "here")
+    assert child.stop(DEADLINE_S) == 3
+    assert child.tail(1) == ["bye"]
+
+
+def test_stop_asks_the_whole_group(start: Start) -> None:
+    child = start(
+        "sh", "-c", "(trap 'echo child; exit 0' TERM; echo here; while :; do sleep 0.01; done) & wait"
+    )
+    until_said(child, "here")
+    assert child.stop(DEADLINE_S) == -signal.SIGTERM
+    assert child.tail(1) == ["child"]  # the main program ended at once, and the other had its grace
+
+
+def test_stop_then_kills_what_is_deaf(start: Start) -> None:
+    child = start("sh", "-c", "trap '' TERM; echo here; while :; do sleep 1000; done")
+    until_said(child, "here")
+    assert child.stop(0.1) == -signal.SIGKILL
+    assert processes.below(os.getpid()).get(child.pid) is None
+
+
+def test_stop_reaches_a_stopped_program(start: Start) -> None:
+    child = start("sh", "-c", "trap 'exit 5' TERM; kill -STOP $$; exit 6")
+    pidfd = os.pidfd_open(child.pid)
+    while processes.Stat(child.pid).state != "T":
+        assert not select.select([pidfd], [], [], 0.001)[0]
+    os.close(pidfd)
+    assert child.stop(DEADLINE_S) == 5
+
+
+def test_a_shorter_grace_overrules_a_longer_one(start: Start) -> None:
+    child = start("sh", "-c", "trap '' TERM; echo here; while :; do sleep 1000; done")
+    until_said(child, "here")
+    codes: list[int] = []
+    patient = threading.Thread(target=lambda: codes.append(child.stop(10_000.0)))
+    patient.start()
+    codes.append(child.stop(0.0))
+    patient.join(DEADLINE_S)
+    assert codes == [-signal.SIGKILL] * 2
+
+
+def test_stop_says_what_does_not_end(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing survives SIGKILL here, so the wait for it is cut down to nothing."""
+    child = start("sh", "-c", "trap '' TERM; echo here; while :; do sleep 1000; done")
+    until_said(child, "here")
+    with monkeypatch.context() as patch:
+        patch.setattr(supervisor, "KILL_S", -10_000.0)
+        with pytest.raises(StillRunning, match=rf"work: SIGKILL does not end .*{child.pid}") as caught:
+            child.stop(10_000.0)
+    assert child.pid in caught.value.pids
+    assert child.stop(0.0) == -signal.SIGKILL
+
+
+def test_waiting_ends_with_the_program_or_the_time(start: Start) -> None:
+    child = start("sleep", "1000")
+    assert child.poll() is None and child.wait(0.0) is None and child.wait(0.05) is None
+    assert child.pids() == {child.pid}
+    assert not select.select([child], [], [], 0)[0]
+    os.kill(child.pid, signal.SIGTERM)
+    assert select.select([child], [], [], DEADLINE_S)[0]  # it fits a selector
+    assert child.wait(DEADLINE_S) == -signal.SIGTERM
+
+
+def test_many_threads_may_wait(start: Start) -> None:
+    child = start("sleep", "1000")
+    codes: list[int | None] = []
+    threads = [threading.Thread(target=lambda: codes.append(child.wait(DEADLINE_S))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert child.stop() == -signal.SIGTERM
+    for thread in threads:
+        thread.join()
+    assert codes == [-signal.SIGTERM] * 8
+
+
+def test_as_a_context_it_is_stopped_at_the_end(start: Start) -> None:
+    with start("sleep", "1000") as child:
+        assert child.poll() is None
+    assert child.poll() == -signal.SIGTERM
+
+
+def test_without_standard_streams_of_our_own(tmp_path: Path) -> None:
+    """A daemon started with its streams closed: the descriptors 0 to 2 are then given to whoever asks first."""
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(Path(supervisor.__file__).parents[1])!r})
+from pathlib import Path
+from fsbarrier.supervisor import Child
+os.closerange(0, 3)
+child = Child.start(["sh", "-c", "echo out; exit 9"], log_file=Path({str(tmp_path / "log")!r}), name="work")
+os._exit(child.wait({DEADLINE_S}))
+"""
+    assert (
+        os.waitstatus_to_exitcode(os.system(f"exec {sys.executable} -c '{code.replace(chr(39), chr(34))}'"))
+        == 9
+    )
+    assert (tmp_path / "log").read_text().endswith("\nout\n")
