@@ -186,7 +186,7 @@ class Jobs:
         self._progress_file = progress_file
         child = Child.start(
             argv,
-            env={**os.environ, **work.env},
+            env=worker_env() | dict(work.env),
             log_file=self.log_dir / work.log,
             name=context.phase.name,
         )
@@ -229,6 +229,14 @@ class Jobs:
         if self._rendezvous is not None:
             self._rendezvous.close()
             self._rendezvous = None
+
+
+def worker_env() -> dict[str, str]:
+    """This process's environment, with this very fsbarrier importable wherever the program runs."""
+    package = str(Path(__file__).resolve().parent.parent)
+    inherited = os.environ.get("PYTHONPATH", "")
+    path = package if not inherited else os.pathsep.join((package, inherited))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def journaled(event: str, value: Mapping[str, Any]) -> dict[str, Any]:
