@@ -176,12 +176,12 @@ def read_tasks(data_path: Path, splits: Collection[str]) -> dict[str, dict[str, 
         raise UsageError(
             f"--data-path {data_path}: {'not a folder' if data_path.exists() else 'no such folder'}"
         )
-    from fsbarrier import tasks  # can read parquet: not for commands that need no tasks
+    from fsbarrier.tasks import count_tasks  # can read parquet: not for commands that need no tasks
 
     found = {}
     for split in splits:
         path = _task_file(data_path, split)
-        count = tasks.count_tasks(path)
+        count = count_tasks(path)
         if count == 0:
             raise UsageError(f"{path}: has no task")
         found[split] = {"path": str(path), "count": count, "sha256": files.sha256_file(path)}

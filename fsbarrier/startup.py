@@ -86,7 +86,7 @@ def _create(
         folder = RunPaths(log_path).demo
         fixed |= {"data_path": str(folder), "model": str(folder / "model")}
     resolved = settings.resolve(given.values(), {**defaults, **fixed})
-    if rank is None and resolved.settings.num_nodes > 1:
+    if rank is None and resolved.settings.num_nodes > 1 and not request.dry_run:
         raise UsageError(_no_rank(resolved.settings.num_nodes, request.environ))
     nested = dict(resolved.nested)
     _check_own(nested, program)
@@ -175,7 +175,7 @@ def _join(request: Request, given: Mapping[str, Given], record: RunRecord) -> St
     rank = ranks.node_rank(
         master=request.master, worker=request.worker, environ=request.environ, num_nodes=num_nodes
     )
-    if rank is None and num_nodes > 1:
+    if rank is None and num_nodes > 1 and not request.dry_run:
         raise UsageError(_no_rank(num_nodes, request.environ))
     load_program(record.settings["program"])
     runrecord.check_tasks(record)

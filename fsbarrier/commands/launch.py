@@ -158,21 +158,11 @@ def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child])
     record = start.record
     logs = record.paths.logs / f"launch_{datetime.now(UTC):%Y%m%dT%H%M%S}Z_{os.getpid()}"
     until = [] if start.until is None else ["--iterations", str(start.until)]
+    python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
     for rank in range(record.settings["num_nodes"]):
-        argv = [
-            sys.executable,
-            "-m",
-            "fsbarrier",
-            "run",
-            "--worker",
-            str(rank),
-            "--log-path",
-            str(record.log_path),
-            *until,
-        ]
-        children[rank] = Child.start(
-            argv, env=environ, log_file=logs / f"node_{rank}.log", name=f"node {rank}"
-        )
+        who = ["--worker", str(rank), "--log-path", str(record.log_path), *until]
+        command, log = [*python, "-m", "fsbarrier", "run", *who], logs / f"node_{rank}.log"
+        children[rank] = Child.start(command, env=environ, log_file=log, name=f"node {rank}")
 
 
 def _folder(children: Mapping[int, Child]) -> Path:

@@ -109,11 +109,10 @@ def last_lines(path: Path, count: int) -> tuple[list[str], int]:
                 data = stream.read(end - begin)
     except OSError as error:
         return [f"(cannot be read: {error.strerror})"], 0
-    whole = data.rpartition(b"\n")[0]
-    lines = whole.split(b"\n") if whole else []
+    whole, newline, rest = data.rpartition(b"\n")
+    lines = whole.split(b"\n") if newline else []
     kept = deque(lines if begin == 0 else lines[1:], maxlen=count)
-    rest = len(data) - len(whole) - (1 if b"\n" in data else 0)
-    return [_text(line) for line in kept], end - rest
+    return [_text(line) for line in kept], end - len(rest)
 
 
 def new_lines(path: Path, offset: int) -> tuple[list[str], int]:

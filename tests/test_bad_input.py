@@ -1,0 +1,290 @@
+"""Bad input through the real command line: exit code 2, one clear line, no traceback, nothing created."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+TASK = {"prompt": "2+2=", "answer": "4"}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with data, a model and whatever else the cases speak of; `run` in it does not exist yet."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for split in ("train", "test"):
+        (data / f"{split}.jsonl").write_text("".join(json.dumps(TASK) + "\n" for _ in range(3)))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen2"}')
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    (tmp_path / "file").write_text("not a folder\n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "reward.py").write_text("def reward(task, text):\n    return 1.0\n")
+    (tmp_path / "broken.py").write_text("def reward(:\n")
+    (tmp_path / "raises.py").write_text("raise RuntimeError('no')\n")
+    (tmp_path / "nothing.py").write_text("x = 1\n")
+    (tmp_path / "bad.toml").write_text("[rollout\n")
+    (tmp_path / "typo.toml").write_text("[rollout]\ntemperatur = 1\n")
+    return tmp_path
+
+
+def call(place: Path, words: Sequence[str], **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if "RANK" not in name and "SLURM" not in name}
+    env = {**clean, "PYTHONPATH": str(REPO), "FSBARRIER_LOG_PATH": str(place / "run"), **environ}
+    command = [sys.executable, "-m", "fsbarrier", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=place, timeout=120)
+
+
+def listing(place: Path) -> list[str]:
+    return sorted(str(path.relative_to(place)) for path in place.rglob("*"))
+
+
+def refused(place: Path, words: str | Sequence[str], *, says: Sequence[str], **environ: str) -> str:
+    """Assert that a command line is refused as the contract wants it; gives the line."""
+    before = listing(place)
+    done = call(place, words.split() if isinstance(words, str) else words, **environ)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("fsbarrier: error: ")
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    for part in says:
+        assert part in lines[0], lines[0]
+    assert listing(place) == before, "something was created"
+    return lines[0]
+
+
+PING = "run --program ping "
+RL = "run --data-path data --model model "
+
+CASES = {
+    "unknown command": ("rnu", ["'rnu'", "did you mean run?"]),
+    "unknown flag, nearly right": (
+        PING + "--rank-weigths 1",
+        ["--rank-weigths", "did you mean --rank-weights?"],
+    ),
+    "unknown flag, shortened": (PING + "--num 3", ["unknown flag --num"]),
+    "flag without its value": (PING + "--num-nodes", ["--num-nodes"]),
+    "stray word": (PING + "mastr", ["'mastr'"]),
+    "number of nodes is no number": (PING + "--num-nodes three", ["--num-nodes", "whole number", '"three"']),
+    "zero nodes": (PING + "--master --num-nodes 0", ["--num-nodes", "1 or more"]),
+    "too few weights": (
+        PING + "--master --num-nodes 3 --rank-weights 1,1",
+        ["--rank-weights 1,1", "--num-nodes 3"],
+    ),
+    "weights without a number of nodes": (
+        PING + "--master --rank-weights 1,1",
+        ["--rank-weights 1,1", "1 node"],
+    ),
+    "zero weight": (
+        PING + "--master --num-nodes 2 --rank-weights 1,0",
+        ["--rank-weights", "number 2", "got 0"],
+    ),
+    "negative weight": (
+        PING + "--master --num-nodes 2 --rank-weights -1,2",
+        ["--rank-weights", "number 1", "got -1"],
+    ),
+    "infinite weight": (PING + "--master --num-nodes 2 --rank-weights 1,inf", ["--rank-weights", "finite"]),
+    "weight that is a word": (
+        PING + "--master --num-nodes 2 --rank-weights 1,x",
+        ["--rank-weights", '"1,x"'],
+    ),
+    "master and worker": (PING + "--master --worker 1", ["--master and --worker 1"]),
+    "rank out of range": (PING + "--worker 3 --num-nodes 3", ["--worker 3", "ranks 0 to 2"]),
+    "negative rank": (PING + "--worker -1", ["--worker", "0 or more", "-1"]),
+    "rank that is a word": (PING + "--worker two", ["--worker", "whole number"]),
+    "several nodes, no rank": (PING + "--num-nodes 3", ["which of the 3 nodes", "--master", "--worker"]),
+    "unknown setting": (
+        PING + "rollout.temprature=1",
+        ["rollout.temprature", "did you mean rollout.temperature?"],
+    ),
+    "setting of a wrong type": (PING + "rollout.temperature=hot", ["rollout.temperature", "number", '"hot"']),
+    "setting out of its range": (PING + "rollout.top_p=1.5", ["rollout.top_p", "1 or less", "1.5"]),
+    "section as a setting": (PING + "rollout=1", ["rollout", "group of settings"]),
+    "unknown rl phase": (PING + "--rl-phase train", ["--rl-phase", "'rollout', 'update' or 'both'"]),
+    "split without rollout phase": (
+        PING + "--rollout-split eval-only",
+        ["--rollout-split", "--rl-phase rollout"],
+    ),
+    "eval interval zero": (PING + "--eval-interval 0", ["--eval-interval", "1 or more"]),
+    "more min nodes than nodes": (PING + "--min-nodes 2", ["--min-nodes 2", "num_nodes=1"]),
+    "unknown failure policy": (
+        PING + "--on-node-failure retry",
+        ["--on-node-failure", "'shrink', 'wait' or 'abort'"],
+    ),
+    "zero iterations": (PING + "--iterations 0", ["--iterations", "1 or more"]),
+    "suspect after dead": (
+        PING + "coordination.suspect_s=20",
+        ["coordination.suspect_s", "coordination.dead_s"],
+    ),
+    "config is missing": (PING + "--config none.toml", ["--config none.toml", "No such file"]),
+    "config is no TOML": (PING + "--config bad.toml", ["bad.toml", "line 1"]),
+    "config with an unknown name": (
+        PING + "--config typo.toml",
+        ["typo.toml", "did you mean rollout.temperature?"],
+    ),
+    "resume of nothing": (PING + "--resume", ["--resume", "no run"]),
+    "json without dry run": (PING + "--json", ["--json", "--dry-run"]),
+    "log path is a file": (PING + "--log-path file", ["--log-path", "not a directory"]),
+    "log path below a file": (PING + "--log-path file/run", ["--log-path", "not a directory"]),
+    "log path cannot be made": (PING + "--log-path /proc/run", ["--log-path", "/proc"]),
+    "unknown program": ("run --program toyy", ["--program toyy", "toy"]),
+    "program file is missing": ("run --program ./mine.py", ["mine.py", "no such file"]),
+    "program file is no Python": ("run --program ./broken.py", ["broken.py", "SyntaxError"]),
+    "program file raises": ("run --program ./raises.py", ["raises.py", "RuntimeError: no"]),
+    "program file without a program": ("run --program ./nothing.py", ["nothing.py", "PROGRAM"]),
+    "data without a model": ("run --data-path data", ["--data-path without --model"]),
+    "model without data": ("run --model model", ["--model without --data-path"]),
+    "data path is missing": (
+        "run --data-path nowhere --model model",
+        ["--data-path", "nowhere", "no such folder"],
+    ),
+    "data path is a file": ("run --data-path file --model model", ["--data-path", "not a folder"]),
+    "data path is empty": (
+        "run --data-path empty --model model",
+        ["empty", "no train.jsonl or train.parquet"],
+    ),
+    "model is missing": (
+        "run --data-path data --model nowhere",
+        ["--model nowhere", "no such folder", "config.json"],
+    ),
+    "model name that no cache has": (
+        "run --data-path data --model org/name",
+        ["--model org/name", "downloaded"],
+    ),
+    "model is a file": ("run --data-path data --model file", ["--model file", "is a file"]),
+    "model folder is empty": ("run --data-path data --model empty", ["--model empty", "no config.json"]),
+    "unknown reward": (RL + "reward.kind=exakt", ["reward.kind=exakt", "did you mean exact?"]),
+    "reward file is missing": (RL + "reward.kind=none.py:reward", ["none.py", "No such file"]),
+    "reward function is missing": (RL + "reward.kind=reward.py:rewrd", ["rewrd", "did you mean reward?"]),
+    "reward file is no Python": (RL + "reward.kind=broken.py:reward", ["broken.py, line 1"]),
+    "demo with a rank": ("run --demo --worker 1", ["--demo", "--worker"]),
+    "demo with a model": ("run --demo --model model", ["--model", "demo"]),
+    "launch without a place": ("launch", ["launch", "`local`"]),
+    "launch elsewhere": ("launch slurm --nodes 2", ["launch slurm", "`local`"]),
+    "launch with two numbers": ("launch local --nodes 2 --num-nodes 3", ["--nodes 2", "--num-nodes 3"]),
+    "launch with a bad setting": ("launch local --nodes 2 --program ping toy.tasks=x", ["toy.tasks", '"x"']),
+    "launch with a bad number": ("launch local --nodes x --program ping", ["--nodes", '"x"']),
+    "stop of no run": ("stop", ["--log-path", "no run"]),
+    "logs of no run": ("logs --log-path empty", ["--log-path empty", "no run"]),
+    "logs of a negative node": ("logs --node -1", ["--node", "0 or more"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused(place: Path, case: str) -> None:
+    words, says = CASES[case]
+    refused(place, words, says=says)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "not JSON"),
+        ("[]", "JSON object"),
+        ('{"answer": "4"}', "prompt"),
+        ('{"prompt": "2+2="}', "answer"),
+        ('{"prompt": 4, "answer": "4"}', "prompt"),
+        ('{"prompt": [{"role": "user"}], "answer": "4"}', "content"),
+        ("\udc80", "line 2"),
+    ],
+)
+def test_a_malformed_task_is_named_by_file_and_line(place: Path, line: str, says: str) -> None:
+    for split in ("train", "test"):
+        good = (place / "data" / f"{split}.jsonl").read_text()
+        bad = json.dumps(TASK) + "\n" + line + "\n" + json.dumps(TASK) + "\n"
+        (place / "data" / f"{split}.jsonl").write_text(bad, encoding="utf-8", errors="surrogateescape")
+        refused(place, RL, says=[f"{split}.jsonl, line 2", says])
+        (place / "data" / f"{split}.jsonl").write_text(good)
+
+
+def test_other_task_files(place: Path) -> None:
+    (place / "data" / "test.jsonl").write_text("")
+    refused(place, RL, says=["test.jsonl", "no task"])
+    (place / "data" / "test.parquet").write_bytes(b"PAR1")
+    refused(place, RL, says=["both test.jsonl and test.parquet"])
+    (place / "data" / "test.jsonl").unlink()
+    refused(place, RL, says=["test.parquet"])
+
+
+@pytest.mark.parametrize(
+    ("remove", "says"),
+    [
+        ("config.json", "no config.json"),
+        ("model.safetensors", "no weights"),
+        ("tokenizer.json", "no tokenizer"),
+    ],
+)
+def test_a_model_folder_lacks_something(place: Path, remove: str, says: str) -> None:
+    (place / "model" / remove).unlink()
+    refused(place, RL, says=["--model model", says])
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("nowhere.py {out}", "'nowhere.py' is not a program here"),
+        ("sh {batchh} {out}", "unknown placeholder {batchh}; did you mean batch?"),
+        ("sh {batch}", "needs {out}"),
+        ('sh "{out}', "No closing quotation"),
+    ],
+)
+def test_a_trainer_command(place: Path, command: str, says: str) -> None:
+    refused(place, [*RL.split(), f"trainer.command={command}"], says=["trainer.command", says])
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"NODE_RANK": "one"}, ["NODE_RANK 'one'", "not a whole number"]),
+        ({"NODE_RANK": "-1"}, ["NODE_RANK -1"]),
+        ({"NODE_RANK": "3"}, ["NODE_RANK 3", "ranks 0 to 2"]),
+        ({"RANK": "1", "WORLD_SIZE": "24"}, ["RANK=1 counts processes", "--master"]),
+        ({"SLURM_NODEID": "0", "SLURM_LOCALID": "1"}, ["SLURM_LOCALID 1"]),
+    ],
+)
+def test_the_launchers_variables(place: Path, environ: dict[str, str], says: list[str]) -> None:
+    refused(place, PING + "--num-nodes 3", says=says, **environ)
+
+
+def test_a_worker_that_contradicts_the_record(place: Path) -> None:
+    made = call(place, [*PING.split(), "--iterations", "1", "rollout.temperature=0.5"])
+    assert made.returncode == 0, made.stderr
+    said = refused(
+        place, "run --worker 0 rollout.temperature=0.7", says=["0.7", "(0.5, from run/run.json made by "]
+    )
+    assert said.endswith("use another --log-path")
+    refused(place, "run --num-nodes 4", says=["--num-nodes 4 contradicts", "(1, from run/run.json"])
+    refused(place, "run --worker 1", says=["--worker 1: out of range, this run has one node"])
+    refused(place, "logs --node 7", says=["--node 7", "no such logs"])
+
+
+def test_a_record_that_was_edited(place: Path) -> None:
+    made = call(place, [*PING.split(), "--iterations", "1"])
+    assert made.returncode == 0, made.stderr
+    record = place / "run" / "run.json"
+    record.write_text(record.read_text().replace('"num_nodes": 1', '"num_nodes": 2'))
+    for words in ("run --worker 1", "logs", "stop"):
+        refused(place, words, says=["run/run.json", "edited"])
+
+
+def test_control_characters_from_input_do_not_reach_the_terminal(place: Path) -> None:
+    line = refused(place, [*PING.split(), "rollout.temperature=\x1b[31m\nhot"], says=["rollout.temperature"])
+    assert "\x1b" not in line
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_log_path_that_is_not_writable(place: Path) -> None:
+    (place / "empty").chmod(0o500)
+    refused(place, PING + "--log-path empty/run", says=["--log-path", "not writable"])

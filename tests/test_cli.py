@@ -1,0 +1,323 @@
+"""The command line itself: what is imported, how errors become lines and exit codes, flags in any order."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsbarrier import errors
+from fsbarrier.cli import COMMANDS, Parser, main
+from fsbarrier.commands import launch, logs
+
+REPO = Path(__file__).resolve().parent.parent
+PRESENT = [name for name in COMMANDS if (REPO / "fsbarrier" / "commands" / f"{name}.py").is_file()]
+
+
+def call(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if "RANK" not in name and "SLURM" not in name}
+    command = [sys.executable, "-m", "fsbarrier", *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**env, "PYTHONPATH": str(REPO)}, cwd=cwd, timeout=120
+    )
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.Namespace], int]], None]:
+    """Makes `fsbarrier fake` a command that does what it is given."""
+
+    def install(work: Callable[[argparse.Namespace], int]) -> None:
+        module = types.ModuleType("fsbarrier.commands.fake")
+        module.SUMMARY, module.EXAMPLE, module.main = "fake", "fsbarrier fake", work  # type: ignore[attr-defined]
+        module.add_arguments = lambda parser: parser.add_argument("--log-path")  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "fsbarrier.commands.fake", module)
+        monkeypatch.setitem(COMMANDS, "fake", "fake")
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: module)
+
+    return install
+
+
+def raising(error: BaseException) -> Callable[[argparse.Namespace], int]:
+    def work(args: argparse.Namespace) -> int:
+        raise error
+
+    return work
+
+
+# --- help ---------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_command_help_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert all(name in shown.err for name in COMMANDS)
+
+
+@pytest.mark.parametrize("word", ["--help", "-h", "help"])
+def test_help_is_asked_for(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word]) == 0
+    assert "fsbarrier run --demo" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("fsbarrier 0.")
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_every_command_has_help_with_an_example(name: str) -> None:
+    done = call(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"usage: fsbarrier {name}" in done.stdout
+    assert re.search(rf"example:\n +(fsbarrier|\./run\.sh|python -m fsbarrier\S*) ?{name}?", done.stdout), (
+        done.stdout
+    )
+
+
+def test_help_shows_every_flag_of_the_contract() -> None:
+    shown = call("run", "--help").stdout
+    flags = """--data-path --log-path --rl-phase --eval-interval --rollout-split --num-nodes --rank-weights --master --worker
+    --debug-mode --resume --iterations --model --program --min-nodes --on-node-failure --config --dry-run --demo key=value"""
+    assert [flag for flag in flags.split() if flag not in shown] == []
+
+
+def test_nothing_heavy_is_imported_for_help_and_mistakes() -> None:
+    code = """
+import sys
+from fsbarrier.cli import main
+for words in (["--help"], ["rnu"], ["run", "--rank-weigths", "1"], ["stop", "--log-path", "/nowhere"]):
+    main(words)
+heavy = "pydantic rich torch vllm transformers numpy httpx watchdog filelock".split()
+print(sorted(set(heavy) & set(sys.modules)), file=sys.stderr)
+"""
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+# --- flags --------------------------------------------------------------------------------------------------------------
+
+
+def parser() -> Parser:
+    made = Parser(prog="x", allow_abbrev=False)
+    made.add_argument("--rank-weights")
+    made.add_argument("--demo", action="store_true")
+    made.add_argument("-n", "--lines", type=int)
+    made.add_argument("settings", nargs="*")
+    return made
+
+
+def test_flags_and_settings_in_any_order() -> None:
+    args = parser().parse(["a=1", "--demo", "b=2", "--rank-weights", "1,2", "c=3"])
+    assert (args.settings, args.demo, args.rank_weights) == (["a=1", "b=2", "c=3"], True, "1,2")
+
+
+def test_a_value_may_begin_with_a_minus() -> None:
+    assert parser().parse(["--rank-weights", "-1,2"]).rank_weights == "-1,2"
+    assert parser().parse(["-n", "-3"]).lines == -3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rank-weigths", "1"], "unknown flag --rank-weigths; did you mean --rank-weights?"),
+        (["--rank-weigths=1"], "unknown flag --rank-weigths; did you mean --rank-weights?"),
+        (["--rank"], "unknown flag --rank"),
+        (["--rank-weights"], "--rank-weights: expected one argument"),
+        (["--lines", "x"], "-n: invalid int value: 'x'"),
+    ],
+)
+def test_wrong_flags(words: list[str], message: str) -> None:
+    with pytest.raises(errors.UsageError) as caught:
+        parser().parse(words)
+    assert message in str(caught.value)
+
+
+# --- errors -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.UsageError("no\x1b[31m\nway"), 2),
+        (errors.StoreError("gone"), 3),
+        (errors.ProgramFailed("failed"), 4),
+        (errors.TooFewNodes("alone"), 5),
+        (errors.Fenced("newer"), 6),
+    ],
+)
+def test_each_family_has_its_exit_code(
+    error: Exception, code: int, command: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(raising(error))
+    assert main(["fake"]) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("fsbarrier: error: ")
+    assert "\x1b" not in lines[0]
+
+
+def test_a_failed_program_shows_its_last_log_lines(
+    command: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(raising(errors.ProgramFailed("node 1: update failed\n  | CUDA out\n  | of memory")))
+    assert main(["fake"]) == 4
+    assert capsys.readouterr().err.splitlines() == [
+        "fsbarrier: error: node 1: update failed",
+        "| CUDA out",
+        "| of memory",
+    ]
+
+
+def test_ctrl_c_is_130(command: Callable[..., None]) -> None:
+    command(raising(KeyboardInterrupt()))
+    assert main(["fake"]) == 130
+
+
+def test_a_bug_is_one_line_and_a_saved_traceback(
+    tmp_path: Path,
+    command: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    command(raising(ZeroDivisionError("by zero\nindeed")))
+    assert main(["fake"]) == 1
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    found = re.fullmatch(
+        r"fsbarrier: internal error: ZeroDivisionError: by zero indeed \(traceback: (.*)\)\n", line
+    )
+    assert found
+    saved = Path(found[1])
+    assert saved.parent == tmp_path
+    assert "raise error" in saved.read_text()
+    assert saved.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_traceback_goes_to_the_runs_logs_where_there_is_a_run(
+    tmp_path: Path, command: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "logs").mkdir()
+    command(raising(ZeroDivisionError("by zero")))
+    assert main(["fake", "--log-path", str(tmp_path)]) == 1
+    assert list((tmp_path / "logs").glob("fsbarrier-error-*.txt"))
+    assert str(tmp_path / "logs") in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    shell = f"{sys.executable} -m fsbarrier run --dry-run --program ping --log-path /tmp/none | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=env)
+    assert "Traceback" not in done.stderr
+    assert "error" not in done.stderr
+    assert int(done.stdout) in (0, 128 + signal.SIGPIPE)
+
+
+# --- dry run ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_settings_and_commands_and_leaves_nothing(tmp_path: Path) -> None:
+    words = ("run", "--dry-run", "--num-nodes", "2", "--log-path", "run", "rollout.samples=4")
+    shown = call(*words, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "rollout.samples = 4" in shown.stdout
+    assert "# node 1" in shown.stdout
+    assert re.search(r"10 update +.*torch\.distributed\.run", shown.stdout)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_as_json(tmp_path: Path) -> None:
+    shown = call("run", "--dry-run", "--json", "--num-nodes", "2", "--log-path", "run", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    value = json.loads(shown.stdout)
+    assert value["settings"]["num_nodes"] == 2
+    assert {row["node_rank"] for row in value["commands"]} == {0, 1}
+    assert {row["phase"] for row in value["commands"]} <= set(range(14))
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- launch and logs, the parts without processes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ({0: 0, 1: 0}, 0),
+        ({0: 0, 1: -9}, 0),  # the others finished without it
+        ({0: -9, 1: -9}, 137),
+        ({0: 5, 1: 4, 2: 5}, 4),
+        ({0: 5, 1: -9}, 5),
+        ({0: 0, 1: 6}, 6),
+        ({0: 1, 1: 5}, 1),
+        ({0: 143, 1: 0}, 143),
+    ],
+)
+def test_one_exit_code_for_several_nodes(codes: dict[int, int], expected: int) -> None:
+    assert launch.outcome(codes) == expected
+
+
+def test_a_tail_gives_whole_lines_once(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    tail = launch.Tail(path)
+    assert list(tail.lines()) == []
+    path.write_bytes(b"--- 2025 start\none\ntw")
+    assert list(tail.lines()) == ["one"]
+    with path.open("ab") as stream:
+        stream.write(b"o\n10%\r20%\r\n\nthree")
+    assert list(tail.lines()) == ["two", "20%"]
+
+
+def test_last_lines_reads_from_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"".join(b"line %06d\n" % number for number in range(30_000)) + b"rest")
+    lines, offset = logs.last_lines(path, 2)
+    assert lines == ["line 029998", "line 029999"]
+    assert path.read_bytes()[offset:] == b"rest"
+    assert len(logs.last_lines(path, 29_999)[0]) == 29_999
+    assert len(logs.last_lines(path, 99_999)[0]) == 30_000
+    assert logs.last_lines(path, 0)[0] == []
+    with path.open("ab") as stream:
+        stream.write(b" of it\nmore\nhalf")
+    assert logs.new_lines(path, offset)[0] == ["rest of it", "more"]
+    for content in (b"", b"half", b"\n", b"a\n"):
+        path.write_bytes(content)
+        lines, offset = logs.last_lines(path, 5)
+        assert lines == [line for line in content.decode().split("\n")[:-1]]
+        assert content[offset:] == content.rpartition(b"\n")[2]
+
+
+def test_logs_finds_the_newest_start_of_each_node(tmp_path: Path) -> None:
+    for attempt, node, name in (
+        (1, 0, "vllm"),
+        (2, 0, "daemon"),
+        (1, 1, "daemon"),
+        (10, 2, "daemon"),
+        (9, 2, "update"),
+    ):
+        folder = tmp_path / "logs" / f"attempt_{attempt}" / f"node_{node}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.log").write_text("x\n")
+
+    def found(**asked: object) -> list[tuple[int, int, str]]:
+        chosen = {"node": None, "attempt": None, "name": None, **asked}
+        return [(log.node, log.attempt, log.path.stem) for log in logs.find(tmp_path, **chosen)]  # type: ignore[arg-type]
+
+    assert found() == [(0, 2, "daemon"), (1, 1, "daemon"), (2, 10, "daemon")]
+    assert found(node=0, attempt=1) == [(0, 1, "vllm")]
+    assert found(name="update") == [(2, 9, "update")]
+    assert found(name="daemon.log", node=1) == [(1, 1, "daemon")]
+    assert found(node=7) == []
