@@ -26,6 +26,7 @@ from fsbarrier.context import ContextMaker
 from fsbarrier.errors import EXIT_SIGINT, EXIT_SIGTERM, Fenced, StoreError
 from fsbarrier.facts import Join, Payload, encode
 from fsbarrier.guard_rank import hold_rank
+from fsbarrier.host import boot_id
 from fsbarrier.jobs import EngineLike, Jobs
 from fsbarrier.journal import Journal
 from fsbarrier.loader import load_program
@@ -260,11 +261,3 @@ class NoEngine:
 
     def stop(self) -> None:
         pass
-
-
-def boot_id() -> str:
-    """What tells this host, since its last boot, from every other; the host's name where the kernel does not say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()

@@ -196,10 +196,14 @@ def _lost_member(node: Node, view: View, now: float, rules: Rules) -> Step | Non
     lost_ranks = {loss.member.rank for loss in gone}
     living = tuple(m for m in generation.members if m.rank not in lost_ranks)
     verdict, members = None, living
-    if rules.on_node_failure == "abort":
+    joiners = live_joiners(view.joins, view.ledger, now, rules.limits)
+    if rules.on_node_failure == "hold":  # a group of somebody's own: the caller is told, and decides
+        return None
+    if rules.on_node_failure == "regroup":
+        members = (*living, *(joiners[rank] for rank in joiners if rank not in {m.rank for m in living}))
+    elif rules.on_node_failure == "abort":
         verdict = Verdict(5, f"{names}; --on-node-failure abort ends the run")
     elif rules.on_node_failure == "wait":
-        joiners = live_joiners(view.joins, view.ledger, now, rules.limits)
         waited = now - (node.trouble_since if node.trouble_since is not None else now)
         if lost_ranks <= joiners.keys():
             members = tuple(joiners[m.rank] if m.rank in lost_ranks else m for m in generation.members)
@@ -290,7 +294,7 @@ def _work(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     assert generation is not None and position is not None
     leads = generation.leader == node.rank
     if node.part is Part.NONE:
-        if leads and position.phase == rules.first:
+        if leads and position.phase == rules.first and rules.on_node_failure != "hold":
             admitted = _admit(node, view, now, rules)
             if admitted is not None:
                 return admitted

@@ -36,7 +36,7 @@ class Rules:
     last: int
     num_nodes: int
     min_nodes: int = 1
-    on_node_failure: str = "shrink"  # "shrink" | "wait" | "abort"
+    on_node_failure: str = "shrink"  # "shrink" | "wait" | "abort"; groups: "hold" | "regroup"
     retries: int = 2
     limits: Limits = field(default_factory=Limits)
 
