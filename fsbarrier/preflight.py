@@ -170,21 +170,25 @@ def needed_splits(settings: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def read_tasks(data_path: Path, splits: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Split -> {"path", "count", "sha256"}; every line is checked. Raises UsageError naming file and line number."""
+def read_tasks(data_path: Path, splits: Collection[str], reward: str) -> dict[str, dict[str, Any]]:
+    """Split -> {"path", "count", "sha256"}; every line is checked, its answer for what `reward` can judge by.
+
+    Raises UsageError naming file and line number.
+    """
     if not data_path.is_dir():
         raise UsageError(
             f"--data-path {data_path}: {'not a folder' if data_path.exists() else 'no such folder'}"
         )
-    from fsbarrier.tasks import count_tasks  # can read parquet: not for commands that need no tasks
+    from fsbarrier import rewards, tasks  # can read parquet: not for commands that need no tasks
 
     found = {}
     for split in splits:
         path = _task_file(data_path, split)
-        count = count_tasks(path)
-        if count == 0:
+        read = tasks.read_tasks(path)
+        if read.count == 0:
             raise UsageError(f"{path}: has no task")
-        found[split] = {"path": str(path), "count": count, "sha256": files.sha256_file(path)}
+        rewards.check_answers(reward, read.tasks.values(), path)
+        found[split] = {"path": str(path), "count": read.count, "sha256": files.sha256_file(path)}
     return found
 
 

@@ -98,7 +98,7 @@ def _create(
     files.set_shared_group(nested["shared_group"])
     if is_demo:
         demo_task.make(RunPaths(log_path).demo, preflight.cache_folder(request.environ), say)
-        made = preflight.read_tasks(Path(nested["data_path"]), preflight.needed_splits(nested))
+        made = preflight.read_tasks(Path(nested["data_path"]), tuple(tasks), nested["reward"]["kind"])
         record = runrecord.new(log_path, nested, settings.digest(nested), tasks=made, model=model)
     published = runrecord.publish(record)
     if published.run_id != record.run_id:  # another process was first
@@ -158,7 +158,11 @@ def _inputs(
         }
         return tasks, nested["model"]
     data_path = Path(nested["data_path"]) if nested["data_path"] else None
-    tasks = preflight.read_tasks(data_path, splits) if data_path is not None and splits else {}
+    tasks = (
+        preflight.read_tasks(data_path, splits, nested["reward"]["kind"])
+        if data_path is not None and splits
+        else {}
+    )
     model = str(preflight.find_model(nested["model"], data_path, environ)) if nested["model"] else None
     return tasks, model
 
