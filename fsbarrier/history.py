@@ -99,9 +99,9 @@ class History:
             self.events.append(line)
             del self.events[:-MAX_EVENTS]
 
-    def happenings(self) -> list[Line]:
+    def happenings(self, newest: int = MAX_EVENTS) -> list[Line]:
         """All but the frequent events, each thing once, in the order of the writers' wall clocks."""
-        return sorted(self.events, key=lambda line: line.at)
+        return sorted(self.events[-newest:], key=lambda line: line.at)
 
     def rewards(self) -> list[Rewards]:
         """The iterations that have a reward, in order."""

@@ -88,6 +88,8 @@ class RunReader:
     _clocks: dict[tuple[int, int], str] = field(default_factory=dict)
     _tails: dict[str, JournalTail] = field(default_factory=dict)
     _spans: list[Span] = field(default_factory=list)
+    _times: list[IterationTime] = field(default_factory=list)
+    _times_of: int = 0
     _arrivals: dict[tuple[int, int, int], dict[int, Line]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -115,9 +117,12 @@ class RunReader:
         return self._spans + [tail.spans.open for tail in self._tails.values() if tail.spans.open is not None]
 
     def times(self) -> list[IterationTime]:
-        """Where the time of the kept iterations went."""
-        last = 6 if self.record.settings.get("rl_phase") == "rollout" else 13
-        return iteration_times(rows(self.spans()), last)
+        """Where the time of the kept iterations went, as of the rows that nodes have passed."""
+        if self._times_of != len(self._spans):
+            last = 6 if self.record.settings.get("rl_phase") == "rollout" else 13
+            self._times = iteration_times(rows(self._spans), last)
+            self._times_of = len(self._spans)
+        return self._times
 
     def here(self, rank: int) -> bool:
         """Whether a rank's daemon runs (or ran) on this host, so that its process can be looked at."""
@@ -230,6 +235,7 @@ class RunReader:
             oldest = self.position[1] - self.keep
             if any(span.iteration < oldest for span in self._spans[:1]):
                 self._spans = [span for span in self._spans if span.iteration >= oldest]
+                self._times_of = -1
 
     def _look_at_beats(self, now: float) -> None:
         beats = {}

@@ -42,7 +42,8 @@ def _generation(line: Line) -> str:
     nodes = ", ".join(str(rank) for rank in members) if isinstance(members, list) else "?"
     reason = text(line.fields, "reason")
     leader = integer(line.fields, "leader")
-    why = "" if reason in ("", "start") else f" ({reason})"
+    told = reason in ("", "start") or " is lost: " in reason  # by a line of its own
+    why = "" if told else f" ({reason})"
     return f"generation {line.generation}: nodes {nodes}; leader {leader if leader is not None else '?'}{why}"
 
 

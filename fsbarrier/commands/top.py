@@ -1,0 +1,23 @@
+"""`fsbarrier top`: a run, live, from any machine that sees its directory."""
+
+from __future__ import annotations
+
+import argparse
+
+from fsbarrier.commands import flags
+
+SUMMARY = "Watch a run live until it ends or Ctrl-C (the run goes on). Not on a terminal: its events, line by line."
+EXAMPLE = "fsbarrier top --log-path runs/default"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_log_path(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    from fsbarrier import console
+
+    log_path = flags.find_log_path(args)
+    if console.follow(log_path) is not None:
+        console.print_summary(log_path)
+    return 0
