@@ -1,0 +1,332 @@
+"""Accelerators without having any: NVML is played by an object, AMD's sysfs by a folder.
+
+What drivers really answer in containers, and how fast they free memory, these tests cannot show.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fsbarrier import accelerators
+from fsbarrier.accelerators import (
+    MIB,
+    Accelerator,
+    Held,
+    Released,
+    StillHeld,
+    detect,
+    memory_of,
+    wait_released,
+)
+
+GIB = 1 << 30
+OURS = 999_999_999  # no process has it: pids end at 4 million
+
+
+class Nvml:
+    """What of `pynvml` is used: devices with a level and processes, which `on_look` may change at each look."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *used: int) -> None:
+        self.used = list(used)
+        self.processes: list[dict[int, int | None]] = [{} for _ in used]
+        self.broken: set[str] = set()
+        self.open = 0
+        self.looks = 0
+        self.on_look: Callable[[int], None] = lambda look: None
+
+    def _call(self, name: str) -> None:
+        if name in self.broken:
+            raise self.NVMLError(name)
+
+    def nvmlInit(self) -> None:
+        self._call("init")
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        assert self.open
+        self.looks += 1
+        self.on_look(self.looks)
+        self._call("count")
+        return len(self.used)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        self._call(f"handle{index}")
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}{handle}{handle}-uuid"
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:
+        return b"NVIDIA Play"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        self._call("memory")
+        return SimpleNamespace(total=80 * GIB, used=self.used[handle], free=0)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
+        self._call("processes")
+        return [SimpleNamespace(pid=p, usedGpuMemory=m) for p, m in self.processes[handle].items()]
+
+    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: int) -> list[Any]:
+        raise self.NVMLError("not supported")
+
+
+@pytest.fixture(autouse=True)
+def no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither this machine's devices nor its settings."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(accelerators, "DRM", tmp_path / "drm")
+    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Nvml]:
+    def play(*used: int, container: bool = False) -> Nvml:
+        nvml = Nvml(*used)
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        monkeypatch.setattr(accelerators, "_in_the_hosts_pid_namespace", lambda: not container)
+        return nvml
+
+    return play
+
+
+Play = Callable[..., Nvml]
+
+
+def test_without_a_device_there_is_nothing_to_wait_for() -> None:
+    assert detect() == []
+    assert memory_of([os.getpid()]) == []
+    outcome = wait_released([os.getpid()])
+    assert isinstance(outcome, Released) and outcome.how == "no accelerator"
+
+
+def test_what_is_really_on_this_machine_is_found_without_an_error() -> None:
+    """In a process of its own, with NVML as installed; neither torch nor any other heavy module is loaded for it."""
+    code = (
+        "import sys; from fsbarrier.accelerators import detect, memory_of; before = set(sys.modules);"
+        "print([(d.kind, d.memory_total_bytes >= 0) for d in detect()], memory_of([1]));"
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
+    )
+    root = str(Path(accelerators.__file__).parents[1])
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert ran.stdout.startswith("[")
+    assert not {"torch", "numpy", "vllm"} & set(ran.stdout.splitlines()[1].split())
+
+
+def test_detect_tells_every_device(play: Play) -> None:
+    nvml = play(3 * GIB, 0)
+    assert detect() == [
+        Accelerator(0, "nvidia", "NVIDIA Play", 80 * GIB, 3 * GIB),
+        Accelerator(1, "nvidia", "NVIDIA Play", 80 * GIB, 0),
+    ]
+    assert nvml.open == 0
+
+
+@pytest.mark.parametrize("what", ["init", "count"])
+def test_a_driver_that_fails_is_no_device(play: Play, what: str) -> None:
+    nvml = play(GIB)
+    nvml.broken.add(what)
+    assert detect() == []
+    assert nvml.open == 0
+
+
+def test_a_device_that_fell_off_the_bus_does_not_hide_the_others(play: Play) -> None:
+    nvml = play(GIB, 2 * GIB)
+    nvml.broken.add("handle0")
+    assert [device.index for device in detect()] == [1]
+
+
+def test_a_device_that_shares_the_machines_memory(play: Play) -> None:
+    nvml = play(GIB)
+    nvml.broken.add("memory")
+    assert detect() == [Accelerator(0, "nvidia", "NVIDIA Play", 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("", []),
+        ("-1", []),
+        ("1", [1]),
+        ("2, 0", [0, 2]),
+        ("0,nonsense,2", [0]),
+        ("GPU-11", [1]),
+        ("MIG-1234", [0, 1, 2]),
+        ("7", []),
+    ],
+)
+def test_only_devices_that_programs_will_see_count(play: Play, visible: str, expected: list[int]) -> None:
+    play(0, 0, 0)
+    assert [device.index for device in detect({"CUDA_VISIBLE_DEVICES": visible})] == expected
+
+
+def test_memory_of_tells_only_of_the_processes_asked_for(play: Play) -> None:
+    nvml = play(8 * GIB, 4 * GIB)
+    nvml.processes = [{os.getpid(): 3 * GIB, OURS: GIB, 12: 4 * GIB}, {12: 4 * GIB}]
+    [held] = memory_of([os.getpid(), OURS])
+    assert (held.index, held.bytes) == (0, 4 * GIB)
+    assert held.processes == {os.getpid(): Path("/proc/self/comm").read_text().strip(), OURS: "ended"}
+    assert str(held).startswith("nvidia 0 (NVIDIA Play): 4096 MiB held by ")
+    nvml.processes[0][os.getpid()] = None
+    assert [each.bytes for each in memory_of([os.getpid()])] == [None]
+
+
+def test_ours_is_free_whatever_others_hold(play: Play) -> None:
+    nvml = play(70 * GIB)
+    nvml.processes = [{12: 70 * GIB}]
+    outcome = wait_released([OURS], before=[Accelerator(0, "nvidia", "NVIDIA Play", 80 * GIB, 0)])
+    assert isinstance(outcome, Released) and outcome.how == "processes"
+
+
+def test_it_waits_until_the_driver_has_freed_it(play: Play) -> None:
+    nvml = play(10 * GIB)
+    nvml.processes = [{OURS: 10 * GIB}]
+
+    def on_look(look: int) -> None:
+        if look == 3:
+            nvml.processes = [{OURS: 600 * MIB}]
+        if look == 5:
+            nvml.processes = [{OURS: 500 * MIB}]  # asleep, within the budget
+
+    nvml.on_look = on_look
+    outcome = wait_released([OURS])
+    assert isinstance(outcome, Released) and outcome.how == "processes"
+    assert nvml.looks == 5 and nvml.open == 0
+
+
+def test_at_the_deadline_it_says_what_is_held_by_whom(play: Play) -> None:
+    nvml = play(10 * GIB, 0)
+    nvml.processes = [{os.getpid(): 10 * GIB}, {}]
+    outcome = wait_released([os.getpid()], deadline_s=0.05)
+    assert isinstance(outcome, StillHeld) and not outcome.cancelled
+    assert [(held.kind, held.index, held.bytes, list(held.processes)) for held in outcome.held] == [
+        ("nvidia", 0, 10 * GIB, [os.getpid()])
+    ]
+    assert "nvidia 0 (NVIDIA Play): 10240 MiB held by " in str(outcome) and str(os.getpid()) in str(outcome)
+
+
+def test_it_can_be_cancelled(play: Play) -> None:
+    nvml = play(10 * GIB)
+    nvml.processes = [{OURS: 10 * GIB}]
+    cancel = threading.Event()
+    nvml.on_look = lambda look: cancel.set() if look == 3 else None
+    outcome = wait_released([OURS], deadline_s=10_000.0, cancel=cancel)
+    assert isinstance(outcome, StillHeld) and outcome.cancelled
+    assert nvml.open == 0
+
+
+@pytest.mark.parametrize("case", ["container", "unsupported", "no amounts"])
+def test_without_processes_the_level_decides(play: Play, case: str) -> None:
+    nvml = play(GIB, container=case == "container")
+    before = detect()
+    nvml.used = [9 * GIB]
+    if case == "container":
+        nvml.processes = [{OURS: 8 * GIB}]  # the host's process of this number: somebody else
+    if case == "unsupported":
+        nvml.broken.add("processes")
+    if case == "no amounts":
+        nvml.processes = [{OURS: None}]
+    outcome = wait_released([OURS], before=before, deadline_s=0.02)
+    assert isinstance(outcome, StillHeld)
+    assert [held.bytes for held in outcome.held] == [None if case == "no amounts" else 8 * GIB]
+    wanted = "memory held by ended (999999999)" if case == "no amounts" else "uses 8192 MiB more than before"
+    assert wanted in str(outcome)
+    nvml.on_look = lambda look: nvml.used.__setitem__(0, GIB + 512 * MIB)
+    outcome = wait_released([OURS], before=before)
+    assert isinstance(outcome, Released) and outcome.how == "level"
+
+
+def test_without_processes_and_level_it_says_that_it_did_not_see(play: Play) -> None:
+    play(9 * GIB, container=True)
+    outcome = wait_released([OURS])
+    assert isinstance(outcome, Released) and outcome.how == "unverified"
+
+
+def test_processes_without_amounts_and_level_are_waited_for(play: Play) -> None:
+    nvml = play(9 * GIB)
+    nvml.processes = [{OURS: None}]
+    nvml.on_look = lambda look: nvml.processes.__setitem__(0, {} if look > 2 else {OURS: None})
+    outcome = wait_released([OURS])
+    assert isinstance(outcome, Released) and nvml.looks == 3
+
+
+def test_a_device_that_stops_answering_is_not_free(play: Play) -> None:
+    nvml = play(GIB, GIB)
+    before = detect()
+    nvml.broken.add("handle1")
+    outcome = wait_released([OURS], before=before, deadline_s=0.02)
+    assert isinstance(outcome, StillHeld)
+    assert outcome.held == (Held("nvidia", 1, "NVIDIA Play", None),)
+    assert "nvidia 1 (NVIDIA Play) does not answer" in str(outcome)
+
+
+def test_the_weakest_evidence_of_all_devices_is_told(play: Play, tmp_path: Path) -> None:
+    play(GIB)
+    card(tmp_path, 0, used=GIB)
+    before = detect()
+    assert [device.kind for device in before] == ["nvidia", "amd"]
+    outcome = wait_released([OURS], before=before)
+    assert isinstance(outcome, Released) and outcome.how == "level"
+
+
+def card(tmp_path: Path, number: int, *, used: int, vendor: str = "0x1002", name: str | None = None) -> Path:
+    device = tmp_path / "drm" / f"card{number}" / "device"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text(f"{vendor}\n")
+    (device / "device").write_text("0x74a1\n")
+    (device / "mem_info_vram_total").write_text(f"{192 * GIB}\n")
+    (device / "mem_info_vram_used").write_text(f"{used}\n")
+    if name is not None:
+        (device / "product_name").write_text(f"{name}\n")
+    return device
+
+
+def test_amd_is_found_by_its_sysfs_and_told_by_level(tmp_path: Path) -> None:
+    card(tmp_path, 10, used=2 * GIB)
+    device = card(tmp_path, 2, used=GIB, name="AMD Instinct MI300X")
+    card(tmp_path, 0, used=GIB, vendor="0x1a03")  # a server's display chip
+    (tmp_path / "drm" / "card2-HDMI-A-1").mkdir()
+    (tmp_path / "drm" / "version").write_text("drm 1.1.0")
+    before = detect()
+    assert before == [
+        Accelerator(0, "amd", "AMD Instinct MI300X", 192 * GIB, GIB),
+        Accelerator(1, "amd", "AMD 0x74a1", 192 * GIB, 2 * GIB),
+    ]
+    assert [each.index for each in detect({"HIP_VISIBLE_DEVICES": "1"})] == [1]
+    assert memory_of([os.getpid()]) == []
+    (device / "mem_info_vram_used").write_text(f"{9 * GIB}\n")
+    outcome = wait_released([OURS], before=before, deadline_s=0.02)
+    assert isinstance(outcome, StillHeld)
+    assert [(held.kind, held.index, held.bytes) for held in outcome.held] == [("amd", 0, 8 * GIB)]
+    (device / "mem_info_vram_used").write_text("nonsense\n")
+    assert [each.index for each in detect()] == [1]
+
+
+def test_descendants_are_those_below(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        below = int(process.stdout.readline())
+        try:
+            assert {process.pid, below} <= accelerators.descendants(os.getpid())
+            assert accelerators.descendants(process.pid) == {below}
+        finally:
+            process.kill()
+            os.kill(below, 9)
