@@ -270,17 +270,6 @@ def test_one_exit_code_for_several_nodes(codes: dict[int, int], expected: int) -
     assert launch.outcome(codes) == expected
 
 
-def test_a_tail_gives_whole_lines_once(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    tail = launch.Tail(path)
-    assert list(tail.lines()) == []
-    path.write_bytes(b"--- 2025 start\none\ntw")
-    assert list(tail.lines()) == ["one"]
-    with path.open("ab") as stream:
-        stream.write(b"o\n10%\r20%\r\n\nthree")
-    assert list(tail.lines()) == ["two", "20%"]
-
-
 def test_last_lines_reads_from_the_end(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"".join(b"line %06d\n" % number for number in range(30_000)) + b"rest")

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from fsbarrier import preflight
 from fsbarrier.commands import flags
 from fsbarrier.commands.run import say, show
-from fsbarrier.errors import UsageError
+from fsbarrier.errors import EXIT_INTERNAL, UsageError
 from fsbarrier.given import Given
 from fsbarrier.paths import RunPaths
 
@@ -170,53 +169,16 @@ def _folder(children: Mapping[int, Child]) -> Path:
 
 
 def follow(log_path: Path, children: Mapping[int, Child]) -> None:
-    """Show the run until all its nodes have ended: live on a terminal, else line by line."""
-    if sys.stdout.isatty():
-        try:
-            from fsbarrier import console
-        except ImportError:
-            pass
-        else:
-            console.follow(log_path, children)
-    tails = {rank: Tail(child.log_file) for rank, child in children.items()}
-    pause = 0.01
-    while True:
-        ended = {rank: child.poll() for rank, child in children.items()}
-        news = [(rank, line) for rank, tail in tails.items() for line in tail.lines()]
-        if not sys.stdout.isatty():
-            for rank, line in news:
-                print(f"[node {rank}] {line}", flush=True)
-        refused = [rank for rank, code in ended.items() if code == UsageError.exit_code]
-        if refused and not all(code is not None for code in ended.values()):
-            _stop({rank: child for rank, child in children.items() if ended[rank] is None})
-            say(f"node {refused[0]} was refused: {' | '.join(children[refused[0]].tail(1))}")
-            continue
-        if all(code is not None for code in ended.values()):
-            return
-        pause = 0.01 if news else min(pause * 1.5, 0.25)
-        time.sleep(pause)
+    """Show the run until all its nodes have ended, then what came of it. A node that was refused ends the others."""
+    from fsbarrier import console
 
-
-class Tail:
-    """The whole lines that come to a file, past the marks that the supervisor leaves there."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset, self._rest = path, 0, b""
-
-    def lines(self) -> Iterator[str]:
-        """Those that came since the last call."""
-        try:
-            with self._path.open("rb") as stream:
-                stream.seek(self._offset)
-                data = stream.read()
-        except OSError:
-            return
-        self._offset += len(data)
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        for line in whole:
-            text = line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]
-            if text and not text.startswith("--- "):
-                yield text
+    console.follow(log_path, children)
+    codes = {rank: child.poll() for rank, child in children.items()}
+    _stop({rank: child for rank, child in children.items() if codes[rank] is None})
+    for rank, code in codes.items():
+        if code in (EXIT_INTERNAL, UsageError.exit_code):  # what it said, the journal does not know
+            say(f"node {rank}: {' | '.join(children[rank].tail(1))}")
+    console.print_summary(log_path)
 
 
 def outcome(codes: Mapping[int, int]) -> int:
