@@ -160,7 +160,7 @@ def frame(status: RunStatus, reader: RunReader, width: int, height: int) -> Rend
     rewards = screen.reward_lines(status.rewards, width, screen.so_far(status))
     times = screen.time_line(status.times, width)
     waiting = screen.waiting_line(status)
-    problems = screen.problem_lines(status, 4)
+    problems = screen.problem_lines(status, width, 5)
     middle = [*([waiting] if waiting else []), *problems]
     below = [*rewards, *([times] if times else [])]
     fixed = len(top) + 1 + len(middle) + len(below) + 2
@@ -218,7 +218,7 @@ def status_parts(status: RunStatus, width: int) -> list[Any]:
         "",
         screen.nodes_table(status, width),
         *([waiting] if waiting else []),
-        *screen.problem_lines(status, 12),
+        *screen.problem_lines(status, width, 20),
         "",
         *screen.reward_lines(status.rewards, width),
         *([times] if times else []),

@@ -184,6 +184,8 @@ def _subject(line: Line) -> tuple[object, ...]:
             return tuple(integer(item, "node_rank") for item in lost_nodes(line))
         case "generation_started" | "generation_proposed":
             return (integer(line.fields, "number"),)
+        case "node_ended" if text(line.fields, "state") != "left":
+            return (text(line.fields, "reason"),)
         case _:
             return line.node_rank, line.iteration, line.phase
 

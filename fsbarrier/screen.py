@@ -5,6 +5,7 @@ Everything is built to a given width, one line a thing, nothing wraps; what came
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -277,14 +278,22 @@ def waiting_line(status: RunStatus) -> Text | None:
     return line((f"{what} waits for {many} {ranks(waiting.node_ranks)}{since}", "yellow"))
 
 
-def problem_lines(status: RunStatus, most: int) -> list[Text]:
-    """What a person should know, the worst first."""
-    shown = [one_line(problem) if problem[:1] != " " else f"  {one_line(problem)}" for problem in status.problems]
+def problem_lines(status: RunStatus, width: int, most: int) -> list[Text]:
+    """What a person should know, the worst first, in at most `most` lines; what a program said last is indented."""
     style = "bold red" if status.state == "broken" else "yellow"
-    return [
-        line((f"! {problem}" if problem[:1] != " " else problem, style if problem[:1] != " " else "dim"))
-        for problem in shown[:most]
-    ]
+    found: list[Text] = []
+    for problem in status.problems:
+        said = problem[:1] == " "
+        lead = ("  ", "dim") if said else ("! ", style)
+        found += wrapped(lead, one_line(problem), "dim" if said else style, width, most)
+    return found[:most]
+
+
+def wrapped(lead: tuple[str, str], words: str, style: str, width: int, most: int) -> list[Text]:
+    """`words` behind `lead`, wrapped into at most `most` lines that are indented as deep."""
+    indent = cell_len(lead[0])
+    rows = textwrap.wrap(words, max(20, width - indent), max_lines=most, placeholder=" …") or [""]
+    return [line(lead if number == 0 else " " * indent, (row, style)) for number, row in enumerate(rows)]
 
 
 def event_lines(events: Iterable[Line], most: int) -> list[Text]:

@@ -162,7 +162,7 @@ def judge(reader: RunReader, now: float, *, once: bool = False) -> RunStatus:
         rewards=tuple(reader.history.rewards()),
         times=tuple(one for one in reader.times() if one.complete or len(one.phases) > 1),
         problems=tuple(_problems(reader, nodes, state)),
-        files=_files(reader),
+        files=_files(reader, nodes),
         exit_code=code,
     )
 
@@ -193,7 +193,8 @@ def _node(reader: RunReader, rank: int, now: float) -> NodeStatus:
     incarnation = join.incarnation if join is not None else beat.incarnation if beat else None
     state = _node_state(reader, rank, now)
     alive = state in ALIVE or state == "suspected"
-    placed = beat is not None and beat.iteration > 0
+    _, iteration, phase, name = _place(reader, rank)
+    in_beat = beat is not None and (beat.iteration, beat.phase) == (iteration, phase)
     age = reader.silent_s(rank, now) if alive else None
     watched = reader.watched_s(rank, now)
     member = reader.newest is not None and rank in reader.newest.ranks
@@ -205,14 +206,25 @@ def _node(reader: RunReader, rank: int, now: float) -> NodeStatus:
         incarnation=incarnation,
         state=state,
         activity=("waiting" if waits else "working") if state == "running" and member else None,
-        phase=PhaseAt(beat.phase, beat.phase_name) if beat is not None and placed else None,
-        iteration=beat.iteration if beat is not None and placed else None,
-        progress=dict(beat.progress) if alive and beat is not None and beat.progress and not waits else None,
+        phase=PhaseAt(phase, name) if iteration else None,
+        iteration=iteration or None,
+        progress=dict(beat.progress) if alive and beat and in_beat and beat.progress and not waits else None,
         last_beat_age_s=None if age is None else round(age, 3),
         silent_s=round(watched, 3) if state == "suspected" else None,
         last_beat_time=reader.beat_times.get(rank),
         logs=_log_folder(reader, rank),
     )
+
+
+def _place(reader: RunReader, rank: int) -> tuple[int, int, int, str]:
+    """(generation, iteration, phase, its name) of a node, from its journal or its heartbeat, whichever is further."""
+    beat, line = reader.beat(rank), reader.places.get(rank)
+    found = [(0, 0, 0, "")]
+    if beat is not None:
+        found.append((beat.generation, beat.iteration, beat.phase, beat.phase_name))
+    if line is not None:
+        found.append((line.generation, line.iteration, line.phase, line.phase_name))
+    return max(found)
 
 
 def _node_state(reader: RunReader, rank: int, now: float) -> str:
@@ -316,25 +328,27 @@ def _problems(reader: RunReader, nodes: tuple[NodeStatus, ...], state: str) -> l
             ending = history.endings.get(node.node_rank)
             if ending is not None and state != "broken":
                 found.append(f"{name} ended: {one_line(ending.reason)}")
-    if state in ("running", "stalled", "broken"):
+    if state in ("running", "stalled") or (state == "broken" and newest and newest.verdict is None):
         found += _failures(reader)
     return list(dict.fromkeys(found))
 
 
 def _failures(reader: RunReader) -> list[str]:
-    """The failed programs of the iteration under way, the newest last, with what they said."""
+    """The programs that failed in the iteration under way, each once, with what they said last."""
+    latest = {(f.node_rank, f.phase): f for f in reader.history.failures if f.iteration == reader.position[1]}
     found = []
-    for failure in reader.history.failures[-3:]:
-        if failure.iteration == reader.position[1]:
-            where = (
-                f"node {failure.node_rank}, iteration {failure.iteration}, phase {failure.phase} {failure.phase_name}"
-            )
-            found.append(f"{where} failed: {one_line(failure.error)}")
-            found += [f"  | {one_line(line)}" for line in failure.log[-5:]]
+    for (rank, phase), failure in list(latest.items())[-3:]:
+        tries = sum(
+            (f.node_rank, f.phase, f.iteration) == (rank, phase, failure.iteration) for f in reader.history.failures
+        )
+        times = f" ({tries} times)" if tries > 1 else ""
+        where = f"node {rank}, iteration {failure.iteration}, phase {phase} {failure.phase_name}"
+        found.append(f"{where} failed{times}: {one_line(failure.error)}")
+        found += [f"  | {one_line(line)}" for line in failure.log[-5:]]
     return found
 
 
-def _files(reader: RunReader) -> dict[str, str]:
+def _files(reader: RunReader, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
     """What there is to look at, by what it is."""
     paths = reader.paths
     merged = {
@@ -346,11 +360,14 @@ def _files(reader: RunReader) -> dict[str, str]:
         for split in ("train", "test")
     }
     named = {"run": paths.root, "model": paths.served_model, **merged, "logs": paths.logs, "events": paths.events}
-    return {
+    there = {
         name: str(path)
         for name, path in named.items()
         if path is not None and (path.exists() or path.is_symlink())
     }
+    failed = {f.node_rank for f in reader.history.failures if f.iteration == reader.position[1]}
+    troubled = [node for node in nodes if node.state in ("lost", "suspected") or node.node_rank in failed]
+    return there | {f"node_{node.node_rank}_logs": node.logs for node in troubled[:4] if node.logs}
 
 
 def _merged_files(folder: Path) -> list[Path]:

@@ -34,7 +34,7 @@ def parts(status: RunStatus, reader: RunReader, width: int) -> Iterator[Renderab
     finished = [one for one in status.times if one.complete]
     yield ""
     yield _headline(status, finished)
-    yield from screen.problem_lines(status, 12)
+    yield from screen.problem_lines(status, width, 24)
     if status.rewards:
         yield ""
         yield line(("mean reward", "bold"))
@@ -45,7 +45,7 @@ def parts(status: RunStatus, reader: RunReader, width: int) -> Iterator[Renderab
         yield line(("time per phase", "bold"), (f"  mean of {_iterations(len(finished))}", "dim"))
         yield table
         yield _coordination(finished)
-    happened = _happened(reader)
+    happened = _happened(reader, width)
     if happened:
         yield ""
         yield line(("what happened", "bold"))
@@ -109,18 +109,20 @@ def _coordination(finished: list[IterationTime]) -> Text:
     )
 
 
-def _happened(reader: RunReader) -> list[Text]:
+def _happened(reader: RunReader, width: int) -> list[Text]:
     """What was out of the ordinary: nodes lost and back, programs that failed."""
-    found = []
+    events = []
     for event in reader.history.happenings():
         usual = event.event == "generation_started" and str(event.fields.get("reason", "")) == "start"
-        if event.event in NOTABLE and not usual:
-            words = event_text(event)
-            if words:
-                style = screen.EVENT_STYLE.get(event.event, "")
-                found.append(line((f"{clock_time(event.at)}  ", "dim"), (words, style if "red" in style else "")))
-    hidden = len(found) - SHOWN
-    return found[-SHOWN:] if hidden <= 0 else [line((f"… {hidden} earlier", "dim")), *found[-SHOWN:]]
+        words = event_text(event)
+        if event.event in NOTABLE and words and not usual:
+            events.append((event, words))
+    hidden = len(events) - SHOWN
+    found = [line((f"… {hidden} earlier", "dim"))] if hidden > 0 else []
+    for event, words in events[-SHOWN:]:
+        style = "red" if screen.EVENT_STYLE.get(event.event) == "red" else ""
+        found += screen.wrapped((f"{clock_time(event.at)}  ", "dim"), words, style, width, most=3)
+    return found
 
 
 def _files(status: RunStatus) -> Iterator[Text]:

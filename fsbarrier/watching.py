@@ -16,6 +16,7 @@ from fsbarrier import runrecord
 from fsbarrier.errors import UsageError
 from fsbarrier.facts import Beat, CorruptRecord, Generation, Join, R, decode
 from fsbarrier.history import History
+from fsbarrier.host import boot_id
 from fsbarrier.lines import Line, parse
 from fsbarrier.membership import GONE, Ledger
 from fsbarrier.paths import RunPaths
@@ -84,6 +85,7 @@ class RunReader:
     arrived_since: dict[int, float] = field(default_factory=dict)
     history: History = field(default_factory=History)
     position: tuple[int, int, int] = (0, 0, 0)
+    places: dict[int, Line] = field(default_factory=dict)  # node rank -> its newest phase_started
     beat_times: dict[int, float] = field(default_factory=dict)
     _clocks: dict[tuple[int, int], str] = field(default_factory=dict)
     _tails: dict[str, JournalTail] = field(default_factory=dict)
@@ -95,7 +97,7 @@ class RunReader:
     def __post_init__(self) -> None:
         self.paths = RunPaths(self.log_path)
         self.record = load_record(self.log_path)
-        self.boot = this_boot()
+        self.boot = boot_id()
         self.host = socket.gethostname()
 
     def poll(self, now: float) -> list[Line]:
@@ -226,6 +228,9 @@ class RunReader:
         key = (line.generation, line.iteration, line.phase)
         if line.event == "phase_started":
             self.position = max(self.position, key)
+            place = self.places.get(line.node_rank)
+            if place is None or (place.generation, place.iteration, place.phase) <= key:
+                self.places[line.node_rank] = line
         elif line.event == "work_finished":
             self._arrivals.setdefault(key, {})[line.node_rank] = line
 
@@ -286,14 +291,6 @@ def load_record(log_path: Path) -> runrecord.RunRecord:
         why = "there is no run.json" if log_path.is_dir() else "there is no such directory"
         raise UsageError(f"no run at {log_path}: {why}; name a run's directory with --log-path")
     return runrecord.load(log_path)
-
-
-def this_boot() -> str:
-    """What tells this host, since its last boot, from every other."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return socket.gethostname()
 
 
 def _names(folder: Path) -> list[str]:

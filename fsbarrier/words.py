@@ -43,7 +43,7 @@ def _generation(line: Line) -> str:
     reason = text(line.fields, "reason")
     leader = integer(line.fields, "leader")
     told = reason in ("", "start") or " is lost: " in reason  # by a line of its own
-    why = "" if told else f" ({reason})"
+    why = "" if told else " (another try)" if reason.startswith("again: ") else f" ({reason})"
     return f"generation {line.generation}: nodes {nodes}; leader {leader if leader is not None else '?'}{why}"
 
 
@@ -129,8 +129,9 @@ def _phase_finished(line: Line) -> str | None:
 
 
 def _ended(line: Line) -> str:
-    reason = text(line.fields, "reason")
-    return f"node {line.node_rank} ended{f': {reason}' if reason else ''}"
+    reason, state = text(line.fields, "reason"), text(line.fields, "state")
+    who = "the run" if state in ("finished", "stopped", "broken") else f"node {line.node_rank}"
+    return f"{who} ended{f': {reason}' if reason else ''}"
 
 
 _TELL: dict[str, Callable[[Line], str | None]] = {
