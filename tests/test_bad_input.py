@@ -1,4 +1,4 @@
-"""Bad input through the real command line: exit code 2, one clear line, no traceback, nothing created."""
+"""Bad input: exit code 2, one clear line, no traceback, nothing created. Many kinds, the main ones as real processes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from fsbarrier.cli import main
 
 REPO = Path(__file__).resolve().parent.parent
 TASK = {"prompt": "2+2=", "answer": "4"}
@@ -38,21 +41,65 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def call(place: Path, words: Sequence[str], **environ: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if "RANK" not in name and "SLURM" not in name}
-    env = {**clean, "PYTHONPATH": str(REPO), "FSBARRIER_LOG_PATH": str(place / "run"), **environ}
-    command = [sys.executable, "-m", "fsbarrier", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=place, timeout=120)
+@dataclass
+class Outcome:
+    """What a command line came to."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Call = Callable[..., Outcome]
+
+
+def clean_environ(place: Path) -> dict[str, str]:
+    """Ours without what launchers leave there."""
+    words = ("RANK", "SLURM", "WORLD_SIZE", "FSBARRIER", "JOB_COMPLETION")
+    mine = {name: value for name, value in os.environ.items() if not any(word in name for word in words)}
+    return {**mine, "PYTHONPATH": str(REPO), "FSBARRIER_LOG_PATH": str(place / "run")}
+
+
+@pytest.fixture
+def real(place: Path) -> Call:
+    """Runs a command line as a process in `place`."""
+
+    def call(words: Sequence[str], **environ: str) -> Outcome:
+        env = {**clean_environ(place), **environ}
+        command = [sys.executable, "-m", "fsbarrier", *words]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=place, timeout=120)
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    return call
+
+
+@pytest.fixture
+def quick(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs a command line in this process, in `place`."""
+
+    def call(words: Sequence[str], **environ: str) -> Outcome:
+        monkeypatch.chdir(place)
+        for name in set(os.environ) - set(clean_environ(place)):
+            monkeypatch.delenv(name)
+        for name, value in {**clean_environ(place), **environ}.items():
+            monkeypatch.setenv(name, value)
+        code = main(list(words))
+        shown = capsys.readouterr()
+        return Outcome(code, shown.out, shown.err)
+
+    return call
 
 
 def listing(place: Path) -> list[str]:
     return sorted(str(path.relative_to(place)) for path in place.rglob("*"))
 
 
-def refused(place: Path, words: str | Sequence[str], *, says: Sequence[str], **environ: str) -> str:
+def refused(
+    call: Call, words: str | Sequence[str], *, place: Path, says: Sequence[str], **environ: str
+) -> str:
     """Assert that a command line is refused as the contract wants it; gives the line."""
     before = listing(place)
-    done = call(place, words.split() if isinstance(words, str) else words, **environ)
+    done = call(words.split() if isinstance(words, str) else words, **environ)
     lines = done.stderr.splitlines()
     assert done.returncode == 2, done.stderr
     assert len(lines) == 1, done.stderr
@@ -183,9 +230,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_refused(place: Path, case: str) -> None:
+def test_refused(place: Path, quick: Call, case: str) -> None:
     words, says = CASES[case]
-    refused(place, words, says=says)
+    refused(quick, words, place=place, says=says)
+
+
+@pytest.mark.parametrize("case", list(CASES)[::2])
+def test_refused_by_the_real_command(place: Path, real: Call, case: str) -> None:
+    words, says = CASES[case]
+    refused(real, words, place=place, says=says)
 
 
 @pytest.mark.parametrize(
@@ -200,22 +253,22 @@ def test_refused(place: Path, case: str) -> None:
         ("\udc80", "line 2"),
     ],
 )
-def test_a_malformed_task_is_named_by_file_and_line(place: Path, line: str, says: str) -> None:
+def test_a_malformed_task_is_named_by_file_and_line(place: Path, quick: Call, line: str, says: str) -> None:
     for split in ("train", "test"):
         good = (place / "data" / f"{split}.jsonl").read_text()
         bad = json.dumps(TASK) + "\n" + line + "\n" + json.dumps(TASK) + "\n"
         (place / "data" / f"{split}.jsonl").write_text(bad, encoding="utf-8", errors="surrogateescape")
-        refused(place, RL, says=[f"{split}.jsonl, line 2", says])
+        refused(quick, RL, place=place, says=[f"{split}.jsonl, line 2", says])
         (place / "data" / f"{split}.jsonl").write_text(good)
 
 
-def test_other_task_files(place: Path) -> None:
+def test_other_task_files(place: Path, quick: Call) -> None:
     (place / "data" / "test.jsonl").write_text("")
-    refused(place, RL, says=["test.jsonl", "no task"])
+    refused(quick, RL, place=place, says=["test.jsonl", "no task"])
     (place / "data" / "test.parquet").write_bytes(b"PAR1")
-    refused(place, RL, says=["both test.jsonl and test.parquet"])
+    refused(quick, RL, place=place, says=["both test.jsonl and test.parquet"])
     (place / "data" / "test.jsonl").unlink()
-    refused(place, RL, says=["test.parquet"])
+    refused(quick, RL, place=place, says=["test.parquet"])
 
 
 @pytest.mark.parametrize(
@@ -226,9 +279,9 @@ def test_other_task_files(place: Path) -> None:
         ("tokenizer.json", "no tokenizer"),
     ],
 )
-def test_a_model_folder_lacks_something(place: Path, remove: str, says: str) -> None:
+def test_a_model_folder_lacks_something(place: Path, quick: Call, remove: str, says: str) -> None:
     (place / "model" / remove).unlink()
-    refused(place, RL, says=["--model model", says])
+    refused(quick, RL, place=place, says=["--model model", says])
 
 
 @pytest.mark.parametrize(
@@ -240,8 +293,8 @@ def test_a_model_folder_lacks_something(place: Path, remove: str, says: str) -> 
         ('sh "{out}', "No closing quotation"),
     ],
 )
-def test_a_trainer_command(place: Path, command: str, says: str) -> None:
-    refused(place, [*RL.split(), f"trainer.command={command}"], says=["trainer.command", says])
+def test_a_trainer_command(place: Path, quick: Call, command: str, says: str) -> None:
+    refused(quick, [*RL.split(), f"trainer.command={command}"], place=place, says=["trainer.command", says])
 
 
 @pytest.mark.parametrize(
@@ -254,37 +307,40 @@ def test_a_trainer_command(place: Path, command: str, says: str) -> None:
         ({"SLURM_NODEID": "0", "SLURM_LOCALID": "1"}, ["SLURM_LOCALID 1"]),
     ],
 )
-def test_the_launchers_variables(place: Path, environ: dict[str, str], says: list[str]) -> None:
-    refused(place, PING + "--num-nodes 3", says=says, **environ)
+def test_the_launchers_variables(place: Path, quick: Call, environ: dict[str, str], says: list[str]) -> None:
+    refused(quick, PING + "--num-nodes 3", place=place, says=says, **environ)
 
 
-def test_a_worker_that_contradicts_the_record(place: Path) -> None:
-    made = call(place, [*PING.split(), "--iterations", "1", "rollout.temperature=0.5"])
+def test_a_worker_that_contradicts_the_record(place: Path, quick: Call, real: Call) -> None:
+    made = real([*PING.split(), "--iterations", "1", "rollout.temperature=0.5"])
     assert made.returncode == 0, made.stderr
-    said = refused(
-        place, "run --worker 0 rollout.temperature=0.7", says=["0.7", "(0.5, from run/run.json made by "]
-    )
+    words = "run --worker 0 rollout.temperature=0.7"
+    said = refused(quick, words, place=place, says=["0.7", "(0.5, from run/run.json made by "])
     assert said.endswith("use another --log-path")
-    refused(place, "run --num-nodes 4", says=["--num-nodes 4 contradicts", "(1, from run/run.json"])
-    refused(place, "run --worker 1", says=["--worker 1: out of range, this run has one node"])
-    refused(place, "logs --node 7", says=["--node 7", "no such logs"])
+    refused(
+        quick, "run --num-nodes 4", place=place, says=["--num-nodes 4 contradicts", "(1, from run/run.json"]
+    )
+    refused(quick, "run --worker 1", place=place, says=["--worker 1: out of range, this run has one node"])
+    refused(quick, "logs --node 7", place=place, says=["--node 7", "no such logs"])
 
 
-def test_a_record_that_was_edited(place: Path) -> None:
-    made = call(place, [*PING.split(), "--iterations", "1"])
+def test_a_record_that_was_edited(place: Path, quick: Call, real: Call) -> None:
+    made = real([*PING.split(), "--iterations", "1"])
     assert made.returncode == 0, made.stderr
     record = place / "run" / "run.json"
     record.write_text(record.read_text().replace('"num_nodes": 1', '"num_nodes": 2'))
     for words in ("run --worker 1", "logs", "stop"):
-        refused(place, words, says=["run/run.json", "edited"])
+        refused(quick, words, place=place, says=["run/run.json", "edited"])
 
 
-def test_control_characters_from_input_do_not_reach_the_terminal(place: Path) -> None:
-    line = refused(place, [*PING.split(), "rollout.temperature=\x1b[31m\nhot"], says=["rollout.temperature"])
+def test_control_characters_from_input_do_not_reach_the_terminal(place: Path, quick: Call) -> None:
+    line = refused(
+        quick, [*PING.split(), "rollout.temperature=\x1b[31m\nhot"], place=place, says=["rollout.temperature"]
+    )
     assert "\x1b" not in line
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_log_path_that_is_not_writable(place: Path) -> None:
+def test_a_log_path_that_is_not_writable(place: Path, quick: Call) -> None:
     (place / "empty").chmod(0o500)
-    refused(place, PING + "--log-path empty/run", says=["--log-path", "not writable"])
+    refused(quick, PING + "--log-path empty/run", place=place, says=["--log-path", "not writable"])

@@ -1,0 +1,170 @@
+"""`fsbarrier launch local` with real daemons (program ping): it ends by itself, by a signal, and when it is killed; nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fsbarrier.commands.launch import demo_path, is_finished
+from fsbarrier.facts import Beat, encode
+from fsbarrier.journal import read_events
+from fsbarrier.paths import RunPaths
+
+REPO = Path(__file__).resolve().parent.parent
+FAST = ("coordination.beat_s=0.2", "coordination.suspect_s=1", "coordination.dead_s=2")
+DEADLINE_S = 60.0
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "fsbarrier", *words]
+
+
+def environ() -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if "RANK" not in name and "SLURM" not in name}
+    return {**clean, "PYTHONPATH": str(REPO)}
+
+
+def launch(log_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    words = ("launch", "local", "--program", "ping", "--log-path", str(log_path), *words)
+    return subprocess.run(command(*words), capture_output=True, text=True, env=environ(), timeout=120)
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """Three nodes that ping until they are stopped, under way."""
+    log_path = tmp_path / "run"
+    words = ("launch", "local", "--nodes", "3", "--program", "ping", "--log-path", str(log_path), *FAST)
+    process = subprocess.Popen(
+        command(*words),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environ(),
+        start_new_session=True,
+    )
+    try:
+        until(lambda: any(e["event"] == "iteration_finished" for e in read_events(log_path)), process)
+        yield log_path, process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def until(holds: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+    deadline, pause = time.monotonic() + DEADLINE_S, threading.Event()
+    while not holds():
+        assert time.monotonic() < deadline, "it does not come"
+        assert process is None or process.poll() is None, process.communicate()[0]
+        pause.wait(0.02)
+
+
+def leftovers(log_path: Path) -> list[str]:
+    """Command lines of processes that name this run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if os.fsencode(log_path) in line:
+                found.append(line.replace(b"\0", b" ").decode(errors="replace"))
+    return found
+
+
+def test_a_run_ends_by_itself_and_can_be_gone_on_with(tmp_path: Path) -> None:
+    log_path = tmp_path / "run"
+    done = launch(log_path, "--nodes", "3", "--iterations", "2", *FAST)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert leftovers(log_path) == []
+    settings = json.loads((log_path / "run.json").read_text())["settings"]
+    assert (settings["num_nodes"], settings["rank_weights"]) == (3, [1.0, 1.0, 1.0])
+    assert {e["node_rank"] for e in read_events(log_path)} == {0, 1, 2}
+    assert is_finished(log_path)
+    again = launch(log_path, "--iterations", "3")
+    assert again.returncode == 0, again.stdout + again.stderr
+    iterations = [
+        e["iteration"] for e in read_events(log_path) if e["event"] == "phase_started" and e["node_rank"] == 2
+    ]
+    assert sorted(set(iterations)) == [1, 2, 3]
+    assert len(list((log_path / "logs").glob("launch_*/node_*.log"))) == 6
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_one_signal_ends_everything(
+    endless: tuple[Path, subprocess.Popen[str]], number: int, code: int
+) -> None:
+    log_path, process = endless
+    assert len(leftovers(log_path)) >= 4
+    process.send_signal(number)
+    said = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == code, said
+    assert leftovers(log_path) == []
+    assert "Traceback" not in said
+    assert not is_finished(log_path)
+
+
+def test_nothing_outlives_a_killed_launch(endless: tuple[Path, subprocess.Popen[str]]) -> None:
+    log_path, process = endless
+    process.kill()
+    process.wait()
+    until(lambda: leftovers(log_path) == [])
+
+
+def test_stop_ends_a_run_from_elsewhere(endless: tuple[Path, subprocess.Popen[str]]) -> None:
+    log_path, process = endless
+    asked = subprocess.run(
+        command("stop", "--log-path", str(log_path)), capture_output=True, text=True, env=environ()
+    )
+    assert asked.returncode == 0, asked.stderr
+    said = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 0, said
+    assert leftovers(log_path) == []
+
+
+def test_a_second_start_of_a_rank_is_refused_and_harms_nobody(
+    endless: tuple[Path, subprocess.Popen[str]],
+) -> None:
+    log_path, process = endless
+    second = subprocess.run(
+        command("run", "--worker", "1", "--log-path", str(log_path)),
+        capture_output=True,
+        text=True,
+        env=environ(),
+    )
+    assert second.returncode == 2, second.stderr
+    assert "node 1 of" in second.stderr
+    assert second.stderr.count("\n") == 1
+    again = launch(log_path)
+    assert again.returncode == 2, again.stdout + again.stderr
+    assert "already running" in again.stderr
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=DEADLINE_S)
+
+
+def test_the_demo_goes_on_with_an_unfinished_run(tmp_path: Path) -> None:
+    def beat(name: str, state: str) -> None:
+        folder = RunPaths(tmp_path / name).beats
+        folder.mkdir(parents=True, exist_ok=True)
+        record = Beat(rank=0, incarnation=1, counter=1, host="h", pid=1, state=state)
+        (folder / "node-0000.json").write_bytes(encode(record))
+
+    assert demo_path(tmp_path) == tmp_path / "demo"
+    beat("demo", "left")
+    assert demo_path(tmp_path) == tmp_path / "demo"
+    beat("demo", "finished")
+    assert demo_path(tmp_path) == tmp_path / "demo-2"
+    beat("demo-2", "finished")
+    assert demo_path(tmp_path) == tmp_path / "demo-3"
