@@ -1,3 +1,32 @@
-"""fsbarrier: synchronous multi-node RL post-training over a shared directory, one command per node."""
+"""fsbarrier: synchronous multi-node RL post-training over a shared directory, one command per node.
+
+For scripts of one's own there is the primitive that the runs are built on: `fsbarrier.join` (see fsbarrier/group.py).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsbarrier.errors import Fenced as Fenced
+    from fsbarrier.errors import StoreError as StoreError
+    from fsbarrier.group import BarrierTimeout as BarrierTimeout
+    from fsbarrier.group import Group as Group
+    from fsbarrier.group import PeerLost as PeerLost
+    from fsbarrier.group import join as join
 
 __version__ = "0.1.0"
+__all__ = ["BarrierTimeout", "Fenced", "Group", "PeerLost", "StoreError", "__version__", "join"]
+
+_HOMES = {
+    name: "errors" if name in ("Fenced", "StoreError") else "group"
+    for name in __all__
+    if name != "__version__"
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are loaded when they are first used: `import fsbarrier` itself stays instant."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fsbarrier' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"fsbarrier.{_HOMES[name]}"), name)
