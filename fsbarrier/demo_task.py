@@ -39,7 +39,8 @@ def _make(folder: Path) -> None:
     except OSError as error:
         raise UsageError(f"{folder.parent}: cannot be made: {error.strerror or error}") from None
     # In the foreground: its progress bar is the user's, and Ctrl-C reaches it too.
-    code = subprocess.run([sys.executable, "-m", "fsbarrier.workers.demo", "--out", str(folder)]).returncode
+    python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
+    code = subprocess.run([*python, "-m", "fsbarrier.workers.demo", "--out", str(folder)]).returncode
     if code < 0:
         raise (
             KeyboardInterrupt
