@@ -18,7 +18,7 @@ def fill(folder: Path) -> None:
     """A demo folder as `fsbarrier.workers.demo` makes it, without the minute that its model takes."""
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text("{}")
-    demo.write_tasks(folder)
+    (folder / "train.jsonl").write_text("{}\n")
     (folder / "READY").write_text(json.dumps({"recipe": demo.RECIPE}))
 
 
