@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
-        where = save_traceback(getattr(args, "log_path", None))
+        where = save_traceback(args)
         what = one_line(f"{type(error).__name__}: {error}")
         print(f"fsbarrier: internal error: {what} (traceback: {where})", file=sys.stderr)
         return EXIT_INTERNAL
@@ -152,12 +152,17 @@ class Parser(argparse.ArgumentParser):
         return joined
 
 
-def save_traceback(log_path: str | None) -> Path | str:
+def save_traceback(args: argparse.Namespace | None) -> Path | str:
     """Put the current traceback into the run's logs where there is a run, else into a temporary file."""
     text = traceback.format_exc()
-    folders = [Path(log_path) / "logs"] if log_path and (Path(log_path) / "run.json").exists() else []
-    for folder in (*folders, Path(tempfile.gettempdir())):
-        with contextlib.suppress(OSError):
+    folders = [Path(tempfile.gettempdir())]
+    if args is not None and hasattr(args, "log_path"):
+        from fsbarrier.commands.flags import find_log_path
+        from fsbarrier.paths import RunPaths
+
+        folders.insert(0, RunPaths(find_log_path(args)).logs)
+    for folder in folders:
+        with contextlib.suppress(OSError):  # no such run, or not writable: the next one
             fd, name = tempfile.mkstemp(prefix="fsbarrier-error-", suffix=".txt", dir=folder)
             with os.fdopen(fd, "w", encoding="utf-8") as stream:
                 stream.write(text)

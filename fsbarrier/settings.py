@@ -31,6 +31,7 @@ def _join_words(value: Any) -> Any:
 
 
 Count = Annotated[int, Field(ge=1)]
+Nodes = Annotated[int, Field(ge=1, le=100_000)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -201,7 +202,7 @@ class Settings(Section):
         None, "With `rl_phase=rollout`: only train rollouts, or only the evaluation; none: both."
     )
     eval_interval: Count = setting(1, "Evaluate when iteration % N == 1 (N = 1: every iteration).")
-    num_nodes: Count = setting(1, "Nodes of the run.")
+    num_nodes: Nodes = setting(1, "Nodes of the run.")
     rank_weights: Weights = setting(
         (1.0,), "One positive weight a node, its share of the tasks; not given: all equal."
     )
@@ -300,7 +301,7 @@ def resolve(
     values = dict(defaults or {})
     values.update((key, item.value) for key, item in chosen.items())
     if "rank_weights" not in values and isinstance(values.get("num_nodes"), int):
-        values["rank_weights"] = [1.0] * min(values["num_nodes"], 1_000_000)
+        values["rank_weights"] = [1.0] * min(values["num_nodes"], 100_000)
     try:
         settings = Settings.model_validate(_nest(values))
     except ValidationError as error:

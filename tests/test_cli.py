@@ -210,7 +210,6 @@ def test_a_bug_is_one_line_and_a_saved_traceback(
 def test_a_traceback_goes_to_the_runs_logs_where_there_is_a_run(
     tmp_path: Path, command: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "run.json").write_text("{}")
     (tmp_path / "logs").mkdir()
     command(raising(ZeroDivisionError("by zero")))
     assert main(["fake", "--log-path", str(tmp_path)]) == 1

@@ -93,7 +93,7 @@ def demo(args: argparse.Namespace, given: tuple[Given, ...]) -> int:
     if not any(item.key == "log_path" for item in given):
         given = (
             *given,
-            Given("log_path", str(demo_path(preflight.default_log_path({}).parent)), "--log-path"),
+            Given("log_path", str(demo_path(preflight.default_log_path(os.environ).parent)), "--log-path"),
         )
     return local(given, defaults, args)
 
