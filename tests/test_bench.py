@@ -1,0 +1,46 @@
+"""`fsbarrier bench`: real daemons and real scanning processes; that it measures, not how fast this machine is."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from fsbarrier.benchmark import Latency, bare
+from fsbarrier.cli import main
+from fsbarrier.errors import ProgramFailed
+
+
+def test_figures() -> None:
+    figures = Latency.of([0.004, 0.001, 0.003, 0.002, 0.100])
+    assert figures == Latency(5, 0.003, 0.004, 0.100)
+    with pytest.raises(ProgramFailed):
+        Latency.of([])
+
+
+def test_the_bare_loop_measures_each_round_but_the_first(tmp_path: Path) -> None:
+    figures = bare(tmp_path / "bare", 3, 5)
+    assert figures.barriers == 4
+    assert 0 < figures.median_s <= figures.p99_s <= figures.max_s
+
+
+def test_both_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = str(Path(__file__).resolve().parent.parent)
+    monkeypatch.setenv("PYTHONPATH", repo)
+    assert main(["bench", "--nodes", "2", "--iterations", "2", "--path", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["nodes"] == 2
+    assert told["ping"]["barriers"] >= 13
+    assert told["bare_scan"]["barriers"] == 27
+    assert told["ratio_of_medians"] > 0
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("words", [["--nodes", "0"], ["--iterations", "1"], ["--path", "/nowhere"]])
+def test_bad_input(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words]) == 2
+    assert words[0] in capsys.readouterr().err
