@@ -186,8 +186,8 @@ def _row(spans: Sequence[Span], following: Sequence[Span], exact: bool) -> Row:
 class IterationTime:
     """Where one iteration's time went, over all generations that worked on it. Seconds.
 
-    `phases`: (index, name) -> seconds, work and coordination together. `cut_short_s`: of `seconds`, spent in rows that a new
-    generation had to begin again or to go on with. `complete`: its last row was passed.
+    `phases`: (index, name) -> seconds, work and coordination together; `work`: without coordination. `cut_short_s`: of
+    `seconds`, spent in rows that a new generation had to begin again or to go on with. `complete`: its last row was passed.
     """
 
     iteration: int
@@ -196,6 +196,7 @@ class IterationTime:
     coordination_s: float
     cut_short_s: float
     phases: dict[tuple[int, str], float]
+    work: dict[tuple[int, str], float]
     complete: bool
     exact: bool
 
@@ -218,8 +219,10 @@ def iteration_times(run_rows: Iterable[Row], last_phase: int | None = None) -> l
     found = []
     for iteration, own in sorted(by_iteration.items()):
         phases: dict[tuple[int, str], float] = defaultdict(float)
+        work: dict[tuple[int, str], float] = defaultdict(float)
         for row in own:
             phases[row.phase, row.phase_name] += row.seconds
+            work[row.phase, row.phase_name] += row.work_s
         found.append(
             IterationTime(
                 iteration=iteration,
@@ -228,6 +231,7 @@ def iteration_times(run_rows: Iterable[Row], last_phase: int | None = None) -> l
                 coordination_s=sum(row.coordination_s or 0.0 for row in own),
                 cut_short_s=sum(row.seconds for row in own if row.cut_short),
                 phases=dict(sorted(phases.items())),
+                work=dict(sorted(work.items())),
                 complete=any(row.phase == last and row.coordination_s is not None for row in own),
                 exact=all(row.exact for row in own),
             )
