@@ -13,8 +13,8 @@ from typing import Protocol
 
 from fsbarrier import files
 
-#: errors that a shared filesystem gives now and then although nothing is wrong: a name replaced under the reader, a server busy
-TRANSIENT = frozenset({errno.ENOENT, errno.ESTALE, errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT})
+#: what a reader meets while a name is being replaced under it; everything else that goes wrong is raised
+REPLACED = frozenset({errno.ENOENT, errno.ESTALE})
 
 
 class Store(Protocol):
@@ -24,10 +24,13 @@ class Store(Protocol):
         """Make a directory; one that exists is fine."""
 
     def names(self, directory: Path) -> list[str]:
-        """The names in a directory, freshly listed, without temporary ones; empty if it is not there."""
+        """The names in a directory, freshly listed, without temporary ones; empty if it is not there.
+
+        An error is never an empty answer: whoever goes on with a run must not take "cannot be listed" for "nothing there".
+        """
 
     def read(self, path: Path) -> bytes | None:
-        """A file's content, freshly opened; None where it cannot be had now."""
+        """A file's content, freshly opened; None where there is none under this name now."""
 
     def put(self, path: Path, data: bytes, *, durable: bool = False) -> None:
         """Create or replace a file of one's own, as a whole."""
@@ -46,23 +49,21 @@ class PosixStore:
         try:
             with os.scandir(directory) as entries:  # a fresh opendir is what makes NFS look again
                 return [entry.name for entry in entries if not entry.name.startswith(".")]
-        except OSError as error:
-            if error.errno in TRANSIENT:
-                return []
-            raise
+        except FileNotFoundError:
+            return []
 
     def read(self, path: Path) -> bytes | None:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
-            if error.errno in TRANSIENT:
+            if error.errno in REPLACED:
                 return None
             raise
         try:
             with os.fdopen(fd, "rb") as stream:
                 return stream.read()
         except OSError as error:
-            if error.errno in TRANSIENT:
+            if error.errno in REPLACED:
                 return None
             raise
 

@@ -1,0 +1,1 @@
+"""The simulator: the code that runs for real, on a simulated directory, in virtual time, deterministic from one seed."""

@@ -1,0 +1,185 @@
+"""What goes wrong in a schedule, drawn from its seed: which faults, where they strike, and how a struck operation ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from random import Random
+
+from fsbarrier.errors import UsageError
+from fsbarrier.sim.store import NEVER, Client, GarbledRead, Habits
+
+#: name -> what it is, as `fsbarrier simulate --help` tells it
+KINDS = {
+    "stale": "listings, contents and absences are remembered by each host for up to seconds; equal modification times hide changes",
+    "lost": "an operation is done, and an error returned",
+    "errors": "an operation fails once with ESTALE, EIO or ENOSPC",
+    "garbled": "a read gives part of a new content and part of an old one",
+    "outage": "every operation of a node fails for a while (EIO), or every write (ENOSPC)",
+    "slow": "an operation of a node hangs for a while, its heartbeats go on",
+    "crash": "a node's processes are killed, also between two operations; it is started again, or not",
+    "power": "a host, or all of them at once, loses power: what was not flushed may be lost or torn",
+    "pause": "a node is stopped (SIGSTOP, or its whole host) and wakes up later, maybe after it was given up",
+    "leave": "a node is ended by a signal",
+    "twin": "a node is started a second time elsewhere while the first one lives",
+    "program": "a phase's program fails",
+    "stop": "an operator asks the run to end, at the next safe point or at once",
+    "junk": "files that are not ours, and torn ones, lie in every directory of the protocol",
+    "winners": "an exclusive create that two clients win: the class that must be refused (only on demand)",
+}
+USUAL = frozenset(KINDS) - {"winners"}
+LIVELOCK = 5000  # operations in one look of one node
+PAUSES_S = (0.3, 2.0, 4.0, 5.0, 8.0, 13.0, 16.0, 18.0, 22.0, 30.0, 45.0)
+STRIKES = ("crash", "crash", "pause", "pause", "slow", "power", "outage", "leave", "twin", "stop")
+_ERRORS = (errno.EIO, errno.ENOSPC, errno.ESTALE)
+
+
+class Crash(BaseException):
+    """The process that performs this operation is killed here."""
+
+
+class Livelock(Exception):
+    """A node performed thousands of operations in one look without coming to rest."""
+
+
+def parse_mix(text: str) -> frozenset[str]:
+    """`all`, `none`, or names of KINDS with commas between them. Raises UsageError."""
+    if text in ("all", "none"):
+        return USUAL if text == "all" else frozenset()
+    names = frozenset(name.strip() for name in text.split(","))
+    unknown = sorted(names - KINDS.keys())
+    if unknown:
+        raise UsageError(f"--faults {text}: unknown {', '.join(unknown)}; there are all, none, {', '.join(KINDS)}")
+    return names
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One fault to come. It is due at `time`, or `delay` after node `rank` first enters (`iteration`, `phase`) if that is given.
+
+    `rank` None: all nodes. `step`: strike at the so-many-th operation of a look instead of between two of them.
+    """
+
+    kind: str
+    rank: int | None
+    time: float
+    iteration: int = 0
+    phase: int = 0
+    delay: float = 0.0
+    seconds: float = 0.0
+    step: int = 0
+    whole: bool = False  # the whole host, not only the daemon
+
+
+def draw_strikes(rng: Random, mix: Collection[str], nodes: int, iterations: int) -> list[Strike]:
+    """None to five faults, half of them in a chosen phase of a node."""
+    kinds = [kind for kind in STRIKES if kind in mix]
+    if not kinds:
+        return []
+    strikes = []
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 2, 3, 3, 5))):
+        kind = rng.choice(kinds)
+        if kind == "stop" and rng.random() < 0.7:
+            continue
+        everybody = kind == "power" and rng.random() < 0.5
+        there = rng.random() < 0.6
+        strikes.append(
+            Strike(
+                kind,
+                None if everybody else rng.randrange(nodes),
+                rng.uniform(0.0, 15.0 * iterations),
+                iteration=rng.randint(1, iterations) if there else 0,
+                phase=rng.randint(0, 13),
+                delay=rng.choice((0.0, rng.uniform(0, 0.05), rng.uniform(0, 2.0))),
+                seconds=rng.choice(PAUSES_S),
+                step=rng.randint(1, 14) if kind in ("crash", "pause", "slow") and rng.random() < 0.5 else 0,
+                whole=rng.random() < 0.5,
+            )
+        )
+    return strikes
+
+
+def draw_habits(rng: Random, mix: Collection[str]) -> tuple[Habits, float]:
+    """How stale this schedule's mounts are, and how coarse its directories' times."""
+    if "stale" not in mix or rng.random() < 0.4:
+        return Habits(), 0.0
+    habits = Habits(
+        listing_s=rng.choice((0.0, 0.5, 1.0, 3.0)),
+        content_s=rng.choice((0.0, 0.5, 1.0, 2.0)),
+        absence_s=rng.choice((0.0, 3.0, 30.0)),
+        listing_frees=rng.random() < 0.7,
+    )
+    return habits, rng.choice((0.0, 0.0, 0.01, 1.0))
+
+
+@dataclass(frozen=True)
+class Mishap:
+    """What happens to one operation: `how` is lost, error, garbled, crash, crash-after or block."""
+
+    how: str
+    step: int
+    code: int = errno.EIO
+    seconds: float = 0.0
+    stopped: bool = False  # while blocked, the whole process is stopped
+
+
+def draw_mishap(rng: Random, mix: Collection[str], rate: float) -> Mishap | None:
+    """A small thing that goes wrong with one of the next operations."""
+    if rng.random() >= rate:
+        return None
+    hows = [how for how, kind in (("lost", "lost"), ("error", "errors"), ("garbled", "garbled")) if kind in mix]
+    return Mishap(rng.choice(hows), rng.randint(1, 10), rng.choice(_ERRORS)) if hows else None
+
+
+class Trouble:
+    """Stands between a Client and its disk, and lets the planned mishaps happen.
+
+    `block(seconds, stopped)` makes the calling process wait in the middle of its operation.
+    """
+
+    def __init__(self, client: Client, block: Callable[[float, bool], None]) -> None:
+        self.client, self._block = client, block
+        self.outage: int | None = None  # errno
+        self._mishap: Mishap | None = None
+        client.alarm = self._alarm
+
+    def begin(self, mishap: Mishap | None) -> None:
+        """A look begins; `mishap` strikes in it."""
+        self._mishap = mishap
+        if self.outage is None:
+            self.client.left = LIVELOCK if mishap is None else mishap.step
+
+    def rest(self) -> None:
+        """Between two looks (heartbeats have no mishaps, but share outages)."""
+        self._mishap = None
+        self.client.left = NEVER if self.outage is None else 1
+
+    def set_outage(self, code: int | None) -> None:
+        self.outage = code
+        self.rest()
+
+    def _alarm(self, verb: str, path: str) -> BaseException | None:
+        if self.outage is not None:
+            self.client.left = 1
+            if self.outage == errno.ENOSPC and verb in ("read", "names"):
+                return None
+            raise OSError(self.outage, os.strerror(self.outage), path)
+        mishap, self._mishap = self._mishap, None
+        self.client.left = LIVELOCK
+        if mishap is None:
+            raise Livelock(f"{LIVELOCK} operations in one look; the last was {verb} {path}")
+        if mishap.how == "block":
+            self._block(mishap.seconds, mishap.stopped)
+            return None
+        if mishap.how == "crash":
+            raise Crash
+        if mishap.how == "crash-after":
+            return Crash()
+        if mishap.how == "garbled":
+            return GarbledRead() if verb == "read" else None
+        error = OSError(mishap.code, os.strerror(mishap.code), path)
+        if mishap.how == "lost":
+            return error
+        raise error

@@ -1,0 +1,171 @@
+"""What happened in a simulated schedule, as the invariants and the transcript read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from fsbarrier.facts import CorruptRecord, Fact, Generation, Join, Payload, decode
+from fsbarrier.state import Node
+
+#: (generation, iteration, phase)
+Place = tuple[int, int, int]
+
+
+class Event(NamedTuple):
+    """A line of some process's journal. `process` numbers the starts of all nodes; `node` is the state at that moment."""
+
+    time: float
+    process: int
+    event: str
+    node: Node
+    fields: Payload
+
+
+class Write(NamedTuple):
+    """A record that the server took (heartbeats are kept apart)."""
+
+    time: float
+    host: str
+    path: str
+    data: bytes
+
+
+class Entry(NamedTuple):
+    """A group of trajectories in a merged file, and where it comes from. `index`: its place in its part file."""
+
+    task: int
+    part: str
+    index: int
+    generation: int
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A merged file, once. `stamp` tells it from every other."""
+
+    stamp: int
+    time: float
+    out: str
+    split: str
+    iteration: int
+    generation: int
+    policy_version: int
+    wanted: tuple[int, ...]
+    adopted: tuple[Mapping[str, Any], ...]
+    entries: tuple[Entry, ...]
+
+
+class Used(NamedTuple):
+    """A merged file that a batch was made of: the one that the decision names, and the one that was found there."""
+
+    time: float
+    process: int
+    node: Node
+    named: int
+    found: int
+
+
+class Missing(NamedTuple):
+    """A folder that somebody needed and that was not there any more."""
+
+    time: float
+    process: int
+    node: Node
+    folder: str
+
+
+class Ended(NamedTuple):
+    """The end of a process: an exit code, or None where it was killed."""
+
+    time: float
+    rank: int
+    code: int | None
+    why: str
+
+
+class Said(NamedTuple):
+    """What the world did, for people."""
+
+    time: float
+    text: str
+
+
+@dataclass
+class History:
+    """All that is remembered of one schedule. `faults`: the kinds that really struck."""
+
+    first: int
+    last: int
+    dead_s: float = 15.0
+    hidden_s: float = 0.0  # the longest that a heartbeat may stay unseen on this schedule's mounts
+    events: list[Event] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
+    beats: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # (rank, incarnation) -> when
+    merges: list[Merged] = field(default_factory=list)
+    used: list[Used] = field(default_factory=list)
+    missing: list[Missing] = field(default_factory=list)
+    starts: dict[int, tuple[float, int]] = field(default_factory=dict)  # process -> (time, rank)
+    ended: dict[int, Ended] = field(default_factory=dict)
+    said: list[Said] = field(default_factory=list)
+    faults: set[str] = field(default_factory=set)
+    healed_at: float = 0.0
+    stopped_at: float | None = None
+    stuck: list[str] = field(default_factory=list)  # who still waits at the end, and for what
+    misses: dict[str, int] = field(default_factory=dict)
+    operations: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def generations(self) -> dict[int, tuple[Write, Generation]]:
+        """The record of each number, as it was first created."""
+        found: dict[int, tuple[Write, Generation]] = {}
+        for write in self.writes:
+            if "/generations/" in write.path:
+                try:
+                    record = decode(write.data, Generation)
+                except CorruptRecord:
+                    continue
+                found.setdefault(record.number, (write, record))
+        return found
+
+    @cached_property
+    def facts(self) -> dict[Place, dict[int, tuple[float, Fact]]]:
+        """place -> rank -> (when it was first published, the "done" fact)."""
+        found: dict[Place, dict[int, tuple[float, Fact]]] = {}
+        for write in self.writes:
+            if not write.path.endswith(".done"):
+                continue
+            _, generation, iteration, phase, _ = write.path.rsplit("/", 4)
+            place = (int(generation[4:]), int(iteration[5:]), int(phase[1:3]))
+            fact = decode(write.data, Fact)
+            found.setdefault(place, {}).setdefault(fact.rank, (write.time, fact))
+        return found
+
+    @cached_property
+    def joins(self) -> dict[tuple[int, int], Write]:
+        """(rank, incarnation) -> its record."""
+        found: dict[tuple[int, int], Write] = {}
+        for write in self.writes:
+            if "/joins/" in write.path:
+                join = decode(write.data, Join)
+                found.setdefault((join.rank, join.incarnation), write)
+        return found
+
+    def passed(self) -> list[tuple[Event, Place]]:
+        """Every release of a process from a row: the journal's phase_finished."""
+        return [
+            (event, place_of(event.node)) for event in self.events if event.event == "phase_finished"
+        ]
+
+    def entered(self) -> list[tuple[Event, Place]]:
+        """Every entry of a process into a row: the journal's phase_started."""
+        return [(event, place_of(event.node)) for event in self.events if event.event == "phase_started"]
+
+
+def place_of(node: Node) -> Place:
+    """Where a running node is."""
+    assert node.generation is not None and node.position is not None
+    return node.generation.number, node.position.iteration, node.position.phase

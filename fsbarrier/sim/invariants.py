@@ -1,0 +1,269 @@
+"""What must hold in every schedule, as functions over its history. The numbers are those of docs/protocol.md.
+
+Each function gives one sentence for each violation. None of them asks the code under test what it meant: they look at the
+records that the server took, at the journals, and at what lies in the merged files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from fsbarrier.facts import Generation, Payload
+from fsbarrier.program import PHASE_NAMES, Program
+from fsbarrier.sim.history import History, Place, place_of
+
+if TYPE_CHECKING:
+    from fsbarrier.sim.world import World
+
+#: verbs a node and row that may not be exceeded when nothing goes wrong, beyond waiting (docs/protocol.md, operation budget)
+BUDGET = 4.0
+
+
+class Violation(NamedTuple):
+    """A broken invariant: its number and one sentence."""
+
+    number: str
+    what: str
+
+
+def check(world: World) -> list[Violation]:
+    """All violations in a schedule that has run."""
+    history = world.history
+    found = [Violation(number, what) for number, function in ALL.items() for what in function(history)]
+    found += [Violation("I3", what) for what in start_positions(history, world.rules.program)]
+    found += [Violation("I6", what) for what in outcomes(world)]
+    return found
+
+
+def i1_nobody_passes_early(history: History) -> Iterator[str]:
+    """Nobody passes a row before every member of its generation entered it and published that it is done."""
+    entered: dict[Place, set[int]] = {}
+    for event in history.events:
+        if event.event == "phase_started":
+            entered.setdefault(place_of(event.node), set()).add(event.node.rank)
+        elif event.event == "phase_finished":
+            place, generation = place_of(event.node), event.node.generation
+            assert generation is not None
+            done = history.facts.get(place, {})
+            for member in generation.members:
+                if member.rank not in done or done[member.rank][0] > event.time:
+                    yield f"node {event.node.rank} passed {place} before node {member.rank} was done"
+                elif member.rank not in entered.get(place, ()):
+                    yield f"node {event.node.rank} passed {place} before node {member.rank} entered it"
+
+
+def i2_one_decision(history: History) -> Iterator[str]:
+    """All who pass a row have read the same decision: the one that its leader published. Later generations adopt no other."""
+    read: dict[Place, Payload] = {}
+    for event, place in history.passed():
+        name, node = PHASE_NAMES[place[2]], event.node
+        assert node.generation is not None
+        entry = node.decisions.get(name)
+        value: Payload = entry["value"] if entry is not None and entry["iteration"] == place[1] else {}
+        fact = history.facts.get(place, {}).get(node.generation.leader)
+        if fact is not None and fact[1].value != value:
+            yield f"node {node.rank} passed {place} with {value}, its leader had published {fact[1].value}"
+        if read.setdefault(place, value) != value:
+            yield f"node {node.rank} passed {place} with {value}, others with {read[place]}"
+    yield from _adopted(history, read)
+
+
+def _adopted(history: History, read: Mapping[Place, Payload]) -> Iterator[str]:
+    """Each generation's record names the last decision of each row before its start that any node had read by then."""
+    times: dict[Place, float] = {}
+    for event, place in history.passed():
+        times.setdefault(place, event.time)
+    latest: dict[str, tuple[int, Payload]] = {}
+    for number, (write, record) in sorted(history.generations.items()):
+        before = [p for p in read if p[0] == number - 1 and times[p] <= write.time]
+        for _, iteration, phase in sorted(before):
+            if (iteration, phase) < (record.start.iteration, record.start.phase) and read[(number - 1, iteration, phase)]:
+                latest[PHASE_NAMES[phase]] = (iteration, read[(number - 1, iteration, phase)])
+        for name, (iteration, value) in latest.items():
+            entry = record.decisions.get(name)
+            if entry is None or (entry["iteration"], entry["value"]) != (iteration, value):
+                yield f"generation {number} does not adopt {name} of iteration {iteration}, which was read"
+        latest = {name: (entry["iteration"], entry["value"]) for name, entry in record.decisions.items()}
+
+
+def i3_only_forward(history: History) -> Iterator[str]:
+    """(generation, iteration, phase) only grows for each process, and a generation's number exists once."""
+    at: dict[int, Place] = {}
+    for event, place in history.entered():
+        before = at.get(event.process)
+        if before is not None and place <= before:
+            yield f"node {event.node.rank} went from {before} to {place}"
+        at[event.process] = place
+    once: dict[str, bytes] = {}
+    for write in history.writes:
+        if once.setdefault(write.path, write.data) != write.data:
+            yield f"{write.path} was written twice with different contents"
+    for number, (write, record) in history.generations.items():
+        if f"gen-{number:06d}.json" not in write.path:
+            yield f"{write.path} holds generation {record.number}"
+
+
+def start_positions(history: History, program: Program) -> Iterator[str]:
+    """A generation goes on where the one before it was: at most one row back, then as far as that row says."""
+    furthest: dict[int, list[tuple[float, tuple[int, int]]]] = {}
+    for event, (number, iteration, phase) in history.entered():
+        furthest.setdefault(number, []).append((event.time, (iteration, phase)))
+    for number, (write, record) in sorted(history.generations.items()):
+        if number == 1:
+            continue
+        previous = history.generations.get(number - 1)
+        if previous is None:
+            yield f"generation {number} follows none"
+            continue
+        start = previous[1].start
+        reached = [place for time, place in furthest.get(number - 1, ()) if time <= write.time]
+        most = max(reached, default=(start.iteration, start.phase))
+        floor = _resumed(_before(most, history, (start.iteration, start.phase)), program, history)
+        ceiling = _after(most, history)
+        if not floor <= (record.start.iteration, record.start.phase) <= ceiling:
+            now = (record.start.iteration, record.start.phase)
+            yield f"generation {number} starts at {now}; generation {number - 1} had reached {most}"
+
+
+def _before(place: tuple[int, int], history: History, start: tuple[int, int]) -> tuple[int, int]:
+    iteration, phase = place
+    row = (iteration, phase - 1) if phase > history.first else (iteration - 1, history.last)
+    return max(row, start)
+
+
+def _after(place: tuple[int, int], history: History) -> tuple[int, int]:
+    iteration, phase = place
+    return (iteration + 1, history.first) if phase == history.last else place
+
+
+def _resumed(place: tuple[int, int], program: Program, history: History) -> tuple[int, int]:
+    return place[0], max(history.first, program.resume_index(place[1]))
+
+
+def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
+    """A merged file holds what its own generation made, and of older ones only what its generation adopted by name."""
+    for merged in history.merges:
+        adopted = {part["path"]: part for part in merged.adopted}
+        for entry in merged.entries:
+            if entry.policy_version != merged.policy_version:
+                yield f"{merged.out}: task {entry.task} was rolled out by policy {entry.policy_version}"
+            if entry.generation == merged.generation:
+                continue
+            part = adopted.get(entry.part)
+            if part is None or entry.task not in part["tasks"]:
+                yield f"{merged.out}: task {entry.task} of generation {entry.generation} was not adopted"
+    stamps = {merged.stamp: merged for merged in history.merges}
+    for used in history.used:
+        if used.named != used.found:
+            other = stamps[used.found].generation
+            yield f"node {used.node.rank} made a batch of generation {other}'s merge, not of the one that was decided"
+
+
+def i5_exactly_once(history: History) -> Iterator[str]:
+    """Each assigned task is in the merged file exactly once."""
+    for merged in history.merges:
+        tasks = sorted(entry.task for entry in merged.entries)
+        if tasks != sorted(merged.wanted):
+            yield f"{merged.out} holds tasks {tasks}; assigned were {sorted(merged.wanted)}"
+
+
+def i6_every_wait_ends(history: History) -> Iterator[str]:
+    """After the faults stop, every process comes to an end in a bounded time."""
+    yield from history.stuck
+
+
+def outcomes(world: World) -> Iterator[str]:
+    """Every process ends in a way that something accounts for, and a run that can go on does."""
+    history, rules = world.history, world.rules
+    struck = history.faults
+    codes = {ended.code for ended in history.ended.values()}
+    allowed: set[int | None] = {0}
+    if struck & {"crash", "power"}:
+        allowed |= {None}
+    if struck & {"outage", "lost", "error", "slow"}:
+        allowed |= {3}
+    if "program" in struck:
+        allowed |= {4}
+    if struck - {"stop"} and (rules.on_node_failure != "shrink" or rules.min_nodes > 1):
+        allowed |= {5}
+    if any(incarnation > 1 for _, incarnation in history.joins):
+        allowed |= {6}
+    if "leave" in struck:
+        allowed |= {143}
+    for ended in history.ended.values():
+        if ended.code not in allowed:
+            yield f"node {ended.rank} ended with code {ended.code} ({ended.why})"
+    if not codes & {4, 5} and history.stopped_at is None and not _finished(world):
+        yield "the run was not finished although nothing hinders it"
+
+
+def _finished(world: World) -> bool:
+    end = (world.setup.iterations, world.rules.last)
+    return any(place[1:] == end for _, place in world.history.passed())
+
+
+def i7_no_false_death(history: History) -> Iterator[str]:
+    """Nobody is called dead whose heartbeats were to be seen: at least `dead_s` of silence, less what the mount may hide."""
+    for event in history.events:
+        if event.event != "node_lost":
+            continue
+        generation = event.node.generation
+        assert generation is not None
+        for lost in event.fields["lost"]:
+            incarnation = generation.incarnation_of(lost["node_rank"])
+            if "no heartbeat" not in lost["why"] or incarnation is None:
+                continue
+            beats = [t for t in history.beats.get((lost["node_rank"], incarnation), ()) if t <= event.time]
+            silent = event.time - max(beats, default=history.starts[event.process][0])
+            if history.hidden_s < silent < history.dead_s - 0.1:
+                yield f"node {event.node.rank} took node {lost['node_rank']} for dead after {silent:.1f} s of silence"
+
+
+def i8_only_whole_records(history: History) -> Iterator[str]:
+    """The generation that a node follows is, to the letter, the one on record."""
+    seen: dict[int, Generation] = {}
+    for event in history.events:
+        generation = event.node.generation
+        if generation is None or seen.get(id(generation)) is generation:
+            continue
+        seen[id(generation)] = generation
+        record = history.generations.get(generation.number)
+        if record is None or record[1] != generation:
+            yield f"node {event.node.rank} follows a generation {generation.number} that nobody recorded"
+
+
+def i9_nothing_needed_is_removed(history: History) -> Iterator[str]:
+    """Clean-up removed nothing that a member of the newest generation still needed."""
+    for missing in history.missing:
+        generation = missing.node.generation
+        assert generation is not None
+        if not any(number > generation.number and write.time <= missing.time for number, (write, _) in history.generations.items()):
+            yield f"node {missing.node.rank} needed {missing.folder}, which was gone"
+
+
+def i11_no_wait_on_a_missing_name(history: History) -> Iterator[str]:
+    """No name is looked up again and again before it exists."""
+    for path, count in history.misses.items():
+        if count > 3:
+            yield f"{path} was opened {count} times while it did not exist"
+
+
+def i12_operations(history: History, rows: int) -> float:
+    """Verbs a node and row, beyond listings: what a clean schedule costs. `rows`: passages of rows, over all nodes."""
+    operations = history.operations
+    return sum(count for verb, count in operations.items() if verb != "names") / max(1, rows)
+
+
+ALL: dict[str, Callable[[History], Iterator[str]]] = {
+    "I1": i1_nobody_passes_early,
+    "I2": i2_one_decision,
+    "I3": i3_only_forward,
+    "I4": i4_nothing_old_is_merged,
+    "I5": i5_exactly_once,
+    "I6": i6_every_wait_ends,
+    "I7": i7_no_false_death,
+    "I8": i8_only_whole_records,
+    "I9": i9_nothing_needed_is_removed,
+    "I11": i11_no_wait_on_a_missing_name,
+}

@@ -1,0 +1,307 @@
+"""The shared directory in memory: one Disk, and for each host a Client with that host's caches and troubles.
+
+A Client has the five verbs of fsbarrier.store.Store and answers like PosixStore on a mount that misbehaves: listings and
+contents may be old, absences may be remembered, an error may be raised although the work was done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from fsbarrier.store import REPLACED
+
+NEVER = 1_000_000  # operations until the next alarm, where none is planned
+
+
+class SimPath(str):
+    """A path that is its own text: what RunPaths needs of pathlib.Path, several times as fast."""
+
+    __slots__ = ()
+
+    def __truediv__(self, name: str) -> SimPath:
+        return SimPath(name if name.startswith("/") else f"{self}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.rpartition("/")[2]
+
+    @property
+    def parent(self) -> SimPath:
+        return SimPath(self.rpartition("/")[0])
+
+    def with_name(self, name: str) -> SimPath:
+        return SimPath(f"{self.rpartition('/')[0]}/{name}")
+
+
+@dataclass(slots=True)
+class File:
+    """What the server holds under one name. `old`: the content that an un-flushed replacement may fall back to."""
+
+    data: bytes
+    host: str
+    time: float
+    durable: bool
+    old: bytes | None = None
+
+
+@dataclass(slots=True)
+class Directory:
+    """The names in one directory. `stamp` is its modification time as clients compare it, maybe coarse."""
+
+    names: dict[str, None] = field(default_factory=dict)
+    listing: list[str] | None = None
+    stamp: float = 0.0
+    seen: dict[str, float] = field(default_factory=dict)  # host -> when it last looked
+
+
+Watcher = Callable[[SimPath, str, bytes], None]
+
+
+class Disk:
+    """The server's truth. `coarse_s`: changes of a directory within one such span share a modification time.
+
+    `order`: how a listing is ordered, 0 as created, 1 reversed, 2 by name. `exclusive` False: every create succeeds (the class of
+    filesystems that must be refused).
+    """
+
+    def __init__(self, *, coarse_s: float = 0.0, order: int = 0, exclusive: bool = True) -> None:
+        self.now = 0.0
+        self.files: dict[str, File] = {}
+        self.dirs: dict[str, Directory] = {}
+        self.torn: set[str] = set()
+        self.coarse_s, self.order, self.exclusive = coarse_s, order, exclusive
+        self.watch: Watcher = lambda path, host, data: None
+        self._changes = 0
+
+    def make_dir(self, path: str) -> None:
+        while path and path not in self.dirs:
+            self.dirs[path] = Directory()
+            path, _, name = path.rpartition("/")
+            if path in self.dirs:
+                self._changed(path, name)
+
+    def write(self, path: SimPath, data: bytes, host: str, durable: bool) -> None:
+        """Put `data` under a name in one step. Raises FileNotFoundError where its directory is missing."""
+        parent, _, name = path.rpartition("/")
+        if parent not in self.dirs:
+            raise FileNotFoundError(2, "no such directory", path)
+        before = self.files.get(path)
+        old = None if before is None else before.data if before.durable or durable else before.old
+        self.files[path] = File(data, host, self.now, durable, old)
+        self._changed(parent, name)
+        self.watch(path, host, data)
+
+    def junk(self, directory: str, name: str, data: bytes) -> None:
+        """Something that is not ours, as filesystems and editors leave it."""
+        self.make_dir(directory)
+        self.files[f"{directory}/{name}"] = File(data, "nobody", self.now, True)
+        self._changed(directory, name)
+
+    def _changed(self, path: str, name: str) -> None:
+        directory = self.dirs[path]
+        directory.names[name] = None
+        directory.listing = None
+        self._changes += 1
+        directory.stamp = self.now // self.coarse_s if self.coarse_s else self._changes
+
+    def list(self, path: str) -> list[str] | None:
+        directory = self.dirs.get(path)
+        if directory is None:
+            return None
+        if directory.listing is None:
+            names = list(directory.names)
+            directory.listing = names if self.order == 0 else sorted(names) if self.order == 2 else names[::-1]
+        return directory.listing
+
+    def lose_power(self, hosts: set[str], rng: Random, horizon_s: float) -> list[str]:
+        """What `hosts` wrote in the last `horizon_s` without flushing may be lost or torn, unless another host saw it.
+
+        Gives the names that suffered.
+        """
+        hurt = []
+        for path, file in self.files.items():
+            if file.durable or file.host not in hosts or self.now - file.time > horizon_s:
+                continue
+            seen = self.dirs[path.rpartition("/")[0]].seen
+            if any(when >= file.time for host, when in seen.items() if host not in hosts):
+                continue
+            fate = rng.random()
+            if fate < 0.5:
+                continue
+            hurt.append(path)
+            if fate < 0.75 and file.old is not None:
+                file.data = file.old
+            elif fate < 0.9:
+                file.data = b"\0" * len(file.data) if fate < 0.8 else file.data[: rng.randrange(len(file.data))]
+                self.torn.add(path)
+            else:
+                file.host = "gone"
+        for path in [path for path in hurt if self.files[path].host == "gone"]:
+            del self.files[path]
+            parent, _, name = path.rpartition("/")
+            self._changed(parent, name)
+            del self.dirs[parent].names[name]
+        return hurt
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How old a client's answers may be, in seconds.
+
+    `listing_frees`: a fresh listing makes a client forget the absences that it remembers (NFS does, others do not).
+    """
+
+    listing_s: float = 0.0
+    content_s: float = 0.0
+    absence_s: float = 0.0
+    listing_frees: bool = True
+
+    @property
+    def oldest_s(self) -> float:
+        return self.listing_s + self.content_s
+
+
+@dataclass(slots=True)
+class _Listed:
+    names: list[str]
+    stamp: float
+    until: float
+
+
+#: (verb, path) -> an error to raise after the work was done. It may raise instead, or take its time.
+Alarm = Callable[[str, str], BaseException | None]
+
+
+class Client:
+    """One host's mount of the Disk; it outlives the processes of that host, as a kernel's caches do."""
+
+    def __init__(self, disk: Disk, host: str, habits: Habits) -> None:
+        self.disk, self.host, self.habits = disk, host, habits
+        self.left = NEVER  # operations until `alarm` is asked what becomes of the next one
+        self.alarm: Alarm = lambda verb, path: None
+        self.ops = {"make_dir": 0, "names": 0, "read": 0, "put": 0, "create": 0}
+        self.misses: dict[str, int] = {}  # reads of names that did not exist (invariant I11)
+        self._caching = habits != Habits() or bool(disk.coarse_s)
+        self._lists: dict[str, _Listed] = {}
+        self._contents: dict[str, tuple[bytes, float]] = {}
+        self._absent: dict[str, float] = {}
+
+    def _trouble(self, verb: str, path: str) -> BaseException | None:
+        self.ops[verb] += 1
+        self.left -= 1
+        return self.alarm(verb, path) if self.left <= 0 else None
+
+    # --- the five verbs ---
+
+    def make_dir(self, path: SimPath) -> None:
+        after = self._trouble("make_dir", path)
+        if path not in self.disk.dirs:
+            self.disk.make_dir(path)
+            self._forget(path)
+            parent = path
+            while parent := parent.parent:
+                self._lists.pop(parent, None)
+        if after is not None:
+            raise after
+
+    def names(self, directory: SimPath) -> list[str]:
+        after = self._trouble("names", directory)
+        if after is not None:
+            raise after
+        if not self._caching:
+            return self._look(directory) or []
+        now, known = self.disk.now, self._lists.get(directory)
+        if known is not None and now < known.until:
+            return known.names
+        if self._absent.get(directory, 0.0) > now:
+            return []
+        listing = self._look(directory)
+        if listing is None:
+            self._absent[directory] = now + self.habits.absence_s
+            return []
+        stamp = self.disk.dirs[directory].stamp
+        if known is not None and known.stamp == stamp:
+            listing = known.names  # the directory looks unchanged, even if it is not
+        elif self.habits.listing_frees:
+            for path in [path for path in self._absent if path.startswith(directory)]:
+                del self._absent[path]
+        self._lists[directory] = _Listed(listing, stamp, now + self.habits.listing_s)
+        return listing
+
+    def read(self, path: SimPath) -> bytes | None:
+        try:
+            after = self._trouble("read", path)
+        except OSError as error:
+            if error.errno in REPLACED:
+                return None
+            raise
+        file = self.disk.files.get(path)
+        if isinstance(after, GarbledRead):
+            return None if file is None else file.data[: len(file.data) // 2] + (file.old or b"")
+        if after is not None:
+            raise after
+        if file is None:
+            self.misses[path] = self.misses.get(path, 0) + 1
+        if not self._caching:
+            return None if file is None else file.data
+        now = self.disk.now
+        if self._absent.get(path, 0.0) > now:
+            return None
+        known = self._contents.get(path)
+        if known is not None and now < known[1]:
+            return known[0]
+        if file is None:
+            self._absent[path] = now + self.habits.absence_s
+            return None
+        self._contents[path] = (file.data, now + self.habits.content_s)
+        return file.data
+
+    def put(self, path: SimPath, data: bytes, *, durable: bool = False) -> None:
+        after = self._trouble("put", path)
+        self.disk.write(path, data, self.host, durable)
+        self._forget(path)
+        if after is not None:
+            raise after
+
+    def create(self, path: SimPath, data: bytes) -> bool:
+        after = self._trouble("create", path)
+        free = path not in self.disk.files
+        if free or not self.disk.exclusive:
+            self.disk.write(path, data, self.host, True)
+            free = True
+        self._forget(path)
+        if after is not None:
+            raise after
+        return free
+
+    # --- caches ---
+
+    def _look(self, directory: str) -> list[str] | None:
+        listing = self.disk.list(directory)
+        if listing is not None:
+            self.disk.dirs[directory].seen[self.host] = self.disk.now
+        return listing
+
+    def _forget(self, path: SimPath) -> None:
+        """What this host changes, it sees."""
+        if self._caching:
+            self._lists.pop(path.rpartition("/")[0], None)
+            self._contents.pop(path, None)
+            self._absent.pop(path, None)
+
+    def visible_at(self, directory: str) -> float:
+        """When this client will look at a directory again rather than answer from memory."""
+        known = self._lists.get(directory)
+        return self.disk.now if known is None else max(self.disk.now, known.until)
+
+    def drop_caches(self) -> None:
+        """The host was restarted."""
+        self._lists.clear()
+        self._contents.clear()
+        self._absent.clear()
+
+
+class GarbledRead(OSError):
+    """A read that gives part of a new content and part of an old one (seen on sshfs); never raised to the core."""

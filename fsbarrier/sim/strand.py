@@ -1,0 +1,49 @@
+"""A call that can be held up in the middle: it runs in a thread of its own, but never at the same time as its caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Semaphore, Thread
+
+from fsbarrier.sim.faults import Crash
+
+
+class Strand:
+    """`go_on` runs `call` until it parks or ends; deterministic, since exactly one side runs at any time."""
+
+    def __init__(self, call: Callable[[], str]) -> None:
+        self.inside = False
+        self.result = ""
+        self._call, self._done, self._killed = call, False, False
+        self._go, self._back = Semaphore(0), Semaphore(0)
+        self._thread = Thread(target=self._main, name="strand", daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        self._go.acquire()
+        if not self._killed:
+            self.result = self._call()
+        self._done = True
+        self._back.release()
+
+    def go_on(self) -> bool:
+        """Called outside: True when the call has ended, and `result` is what it gave."""
+        self.inside = True
+        self._go.release()
+        self._back.acquire()
+        self.inside = False
+        return self._done
+
+    def park(self) -> None:
+        """Called inside: hand over until the next `go_on`. Raises Crash where there is none any more."""
+        self._back.release()
+        self._go.acquire()
+        if self._killed:
+            raise Crash
+
+    def kill(self) -> None:
+        """Called outside: end the call where it stands."""
+        self._killed = True
+        if not self._done:
+            self.go_on()
+        self._thread.join()

@@ -1,0 +1,374 @@
+"""Simulated work: the real program table (phases/rl.py), its commands carried out on simulated files in virtual time.
+
+What the table's functions decide (who rolls out what, what is adopted, what is merged) is the code that runs for real. Only the
+programs behind its commands are stand-ins: they take time, fail, leave parts, merged files and checkpoints as entries in tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from fsbarrier.errors import FsbarrierError, ProgramFailed
+from fsbarrier.facts import Payload, Position
+from fsbarrier.program import (
+    PHASE_NAMES,
+    Command,
+    Context,
+    OpenRendezvous,
+    PartOnDisk,
+    ProbeAddresses,
+    PublishWeights,
+    ReleaseEngine,
+    ServeWeights,
+    Steps,
+    Value,
+    Work,
+)
+from fsbarrier.sim.history import Entry, Merged, Missing, Used
+from fsbarrier.state import Node, Part, WorkReport
+
+if TYPE_CHECKING:
+    from fsbarrier.sim.world import Process, World
+
+GROUP_BYTES = 100  # what one group of trajectories takes in a simulated part
+FOREVER = float("inf")
+RETRY_S = 0.5  # after a filesystem's error while a piece of work is being prepared
+Waiting = Generator[float, None, dict[str, Any]]
+
+
+@dataclass
+class PartFile:
+    """A rank's growing file of groups; `groups` are durable once they are there."""
+
+    generation: int
+    iteration: int
+    split: str
+    policy_version: int
+    groups: list[tuple[int, float]] = field(default_factory=list)  # (task, when)
+
+
+@dataclass
+class Meeting:
+    """A torchrun: it goes on when all its nodes are there, and none of them can end it alone."""
+
+    size: int
+    pieces: dict[int, Piece] = field(default_factory=dict)
+    lost: bool = False
+
+
+@dataclass
+class Artifacts:
+    """What lies in the run directory beside the protocol's own files."""
+
+    parts: dict[str, PartFile] = field(default_factory=dict)
+    merged: dict[str, Merged] = field(default_factory=dict)
+    batches: dict[str, int] = field(default_factory=dict)
+    checkpoints: dict[str, tuple[int, int]] = field(default_factory=dict)  # folder -> (version, generation)
+    served: str = ""
+    meetings: dict[tuple[str, str], Meeting] = field(default_factory=dict)
+    stamps: int = 0
+    ports: int = 40000
+
+    def retain(self, keep: int, current: str) -> None:
+        """What clean-up after a publication leaves: the newest `keep` folders, and the current one."""
+        for folder in sorted(self.checkpoints, key=lambda f: self.checkpoints[f])[:-keep]:
+            if folder != current:
+                del self.checkpoints[folder]
+
+
+@dataclass
+class Piece:
+    """One piece of work of one process, on its way. `inside`: it is the daemon itself that works, no child of it."""
+
+    process: Process
+    node: Node
+    part: Part
+    began: float
+    steps: Waiting | None = None
+    alive: bool = True
+    inside: bool = True
+    broken: str = ""
+    fails: float | None = None  # the share of the program's time after which it fails
+    meeting: Meeting | None = None
+
+
+class SimWork:
+    """The WorkRunner of one simulated process."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        self.world, self.process = world, process
+        self.piece: Piece | None = None
+        self._report: WorkReport | None = None
+
+    def launch(self, node: Node, part: Part) -> None:
+        self.cancel()
+        piece = Piece(self.process, node, part, self.world.now, fails=self.world.failure_of(node, part))
+        piece.steps = self._run(piece)
+        self.piece, self._report = piece, None
+        self.world.after(self.world.short(), lambda: self.advance(piece))
+
+    def cancel(self) -> None:
+        piece, self.piece, self._report = self.piece, None, None
+        if piece is not None and piece.alive:
+            piece.alive = False
+            self._leave_meeting(piece)
+
+    def report(self) -> WorkReport | None:
+        return self._report
+
+    def progress(self) -> Payload:
+        return {}
+
+    def advance(self, piece: Piece) -> None:
+        """Take the next step of a piece, unless it was called off; a stopped process's later."""
+        if not piece.alive or not self.process.up:
+            return
+        if self.process.paused and (piece.inside or self.process.frozen):
+            self.process.deferred.append(lambda: self.advance(piece))
+            return
+        assert piece.steps is not None
+        try:
+            if piece.broken:
+                raise ProgramFailed(piece.broken)
+            wait = next(piece.steps)
+        except StopIteration as stop:
+            self._end(piece, True, stop.value)
+        except FsbarrierError as error:
+            self._end(piece, False, {"error": str(error), "log": ["the program's last line"]})
+        else:
+            if wait != FOREVER:
+                self.world.after(wait, lambda: self.advance(piece))
+
+    def _end(self, piece: Piece, ok: bool, value: dict[str, Any]) -> None:
+        piece.alive = False
+        if not ok:
+            self._leave_meeting(piece)
+        self._report = WorkReport(piece.part, ok, value, self.world.now - piece.began)
+        self.process.wake(self.world.now + self.world.short())
+
+    def _leave_meeting(self, piece: Piece) -> None:
+        """The others of a torchrun notice at once, or not at all."""
+        meeting = piece.meeting
+        if meeting is None or meeting.lost:
+            return
+        meeting.lost = True
+        if self.world.rng.random() < 0.5:
+            for other in meeting.pieces.values():
+                if other.alive:
+                    other.broken = "connection closed by peer"
+                    work = other.process.work
+                    self.world.after(1.0, lambda work=work, other=other: work.advance(other))
+
+    # --- what a piece does ---
+
+    def _run(self, piece: Piece) -> Waiting:
+        context = self.context(piece.node)
+        builder = context.phase.each if piece.part is Part.EACH else context.phase.leader
+        assert builder is not None
+        deadline = self.world.now + self.world.rules.limits.dead_s
+        while True:
+            try:
+                work = builder(context)
+                break
+            except OSError as error:
+                if self.world.now > deadline:
+                    raise ProgramFailed(f"the shared directory fails: {error}") from None
+                yield RETRY_S
+        return (yield from self._do(work, context, piece))
+
+    def _do(self, work: Work, context: Context, piece: Piece) -> Waiting:
+        match work:
+            case Value(value):
+                return dict(value)
+            case Steps(works):
+                merged: dict[str, Any] = {}
+                for one in works:
+                    merged |= yield from self._do(one, context, piece)
+                return merged
+            case ServeWeights(folder, version):
+                self._need(str(folder.parent) if version else "", piece)
+                yield self.world.length() / 4
+                return {"engine_started": False}
+            case ReleaseEngine():
+                yield self.world.short()
+                return {"action": "keep"}
+            case OpenRendezvous():
+                self.artifacts.ports += 1
+                return {"port": self.artifacts.ports}
+            case ProbeAddresses(addresses, _):
+                yield self.world.short()
+                return {"reached": list(addresses)}
+            case PublishWeights():
+                return (yield from self._publish(work, piece))
+            case Command():
+                return work.extra | (yield from self._command(work, context, piece))
+
+    def _command(self, work: Command, context: Context, piece: Piece) -> Waiting:
+        name = next(word for word in work.argv if word.startswith("fsbarrier.") or word == "torch.distributed.run")
+        programs: dict[str, Callable[[Command, Context, Piece], Waiting]] = {
+            "fsbarrier.workers.rollout": self._rollout,
+            "fsbarrier.aggregate": self._aggregate,
+            "fsbarrier.workers.prepare": self._prepare,
+            "torch.distributed.run": self._update,
+        }
+        piece.inside = False
+        value = yield from programs[name](work, context, piece)
+        piece.inside = True
+        return value
+
+    def _busy(self, piece: Piece, parts: int = 1) -> Iterator[float]:
+        """The time a program takes, in `parts` pieces; where it is to fail, it fails on the way."""
+        length = self.world.length()
+        for number in range(parts):
+            if piece.fails is not None and (number + 1) / parts >= piece.fails:
+                yield length / parts * piece.fails
+                raise ProgramFailed("the program ended with exit code 1")
+            yield length / parts
+
+    def _rollout(self, work: Command, context: Context, piece: Piece) -> Waiting:
+        spec = work.spec
+        self._need(spec["model"].removesuffix("/model") if spec["policy_version"] else "", piece)
+        part = PartFile(context.generation, context.iteration, spec["split"], spec["policy_version"])
+        if spec["part"] in self.artifacts.parts:
+            raise AssertionError(f"two writers of {spec['part']}")
+        self.artifacts.parts[spec["part"]] = part
+        for task, wait in zip(spec["tasks"], self._busy(piece, len(spec["tasks"])), strict=True):
+            yield wait
+            part.groups.append((task, self.world.now))
+        return {"part": spec["part"], "groups": len(part.groups)}
+
+    def _aggregate(self, work: Command, context: Context, piece: Piece) -> Waiting:
+        spec, entries, there = work.spec, list[Entry](), set[int]()
+        for source in spec["parts"]:
+            part = self.artifacts.parts[source["path"]]
+            limit = len(part.groups) if source["valid_bytes"] is None else source["valid_bytes"] // GROUP_BYTES
+            for index, (task, _) in enumerate(part.groups[:limit]):
+                if task in source["tasks"] and task not in there:
+                    there.add(task)
+                    entries.append(Entry(task, source["path"], index, part.generation, part.policy_version))
+        if there != set(spec["expected"]):
+            raise ProgramFailed(f"tasks {sorted(set(spec['expected']) - there)} are in no part")
+        yield from self._busy(piece)
+        meta, adopted = spec["metadata"], [p for p in spec["parts"] if p["valid_bytes"] is not None]
+        self.artifacts.stamps += 1
+        merged = Merged(
+            self.artifacts.stamps,
+            self.world.now,
+            spec["out"],
+            meta["split"],
+            meta["iteration"],
+            context.generation,
+            meta["policy_version"],
+            tuple(spec["expected"]),
+            tuple(adopted),
+            tuple(entries),
+        )
+        self.artifacts.merged[spec["out"]] = merged
+        self.world.history.merges.append(merged)
+        return {"stamp": merged.stamp, "groups": len(entries)}
+
+    def _prepare(self, work: Command, context: Context, piece: Piece) -> Waiting:
+        (source,) = work.spec["merged"]
+        named = context.decided("train_aggregate")
+        found = self.artifacts.merged.get(source)
+        if found is None:
+            raise ProgramFailed(f"{source} is not there")
+        if named is not None:
+            used = Used(self.world.now, piece.process.number, piece.node, named["stamp"], found.stamp)
+            self.world.history.used.append(used)
+        yield from self._busy(piece)
+        self.artifacts.batches[work.spec["batch"]] = found.stamp
+        return {"batch": work.spec["batch"], "groups": len(found.entries)}
+
+    def _update(self, work: Command, context: Context, piece: Piece) -> Waiting:
+        argv = dict(zip(work.argv[:-1], work.argv[1:], strict=True))
+        spec, key = work.spec, (argv["--master-addr"], argv["--master-port"])
+        if spec["batch"] not in self.artifacts.batches:
+            raise ProgramFailed(f"{spec['batch']} is not there")
+        self._need(spec["model"].removesuffix("/model") if spec["policy_version"] else "", piece)
+        for wait in self._busy(piece):
+            yield wait / 2
+        meeting = self.artifacts.meetings.setdefault(key, Meeting(int(argv["--nnodes"])))
+        meeting.pieces[int(argv["--node-rank"])] = piece
+        piece.meeting = meeting
+        if len(meeting.pieces) == meeting.size and not meeting.lost:
+            length = self.world.length()
+            for other in meeting.pieces.values():
+                if other is not piece and other.alive:
+                    work_of = other.process.work
+                    self.world.after(length, lambda w=work_of, o=other: w.advance(o))
+            yield length
+        else:
+            yield FOREVER
+        while meeting.lost:
+            yield FOREVER
+        piece.meeting = None
+        if argv["--node-rank"] == "0":
+            self.artifacts.checkpoints[spec["out"]] = (spec["new_policy_version"], context.generation)
+        return {}
+
+    def _publish(self, work: PublishWeights, piece: Piece) -> Waiting:
+        folder = str(work.folder)
+        yield self.world.short()
+        self._need(folder, piece)
+        self.artifacts.served = folder
+        yield self.world.short()
+        self.artifacts.retain(work.keep, folder)
+        return {"policy_version": work.policy_version, "folder": folder}
+
+    @property
+    def artifacts(self) -> Artifacts:
+        return self.world.artifacts
+
+    def _need(self, folder: str, piece: Piece) -> None:
+        """A policy's folder must be there; "" is the model that the run began with."""
+        if folder and folder not in self.artifacts.checkpoints:
+            missing = Missing(self.world.now, piece.process.number, piece.node, folder)
+            self.world.history.missing.append(missing)
+            raise ProgramFailed(f"{folder} is not there")
+
+    # --- what the table's functions see ---
+
+    def context(self, node: Node) -> Context:
+        """As fsbarrier.context builds it, with simulated files."""
+        generation, position = node.generation, node.position
+        assert generation is not None and position is not None
+        observer = self.process.agent.observer
+
+        def reports(phase_name: str) -> Mapping[int, Payload]:
+            at = Position(position.iteration, PHASE_NAMES.index(phase_name))
+            return observer.reports(generation.number, at, generation.ranks)
+
+        return Context(
+            run_id="sim",
+            paths=observer.paths,
+            settings=self.world.settings,
+            tasks={split: {"path": f"/data/{split}", "count": 6} for split in ("train", "test")},
+            model=cast(Any, "/model"),
+            node_rank=node.rank,
+            incarnation=node.incarnation,
+            members=generation.members,
+            leader=generation.leader,
+            generation=generation.number,
+            iteration=position.iteration,
+            attempt=generation.attempt,
+            phase=self.world.rules.program.rows[position.phase],
+            decisions=node.decisions,
+            python="python",
+            joins=dict(observer.joins),
+            reports=reports,
+            inventory=lambda split: self._inventory(split, position.iteration),
+        )
+
+    def _inventory(self, split: str, iteration: int) -> tuple[PartOnDisk, ...]:
+        """The parts that this host can see, maybe not yet to their ends."""
+        until = self.world.now - self.world.rng.random() * self.process.client.habits.oldest_s
+        found = []
+        for path, part in sorted(self.artifacts.parts.items()):
+            if (part.split, part.iteration) == (split, iteration):
+                tasks = tuple(task for task, when in part.groups if when <= until)
+                if tasks:
+                    found.append(PartOnDisk(path, part.policy_version, len(tasks) * GROUP_BYTES, tasks))
+        return tuple(found)

@@ -1,0 +1,550 @@
+"""A simulated run: N nodes (fsbarrier.node.Agent, the code that runs for real), one disk, virtual time, one seed.
+
+Faults strike for a while; then they stop, and everything must come to an end within a bounded time. The history is judged by
+fsbarrier.sim.invariants.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from random import Random
+from typing import Any, cast
+
+from fsbarrier.errors import Fenced
+from fsbarrier.facts import Join, StopRequest, encode
+from fsbarrier.loader import load_program
+from fsbarrier.membership import Limits
+from fsbarrier.node import Agent
+from fsbarrier.observer import Observer, Paces
+from fsbarrier.paths import RunPaths
+from fsbarrier.program import SLICES, Program
+from fsbarrier.sim import faults
+from fsbarrier.sim.faults import Crash, Livelock, Mishap, Strike, Trouble
+from fsbarrier.sim.history import Ended, Event, History, Said, Write
+from fsbarrier.sim.store import Client, Disk, Habits, SimPath
+from fsbarrier.sim.strand import Strand
+from fsbarrier.sim.work import Artifacts, SimWork
+from fsbarrier.state import Exit, Node, Part, Rules, Stage
+
+ROOT = SimPath("/run")
+BEAT_S = 2.0
+SETTLE_S = 900.0  # virtual time in which everything must have ended after the faults stopped
+Action = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is simulated. Fields left at None are drawn from the seed."""
+
+    nodes: int = 3
+    iterations: int = 1
+    mix: frozenset[str] = faults.USUAL
+    policy: str | None = None
+    min_nodes: int | None = None
+    phases: str | None = None
+    limits: Limits = field(default_factory=lambda: Limits(join_timeout_s=60.0, rejoin_timeout_s=40.0))
+    lengths: tuple[float, ...] | None = None  # of working phases, in seconds; one is drawn each time
+    habits: Habits | None = None
+    clocks: bool = True  # every process has a clock of its own
+
+
+class Process:
+    """One start of one node."""
+
+    def __init__(self, world: World, number: int, rank: int, client: Client, trouble: Trouble) -> None:
+        self.world, self.number, self.rank, self.client, self.trouble = world, number, rank, client, trouble
+        self.up = True
+        self.paused = False
+        self.frozen = False  # the whole host: its programs stand still too
+        self.deferred: list[Action] = []
+        self.started = self.ticked_at = world.now
+        self.tick_at: float | None = None
+        self.strand: Strand | None = None
+        self.joined = False
+        self.failing_since: float | None = None
+        self.mishap: Mishap | None = None
+        self.watching = ""
+        clocks = world.setup.clocks
+        self.offset = world.clocks.uniform(0, 1e6) if clocks else 0.0
+        self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
+        paths = RunPaths(cast(Any, ROOT))
+        observer = Observer(cast(Any, client), paths, world.rules.program, Paces(0.1, BEAT_S / 2, 1.5 * BEAT_S))
+        self.work = SimWork(world, self)
+        host = f"{client.host}"
+        join = Join(rank, 0, host, number, host, (f"10.0.0.{rank}",), world.setup.iterations, time=f"p{number}")
+        self.agent = Agent(cast(Any, client), observer, world.rules, self.work, join, self._record)
+
+    @property
+    def clock(self) -> float:
+        """This process's own monotonic clock."""
+        return self.offset + self.world.now * self.rate
+
+    def wake(self, at: float) -> None:
+        """Look at `at` or before."""
+        if self.up and (self.tick_at is None or at < self.tick_at):
+            self.tick_at = at
+            self.world.at(at, self._tick)
+
+    def _tick(self) -> None:
+        if self.up and self.tick_at is not None and self.tick_at <= self.world.now:
+            self.tick_at = None
+            if not self.paused and self.strand is None:
+                self.world.look(self)
+
+    def _record(self, event: str, node: Node, fields: Any) -> None:
+        self.world.history.events.append(Event(self.world.now, self.number, event, node, fields))
+        if event == "phase_started":
+            assert node.generation is not None and node.position is not None
+            self.watching = self.agent.observer.row_dir(node.generation.number, node.position)
+            self.world.entered(node)
+
+    def loop(self) -> str:
+        """One look of the daemon's loop (or its start), and how it went; never raises."""
+        self.ticked_at = self.world.now
+        try:
+            if not self.joined:
+                self.agent.observer.prepare()
+                self.agent.start(self.clock)
+                self.joined = True
+                return "joined"
+            busy = self.agent.tick(self.clock)
+        except OSError as error:
+            return f"error {error}"
+        except Fenced as error:
+            self.agent.exit = Exit(6, "left", str(error))
+            return "busy"
+        except Crash:
+            return "crash"
+        except Livelock as error:
+            self.world.history.stuck.append(f"node {self.rank}: {error}")
+            return "crash"
+        self.failing_since = None
+        return "busy" if busy else "idle"
+
+
+class World:
+    """One schedule."""
+
+    def __init__(self, seed: int, setup: Setup) -> None:
+        self.setup, self.rng = setup, Random(seed)
+        self.clocks = Random(f"clocks {seed}")
+        self.now = 0.0
+        rng, mix = self.rng, setup.mix
+        policy = setup.policy or rng.choice(("shrink", "shrink", "shrink", "shrink", "wait", "wait", "abort"))
+        phases = setup.phases or rng.choice(("both", "both", "both", "both", "both", "rollout"))
+        first, last = SLICES[phases]
+        self.rules = Rules(
+            _program(),
+            first,
+            last,
+            setup.nodes,
+            setup.min_nodes or rng.choice((1, 1, 1, min(2, setup.nodes))),
+            policy,
+            limits=setup.limits,
+        )
+        self.settings = _settings(setup.nodes, phases)
+        drawn, coarse = faults.draw_habits(rng, mix)
+        self.habits = setup.habits or drawn
+        self.disk = Disk(coarse_s=coarse, order=rng.randrange(3), exclusive="winners" not in mix)
+        self.disk.watch = self._written
+        self.artifacts = Artifacts()
+        hidden_s = self.habits.oldest_s + self.habits.absence_s + BEAT_S
+        self.history = History(first, last, setup.limits.dead_s, hidden_s)
+        self.processes: list[Process] = []
+        self.clients: dict[str, tuple[Client, Trouble]] = {}
+        self.hosts = [f"host{rank}" for rank in range(setup.nodes)]  # where each rank is started now
+        self.strikes = faults.draw_strikes(rng, mix, setup.nodes, setup.iterations)
+        self.mishap_rate = rng.choice((0.0, 0.0, 0.01, 0.05)) if mix else 0.0
+        self.failure_rate = rng.choice((0.0, 0.0, 0.0, 0.01, 0.04)) if "program" in mix else 0.0
+        self.lengths = setup.lengths or rng.choice(((0.05, 0.1, 0.4), (0.1, 0.5, 2.0), (0.05, 0.1, 0.1, 9.0)))
+        self.healed = not mix
+        self.starting = 0  # starts that are due
+        self._heap: list[tuple[float, int, Action]] = []
+        self._order = 0
+        self._beat_of: tuple[int, int] = (0, 0)
+
+    # --- time ---
+
+    def at(self, time: float, action: Action) -> None:
+        self._order += 1
+        heappush(self._heap, (time, self._order, action))
+
+    def after(self, delay: float, action: Action) -> None:
+        self.at(self.now + delay, action)
+
+    def short(self) -> float:
+        return self.rng.random() * 0.02
+
+    def length(self) -> float:
+        """How long a program takes."""
+        return self.rng.choice(self.lengths) * (0.5 + self.rng.random())
+
+    def failure_of(self, node: Node, part: Part) -> float | None:
+        """The share of its time after which a program is to fail; None for a good one."""
+        if self.failure_rate and not self.healed and self.rng.random() < self.failure_rate:
+            self.history.faults.add("program")
+            return self.rng.random()
+        return None
+
+    # --- the schedule ---
+
+    def run(self) -> History:
+        """From the first start to the end of the last process."""
+        self._begin()
+        end = float("inf")
+        while self._heap:
+            time, _, action = heappop(self._heap)
+            if time > end:
+                break
+            self.now = self.disk.now = time
+            action()
+            if not self.starting and not any(process.up for process in self.processes):
+                if self.healed or self._over():
+                    break
+                self._heal()
+            if self.healed and end == float("inf"):
+                end = self.now + SETTLE_S
+        self._close()
+        return self.history
+
+    def _begin(self) -> None:
+        if "junk" in self.setup.mix and self.rng.random() < 0.3:
+            _litter(self.disk, self.rng)
+        for rank in range(self.setup.nodes):
+            self.start(rank, self.rng.random() * self.rng.choice((0.01, 1.0, 6.0)))
+        last = 0.0
+        for strike in self.strikes:
+            if not strike.iteration:
+                self.at(strike.time, lambda strike=strike: self.strike(strike))
+                last = max(last, strike.time)
+        self.at(max(last, 20.0 * self.setup.iterations) + 10.0, self._heal)
+
+    def entered(self, node: Node) -> None:
+        """A node entered a row: the faults that wait for it are let loose."""
+        assert node.position is not None
+        for strike in [s for s in self.strikes if s.iteration == node.position.iteration and s.iteration]:
+            if strike.phase == node.position.phase and strike.rank in (node.rank, None):
+                self.strikes.remove(strike)
+                self.after(strike.delay, lambda strike=strike: self.strike(strike))
+
+    def _over(self) -> bool:
+        """Whether the run has come to an end that nobody will change."""
+        codes = {ended.code for ended in self.history.ended.values()}
+        return codes <= {0, 4, 5} or self.history.stopped_at is not None and codes <= {0, 4, 5, 6}
+
+    def _heal(self) -> None:
+        """The faults stop: what sleeps wakes up, and enough of what is down is started again."""
+        if self.healed:
+            return
+        self.healed = True
+        self.history.healed_at = self.now
+        self.say("all faults stop")
+        self.mishap_rate = 0.0
+        self.strikes.clear()
+        for process in self.processes:
+            process.mishap = None
+            if process.paused:
+                self.resume(process)
+        for _, trouble in self.clients.values():
+            trouble.set_outage(None)
+        down = [rank for rank in range(self.setup.nodes) if not self._lives(rank) and self._may_return(rank)]
+        for rank in down:
+            lonely = not self.starting and not any(process.up for process in self.processes)
+            if self.rules.on_node_failure == "wait" or lonely or self.rng.random() < 0.7:
+                self.start(rank, self.rng.random() * 5)
+
+    def _lives(self, rank: int) -> bool:
+        return any(process.up and process.rank == rank for process in self.processes)
+
+    def _may_return(self, rank: int) -> bool:
+        ended = [self.history.ended[p.number] for p in self.processes if p.rank == rank and not p.up]
+        return not ended or ended[-1].code not in (0, 4, 5)
+
+    def _close(self) -> None:
+        for process in self.processes:
+            if process.up:
+                node = process.agent.node if process.joined else None
+                where = f"{node.stage.value} {node.position} {node.part.value}" if node else "before its start"
+                self.history.stuck.append(f"node {process.rank} still waits ({where})")
+                self.kill(process, "the schedule is over")
+        for client, _ in self.clients.values():
+            for path, count in client.misses.items():
+                self.history.misses[path] = max(count, self.history.misses.get(path, 0))
+            for verb, count in client.ops.items():
+                self.history.operations[verb] = self.history.operations.get(verb, 0) + count
+
+    # --- processes ---
+
+    def start(self, rank: int, delay: float) -> None:
+        """Start a node after `delay` seconds."""
+        self.starting += 1
+        self.after(delay, lambda: self._start(rank))
+
+    def _start(self, rank: int) -> None:
+        self.starting -= 1
+        host = self.hosts[rank]
+        if host not in self.clients:
+            client = Client(self.disk, host, self.habits)
+            self.clients[host] = client, Trouble(client, lambda seconds, stopped: self._block(host, seconds, stopped))
+        process = Process(self, len(self.processes), rank, *self.clients[host])
+        self.processes.append(process)
+        self.history.starts[process.number] = (self.now, rank)
+        self.say(f"node {rank} is started on {host}")
+        process.wake(self.now)
+
+    def look(self, process: Process) -> None:
+        """Let a process look once; one that is to be held up in the middle does so in a thread."""
+        mishap, process.mishap = process.mishap, None
+        if mishap is None and self.mishap_rate:
+            mishap = faults.draw_mishap(self.rng, self.setup.mix, self.mishap_rate)
+            if mishap is not None:
+                self.history.faults.add(mishap.how)
+        process.trouble.begin(mishap)
+        if mishap is not None and mishap.how == "block":
+            process.strand = Strand(process.loop)
+            self._go_on(process)
+        else:
+            self._looked(process, process.loop())
+
+    def _go_on(self, process: Process) -> None:
+        """Run a process that was held up, until it is through or held up again."""
+        if not process.up or process.strand is None:
+            return
+        if process.paused:
+            process.deferred.append(lambda: self._go_on(process))
+        elif process.strand.go_on():
+            strand, process.strand = process.strand, None
+            self._looked(process, strand.result)
+
+    def _block(self, host: str, seconds: float, stopped: bool) -> None:
+        """Called by a process in the middle of an operation."""
+        process = next(p for p in self.processes if p.strand is not None and p.strand.inside)
+        strand = process.strand
+        assert strand is not None
+        if stopped:
+            self.pause(process, seconds, frozen=True)
+            process.deferred.append(lambda: self._go_on(process))
+        else:
+            self.say(f"node {process.rank}: an operation hangs for {seconds:g} s")
+            self.after(seconds, lambda: self._go_on(process))
+        strand.park()
+
+    def _looked(self, process: Process, how: str) -> None:
+        process.trouble.rest()
+        if how == "crash":
+            self.kill(process, "killed in the middle of an operation")
+            return
+        if how.startswith("error"):
+            self._failed_look(process, how)
+        if process.agent.exit is not None:
+            self.finish(process)
+            return
+        if not process.up:
+            return
+        if how == "joined":
+            self._beat(process)
+        joining = not process.joined or process.agent.node.stage is Stage.JOINING
+        young = self.now - process.started < 4.0
+        idle = (0.1 if young else 0.5) if joining else 1.01
+        process.wake(self.now + {"busy": 0.002, "joined": 0.001}.get(how, idle))
+
+    def _failed_look(self, process: Process, how: str) -> None:
+        """The filesystem failed: tried again for a while, as the daemon does; its start is not."""
+        if process.failing_since is None:
+            process.failing_since = self.now
+        if process.joined and self.now - process.failing_since < self.rules.limits.dead_s:
+            return
+        if process.joined:
+            process.agent.exit = Exit(3, "left", how)
+        else:
+            process.up = False
+            self._end(process, 3, how)
+
+    def finish(self, process: Process) -> None:
+        """A process ends by itself: its work, then its last heartbeat."""
+        ended = process.agent.exit
+        assert ended is not None
+        process.work.cancel()
+        self._put_beat(process)
+        process.up = False
+        self._end(process, ended.code, f"{ended.state}: {ended.reason}")
+
+    def _end(self, process: Process, code: int, why: str) -> None:
+        self.history.ended[process.number] = Ended(self.now, process.rank, code, why)
+        self.say(f"node {process.rank} ends with code {code}: {why}")
+        if not self.healed and code in (3, 143) and self.rng.random() < 0.6:
+            self.start(process.rank, 1 + self.rng.random() * 20)
+
+    def kill(self, process: Process, why: str) -> None:
+        """End a process at once, with all its programs."""
+        if not process.up:
+            return
+        process.work.cancel()
+        process.up = process.paused = False
+        if process.strand is not None:
+            process.strand.kill()
+        process.trouble.rest()
+        self.history.ended[process.number] = Ended(self.now, process.rank, None, why)
+        self.say(f"node {process.rank} is dead: {why}")
+
+    def pause(self, process: Process, seconds: float, *, frozen: bool) -> None:
+        if process.up and not process.paused:
+            process.paused, process.frozen = True, frozen
+            self.say(f"node {process.rank} is stopped for {seconds:g} s{' with its host' if frozen else ''}")
+            self.after(seconds, lambda: self.resume(process))
+
+    def resume(self, process: Process) -> None:
+        if process.up and process.paused:
+            process.paused = False
+            self.say(f"node {process.rank} wakes up")
+            waiting, process.deferred = process.deferred, []
+            for action in waiting:
+                self.after(self.short() / 10, action)
+            process.wake(self.now + self.short() / 10)
+
+    # --- heartbeats, and what others notice ---
+
+    def _beat(self, process: Process) -> None:
+        if not process.up:
+            return
+        if process.paused:
+            process.deferred.append(lambda: self._beat(process))
+            return
+        if self.now - process.ticked_at <= self.rules.limits.dead_s:
+            self._put_beat(process)
+        young = self.now - process.started < 4.0
+        joining = process.agent.node.stage is Stage.JOINING
+        self.after((0.2 if young else 1.0) if joining else BEAT_S, lambda: self._beat(process))
+
+    def _put_beat(self, process: Process) -> None:
+        left, process.client.left = process.client.left, faults.NEVER
+        if process.trouble.outage is not None:
+            process.client.left = 1
+        beat = process.agent.beat()
+        self._beat_of = beat.rank, beat.incarnation
+        try:
+            process.client.put(process.agent.observer.paths.beat(beat.rank), encode(beat))  # type: ignore[arg-type]
+        except OSError:
+            pass  # the loop meets the same filesystem
+        process.client.left = left
+
+    def _written(self, path: SimPath, host: str, data: bytes) -> None:
+        if "/beats/" in path:
+            self.history.beats.setdefault(self._beat_of, []).append(self.now)
+            return
+        self.history.writes.append(Write(self.now, host, path, data))
+        directory = path.rpartition("/")[0]
+        for process in self.processes:
+            if not process.up or process.paused or process.client.host == host:
+                continue
+            if process.watching == directory:
+                generation = process.agent.node.generation
+                whole = generation is None or len(self.disk.dirs[directory].names) >= len(generation.members)
+                if whole or self.rng.random() < 0.2:
+                    process.wake(process.client.visible_at(directory) + self.rng.random() * 0.05)
+            elif "/iter-" not in path:
+                process.wake(self.now + 0.05 + self.rng.random() * 0.1)
+
+    def say(self, text: str) -> None:
+        self.history.said.append(Said(self.now, text))
+
+    # --- faults ---
+
+    def strike(self, strike: Strike) -> None:
+        """Let a planned fault happen to the processes that it is meant for."""
+        if self.healed:
+            return
+        self.history.faults.add(strike.kind)
+        if strike.kind == "stop":
+            self._ask_to_stop(now=strike.whole)
+            return
+        for process in [p for p in self.processes if p.up and strike.rank in (p.rank, None)]:
+            if strike.step and process.strand is None and not process.paused:
+                how = "block" if strike.kind != "crash" else self.rng.choice(("crash", "crash-after"))
+                stopped = strike.kind == "pause"
+                process.mishap = Mishap(how, strike.step, seconds=strike.seconds, stopped=stopped)
+                if how != "block":
+                    self._maybe_again(process)
+            else:
+                self._strike_now(strike, process)
+
+    def _strike_now(self, strike: Strike, process: Process) -> None:
+        match strike.kind:
+            case "crash":
+                self.kill(process, "killed")
+                self._maybe_again(process)
+            case "power":
+                hosts = {process.client.host} if strike.rank is not None else {host for host in self.clients}
+                self.kill(process, "its host lost power")
+                for path in self.disk.lose_power(hosts, self.rng, 10.0):
+                    self.say(f"{path} was not flushed and is lost or torn")
+                process.client.drop_caches()
+                self._maybe_again(process)
+            case "pause":
+                self.pause(process, strike.seconds, frozen=strike.whole)
+            case "slow":
+                process.mishap = Mishap("block", 1, seconds=strike.seconds)
+            case "leave":
+                if process.joined and process.strand is None and not process.paused:
+                    process.agent.exit = Exit(143, "left", "stopped by SIGTERM")
+                    self.finish(process)
+            case "twin":
+                self.hosts[process.rank] += "b"
+                self.start(process.rank, 0.0)
+            case "outage":
+                trouble, code = process.trouble, errno.ENOSPC if strike.whole else errno.EIO
+                self.say(f"node {process.rank}: the filesystem fails for {strike.seconds:g} s ({errno.errorcode[code]})")
+                trouble.set_outage(code)
+                self.after(strike.seconds, lambda: trouble.set_outage(None))
+
+    def _maybe_again(self, process: Process) -> None:
+        if self.rng.random() < 0.7:
+            self.start(process.rank, 0.2 + self.rng.random() * self.rng.choice((1.0, 25.0)))
+
+    def _ask_to_stop(self, *, now: bool) -> None:
+        self.say(f"an operator asks to stop{' at once' if now else ''}")
+        self.history.stopped_at = self.now
+        path = RunPaths(cast(Any, ROOT)).stops / f"{len(self.history.writes):06d}.json"
+        self.disk.make_dir(path.parent)  # type: ignore[arg-type]
+        self.disk.write(path, encode(StopRequest(now, "operator")), "operator", True)  # type: ignore[arg-type]
+
+
+_loaded: list[Program] = []
+
+
+def _program() -> Program:
+    if not _loaded:
+        _loaded.append(load_program("rl"))
+    return _loaded[0]
+
+
+def _settings(nodes: int, phases: str) -> dict[str, Any]:
+    """The settings that phases/rl.py looks at."""
+    sampling = {"samples": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 8, "seed": 0}
+    return {
+        "num_nodes": nodes,
+        "rank_weights": None,
+        "rollout_split": None,
+        "rl_phase": phases,
+        "eval_interval": 2,
+        "rollout": {"tasks": 6, **sampling},
+        "eval": {"tasks": 3, "samples": 1},
+        "trainer": {"command": None, "processes_per_node": 1, "timeout_s": 1800},
+        "checkpoint": {"keep": 3},
+    }
+
+
+def _litter(disk: Disk, rng: Random) -> None:
+    """Names and bytes that are none of ours."""
+    coordination = ROOT / "coordination"
+    torn = encode(Join(0, 99, "?", 1, "?"))[:40]
+    disk.junk(coordination / "joins", "node-0000.inc-0099.json", torn)
+    disk.junk(coordination / "joins", ".nfs0000000000a1", b"")
+    disk.junk(coordination / "generations", "gen-000001.json.swp", b"\0" * 64)
+    disk.junk(coordination / "generations", "lost+found", b"")
+    disk.junk(coordination / "beats", "node-0001.json~", b"x")
+    disk.junk(coordination / "beats", "node-0000.json", rng.randbytes(32))
+    disk.junk(coordination / "stops", "000001.json", b"")
