@@ -33,6 +33,7 @@ else:
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 GRACE_S = 5.0  # for a signal that comes from outside
+FIRST_PAUSE_S = 0.002  # between two rounds of killing
 SETTLE_S = 0.5  # what is left when the main program ended by itself gets SIGTERM, then this long
 
 
@@ -75,13 +76,15 @@ class Guard:
 
     def watch(self, child: int) -> int:
         """Wait until no descendant is left; gives the child's exit code (negative: a signal)."""
-        self.child, pause_s = child, 0.002
+        self.child, pause_s, hit = child, FIRST_PAUSE_S, {0: 0}
         while not self.reap():
             left_s = None if self.kill_at is None else self.kill_at - time.monotonic()
             if left_s is not None and left_s <= 0:
-                freeze_and_kill(lambda: below(os.getpid()))
-                self.kill_at = time.monotonic() + pause_s  # unless SIGCHLD tells earlier that all is gone
-                pause_s = min(2 * pause_s, 0.5)
+                before, hit = hit, freeze_and_kill(lambda: below(os.getpid()))
+                # Once more, unless waitpid says first that all is gone: at once after new forks, rarely where
+                # something hangs in the kernel.
+                pause_s = FIRST_PAUSE_S if hit.keys() - before.keys() else min(2 * pause_s, 0.5)
+                self.kill_at = time.monotonic() + pause_s
                 continue
             for fd, _ in self.poller.poll(None if left_s is None else left_s * 1000 + 1):
                 if fd == self.wake:

@@ -10,7 +10,7 @@ import os
 TYPE_CHECKING = False  # importing `typing` would cost the guard 5 ms
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 else:
     try:
         import _signal as signal  # the same functions without the enums, which cost 5 ms
@@ -115,3 +115,16 @@ def freeze_and_kill(find: Callable[[], dict[int, int]]) -> dict[int, int]:
     for pid, start in frozen.items():
         send(pid, start, signal.SIGKILL)
     return frozen
+
+
+def alive(tree: Mapping[int, int]) -> dict[int, int]:
+    """Those of `tree` (pid -> start time) that have not ended."""
+    found = {}
+    for pid, start in tree.items():
+        try:
+            stat = Stat(pid)
+        except OSError:
+            continue
+        if stat.start == start and stat.state not in "ZX":
+            found[pid] = start
+    return found

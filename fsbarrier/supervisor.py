@@ -28,13 +28,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
-from fsbarrier import files, processes
+from fsbarrier import files, leftovers, processes
 from fsbarrier.errors import ProgramFailed, StoreError
 
 GUARD = Path(__file__).with_name("guard.py")
 START_S = 60.0  # a start takes 20 ms; this is for a machine that swaps, or Python on a slow mount
 KILL_S = 30.0  # SIGKILL takes milliseconds, unless a process hangs in the kernel (NFS, a driver)
-SNAPSHOT_S = 5.0  # how old the list of descendants may be, which serves only when both guards were killed
+SNAPSHOT_S = (
+    5.0  # how old the list of descendants may be, which serves when both guards are killed (leftovers.py)
+)
 TAIL_BYTES = 64 * 1024
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
@@ -127,7 +129,7 @@ class Child:
             if self._code is None:
                 self._listen()
             if self._code is None and time.monotonic() - self._seen_at >= SNAPSHOT_S:
-                self._seen, self._seen_at = processes.below(self.guard_pid), time.monotonic()
+                self._remember(processes.below(self.guard_pid))
             return self._code
 
     def wait(self, timeout_s: float) -> int | None:
@@ -137,7 +139,7 @@ class Child:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return None
-            _until_readable([self.fileno()], min(left_s, SNAPSHOT_S))
+            _until_readable(self._line, min(left_s, SNAPSHOT_S))
         return code
 
     def stop(self, grace_s: float = 5.0) -> int:
@@ -190,6 +192,11 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def _remember(self, tree: dict[int, int]) -> None:
+        if tree != self._seen:
+            leftovers.note(str(self.guard_pid), tree)
+        self._seen, self._seen_at = tree, time.monotonic()
+
     def _begin(self, program: bytes, argv0: str) -> None:
         """Hand the program to the guard and wait until it runs. Raises StartFailed."""
         deadline = time.monotonic() + START_S
@@ -204,7 +211,7 @@ class Child:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._guard.wait(KILL_S)
                 raise StartFailed(f"{self.name}: the guard did not answer for {START_S:.0f} s", 126)
-            _until_readable([self.fileno()], deadline - time.monotonic())
+            _until_readable(self._line, deadline - time.monotonic())
             self._listen()
         if self.pid:
             return
@@ -230,39 +237,25 @@ class Child:
             for line in lines:
                 match line.decode().split():
                     case ["started", pid, start]:
-                        self.pid, self._seen[int(pid)] = int(pid), int(start)
+                        self.pid = int(pid)
+                        self._remember({self.pid: int(start)})
                     case ["failed", number, stage]:
                         self._failure, self._told = (int(number), stage), 127
                     case ["ended", code] if self._told is None:
                         self._told = int(code)
             if not data:
                 self._guard.wait()  # it is exiting, else the line were open
-                if self._told is None:
-                    self._end_seen()
+                if (
+                    self._told is None
+                ):  # both guards were killed: the kernel ended the main program, we the rest
+                    fresh = (
+                        time.monotonic() - self._seen_at < 2 * SNAPSHOT_S
+                    )  # its number cannot be reused yet
+                    leftovers.end(self._seen, KILL_S, session=self.pid if fresh else 0)
+                leftovers.forget(str(self.guard_pid))
                 self._code = -int(signal.SIGKILL) if self._told is None else self._told
                 self._line.close()
                 return
-
-    def _end_seen(self) -> None:
-        """Both guards were killed (the kernel then ends the main program): end what else was known of the tree."""
-        fresh = (
-            time.monotonic() - self._seen_at < 2 * SNAPSHOT_S
-        )  # too short for its session's number to be reused
-
-        def find() -> dict[int, int]:
-            found = {pid: stat for pid, stat in processes.scan().items() if stat.state not in "ZX"}
-            ours = {
-                pid: start for pid, start in self._seen.items() if pid in found and found[pid].start == start
-            }
-            if fresh and self.pid:
-                ours |= {pid: stat.start for pid, stat in found.items() if stat.session == self.pid}
-            for pid in list(ours):
-                ours |= processes.below(pid, found)
-            return ours
-
-        deadline = time.monotonic() + KILL_S
-        while (hit := processes.freeze_and_kill(find)) and time.monotonic() < deadline:
-            _until_gone(hit, deadline - time.monotonic())
 
 
 def _program(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> bytes:
@@ -289,13 +282,16 @@ def _open_log(path: Path, name: str, argv: Sequence[str]) -> tuple[int, int]:
     Gives the descriptor and the offset after that line. Raises StoreError.
     """
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    line = f"--- {now} start {name}: {shlex.join(argv)}\n"
+    if ended := leftovers.sweep():
+        line = f"--- {now} ended what a killed daemon had left: {', '.join(map(str, ended))}\n{line}"
     try:
         files.make_dirs(path.parent)
         with contextlib.suppress(FileExistsError):
             os.close(files.open_new(path))
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            os.write(fd, f"--- {now} start {name}: {shlex.join(argv)}\n".encode(errors="surrogateescape"))
+            os.write(fd, line.encode(errors="surrogateescape"))
             return fd, os.lseek(fd, 0, os.SEEK_CUR)
         except OSError:
             os.close(fd)
@@ -304,21 +300,8 @@ def _open_log(path: Path, name: str, argv: Sequence[str]) -> tuple[int, int]:
         raise StoreError(f"{name}: cannot write its log {path}: {error.strerror}") from None
 
 
-def _until_readable(fds: Iterable[int], timeout_s: float) -> None:
+def _until_readable(line: socket.socket, timeout_s: float) -> None:
     poller = select.poll()
-    for fd in fds:
-        if fd >= 0:
-            poller.register(fd, select.POLLIN)
-    poller.poll(max(timeout_s, 0.0) * 1000 + 1)
-
-
-def _until_gone(tree: Mapping[int, int], timeout_s: float) -> None:
-    """Wait for the first of `tree` (pid -> start time) to end, a second at most."""
-    pidfds = []
-    for pid in tree:
-        with contextlib.suppress(ProcessLookupError):
-            pidfds.append(processes.open_pidfd(pid))
-    _until_readable(pidfds, min(timeout_s, 0.01 if -1 in pidfds or not pidfds else 1.0))
-    for pidfd in pidfds:
-        if pidfd >= 0:
-            os.close(pidfd)
+    if line.fileno() >= 0:
+        poller.register(line, select.POLLIN)
+        poller.poll(max(timeout_s, 0.0) * 1000 + 1)

@@ -76,7 +76,9 @@ if sys.stdin.isatty():
     import fcntl, termios
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from pathlib import Path
+from fsbarrier import supervisor
 from fsbarrier.supervisor import Child
+supervisor.SNAPSHOT_S = float(os.environ.get("SNAPSHOT_S", supervisor.SNAPSHOT_S))
 children = []
 def start(number, command):
     children.append(Child.start(command.split("\t"), log_file=Path(sys.argv[2]) / f"{number}.log", name=f"tree{number}"))
@@ -203,6 +205,13 @@ class Daemon:
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 stream.close()
+
+
+def kill_at_once(*pids: int) -> None:
+    """So that none of them can act on another's end."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
 
 
 def guards_of(child_guard: int) -> tuple[int, int]:

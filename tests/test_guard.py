@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from process_tree import ALL, DAEMON, DEADLINE_S, ROOT, Daemon, Fifo, Watched, guards_of
+from process_tree import ALL, DAEMON, DEADLINE_S, ROOT, Daemon, Fifo, Watched, guards_of, kill_at_once
 
 from fsbarrier import guard, processes, supervisor
 from fsbarrier.supervisor import Child
@@ -176,12 +176,6 @@ def test_with_both_guards_killed_the_session_is_found_without_a_snapshot(
     kill_at_once(*guards_of(child.guard_pid))
     assert child.wait(DEADLINE_S) == -signal.SIGKILL
     watched.wait_gone()
-
-
-def kill_at_once(*pids: int) -> None:
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in pids:
-            os.kill(pid, number)
 
 
 @pytest.mark.parametrize("which", [(0,), (1,), (0, 1)], ids=["outer", "inner", "both"])
