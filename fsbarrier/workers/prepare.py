@@ -1,0 +1,144 @@
+"""Phase 8: merged trajectories to one training batch, with advantages and the order of the minibatches fixed.
+
+`python -m fsbarrier.workers.prepare --spec SPEC.json`. The batch is a torch file of plain tensors: all trajectories' tokens one
+after the other, `offsets` between them, and for each optimizer step the indices of its trajectories.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsbarrier import files
+from fsbarrier.errors import UsageError
+from fsbarrier.trajectories import iter_trajectories
+from fsbarrier.workers.losses import group_advantages
+from fsbarrier.workers.spec import Progress, run_worker
+
+Trajectory = Mapping[str, Any]
+
+
+@dataclass
+class Batch:
+    """Trajectories laid end to end. `weights` [trajectories]: advantages (grpo) or 1 for successes (rft)."""
+
+    token_ids: list[Tensor] = field(default_factory=list)
+    loss_mask: list[Tensor] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+
+    def add(self, trajectory: Trajectory, weight: float) -> None:
+        tokens = torch.as_tensor(trajectory["token_ids"], dtype=torch.int32)
+        mask = torch.as_tensor(trajectory["loss_mask"], dtype=torch.uint8)
+        logprobs = torch.as_tensor(trajectory["logprobs"], dtype=torch.float32)
+        if not len(tokens) == len(mask) == len(logprobs):
+            where = f"task {trajectory['task_id']}, sample {trajectory['sample']}"
+            raise UsageError(f"{where}: token_ids, loss_mask and logprobs have different lengths")
+        if int(mask.sum()) == 0:
+            return
+        self.token_ids.append(tokens)
+        self.loss_mask.append(mask)
+        self.logprobs.append(logprobs)
+        self.weights.append(weight)
+        self.rewards.append(float(trajectory["reward"]))
+
+
+def main(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    settings = spec["settings"]
+    batch, groups, dropped, rewards = Batch(), 0, 0, []
+    for merged in spec["merged"]:
+        for group in groups_of(iter_trajectories(Path(merged))):
+            groups += 1
+            rewards += [float(t["reward"]) for t in group]
+            dropped += not add_group(batch, group, settings["algorithm"])
+            progress.show(len(rewards), 0, "trajectories")
+    steps = minibatches(
+        len(batch.weights),
+        settings["trainer"]["minibatch"],
+        settings["trainer"]["epochs"],
+        seed=f"{settings['rollout']['seed']}:{spec['iteration']}",
+    )
+    out = Path(spec["batch"])
+    files.make_dirs(out.parent)
+    save(out, batch, steps, spec)
+    return {
+        "batch": str(out),
+        "trajectories": len(batch.weights),
+        "groups": groups,
+        "dropped_groups": dropped,
+        "tokens": sum(int(mask.sum()) for mask in batch.loss_mask),
+        "steps": len(steps),
+        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+    }
+
+
+def groups_of(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
+    """Consecutive trajectories of one task; a merged file holds each group together."""
+    group: list[Trajectory] = []
+    for trajectory in trajectories:
+        if group and trajectory["task_index"] != group[0]["task_index"]:
+            yield group
+            group = []
+        group.append(trajectory)
+    if group:
+        yield group
+
+
+def add_group(batch: Batch, group: list[Trajectory], algorithm: Mapping[str, Any]) -> bool:
+    """Add what of a group there is to learn from; False if nothing. A failed or cut-off trajectory keeps its reward of 0."""
+    rewards = torch.tensor([float(t["reward"]) for t in group], dtype=torch.float64)
+    before = len(batch.weights)
+    if algorithm["loss"] == "rft":
+        for trajectory in group:
+            if trajectory["valid"] and trajectory["reward"] > 0:
+                batch.add(trajectory, float(trajectory["reward"]))
+    elif not (algorithm["drop_zero_signal"] and bool((rewards == rewards[0]).all())):
+        advantages = group_advantages(rewards, normalize_std=algorithm["normalize_std"])
+        for trajectory, advantage in zip(group, advantages.tolist(), strict=True):
+            batch.add(trajectory, advantage)
+    return len(batch.weights) > before
+
+
+def minibatches(count: int, size: int, epochs: int, *, seed: str) -> list[Tensor]:
+    """The indices of each optimizer step: each epoch is a shuffled pass, cut into equal pieces of about `size`."""
+    steps: list[Tensor] = []
+    for epoch in range(epochs if count else 0):
+        order = list(range(count))
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+        steps += torch.tensor(order, dtype=torch.int64).chunk(max(1, round(count / size)))
+    return steps
+
+
+def save(out: Path, batch: Batch, steps: list[Tensor], spec: Mapping[str, Any]) -> None:
+    lengths = torch.tensor([0, *(len(t) for t in batch.token_ids)], dtype=torch.int64)
+
+    def flat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
+
+    content = {
+        "token_ids": flat(batch.token_ids, torch.int32),
+        "loss_mask": flat(batch.loss_mask, torch.uint8),
+        "logprobs": flat(batch.logprobs, torch.float32),
+        "offsets": lengths.cumsum(0),
+        "weights": torch.tensor(batch.weights, dtype=torch.float32),
+        "rewards": torch.tensor(batch.rewards, dtype=torch.float32),
+        "steps": steps,
+        "metadata": {key: spec[key] for key in ("run_id", "iteration", "generation", "policy_version")},
+    }
+    temporary = out.with_name(f".{out.name}.tmp")
+    torch.save(content, temporary)
+    with temporary.open("rb") as stream:
+        files.write_atomic(out, stream.read(), durable=True)
+    temporary.unlink()
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker(main))

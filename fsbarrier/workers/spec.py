@@ -1,0 +1,57 @@
+"""What every worker program does around its work: read the spec, show progress, leave a result, fail in one line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from fsbarrier import files
+from fsbarrier.errors import FsbarrierError
+
+SHOW_S = 0.2
+
+
+class Progress:
+    """The progress file: rewritten as a whole, at most five times a second; it is also the program's sign of life."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path, self._shown_at = path, 0.0
+
+    def show(self, done: int, total: int, unit: str, *, last: bool = False, **fields: Any) -> None:
+        """Say how far the work is. `fields`: reward_mean, tokens_per_s, note."""
+        now = time.monotonic()
+        if self._path is None or (now - self._shown_at < SHOW_S and not last):
+            return
+        self._shown_at = now
+        known = {"reward_mean": None, "tokens_per_s": None, "note": ""}
+        files.write_atomic(
+            self._path, json.dumps({"done": done, "total": total, "unit": unit, **known, **fields}).encode()
+        )
+
+
+def run_worker(main: Callable[[dict[str, Any], Progress], dict[str, Any] | None]) -> int:
+    """Run `main(spec, progress)` and leave its result (None: this process leaves none); gives the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--spec", type=Path, required=True, help="the JSON file that says what to do")
+    spec = json.loads(parser.parse_args().spec.read_text())
+    signal.signal(signal.SIGTERM, _end)
+    files.set_shared_group(bool(spec["settings"].get("shared_group")))
+    try:
+        result = main(spec, Progress(Path(spec["progress"])))
+    except FsbarrierError as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_code if error.exit_code == 2 else 1
+    if result is not None:
+        files.write_atomic(Path(spec["result"]), json.dumps(result).encode())
+    return 0
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
