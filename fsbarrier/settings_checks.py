@@ -116,10 +116,12 @@ def check(settings: Settings, chosen: Mapping[str, Given]) -> None:
         s.trainer.micro_batch <= s.trainer.minibatch,
         f"{says('trainer.micro_batch')}: must not be above {says('trainer.minibatch')}",
     )
+    learns = s.rl_phase != "rollout" and s.program not in ("toy", "ping")
     require(
-        s.algorithm.loss != "grpo"
-        or s.rollout.samples > 1
-        or s.rl_phase == "rollout"
-        or s.program in ("toy", "ping"),
+        not learns or s.rollout.temperature > 0,
+        f"{says('rollout.temperature')}: greedy samples of a task are all alike; an update needs more than 0",
+    )
+    require(
+        not learns or s.algorithm.loss != "grpo" or s.rollout.samples > 1,
         f"{says('rollout.samples')}: {says('algorithm.loss')} compares the samples of a task; give 2 or more",
     )

@@ -88,6 +88,7 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
         (["rollout.max_tokens=2048"], "leaves no room for a prompt in engine.max_model_len=2048"),
         (["eval.max_tokens=4096"], "eval.max_tokens=4096: leaves no room"),
         (["trainer.minibatch=16"], "must not be above trainer.minibatch=16"),
+        (["rollout.temperature=0"], "rollout.temperature=0.0: greedy samples of a task are all alike"),
         (["rollout.samples=1"], "algorithm.loss=grpo compares the samples of a task"),
         (["rollout.samples=0", "rollout.tasks=0"], "(and 1 more)"),
         (["hello"], "unexpected argument 'hello'; settings are written key=value"),
