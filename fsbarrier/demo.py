@@ -2,7 +2,7 @@
 
 `dcba=` must be answered with `abcd` and the end of the text. There are 26^4 prompts; a hash of the prompt says whether it may
 be trained on or is held out, so the two files cannot share a prompt whatever the seed. A tiny model that has seen mostly wrong
-demonstrations answers a quarter of them and learns the rest by reinforcement within six iterations.
+demonstrations answers a quarter of them and learns most of the rest by reinforcement within eight iterations.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TRAIN_TASKS: Final = 4096
 TEST_TASKS: Final = 512
 
 DEMO_SETTINGS: Final[dict[str, Any]] = {
-    "iterations": 6,
-    "rollout.tasks": 96,
+    "iterations": 8,
+    "rollout.tasks": 128,
     "rollout.samples": 16,
     "rollout.temperature": 1.0,
     "rollout.max_tokens": 8,
@@ -35,10 +35,10 @@ DEMO_SETTINGS: Final[dict[str, Any]] = {
     "eval.temperature": 1.0,
     "reward.kind": "exact",
     "algorithm.loss": "grpo",
-    "optimizer.lr": 3e-4,
+    "optimizer.lr": 5e-4,
     "optimizer.warmup_steps": 4,
     "trainer.epochs": 2,
-    "trainer.minibatch": 256,
+    "trainer.minibatch": 512,
     "trainer.micro_batch": 256,
     "trainer.dtype": "float32",
     "engine.dtype": "float32",
