@@ -126,8 +126,9 @@ def scan_shard(path: Path, limit_bytes: int | None = None, *, verify: bool = Tru
     with reading(path) as fd:
         size = os.fstat(fd).st_size
         limited = size if limit_bytes is None else min(size, limit_bytes)
-        first = parse_header_at(fd, 0, size)
-        if first.name != SHARD_JSON:
+        if _is_torn_start(fd, limited):
+            return ShardScan(path, {}, (), 0, limited, finished=False)
+        if _first_name(fd, size) != SHARD_JSON:
             return _scan_merged(path, fd, size, verify)
         scanner = _Scanner(fd, limited, verify)
         scanner.run()
@@ -144,6 +145,22 @@ def scan_shard(path: Path, limit_bytes: int | None = None, *, verify: bool = Tru
             scanner.header["prefix"],
             entries=tuple(scanner.start),
         )
+
+
+def _is_torn_start(fd: int, size: int) -> bool:
+    """Whether a writer was killed, or its machine lost power, before the first entry was whole."""
+    start = os.pread(fd, HEADER_MAX, 0)[:size]
+    if not any(start):
+        return True
+    if not b"PK\3\4".startswith(start[:4]) or not SHARD_JSON.encode().startswith(
+        start[30 : 30 + len(SHARD_JSON)]
+    ):
+        return False
+    try:
+        parse_header_at(fd, 0, size)
+    except FormatError:
+        return True
+    return False
 
 
 def parse_header_at(fd: int, offset: int, size: int) -> Entry:
@@ -272,13 +289,21 @@ def read_group(fd: int, entry: Entry, storages: tuple[Entry, ...]) -> GroupEntry
         raise FormatError(f"the description of group {key} lacks {error}") from None
 
 
-def _scan_merged(path: Path, fd: int, size: int, verify: bool) -> ShardScan:
+def _first_name(fd: int, size: int) -> str:
+    """The name of the first entry. Raises NotOurs where it is not written as all of ours are, OSError."""
+    start = os.pread(fd, HEADER_MAX, 0)[:size]
     try:
-        entries = {entry.name: entry for entry in read_directory(fd, size)}
-    except FormatError as error:
-        raise NotOurs(f"not a trajectory file of fsbarrier ({error})") from None
+        return parse_header(start, 0).name
+    except FormatError:
+        if start[30 : 30 + len(SHARD_JSON)] == SHARD_JSON.encode():
+            raise
+        raise NotOurs("it was not written by fsbarrier") from None
+
+
+def _scan_merged(path: Path, fd: int, size: int, verify: bool) -> ShardScan:
+    entries = {entry.name: entry for entry in read_directory(fd, size)}
     if MERGE_JSON not in entries:
-        raise NotOurs("a zip file, but not a trajectory file of fsbarrier")
+        raise NotOurs("it was not written by fsbarrier")
     entry = entries[MERGE_JSON]
     index = parse_json(checked(fd, entry.data_offset, entry.size, entry.crc, "merge.json"), "merge.json")
     try:

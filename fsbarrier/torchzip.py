@@ -7,6 +7,7 @@ the classic fields cannot hold go into zip64 fields.
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 from collections.abc import Iterable, Iterator
@@ -245,13 +246,25 @@ def write_at(fd: int, offset: int, data: bytes | bytearray | memoryview) -> int:
 
 def crc32_combine(first: int, second: int, second_size: int) -> int:
     """The CRC-32 of two byte strings joined, from the CRC-32 of each and the size of the second (as zlib's)."""
-    power, position = 1 << 31, 3  # x^0; x^(8 * second_size) by repeated squaring
+    position = 0
     while second_size:
-        if second_size & 1:
-            power = _multiply(_SQUARES[position & 31], power)
-        second_size >>= 1
+        if digit := second_size & 0xFF:
+            first = _multiply(_power(digit, position), first)
+        second_size >>= 8
         position += 1
-    return _multiply(power, first) ^ second
+    return first ^ second
+
+
+@functools.cache
+def _power(digit: int, position: int) -> int:
+    """x^(8 * digit * 256^position) modulo the CRC-32 polynomial, coefficients reflected."""
+    result, square = 1 << 31, _SQUARES[(3 + 8 * position) & 31]
+    while digit:
+        if digit & 1:
+            result = _multiply(square, result)
+        square = _multiply(square, square)
+        digit >>= 1
+    return result
 
 
 def _multiply(a: int, b: int) -> int:
@@ -266,6 +279,6 @@ def _multiply(a: int, b: int) -> int:
     return product
 
 
-_SQUARES = [1 << 30]
+_SQUARES = [1 << 30]  # x^(2^n); it repeats after 32
 for _ in range(31):
     _SQUARES.append(_multiply(_SQUARES[-1], _SQUARES[-1]))

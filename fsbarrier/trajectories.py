@@ -6,17 +6,12 @@ functions here need no torch, and read files that are still growing too.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fsbarrier.errors import StoreError
-from fsbarrier.files import fsync_dir, open_new
-from fsbarrier.shardscan import CHUNK, DATA, GroupEntry, NotOurs, ShardScan, checked, reading, scan_shard
+from fsbarrier.shardscan import DATA, GroupEntry, NotOurs, ShardScan, checked, reading, scan_shard
 from fsbarrier.shardwriter import ShardInfo, ShardWriter
 from fsbarrier.torchpickle import FormatError
 from fsbarrier.torchunpickle import ForeignObject, Unpickler
@@ -31,7 +26,6 @@ __all__ = [
     "ShardScan",
     "ShardWriter",
     "iter_trajectories",
-    "link_checkpoint",
     "load",
     "scan_shard",
 ]
@@ -106,28 +100,3 @@ def _load_finished(fd: int, entries: dict[str, Entry]) -> dict[str, Any]:
     if not isinstance(value, dict) or not isinstance(value.get("trajectories"), list):
         raise FormatError('it does not hold {"trajectories": [...], "metadata": {...}}')
     return value
-
-
-def link_checkpoint(part: Path, checkpoint: Path) -> None:
-    """Give the finished file `part` its final name as well, in one step, replacing an older one. Raises StoreError.
-
-    A hard link where the filesystem has them, else a copy.
-    """
-    temporary = checkpoint.with_name(f".{checkpoint.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        try:
-            try:
-                os.link(part, temporary)
-            except OSError:
-                with part.open("rb") as source, os.fdopen(open_new(temporary), "wb") as target:
-                    shutil.copyfileobj(source, target, CHUNK)
-                    target.flush()
-                    os.fsync(target.fileno())
-            os.replace(temporary, checkpoint)
-        finally:
-            # Replacing a name by another link to the same file leaves both names in place.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-        fsync_dir(checkpoint.parent)
-    except OSError as error:
-        raise StoreError(f"{checkpoint}: cannot link {part.name} to it: {error.strerror or error}") from error
