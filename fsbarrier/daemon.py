@@ -253,6 +253,8 @@ def make_engine(record: RunRecord, log_dir: Path, work_dir: Path, needs: frozens
 class NoEngine:
     """The engine of a program without a model."""
 
+    threads = 0
+
     def ensure(self, weights: Path, policy_version: int, *, cancel: threading.Event) -> Any:
         raise StoreError("this program has no engine")
 

@@ -112,7 +112,7 @@ def describe_work(work: Work) -> list[str]:
             return [f"decide {_short(value)}"] if value else []
         case Steps(works):
             return [text for one in works for text in describe_work(one)]
-        case ServeWeights(folder, version):
+        case ServeWeights(folder, version, _):
             return [f"engine: serve {folder} as policy version {version}"]
         case ReleaseEngine():
             return ["engine: give the accelerator's memory back"]

@@ -42,6 +42,8 @@ WATCH_S = 0.25  # how often a running program's progress is looked at
 class EngineLike(Protocol):
     """What work needs of the local engine (fsbarrier/engine.py)."""
 
+    threads: int
+
     def ensure(self, weights: Path, policy_version: int, *, cancel: threading.Event) -> Any: ...
 
     def release(self, *, cancel: threading.Event) -> Mapping[str, Any]: ...
@@ -141,11 +143,17 @@ class Jobs:
                     events = [*merged.get("events", ()), *value.get("events", ())]
                     merged |= value | ({"events": events} if events else {})
                 return merged
-            case ServeWeights(folder, version):
+            case ServeWeights(folder, version, threads):
+                self.engine.threads = threads
                 self._progress = {"note": f"engine: policy version {version}"}
                 info = self.engine.ensure(folder, version, cancel=cancel)
                 self._engine_info = {"url": info.url, "api_key": info.api_key, "model": info.model}
-                return {"engine_started": info.started, "engine_s": round(info.seconds, 3)}
+                fields = {
+                    "engine_action": info.action,
+                    "engine_s": round(info.seconds, 3),
+                    "engine_note": info.note,
+                }
+                return {**fields, "events": [{"event": "engine_ready", "serving": version, **fields}]}
             case ReleaseEngine():
                 return dict(self.engine.release(cancel=cancel))
             case OpenRendezvous(loopback):

@@ -64,10 +64,14 @@ class Command:
 
 @dataclass(frozen=True)
 class ServeWeights:
-    """The local engine is to serve `folder` as `policy_version`: started, reloaded in place, or left as it is."""
+    """The local engine is to serve `folder` as `policy_version`: started, reloaded in place, or left as it is.
+
+    `threads`: how many it may compute with, where it computes on a CPU.
+    """
 
     folder: Path
     policy_version: int
+    threads: int = 0
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,15 @@ class Context:
     inventory: Callable[[str], tuple[PartOnDisk, ...]] = field(default=lambda _: ())
     accelerators: int = 0  # on this node
     cpus: int = 1
+
+    @property
+    def threads(self) -> int:
+        """The CPUs of this host, shared among the members that run on it."""
+        here = self.joins.get(self.node_rank)
+        sharing = [
+            r for r in self.ranks if here and r in self.joins and self.joins[r].boot_id == here.boot_id
+        ]
+        return max(1, self.cpus // max(1, len(sharing)))
 
     @property
     def policy_version(self) -> int:

@@ -84,7 +84,7 @@ def rollout(ctx: Context, split: str, assigned: Payload | None, sampling: Payloa
             key: sampling[key] for key in ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
         },
     )
-    return Steps((ServeWeights(ctx.policy.model, ctx.policy.version), command))
+    return Steps((ServeWeights(ctx.policy.model, ctx.policy.version, ctx.threads), command))
 
 
 def aggregate_train(ctx: Context) -> Work:
@@ -230,10 +230,7 @@ def update(ctx: Context) -> Work:
     address, port = ready["master_addr"], ready["master_port"]
     node, nodes = ctx.ranks.index(ctx.node_rank), len(ctx.ranks)
     known = {"out": str(out), "policy_version": version}
-    on_this_host = sum(
-        1 for r in ctx.ranks if r in ctx.joins and ctx.joins[r].boot_id == ctx.joins[ctx.node_rank].boot_id
-    )
-    env = {"OMP_NUM_THREADS": str(max(1, ctx.cpus // max(1, on_this_host)))} if not ctx.accelerators else {}
+    env = {} if ctx.accelerators else {"OMP_NUM_THREADS": str(ctx.threads)}
     if address == "127.0.0.1":
         env["GLOO_SOCKET_IFNAME"] = "lo"
     if ctx.settings["trainer"]["command"]:
@@ -273,7 +270,7 @@ def start_engine(ctx: Context) -> Work:
     """Every node: vLLM serves the new weights, reloaded in place or started."""
     if ctx.settings["rl_phase"] == "update":
         return NOTHING
-    return ServeWeights(ctx.policy.model, ctx.policy.version)
+    return ServeWeights(ctx.policy.model, ctx.policy.version, ctx.threads)
 
 
 PROGRAM = Program(
