@@ -30,7 +30,9 @@ class ContextMaker:
 
         def reports(phase_name: str) -> Mapping[int, Payload]:
             at = Position(position.iteration, PHASE_NAMES.index(phase_name))
-            return self.observer.reports(generation.number, at, generation.ranks)
+            published = self.observer.reports(generation.number, at, generation.ranks)
+            # in its own row the leader's result is not published yet: it goes on to the leader's work first
+            return {node.rank: node.result, **published} if at == position else published
 
         def inventory(split: str) -> tuple[PartOnDisk, ...]:
             return parts_on_disk(
