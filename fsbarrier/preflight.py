@@ -205,7 +205,7 @@ def _task_file(data_path: Path, split: str) -> Path:
     return there[0]
 
 
-# --- reward and trainer -------------------------------------------------------------------------------------------------
+# --- reward, engine, trainer -------------------------------------------------------------------------------------------------
 
 
 def check_reward(kind: str) -> None:
@@ -242,6 +242,17 @@ def _defined(tree: ast.Module) -> list[str]:
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
                 names += [alias.asname or alias.name for alias in aliases]
     return names
+
+
+def check_engine(settings: Mapping[str, Any], environ: Environ) -> None:
+    """A server that is there already has an address, and the variable that holds its key is set on this node."""
+    from fsbarrier.engine_client import normal_url
+
+    engine = settings["engine"]
+    if engine["url"] is not None:
+        normal_url(engine["url"])
+    if engine["api_key_env"] is not None and not environ.get(engine["api_key_env"]):
+        raise UsageError(f"engine.api_key_env={engine['api_key_env']}: this variable is not set here")
 
 
 def check_trainer(command: str | None) -> None:

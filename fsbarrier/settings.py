@@ -151,7 +151,9 @@ class Engine(Section):
         "auto", "How its accelerator memory is freed for the update; auto: keep on CPU, else what frees it."
     )
     url: str | None = setting(
-        None, "A server that is there already (`--debug-mode`), seen from each node: http://127.0.0.1:8000."
+        None,
+        "A server that is there already, seen from each node, to be used but not managed; none: one of "
+        "one's own, or with `--debug-mode` http://127.0.0.1:8000.",
     )
     api_key_env: str | None = setting(None, "Environment variable with that server's key.")
 

@@ -89,7 +89,7 @@ def _create(
     if rank is None and resolved.settings.num_nodes > 1 and not request.dry_run:
         raise UsageError(_no_rank(resolved.settings.num_nodes, request.environ))
     nested = dict(resolved.nested)
-    _check_own(nested, program)
+    _check_own(nested, program, request.environ)
     tasks, model = _inputs(nested, program, request.environ, is_demo)
     nested["model"] = model
     record = runrecord.new(log_path, nested, settings.digest(nested), tasks=tasks, model=model)
@@ -137,10 +137,12 @@ def _no_rank(num_nodes: int, environ: Mapping[str, str]) -> str:
     return f"which of the {num_nodes} nodes is this? give --master (node 0) or --worker R, or set NODE_RANK{unused}"
 
 
-def _check_own(nested: Mapping[str, Any], program: Program) -> None:
+def _check_own(nested: Mapping[str, Any], program: Program, environ: Mapping[str, str]) -> None:
     """What belongs to the user beside data and model."""
     if "data" in program.needs:
         preflight.check_reward(nested["reward"]["kind"])
+    if "model" in program.needs:
+        preflight.check_engine(nested, environ)
     preflight.check_trainer(nested["trainer"]["command"])
 
 
@@ -181,7 +183,8 @@ def _join(request: Request, given: Mapping[str, Given], record: RunRecord) -> St
     )
     if rank is None and num_nodes > 1 and not request.dry_run:
         raise UsageError(_no_rank(num_nodes, request.environ))
-    load_program(record.settings["program"])
+    if "model" in load_program(record.settings["program"]).needs:
+        preflight.check_engine(record.settings, request.environ)  # variables are each node's own
     runrecord.check_tasks(record)
     return Start(record, rank.value if rank else 0, resolved.settings.iterations, created=False)
 

@@ -216,6 +216,11 @@ CASES = {
     "reward file is missing": (RL + "reward.kind=none.py:reward", ["none.py", "No such file"]),
     "reward function is missing": (RL + "reward.kind=reward.py:rewrd", ["rewrd", "did you mean reward?"]),
     "reward file is no Python": (RL + "reward.kind=broken.py:reward", ["broken.py, line 1"]),
+    "engine address is none": (RL + "engine.url=ftp://x", ["engine.url=ftp://x", "http://"]),
+    "engine key is not set": (
+        RL + "engine.api_key_env=NO_SUCH_KEY",
+        ["engine.api_key_env=NO_SUCH_KEY", "not set"],
+    ),
     "demo with a rank": ("run --demo --worker 1", ["--demo", "--worker"]),
     "demo with a model": ("run --demo --model model", ["--model", "demo"]),
     "launch without a place": ("launch", ["launch", "`local`"]),
