@@ -24,7 +24,8 @@ FRAME_S = 0.25
 KEPT_ITERATIONS = 20
 RECENT_S = 10.0  # events older than this, when the following begins, are not told as lines
 ENDED = frozenset({"finished", "stopped", "broken"})
-LASTING_S = 1.0  # an end counts once it was seen for this long: a start right after it looks like one for a moment
+#: An end counts once it was seen for this long: a start right after one looks like it for a moment.
+LASTING_S = 1.0
 
 
 class Process(Protocol):
@@ -211,7 +212,8 @@ def status_parts(status: RunStatus, width: int) -> list[Any]:
     waiting = screen.waiting_line(status)
     times = screen.time_line(status.times, width)
     files = [
-        screen.line((f"{name.replace('_', ' '):<19}", "dim"), one_line(path)) for name, path in status.files.items()
+        screen.line((f"{name.replace('_', ' '):<19}", "dim"), one_line(path))
+        for name, path in status.files.items()
     ]
     return [
         *screen.header(status, width),

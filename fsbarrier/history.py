@@ -30,13 +30,14 @@ class Rewards:
 
 @dataclass(frozen=True)
 class Loss:
-    """A member that was found to be gone."""
+    """A member that was found to be gone. `seen_at`: when, by the finder's clock, its last heartbeat was seen; None: unknown."""
 
     at: float
     generation: int
     node_rank: int
     host: str
     why: str
+    seen_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class History:
     failures: list[Failure] = field(default_factory=list)
     endings: dict[int, Ending] = field(default_factory=dict)
     events: list[Line] = field(default_factory=list)
-    generations: set[int] = field(default_factory=set)
+    _silent_since: dict[tuple[int, int], float] = field(default_factory=dict)
     _told: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
     def feed(self, line: Line) -> None:
@@ -91,8 +92,10 @@ class History:
                 integer(line.fields, "code"),
                 text(line.fields, "reason"),
             )
-        elif line.event == "generation_started":
-            self.generations.add(line.generation)
+        elif line.event == "node_suspected":
+            rank, silent_s = integer(line.fields, "suspect"), number(line.fields, "silent_s")
+            if rank is not None and silent_s is not None:
+                self._silent_since[line.generation, rank] = line.at - silent_s
         elif line.event in RESULTS:
             self._result(line)
         if self._news(line):
@@ -146,8 +149,9 @@ class History:
             rank = integer(item, "node_rank")
             known = {(loss.generation, loss.node_rank) for loss in self.losses}
             if rank is not None and (line.generation, rank) not in known:
+                seen_at = self._silent_since.get((line.generation, rank))
                 self.losses.append(
-                    Loss(line.at, line.generation, rank, text(item, "host"), text(item, "why"))
+                    Loss(line.at, line.generation, rank, text(item, "host"), text(item, "why"), seen_at)
                 )
 
     def _failed(self, line: Line) -> None:
@@ -175,6 +179,8 @@ class History:
 
 #: events that carry a phase's results
 RESULTS = frozenset({"rolled_out", "evaluated", "updated", "weights_published"})
+
+
 def _subject(line: Line) -> tuple[object, ...]:
     """What makes two nodes' reports of an event the same."""
     match line.event:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
@@ -119,7 +120,8 @@ def _tiles(status: RunStatus, finished: Sequence[IterationTime], reader: RunRead
             first = f"{amount(values[0])} → " if len(values) > 1 else ""
             tiles.append((name, f"{first}{amount(values[-1])}", f"best {amount(max(values))}"))
     if finished:
-        seconds, coordination = (sum(getattr(one, f) for one in finished) for f in ("seconds", "coordination_s"))
+        seconds = sum(one.seconds for one in finished)
+        coordination = sum(one.coordination_s for one in finished)
         count = len(finished)
         tiles.append(("an iteration", duration(seconds / count), f"mean of {count}"))
         note = "by one clock" if all(one.exact for one in finished) else "by the hosts' wall clocks"
@@ -250,21 +252,22 @@ def _lanes(
     begin = min(at(span, span.began_s) for span in spans)
     wall_begin = min(span.began_at for span in spans)
     seconds = max(at(span, span.ended_s) for span in spans) - begin
-    losses = [
-        (loss.node_rank, loss)
-        for loss in reader.history.losses
-        if wall_begin <= loss.at <= wall_begin + seconds + 1.0
-    ]
+    losses = [loss for loss in reader.history.losses if wall_begin <= loss.at <= wall_begin + seconds + 1.0]
     lanes = []
     for rank in sorted({span.node_rank for span in spans}):
         own = sorted((span for span in spans if span.node_rank == rank), key=lambda span: span.began_at)
         blocks = [_block(span, at(span, 0.0) - begin) for span in own]
         marks = []
-        for lost, loss in losses:
-            seen = [span for span in own if span.generation <= loss.generation]
-            if lost == rank and seen:
-                last = at(seen[-1], seen[-1].ended_s) - begin
-                marks.append((max(last, 0.0), f"node {rank} is lost: {loss.why}"))
+        for loss in losses:
+            before = [n for n, span in enumerate(own) if span.generation <= loss.generation]
+            if loss.node_rank == rank and before:
+                last = blocks[before[-1]]
+                seen = last.end if loss.seen_at is None else max(last.end, loss.seen_at - wall_begin)
+                if last.cut:  # its journal ends here, its life a little later
+                    blocks[before[-1]] = replace(
+                        last, done=seen if last.done >= last.end else last.done, end=seen
+                    )
+                marks.append((seen, f"node {rank} is lost: {loss.why}"))
         lanes.append(Lane(f"node {rank}", blocks, marks))
     return lanes, seconds
 
@@ -340,9 +343,7 @@ def _nodes(status: RunStatus) -> str:
 
 
 def _events(reader: RunReader) -> str:
-    told = [
-        (line, words) for line in reader.history.happenings() if (words := event_text(line)) is not None
-    ]
+    told = [(line, words) for line in reader.history.happenings() if (words := event_text(line)) is not None]
     if not told:
         return ""
     body = [
@@ -374,4 +375,6 @@ def _plain(value: object) -> str:
 
 
 def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0f}" if value == int(value) and abs(value) < 1e6 else f"{value:.3g}"
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if value == int(value) and abs(value) < 1e6 else f"{value:.3g}"

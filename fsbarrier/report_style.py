@@ -26,7 +26,7 @@ small{color:var(--muted);font-size:12px;display:block}
 .problems{list-style:none;margin:14px 0;padding:10px 14px;border-left:4px solid var(--bad);background:var(--card);overflow-wrap:anywhere}
 .problems .said{color:var(--muted);font-family:ui-monospace,monospace;font-size:12px;padding-left:14px}
 .scroll{overflow-x:auto}
-.chart svg{min-width:560px;width:100%;height:auto;display:block}
+.chart svg{min-width:680px;width:100%;height:auto;display:block}
 svg text{fill:var(--muted);font:11px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 svg text.inside{fill:var(--inside)}
 .grid{stroke:var(--line);stroke-width:1}

@@ -26,6 +26,7 @@ from fsbarrier.words import (
     event_text,
     one_line,
     percent,
+    ranks,
     short,
     sparkline,
 )
@@ -43,7 +44,6 @@ STATE_STYLE = {
     "absent": "dim",
 }
 TRAIN, TEST = "cyan", "magenta"
-SHOWN_RANKS = 6
 SHORT_SHARE = 0.005  # phases below this share of an iteration are told together
 EVENT_STYLE = {
     "node_lost": "red",
@@ -207,14 +207,6 @@ def progress_bar(progress: Mapping[str, Any], room: int) -> Text:
     return line(("━" * full, "green"), ("─" * (width - full), "dim"), counted, (tail, "dim"))
 
 
-def ranks(values: Iterable[int]) -> str:
-    """0, 1, 5 or, where there are many, 0, 1, 2, 3, 4, 5 and 12 more."""
-    chosen = list(values)
-    rest = len(chosen) - SHOWN_RANKS
-    named = ", ".join(map(str, chosen[:SHOWN_RANKS]))
-    return named if rest <= 0 else f"{named} and {rest} more"
-
-
 # --- rewards and times --------------------------------------------------------------------------------------------------------
 
 
@@ -232,7 +224,9 @@ def reward_lines(rewards: Sequence[Rewards], width: int, so_far: float | None = 
         spark = sparkline(curves[name], max(8, min(60, width - 50)), min(known), max(known))
         change = amount(values[0]) + (f" → {amount(values[-1])}" if len(values) > 1 else "")
         note = "  (so far)" if name == "train" and so_far is not None else ""
-        found.append(line(f"reward {name:<8} ", (spark, style), "  ", (change, f"bold {style}"), (note, "dim")))
+        found.append(
+            line(f"reward {name:<8} ", (spark, style), "  ", (change, f"bold {style}"), (note, "dim"))
+        )
     return found
 
 

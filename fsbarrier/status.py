@@ -15,45 +15,13 @@ from fsbarrier.errors import EXIT_SIGINT, EXIT_SIGTERM
 from fsbarrier.history import Rewards
 from fsbarrier.membership import GONE
 from fsbarrier.timings import IterationTime, phase_totals
+from fsbarrier.troubles import NodeStatus, PhaseAt, files, problems
 from fsbarrier.watching import RunReader, still_silent
-from fsbarrier.words import duration, one_line
 
 LOOK_S = 0.05
 WATCHED_BEATS = 1.5
 SHOWN_ITERATIONS = 50
 ALIVE = frozenset({"joining", "running"})
-
-
-@dataclass(frozen=True)
-class PhaseAt:
-    """A row of the program."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True)
-class NodeStatus:
-    """One node rank.
-
-    `state`: joining, running; suspected (its heartbeat stands still), lost (its process is gone, or the others went on without
-    it); left, finished, stopped, broken (its own last word); absent (never seen). `activity`: working, or waiting (done with its
-    row). `last_beat_age_s`: since its heartbeat was seen to move; None: unknown. `silent_s`: for how long it was watched in vain.
-    """
-
-    node_rank: int
-    host: str | None
-    pid: int | None
-    incarnation: int | None
-    state: str
-    activity: str | None = None
-    phase: PhaseAt | None = None
-    iteration: int | None = None
-    progress: Mapping[str, Any] | None = None
-    last_beat_age_s: float | None = None
-    silent_s: float | None = None
-    last_beat_time: float | None = None  # seconds since 1970 by the shared filesystem's clock
-    logs: str | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +118,7 @@ def judge(reader: RunReader, now: float, *, once: bool = False) -> RunStatus:
         state=state,
         run_id=reader.record.run_id,
         log_path=str(reader.log_path),
-        program=str(reader.record.settings.get("program", "")),
+        program=Path(str(reader.record.settings.get("program", ""))).name,
         generation=max(number, generation.number if generation else 0),
         iteration=iteration,
         iterations=_until(reader),
@@ -161,8 +129,8 @@ def judge(reader: RunReader, now: float, *, once: bool = False) -> RunStatus:
         waiting_for=_waiting(reader, nodes, state, now, once),
         rewards=tuple(reader.history.rewards()),
         times=tuple(one for one in reader.times() if one.complete or len(one.phases) > 1),
-        problems=tuple(_problems(reader, nodes, state)),
-        files=_files(reader, nodes),
+        problems=tuple(problems(reader, nodes, state)),
+        files=files(reader, nodes),
         exit_code=code,
     )
 
@@ -255,7 +223,8 @@ def _log_folder(reader: RunReader, rank: int) -> str | None:
     if join is None:
         return None
     for attempt in range(join.incarnation, max(0, join.incarnation - 20), -1):
-        folder = reader.paths.node_logs(attempt, rank)  # a node that rejoined by itself keeps its first folder
+        # a node that rejoined by itself, as another incarnation, keeps its first folder
+        folder = reader.paths.node_logs(attempt, rank)
         if folder.is_dir():
             return str(folder)
     return None
@@ -269,7 +238,8 @@ def _state(reader: RunReader, nodes: tuple[NodeStatus, ...]) -> tuple[str, int |
     newest = reader.newest
     members = [node for node in nodes if newest is not None and node.node_rank in newest.ranks]
     alive = [node for node in nodes if node.state in ALIVE]
-    if newest is not None and newest.verdict is not None and not any(node.state == "joining" for node in nodes):
+    joining = any(node.state == "joining" for node in nodes)
+    if newest is not None and newest.verdict is not None and not joining:
         return "broken", newest.verdict.exit_code
     if alive:
         return "running", None
@@ -305,73 +275,3 @@ def _waiting(
         return None
     seconds, exact = waited
     return Waiting(missing, round(seconds, 3) if exact or not once else None)
-
-
-def _problems(reader: RunReader, nodes: tuple[NodeStatus, ...], state: str) -> list[str]:
-    """What a person should know, the worst first; one line each."""
-    found = []
-    newest, history = reader.newest, reader.history
-    if newest is not None and newest.verdict is not None and state == "broken":
-        found += newest.verdict.reason.splitlines()
-    for node in nodes:
-        name = f"node {node.node_rank}{f' ({node.host})' if node.host else ''}"
-        if node.state == "absent" and newest is None:
-            found.append(f"{name} has not been started yet")
-        elif node.state == "suspected":
-            found.append(f"{name}: no heartbeat while it was watched for {duration(node.silent_s or 0.0)}")
-        elif node.state == "lost":
-            gone = reader.process_gone(node.node_rank)
-            losses = [loss.why for loss in history.losses if loss.node_rank == node.node_rank]
-            why = f"process {node.pid} is gone" if gone and not losses else losses[-1] if losses else "no news"
-            found.append(f"{name} is lost: {why}")
-        elif node.state in ("left", "broken"):
-            ending = history.endings.get(node.node_rank)
-            if ending is not None and state != "broken":
-                found.append(f"{name} ended: {one_line(ending.reason)}")
-    if state in ("running", "stalled") or (state == "broken" and newest and newest.verdict is None):
-        found += _failures(reader)
-    return list(dict.fromkeys(found))
-
-
-def _failures(reader: RunReader) -> list[str]:
-    """The programs that failed in the iteration under way, each once, with what they said last."""
-    latest = {(f.node_rank, f.phase): f for f in reader.history.failures if f.iteration == reader.position[1]}
-    found = []
-    for (rank, phase), failure in list(latest.items())[-3:]:
-        tries = sum(
-            (f.node_rank, f.phase, f.iteration) == (rank, phase, failure.iteration) for f in reader.history.failures
-        )
-        times = f" ({tries} times)" if tries > 1 else ""
-        where = f"node {rank}, iteration {failure.iteration}, phase {phase} {failure.phase_name}"
-        found.append(f"{where} failed{times}: {one_line(failure.error)}")
-        found += [f"  | {one_line(line)}" for line in failure.log[-5:]]
-    return found
-
-
-def _files(reader: RunReader, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
-    """What there is to look at, by what it is."""
-    paths = reader.paths
-    merged = {
-        f"{split}_trajectories": max(
-            _merged_files(paths.trajectories(split)),
-            key=lambda path: (len(path.name), path.name),
-            default=None,
-        )
-        for split in ("train", "test")
-    }
-    named = {"run": paths.root, "model": paths.served_model, **merged, "logs": paths.logs, "events": paths.events}
-    there = {
-        name: str(path)
-        for name, path in named.items()
-        if path is not None and (path.exists() or path.is_symlink())
-    }
-    failed = {f.node_rank for f in reader.history.failures if f.iteration == reader.position[1]}
-    troubled = [node for node in nodes if node.state in ("lost", "suspected") or node.node_rank in failed]
-    return there | {f"node_{node.node_rank}_logs": node.logs for node in troubled[:4] if node.logs}
-
-
-def _merged_files(folder: Path) -> list[Path]:
-    try:
-        return [path for path in folder.iterdir() if path.name.rpartition("iteration")[2].isdecimal()]
-    except OSError:
-        return []

@@ -127,7 +127,7 @@ def _happened(reader: RunReader, width: int) -> list[Text]:
 
 def _files(status: RunStatus) -> Iterator[Text]:
     for name, path in status.files.items():
-        yield line((f"{EXPLAINED.get(name, name):<16}", "dim"), one_line(shown(Path(path))))
+        yield line((f"{EXPLAINED.get(name, name.replace('_', ' ')):<16}", "dim"), one_line(shown(Path(path))))
     run = one_line(shown(Path(status.log_path)))
     yield line((f"{'report':<16}", "dim"), f"fsbarrier report --log-path {run}")
 

@@ -99,7 +99,9 @@ def _curve(series: Series, places: Sequence[tuple[float, float]]) -> list[str]:
     if len(places) <= FEW:
         for (x, y), (px, py) in zip(series.points, places, strict=True):
             title = f"<title>{escape(series.name)} {y:.3f} ({x:g})</title>"
-            found.append(f'<circle class="dot {series.style}" cx="{px:.1f}" cy="{py:.1f}" r="3.5">{title}</circle>')
+            found.append(
+                f'<circle class="dot {series.style}" cx="{px:.1f}" cy="{py:.1f}" r="3.5">{title}</circle>'
+            )
     return found
 
 

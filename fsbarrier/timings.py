@@ -160,7 +160,8 @@ def _row(spans: Sequence[Span], following: Sequence[Span], exact: bool) -> Row:
 
     first = spans[0]
     began = max(on_axis(span, span.began_s) for span in spans)
-    passed = any(span.outcome == PASSED for span in spans)  # then all were done with it, even one that wrote no more
+    # one has passed: then all were done with the row, even one that wrote no more
+    passed = any(span.outcome == PASSED for span in spans)
     if passed and following:
         ended = max(on_axis(span, span.began_s) for span in following)
     else:

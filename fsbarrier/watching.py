@@ -157,8 +157,9 @@ class RunReader:
     def watched_s(self, rank: int, now: float) -> float:
         """Seconds for which a rank's heartbeat has not moved under our eyes, or not been there at all."""
         seen = self.ledger.seen.get(rank)
-        since = seen.since if seen is not None and self.beat(rank) is not None else self.joined_since.get(rank, now)
-        return max(0.0, now - since)
+        if seen is None or self.beat(rank) is None:
+            return max(0.0, now - self.joined_since.get(rank, now))
+        return max(0.0, now - seen.since)
 
     def waited_s(self, now: float) -> tuple[float, bool] | None:
         """How long the row's barrier has been waited for, from its first member's being done; None: nobody waits.
@@ -190,15 +191,15 @@ class RunReader:
 
     def _look_at_generations(self) -> None:
         known = self.newest.number if self.newest else 0
-        found = [int(match[1]) for match in map(_GENERATION.fullmatch, _names(self.paths.generations)) if match]
+        found = [
+            int(match[1]) for match in map(_GENERATION.fullmatch, _names(self.paths.generations)) if match
+        ]
         for number in sorted((n for n in found if n > known), reverse=True):
             record = _read(self.paths.generation(number), Generation)
             if record is not None:
                 self.newest = record
                 if record.verdict is None:
-                    self.position = max(
-                        self.position, (number, record.start.iteration, record.start.phase)
-                    )
+                    self.position = max(self.position, (number, record.start.iteration, record.start.phase))
                 return
 
     def _look_at_journals(self) -> list[Line]:
@@ -208,9 +209,8 @@ class RunReader:
             if match is None:
                 continue
             if name not in self._tails:
-                clock = self._clocks.get((int(match[1]), int(match[2])), "")
-                if not clock:  # its join is not readable (yet): a clock of its own, unless nothing was read so far
-                    clock = f"journal {name}"
+                # a journal whose node's join cannot be read has a clock that nobody shares
+                clock = self._clocks.get((int(match[1]), int(match[2]))) or f"journal {name}"
                 self._tails[name] = JournalTail(self.paths.events / name, clock)
             tail = self._tails[name]
             lines = tail.read()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
 from fsbarrier.history import lost_nodes
 from fsbarrier.lines import Line, integer, number, parse, text
 
+SHOWN_RANKS = 6
 WORTH_S = 1.0  # phases shorter than this are not told as lines
 #: phases that are told when they begin, since they may take long
 LONG_PHASES = frozenset({"train_rollout", "eval_rollout", "update"})
@@ -50,9 +51,7 @@ def _generation(line: Line) -> str:
 def _left(line: Line) -> str:
     reason = text(line.fields, "reason")
     newest = integer(line.fields, "newest")
-    return (
-        f"node {line.node_rank} is not in generation {newest}{f' ({reason})' if reason else ''}; it joins again"
-    )
+    return f"node {line.node_rank} is not in generation {newest}{f' ({reason})' if reason else ''}; it joins again"
 
 
 def _suspect(line: Line) -> str:
@@ -85,9 +84,7 @@ def _rolled_out(line: Line) -> str:
         f"train reward {amount(reward)}" if reward is not None else "",
         f"{count} trajectories" if count is not None else "",
     ]
-    return (
-        f"iteration {line.iteration}: {', '.join(part for part in parts if part) or 'rolled out'}{_policy(version)}"
-    )
+    return f"iteration {line.iteration}: {', '.join(part for part in parts if part) or 'rolled out'}{_policy(version)}"
 
 
 def _evaluated(line: Line) -> str:
@@ -108,7 +105,9 @@ def _updated(line: Line) -> str:
 
 def _published(line: Line) -> str:
     version = integer(line.fields, "policy_version")
-    return f"iteration {line.iteration}: policy version {version if version is not None else '?'} is published"
+    return (
+        f"iteration {line.iteration}: policy version {version if version is not None else '?'} is published"
+    )
 
 
 def _policy(version: int | None) -> str:
@@ -205,6 +204,14 @@ def percent(share: float) -> str:
     """0.04 %, 3.1 %, 42 %."""
     value = 100 * share
     return f"{value:.{2 if value < 0.995 else 1 if value < 9.95 else 0}f} %"
+
+
+def ranks(values: Iterable[int]) -> str:
+    """0, 1, 5 or, where there are many, 0, 1, 2, 3, 4, 5 and 12 more."""
+    chosen = list(values)
+    rest = len(chosen) - SHOWN_RANKS
+    named = ", ".join(map(str, chosen[:SHOWN_RANKS]))
+    return named if rest <= 0 else f"{named} and {rest} more"
 
 
 BLOCKS = " ▏▎▍▌▋▊▉█"

@@ -17,7 +17,14 @@ from fsbarrier.program import PHASE_NAMES
 
 BEGIN = datetime(2026, 3, 1, 9, 0, 0, tzinfo=UTC)
 #: seconds of work in each phase that has any: (phase, of the leader only)
-WORK = {1: (0.2, True), 2: (41.0, False), 4: (1.4, True), 6: (9.5, False), 7: (0.4, False), 8: (2.2, True)} | {
+WORK = {
+    1: (0.2, True),
+    2: (41.0, False),
+    4: (1.4, True),
+    6: (9.5, False),
+    7: (0.4, False),
+    8: (2.2, True),
+} | {
     10: (24.0, False),
     11: (0.9, True),
     12: (1.1, False),
@@ -62,30 +69,55 @@ class FakeRun:
         incarnation = self.incarnations[rank] = self.incarnations.get(rank, 0) + 1
         self.pids[rank] = pid if pid is not None else 4000 + 10 * rank + incarnation
         boot = self.boot_ids.get(rank, f"boot-{self.host(rank)}")
-        record = Join(rank, incarnation, self.host(rank), self.pids[rank], boot, ("192.0.2.1",), self.until, "0.1.0")
+        record = Join(
+            rank, incarnation, self.host(rank), self.pids[rank], boot, ("192.0.2.1",), self.until, "0.1.0"
+        )
         self.paths.join(rank, incarnation).write_bytes(encode(record))
         files.make_dirs(self.paths.node_logs(incarnation, rank))
         self.line(rank, "node_joined", (0, 0, 0), host=self.host(rank), pid=self.pids[rank], generation=0)
 
-    def beat(self, rank: int, counter: int, state: str = "running", at: tuple[int, int] = (1, 0), **progress: Any) -> None:
+    def beat(
+        self, rank: int, counter: int, state: str = "running", at: tuple[int, int] = (1, 0), **progress: Any
+    ) -> None:
         iteration, phase = at
         name = PHASE_NAMES[phase] if iteration else ""
         place = (self.generation, iteration, phase, name)
         beat = Beat(
-            rank, self.incarnations[rank], counter, self.host(rank), self.pids[rank], state, *place, progress=progress
+            rank,
+            self.incarnations[rank],
+            counter,
+            self.host(rank),
+            self.pids[rank],
+            state,
+            *place,
+            progress=progress,
         )
         files.write_atomic(self.paths.beat(rank), encode(beat))
 
-    def begin(self, members: tuple[int, ...], reason: str, start: tuple[int, int] = (1, 0), **more: Any) -> None:
+    def begin(
+        self, members: tuple[int, ...], reason: str, start: tuple[int, int] = (1, 0), **more: Any
+    ) -> None:
         """A new generation, entered by its members."""
         self.generation, self.members = self.generation + 1, members
         named = tuple(Member(r, self.incarnations[r], self.host(r)) for r in members)
         record = Generation(
-            self.generation, named, min(members), Position(*start), reason, until=self.until, created_by=min(members), **more
+            self.generation,
+            named,
+            min(members),
+            Position(*start),
+            reason,
+            until=self.until,
+            created_by=min(members),
+            **more,
         )
         self.paths.generation(self.generation).write_bytes(encode(record))
         if record.verdict is None:
-            fields = {"number": self.generation, "members": list(members), "leader": min(members), "reason": reason}
+            fields = {
+                "number": self.generation,
+                "members": list(members),
+                "leader": min(members),
+                "reason": reason,
+            }
             for rank in members:
                 self.line(rank, "generation_started", (*start, 0), **fields)
 
@@ -95,7 +127,14 @@ class FakeRun:
             self.line(rank, "node_ended", (1, 0, 0), state="broken", code=code, reason=reason)
 
     def line(
-        self, rank: int, event: str, at: tuple[int, int, int], *, after: float = 0.0, generation: int | None = None, **fields: Any
+        self,
+        rank: int,
+        event: str,
+        at: tuple[int, int, int],
+        *,
+        after: float = 0.0,
+        generation: int | None = None,
+        **fields: Any,
     ) -> None:
         """One line of a node's journal, `after` seconds from now."""
         iteration, phase, _ = at
@@ -137,7 +176,9 @@ class FakeRun:
         """All members pass one row. `work_s`: of each member; None: as WORK has it."""
         if work_s is None:
             seconds, leaders = WORK.get(phase, (0.0, True))
-            work_s = {r: seconds * (1 + 0.03 * r) for r in self.members if not leaders or r == min(self.members)}
+            work_s = {
+                r: seconds * (1 + 0.03 * r) for r in self.members if not leaders or r == min(self.members)
+            }
         last = max([work_s.get(rank, 0.0) for rank in self.members])
         at = (iteration, phase, 0)
         for rank in self.members:
@@ -146,7 +187,13 @@ class FakeRun:
             self.line(rank, "work_finished", at, after=own, work_s=own)
         self.results(iteration, phase, last)
         for rank in self.members:
-            self.line(rank, "phase_finished", at, after=last + self.coordination_s, seconds=last + self.coordination_s)
+            self.line(
+                rank,
+                "phase_finished",
+                at,
+                after=last + self.coordination_s,
+                seconds=last + self.coordination_s,
+            )
         self.now += last + self.coordination_s
 
     def results(self, iteration: int, phase: int, after: float) -> None:
@@ -154,16 +201,36 @@ class FakeRun:
         leader, at, version = min(self.members), (iteration, phase, 0), iteration - 1
         train = 0.78 - 0.55 * math.exp(-0.45 * version)
         if phase == 4:
-            fields = {"reward_mean": train, "trajectories": 1536, "groups": 96, "split": "train", "policy_version": version}
+            fields = {
+                "reward_mean": train,
+                "trajectories": 1536,
+                "groups": 96,
+                "split": "train",
+                "policy_version": version,
+            }
             self.line(leader, "rolled_out", at, after=after, **fields)
         if phase == 6:
-            fields = {"reward_mean": train + 0.02, "trajectories": 200, "split": "test", "policy_version": version}
+            fields = {
+                "reward_mean": train + 0.02,
+                "trajectories": 200,
+                "split": "test",
+                "policy_version": version,
+            }
             self.line(leader, "evaluated", at, after=after, **fields)
         if phase == 10:
-            fields = {"loss": 0.031 / iteration, "logprob_gap_mean": 2.1e-5, "logprob_gap_max": 4e-4, "optimizer_steps": 12}
-            self.line(leader, "updated", at, after=after, **fields, grad_norm=0.8 / iteration, clip_fraction=0.013)
+            fields = {
+                "loss": 0.031 / iteration,
+                "logprob_gap_mean": 2.1e-5,
+                "logprob_gap_max": 4e-4,
+                "optimizer_steps": 12,
+            }
+            self.line(
+                leader, "updated", at, after=after, **fields, grad_norm=0.8 / iteration, clip_fraction=0.013
+            )
         if phase == 11:
-            self.line(leader, "weights_published", at, after=after, policy_version=iteration, folder="checkpoints/x")
+            self.line(
+                leader, "weights_published", at, after=after, policy_version=iteration, folder="checkpoints/x"
+            )
 
     def iteration(self, number: int, phases: range = range(14)) -> None:
         for phase in phases:
@@ -177,7 +244,9 @@ class FakeRun:
         self.now += after
         others = tuple(r for r in self.members if r != rank)
         for member in others:
-            self.line(member, "node_suspected", at, after=6.2, suspect=rank, host=self.host(rank), silent_s=6.2)
+            self.line(
+                member, "node_suspected", at, after=6.2, suspect=rank, host=self.host(rank), silent_s=6.2
+            )
         lost = [{"node_rank": rank, "host": self.host(rank), "why": "no heartbeat for 15.4 s"}]
         for member in others:
             self.line(member, "node_lost", at, after=15.4, lost=lost)
@@ -190,9 +259,13 @@ class FakeRun:
         self.line(rank, "work_failed", (iteration, phase, 0), after=3.0, work_s=3.0, error=error, log=log)
         self.now += 3.0
 
-    def finish(self, state: str = "finished", code: int = 0, reason: str = "", at: tuple[int, int] = (1, 13)) -> None:
+    def finish(
+        self, state: str = "finished", code: int = 0, reason: str = "", at: tuple[int, int] = (1, 13)
+    ) -> None:
         for rank in self.members:
-            self.line(rank, "node_ended", (*at, 0), state=state, code=code, reason=reason or "6 iterations are done")
+            self.line(
+                rank, "node_ended", (*at, 0), state=state, code=code, reason=reason or "6 iterations are done"
+            )
             self.beat(rank, 99, state, at)
 
 

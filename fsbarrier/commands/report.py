@@ -10,15 +10,15 @@ from fsbarrier import files, preflight
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
 
-SUMMARY = (
-    "Write a run's rewards, times, node timelines and events as one HTML file that needs nothing else. The run may go on."
-)
+SUMMARY = "Write a run's rewards, times, node timelines and events as one HTML file that needs nothing else. The run may go on."
 EXAMPLE = "fsbarrier report --log-path runs/default --out report.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_log_path(parser)
-    parser.add_argument("--out", metavar="FILE", help="where to write (default: report.html in the run directory)")
+    parser.add_argument(
+        "--out", metavar="FILE", help="where to write (default: report.html in the run directory)"
+    )
     parser.add_argument(
         "--iterations",
         metavar="N",

@@ -6,7 +6,9 @@ import argparse
 
 from fsbarrier.commands import flags
 
-SUMMARY = "Watch a run live until it ends or Ctrl-C (the run goes on). Not on a terminal: its events, line by line."
+SUMMARY = (
+    "Watch a run live until it ends or Ctrl-C (the run goes on). Not on a terminal: its events, line by line."
+)
 EXAMPLE = "fsbarrier top --log-path runs/default"
 
 
