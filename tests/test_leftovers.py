@@ -82,6 +82,7 @@ def test_a_living_daemons_processes_stay(run: Callable[..., Daemon], fifo: Fifo)
     pids = fifo.pids(2)
     assert first.ask() == ["polled", "None"]
     run(fifo.command())
+    pids += fifo.pids(1)
     assert leftovers.sweep() == {}
     fifo.assert_alive(pids)
 
