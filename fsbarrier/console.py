@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -201,8 +201,14 @@ def print_summary(log_path: Path, output: Console | None = None) -> None:
     console = output or Console(highlight=False)
     reader = RunReader(log_path)
     reader.poll(time.monotonic())
-    for part in summary.parts(judge(reader, time.monotonic(), once=True), reader, min(console.width, 100)):
-        console.print(part)
+    status = judge(reader, time.monotonic(), once=True)
+    print_parts(summary.parts(status, reader, min(console.width, 100)), console)
+
+
+def print_parts(parts: Iterable[RenderableType], console: Console) -> None:
+    """Print one after the other; a line that is too long (a path) stays one line, so that it can be copied."""
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, str) or not hasattr(part, "columns"))
 
 
 def status_parts(status: RunStatus, width: int) -> list[Any]:

@@ -17,8 +17,9 @@ from rich.text import Text
 from fsbarrier.history import Rewards
 from fsbarrier.lines import Line, number, text
 from fsbarrier.program import PHASE_NAMES
-from fsbarrier.status import NodeStatus, RunStatus
+from fsbarrier.status import RunStatus
 from fsbarrier.timings import IterationTime, phase_totals
+from fsbarrier.troubles import NodeStatus
 from fsbarrier.words import (
     amount,
     clock_time,

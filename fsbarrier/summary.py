@@ -44,7 +44,7 @@ def parts(status: RunStatus, reader: RunReader, width: int) -> Iterator[Renderab
         yield ""
         yield line(("time per phase", "bold"), (f"  mean of {_iterations(len(finished))}", "dim"))
         yield table
-        yield _coordination(finished)
+        yield from _coordination(finished, width)
     happened = _happened(reader, width)
     if happened:
         yield ""
@@ -97,16 +97,14 @@ def _rewards(status: RunStatus, finished: list[IterationTime], width: int) -> Re
     return table
 
 
-def _coordination(finished: list[IterationTime]) -> Text:
+def _coordination(finished: list[IterationTime], width: int) -> list[Text]:
     seconds, whole = sum(one.coordination_s for one in finished), sum(one.seconds for one in finished)
     cut = sum(one.cut_short_s for one in finished)
     about = "" if all(one.exact for one in finished) else " (by the hosts' wall clocks)"
     lost = f"; {duration(cut)} in phases that were cut short" if cut else ""
-    return line(
-        "coordination ",
-        (f"{percent(seconds / whole if whole else 0.0)} of the time", "bold"),
-        f": {duration(seconds / max(1, len(finished)))} an iteration{about}{lost}",
-    )
+    share = percent(seconds / whole if whole else 0.0)
+    words = f"{share} of the time: {duration(seconds / max(1, len(finished)))} an iteration{about}{lost}"
+    return screen.wrapped(("coordination ", ""), words, "bold", width, most=3)
 
 
 def _happened(reader: RunReader, width: int) -> list[Text]:

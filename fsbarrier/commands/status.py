@@ -27,9 +27,8 @@ def main(args: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from fsbarrier.console import status_parts
+    from fsbarrier.console import print_parts, status_parts
 
     console = Console(highlight=False)
-    for part in status_parts(status, min(console.width, 120)):
-        console.print(part)
+    print_parts(status_parts(status, min(console.width, 120)), console)
     return 0
