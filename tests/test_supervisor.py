@@ -27,7 +27,8 @@ def log(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(log: Path) -> Iterator[Start]:
+def start(log: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    monkeypatch.setenv("PATH", os.defpath)  # a folder of PATH that may not be read changes what exec says
     children: list[Child] = []
 
     def start(*argv: str, **more: object) -> Child:
