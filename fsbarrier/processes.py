@@ -40,9 +40,13 @@ class Stat:
 
 
 def scan() -> dict[int, Stat]:
-    """Every process that /proc shows, zombies included."""
-    found = {}
-    for name in os.listdir("/proc"):
+    """Every process that /proc shows, zombies included; {} without a /proc."""
+    found: dict[int, Stat] = {}
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return found
+    for name in names:
         if name.isdigit():
             try:
                 found[int(name)] = Stat(int(name))
