@@ -1,0 +1,170 @@
+"""HTTP to a vLLM server, for the daemon: the standard library only, each call with a deadline, and able to be called off.
+
+No proxy is ever asked: the server is on this machine, or where `engine.url` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from fsbarrier.errors import FsbarrierError, UsageError
+
+SLICE_S = 0.1  # how soon a call notices that it was called off, or that the server's process ended
+MAX_ANSWER = 1 << 22  # bytes; what is asked here is answered in far fewer
+
+
+class Unreachable(FsbarrierError):
+    """Nobody answers at the address, or not in time, or something else than a vLLM server does."""
+
+
+class CalledOff(FsbarrierError):
+    """The call's `cancel` was set."""
+
+
+class Refused(FsbarrierError):
+    """The server answered with an error; `status` is HTTP's."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def normal_url(url: str) -> str:
+    """A server's base address without a trailing slash or `/v1`. Raises UsageError where it is none."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or port == -1
+        or parts.query
+        or parts.fragment
+    ):
+        raise UsageError(f"engine.url={url}: not an address like http://127.0.0.1:8000")
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+class EngineClient:
+    """Calls to one server. `ended` tells that its process is gone, so that nobody waits for an answer in vain."""
+
+    def __init__(self, url: str, api_key: str = "", *, ended: Callable[[], bool] = lambda: False) -> None:
+        self.url = normal_url(url)
+        self.api_key = api_key
+        self.ended = ended
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        timeout_s: float,
+        cancel: threading.Event | None = None,
+    ) -> Any:
+        """One request; gives the JSON answer, None for an empty one.
+
+        Raises Refused (status 400 and above), Unreachable, CalledOff.
+        """
+        deadline = time.monotonic() + timeout_s
+        parts = urlsplit(self.url)
+        secure = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=min(timeout_s, 10.0))
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        try:
+            data = None if body is None else json.dumps(body).encode()
+            connection.request(method, parts.path + path, body=data, headers=headers)
+            self._wait(connection, path, deadline, cancel)
+            with connection.getresponse() as response:
+                text = response.read(MAX_ANSWER)
+                status = response.status
+        except (OSError, http.client.HTTPException) as error:
+            raise Unreachable(f"{self.url}{path}: {_reason(error)}") from None
+        finally:
+            connection.close()
+        if status >= 400:
+            raise Refused(f"{self.url}{path}: HTTP {status}: {refusal_text(text)}", status)
+        try:
+            return json.loads(text) if text.strip() else None
+        except ValueError:
+            raise Unreachable(f"{self.url}{path}: the answer is not JSON; is it a vLLM server?") from None
+
+    def healthy(self, timeout_s: float = 5.0, cancel: threading.Event | None = None) -> bool:
+        """Whether the server says that it can serve."""
+        try:
+            self.call("GET", "/health", timeout_s=timeout_s, cancel=cancel)
+        except (Refused, Unreachable, CalledOff):
+            return False
+        return True
+
+    def model(self, timeout_s: float = 10.0, cancel: threading.Event | None = None) -> dict[str, Any]:
+        """What the server says of the first model that it serves: `id` (its name) and, of vLLM, `root` (its folder)."""
+        answer = self.call("GET", "/v1/models", timeout_s=timeout_s, cancel=cancel)
+        try:
+            model = answer["data"][0]
+            return {**model, "id": str(model["id"])}
+        except (TypeError, KeyError, IndexError):
+            raise Unreachable(f"{self.url}/v1/models: names no model; is it a vLLM server?") from None
+
+    def _wait(
+        self,
+        connection: http.client.HTTPConnection,
+        path: str,
+        deadline: float,
+        cancel: threading.Event | None,
+    ) -> None:
+        """Until the answer begins. In slices: a reload of large weights takes minutes, and may be called off."""
+        poller = select.poll()
+        poller.register(connection.sock, select.POLLIN)
+        while not poller.poll(SLICE_S * 1000):
+            if cancel is not None and cancel.is_set():
+                raise CalledOff(f"{self.url}{path}: called off")
+            if self.ended():
+                raise Unreachable(f"{self.url}{path}: the server ended before it answered")
+            if time.monotonic() >= deadline:
+                raise Unreachable(f"{self.url}{path}: no answer in time")
+
+
+@contextlib.contextmanager
+def reserved_port(host: str) -> Iterator[int]:
+    """A free port, ours until the server of our choice listens on it.
+
+    Linux lets sockets with SO_REUSEADDR share an address for as long as none of them listens, so nobody else is given the port during
+    the many seconds until vLLM binds it.
+    """
+    with socket.socket() as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind((host, 0))
+        yield reservation.getsockname()[1]
+
+
+def refusal_text(body: bytes) -> str:
+    """The message in an error answer, as one line."""
+    text = body.decode("utf-8", errors="replace")
+    try:
+        value = json.loads(text)
+        error = value.get("error", value.get("detail", value)) if isinstance(value, dict) else value
+        text = str(error["message"] if isinstance(error, dict) and "message" in error else error)
+    except ValueError:
+        pass
+    return " ".join(text.split())[:500] or "no message"
+
+
+def _reason(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return text or type(error).__name__

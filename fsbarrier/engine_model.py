@@ -1,0 +1,138 @@
+"""What a Hugging Face model folder holds, as far as serving it depends on it. No weight is read, only headers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsbarrier.errors import ProgramFailed
+
+MAX_HEADER = 100 << 20  # bytes; safetensors' own limit
+
+# What of a configuration says how the model was saved, not what it is.
+_INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model folder. `signature` is equal for two folders where one's weights fit into the other's running model;
+    None where that cannot be told (weights that are no safetensors). `parameters`: how many numbers the weights are; 0: not known."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tied: bool
+    signature: str | None
+    parameters: int
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence in tokens; None where the configuration does not say, or scales it."""
+        text = _text_config(self.config)
+        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else "?"
+        longest = text.get("max_position_embeddings")
+        return longest if isinstance(longest, int) and kind in ("default", None) else None
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Of a key-value cache in 4-byte floats; an upper bound, as for a model without grouped heads where it is silent."""
+        text = _text_config(self.config)
+        layers, heads = _number(text, "num_hidden_layers", 32), _number(text, "num_attention_heads", 32)
+        width = _number(text, "head_dim", 0) or _number(text, "hidden_size", 4096) // max(1, heads)
+        return 2 * 4 * layers * _number(text, "num_key_value_heads", heads) * width
+
+
+def inspect(path: Path) -> ModelFolder:
+    """Look at the folder `path`; links are followed once, here. Raises ProgramFailed naming the file that is not right."""
+    folder = path.resolve()
+    config = _json(folder / "config.json")
+    files = _weight_files(folder)
+    tensors: dict[str, Any] | None = {}
+    for file in files:
+        if file.suffix != ".safetensors":
+            tensors = None
+            break
+        assert tensors is not None
+        tensors |= _tensors(file)
+    parameters = sum(math.prod(entry["shape"]) for entry in (tensors or {}).values())
+    return ModelFolder(folder, config, _tied(config, tensors), _signature(config, tensors), parameters)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = _json(index).get("weight_map")
+        if not isinstance(names, Mapping):
+            raise ProgramFailed(f"{index}: has no weight_map")
+        files = [folder / name for name in sorted({str(name) for name in names.values()})]
+    else:
+        files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    missing = [file for file in files if not file.is_file()]
+    if missing or not files:
+        what = f"{missing[0].name} is missing" if missing else "no weights (*.safetensors)"
+        raise ProgramFailed(f"{folder}: {what}; it is not a whole model folder")
+    return files
+
+
+def _tensors(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file: name -> {"dtype", "shape"}; that the file is as long as it says is checked."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= MAX_HEADER:
+                raise ValueError("no header")
+            header = json.loads(stream.read(length))
+            size = stream.seek(0, 2)
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if size != 8 + length + end:
+            raise ValueError(f"{size} bytes instead of {8 + length + end}")
+        return {name: {"dtype": e["dtype"], "shape": e["shape"]} for name, e in header.items()}
+    except OSError as error:
+        raise ProgramFailed(f"{file}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ProgramFailed(f"{file}: is damaged: {error}") from None
+
+
+def _tied(config: Mapping[str, Any], tensors: Mapping[str, Any] | None) -> bool:
+    """Whether the output head is the embedding. Silence means what the folder has: a head of its own, or none."""
+    said = config.get("tie_word_embeddings", _text_config(config).get("tie_word_embeddings"))
+    if isinstance(said, bool):
+        return said
+    return tensors is None or not any(name.endswith("lm_head.weight") for name in tensors)
+
+
+def _signature(config: Mapping[str, Any], tensors: Mapping[str, Any] | None) -> str | None:
+    if tensors is None:
+        return None
+    # Shapes, not dtypes: vLLM converts each weight to the type that it serves.
+    shapes = {name: entry["shape"] for name, entry in tensors.items()}
+    relevant = {name: value for name, value in config.items() if name not in _INCIDENTAL}
+    return hashlib.sha256(json.dumps([relevant, shapes], sort_keys=True).encode()).hexdigest()
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def _number(config: Mapping[str, Any], name: str, otherwise: int) -> int:
+    value = config.get(name)
+    return value if isinstance(value, int) and value > 0 else otherwise
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ProgramFailed(f"{file}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ProgramFailed(f"{file}: is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ProgramFailed(f"{file}: is not a JSON object")
+    return value
