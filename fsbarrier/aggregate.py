@@ -33,7 +33,7 @@ from fsbarrier.merge import AggregateReport, Progress, aggregate
 from fsbarrier.mergeplan import Part, make_plan, missing_text
 from fsbarrier.paths import SPLITS, RunPaths
 from fsbarrier.rankfiles import RankFile
-from fsbarrier.shardscan import scan_shard
+from fsbarrier.shardscan import NotOurs, scan_shard
 from fsbarrier.torchpickle import FormatError
 
 __all__ = ["AggregateReport", "Part", "Progress", "aggregate"]
@@ -104,7 +104,7 @@ def merge_by_hand(
     for item in items:
         if item.state == "foreign" and not args.trust_pickle:
             raise UsageError(
-                f"{item.path.name}: {item.note}; if you trust it, add --trust-pickle (loading it can run any code in it)"
+                f"{item.path.name}: {item.note}, and unpickling it can run any code in it; if you trust it, add --trust-pickle"
             )
         if item.state == "unreadable" and not args.allow_partial:
             raise UsageError(
@@ -143,8 +143,10 @@ def _already_there(out: Path, tasks: set[int]) -> AggregateReport | None:
         if not out.exists():
             return None
         scan = scan_shard(out)
+    except NotOurs as error:
+        raise UsageError(f"{error}; move it away, it is not replaced") from None
     except FormatError:
-        return None  # damaged, or foreign: `aggregate` tells them apart
+        return None  # ours, but damaged: made anew
     if scan.damaged or not scan.merged or not tasks <= {group.task_index for group in scan.groups}:
         return None
     missing = scan.header.get("missing")

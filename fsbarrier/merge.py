@@ -1,8 +1,8 @@
 """Merges trajectory files into one: plan from the headers, copy in parallel with every checksum verified, publish in one step.
 
 The place of every byte in the result follows from the plan: `data.pkl` first, its groups in the order of their tasks, then the
-storages in the order of the parts. So the parts are read once, from front to back, in chunks, and nothing is unpickled. The
-same groups give the same bytes, whoever rolled them out first. `aggregate.py` is the command.
+storages in the order of the parts. So the parts are read once, from front to back, in chunks, and nothing is unpickled; and
+the order of the trajectories does not depend on who was first. `aggregate.py` is the command.
 """
 
 from __future__ import annotations

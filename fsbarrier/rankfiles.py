@@ -179,10 +179,10 @@ def expected_tasks(found: Sequence[RankFile]) -> frozenset[int] | None:
 
 
 def common_metadata(found: Sequence[RankFile], split: str, iteration: int) -> dict[str, Any]:
-    """What the files agree on: run_id, policy_version; and the newest generation."""
+    """What the files agree on: run_id, policy_version, an original's metadata; and the newest generation."""
     headers = [item.scan.header for item in found if item.usable and item.scan]
     metadata: dict[str, Any] = {"split": split, "iteration": iteration, "by_hand": True}
-    for name in ("run_id", "policy_version"):
+    for name in ("run_id", "policy_version", "original_metadata"):
         values = {repr(header[name]): header[name] for header in headers if name in header}
         if len(values) == 1:
             metadata[name] = next(iter(values.values()))

@@ -7,6 +7,7 @@ classes that cannot be imported here too; a trajectory that is a list of steps b
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 from array import array
@@ -69,21 +70,21 @@ def convert(loaded: Any, target: Path, rank: int) -> None:
     """Write what was loaded as a finished rank file."""
     if not isinstance(loaded, dict) or not isinstance(loaded.get("trajectories"), list):
         raise ValueError('it does not hold {"trajectories": [...], "metadata": {...}}')
-    metadata = plain(loaded.get("metadata") or {})
+    metadata = json.loads(json.dumps(plain(loaded.get("metadata") or {}), default=list))
     groups: dict[str, list[dict[str, Any]]] = {}
     for number, item in enumerate(loaded["trajectories"]):
         if item:  # the original leaves None where a task gave nothing
             record = trajectory(plain(item), rank, number)
             groups.setdefault(record["task_id"], []).append(record)
     indices = [rank * RANK_STRIDE + number for number in range(len(groups))]
-    header = {"node_rank": rank, "assigned": indices}
+    header = {"node_rank": rank, "assigned": indices, "original_metadata": metadata}
     with ShardWriter(target, prefix=f"trusted-{rank:04d}", header=header) as writer:
         for index, group in zip(indices, groups.values(), strict=True):
             for sample, record in enumerate(group):
                 record.setdefault("sample", sample)
                 record["task_index"] = index
             writer.append_group(index, group)
-        writer.finish({"original_metadata": metadata})
+        writer.finish({})
 
 
 def trajectory(item: Any, rank: int, number: int) -> dict[str, Any]:

@@ -1,0 +1,552 @@
+"""Merging rank files: complete, each task once, verified, in one step, and again without a change."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from trajectory_files import group, write_part
+
+from fsbarrier import cli, mergecopy, runrecord, settings
+from fsbarrier.aggregate import AggregateReport, Part, aggregate, command_line
+from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.merge import remove_leftovers
+from fsbarrier.mergeplan import ranges
+from fsbarrier.paths import RunPaths
+from fsbarrier.torchpickle import FormatError
+from fsbarrier.trajectories import iter_trajectories, load, scan_shard
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[Path]:
+    """A finished part, one that still grows, one with a torn tail: tasks 0 to 8, out of order."""
+    first = write_part(tmp_path / "rank_0", (2, 0, 1), rank=0, finished=True)
+    second = write_part(tmp_path / "rank_1", (5, 3, 4), rank=1)
+    third = write_part(tmp_path / "rank_2", (8, 7, 6), rank=2)
+    with third.open("ab") as stream:
+        stream.write(write_part(tmp_path / "other", [1]).read_bytes()[:-100])
+    (tmp_path / "other").unlink()
+    return [first, second, third]
+
+
+def merge(parts: list[Path], out: Path, expected: Any = None, **options: Any) -> AggregateReport:
+    options.setdefault("metadata", {"run_id": "r", "split": "train", "iteration": 5})
+    return aggregate([Part(path) for path in parts], out, expected=expected, **options)
+
+
+def concatenated(tasks: range, rank_of: Any = lambda task: task // 3) -> list[dict[str, Any]]:
+    return [item for task in tasks for item in group(task, rank=rank_of(task))]
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def damage(path: Path, task: int, *, body: bool = False) -> None:
+    """Flip a bit in the arrays (or the pickled body) of one group."""
+    entry = next(entry for entry in scan_shard(path).groups if entry.task_index == task)
+    content = bytearray(path.read_bytes())
+    content[entry.body_offset + 5 if body else entry.storages[0].data_offset] ^= 4
+    path.write_bytes(content)
+
+
+def test_three_parts_merge_into_their_concatenation(tmp_path: Path, three: list[Path]) -> None:
+    out = tmp_path / "merged"
+    report = merge(three, out, range(9))
+    assert load(out)["trajectories"] == list(iter_trajectories(out)) == concatenated(range(9))
+    metadata = load(out)["metadata"]
+    assert (metadata["run_id"], metadata["iteration"], metadata["missing"]) == ("r", 5, [])
+    assert (metadata["trajectories"], metadata["groups"]) == (18, 9)
+    assert [part["name"] for part in metadata["parts"]] == ["rank_0", "rank_1", "rank_2"]
+    assert metadata["parts"][2]["bytes"] == scan_shard(three[2]).valid_bytes
+    rewards = [item["reward"] for item in concatenated(range(9))]
+    assert report == AggregateReport(
+        str(out),
+        18,
+        9,
+        (),
+        0,
+        out.stat().st_size,
+        pytest.approx(sum(rewards) / 18),
+        False,
+        fingerprint=report.fingerprint,
+    )
+    assert oct(out.stat().st_mode)[-3:] == "600"
+    assert names(tmp_path) == {"merged", "rank_0", "rank_1", "rank_2"}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch_opens_a_merged_file_with_weights_only(tmp_path: Path, three: list[Path], mmap: bool) -> None:
+    import torch
+
+    merge(three, tmp_path / "merged", range(9))
+    loaded = torch.load(tmp_path / "merged", weights_only=True, mmap=mmap)
+    wanted = concatenated(range(9))
+    assert loaded["metadata"]["groups"] == 9
+    for found, item in zip(loaded["trajectories"], wanted, strict=True):
+        for name, value in item.items():
+            assert (
+                found[name].tolist() == value.tolist() if hasattr(value, "typecode") else found[name] == value
+            )
+
+
+def test_merging_again_changes_nothing(tmp_path: Path, three: list[Path]) -> None:
+    out = tmp_path / "merged"
+    first = merge(three, out, range(9))
+    before = out.stat()
+    again = merge(three, out, range(9), metadata={"something": "else"})
+    assert again == dataclasses.replace(first, already_done=True)
+    assert merge(three, out).already_done  # the same groups, whether or not it is known what was expected
+    assert (out.stat().st_ino, out.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_a_merged_file_merges_again(tmp_path: Path, three: list[Path]) -> None:
+    merge(three[:2], tmp_path / "half", range(6))
+    report = merge([tmp_path / "half", three[2]], tmp_path / "whole", range(9))
+    assert report.groups == 9
+    assert load(tmp_path / "whole")["trajectories"] == concatenated(range(9))
+
+
+def test_missing_tasks_are_named_and_nothing_is_written(tmp_path: Path, three: list[Path]) -> None:
+    before = names(tmp_path)
+    with pytest.raises(UsageError, match=r"merged: 3 tasks are missing \(9-10, 20\)"):
+        merge(three, tmp_path / "merged", [*range(11), 20])
+    assert names(tmp_path) == before
+
+
+def test_a_partial_merge_says_what_is_missing(tmp_path: Path, three: list[Path]) -> None:
+    out = tmp_path / "merged"
+    report = merge(three, out, range(11), allow_partial=True)
+    assert report.missing == (9, 10) and report.groups == 9
+    assert load(out)["metadata"]["missing"] == [9, 10]
+    write_part(tmp_path / "late", (9, 10), rank=3)
+    whole = merge([*three, tmp_path / "late"], out, range(11))
+    assert whole.missing == () and not whole.already_done
+    assert load(out)["metadata"]["missing"] == []
+
+
+def test_of_a_task_in_two_parts_the_first_wins(tmp_path: Path, three: list[Path]) -> None:
+    other = write_part(tmp_path / "other", (0, 5, 9), rank=7)
+    for parts, rank in (([*three, other], 0), ([other, *three], 7)):
+        out = tmp_path / f"merged-{rank}"
+        report = merge(parts, out, range(10))
+        assert (report.groups, report.duplicates_dropped) == (10, 2)
+        found = load(out)["trajectories"]
+        assert [item["task_index"] for item in found] == [task for task in range(10) for _ in range(2)]
+        assert {item["node_rank"] for item in found if item["task_index"] == 0} == {rank}
+
+
+def test_filters_by_task_limit_and_expectation(tmp_path: Path, three: list[Path]) -> None:
+    entries = scan_shard(three[1]).groups
+    parts = [
+        Part(three[0], tasks=frozenset({1})),
+        Part(three[1], valid_bytes=entries[1].end),  # tasks 5 and 3 were acknowledged, 4 was not
+        Part(three[2]),
+    ]
+    report = aggregate(parts, tmp_path / "merged", metadata={}, expected={1, 3, 5, 8})
+    assert (report.groups, report.unexpected, report.missing) == (4, 2, ())
+    assert {item["task_index"] for item in load(tmp_path / "merged")["trajectories"]} == {1, 3, 5, 8}
+
+
+def test_acknowledged_bytes_that_are_gone_are_missed(tmp_path: Path, three: list[Path]) -> None:
+    acknowledged = three[1].stat().st_size
+    os.truncate(three[1], acknowledged - 1)
+    part = Part(three[1], valid_bytes=acknowledged)
+    with pytest.raises(StoreError, match="were acknowledged"):
+        aggregate([part], tmp_path / "merged", metadata={}, expected=None)
+    with pytest.raises(UsageError, match=r"1 task is missing \(4\)"):
+        aggregate([part], tmp_path / "merged", metadata={}, expected={3, 4, 5})
+
+
+@pytest.mark.parametrize("body", [False, True])
+def test_a_damaged_group_is_replaced_from_another_part_or_missed(
+    tmp_path: Path, three: list[Path], body: bool
+) -> None:
+    out = tmp_path / "merged"
+    for path, task in ((three[0], 0), (three[1], 3)):
+        damage(path, task, body=body)
+    before = names(tmp_path)
+    with pytest.raises(UsageError, match=r"2 tasks are missing \(0, 3\); damaged: .*-000001 of rank_0"):
+        merge(three, out, range(9))
+    assert names(tmp_path) == before
+    other = write_part(tmp_path / "other", (3, 0), rank=7)
+    report = merge([*three, other], out, range(9))
+    assert (report.groups, report.missing, len(report.damaged)) == (9, (), 2)
+    rank_of = {0: 7, 3: 7}
+    assert load(out)["trajectories"] == concatenated(range(9), lambda task: rank_of.get(task, task // 3))
+
+
+def test_damage_in_every_copy_and_no_expectation(tmp_path: Path) -> None:
+    paths = [write_part(tmp_path / f"p{rank}", (1, 2), rank=rank) for rank in range(3)]
+    for path in paths:
+        damage(path, 1)
+    report = merge(paths, tmp_path / "merged")
+    assert report.groups == 1 and len(report.damaged) == 3
+    assert load(tmp_path / "merged")["metadata"]["damaged"] == list(report.damaged)
+
+
+def test_a_damaged_result_is_made_anew_and_a_foreign_one_stays(tmp_path: Path, three: list[Path]) -> None:
+    out = tmp_path / "merged"
+    merge(three, out, range(9))
+    damage(out, 4)
+    assert not merge(three, out, range(9)).already_done
+    assert load(out)["trajectories"] == concatenated(range(9))
+    os.truncate(out, out.stat().st_size - 30)
+    assert not merge(three, out, range(9)).already_done
+    out.write_bytes(b"somebody's own file")
+    with pytest.raises(UsageError, match="move it away"):
+        merge(three, out, range(9))
+    assert out.read_bytes() == b"somebody's own file"
+
+
+def test_parts_that_cannot_be_merged(tmp_path: Path, three: list[Path]) -> None:
+    twin = write_part(tmp_path / "twin", (20, 21, 22), rank=0)
+    with pytest.raises(UsageError, match="same prefix"):
+        merge([three[0], twin], tmp_path / "merged")
+    with pytest.raises(StoreError, match="gone: cannot read"):
+        merge([tmp_path / "gone"], tmp_path / "merged")
+    (tmp_path / "torn").write_bytes(b"")
+    with pytest.raises(UsageError, match="no group"):
+        merge([tmp_path / "torn"], tmp_path / "merged")
+    with pytest.raises(UsageError, match="metadata"):
+        merge(three, tmp_path / "merged", metadata={"a": object()})
+    (tmp_path / "noise").write_bytes(os.urandom(5000))
+    with pytest.raises(FormatError, match="noise: it was not written by fsbarrier"):
+        merge([tmp_path / "noise"], tmp_path / "merged")
+    assert "merged" not in names(tmp_path)
+
+
+def test_large_pieces_and_short_reads_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything in pieces smaller than a group, and a kernel that moves less than it is asked to."""
+    monkeypatch.setattr(mergecopy, "BUFFER", 1000)
+    preadv, pwritev = os.preadv, os.pwritev
+    monkeypatch.setattr(
+        "os.preadv", lambda fd, views, at: preadv(fd, [views[0][: max(1, len(views[0]) // 2)]], at)
+    )
+    monkeypatch.setattr("os.pwritev", lambda fd, data, at: pwritev(fd, data[: max(1, len(data) // 2)], at))
+    paths = [
+        write_part(tmp_path / f"p{rank}", range(rank, 12, 3), rank=rank, tokens=400) for rank in range(3)
+    ]
+    merge(paths, tmp_path / "merged", range(12))
+    wanted = [item for task in range(12) for item in group(task, tokens=400, rank=task % 3)]
+    assert load(tmp_path / "merged")["trajectories"] == wanted
+    assert scan_shard(tmp_path / "merged").damaged == ()
+
+
+def test_memory_stays_bounded(tmp_path: Path) -> None:
+    with mock.patch("os.fsync", lambda fd: None):
+        paths = [
+            write_part(tmp_path / f"p{rank}", range(rank, 24, 3), rank=rank, tokens=60_000, samples=4)
+            for rank in range(3)
+        ]
+    total = sum(path.stat().st_size for path in paths)
+    assert total > 50_000_000
+    tracemalloc.start()
+    try:
+        report = merge(paths, tmp_path / "merged", range(24))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert report.bytes > 0.95 * total
+    assert peak < 8_000_000
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, three: list[Path]) -> None:
+    before = names(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+        with pytest.raises(StoreError, match="cannot merge: File too large"):
+            merge(three, tmp_path / "merged", range(9))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == before
+
+
+def test_progress_ends_at_the_total(tmp_path: Path, three: list[Path]) -> None:
+    seen: list[Any] = []
+    merge(three, tmp_path / "merged", range(9), on_progress=seen.append)
+    assert (seen[-1].trajectories, seen[-1].trajectories_total) == (18, 18)
+    assert seen[-1].bytes == seen[-1].bytes_total > 0
+
+
+def test_leftovers_of_killed_merges_are_removed(tmp_path: Path, three: list[Path]) -> None:
+    import socket
+
+    host = "".join(char if char.isalnum() or char == "-" else "-" for char in socket.gethostname())
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    gone = tmp_path / f".merged.{host}.{ended.pid}.0123abcd.tmp"
+    live = tmp_path / f".merged.{host}.{os.getppid()}.0123abcd.tmp"
+    elsewhere = tmp_path / f".merged.other-machine.{ended.pid}.0123abcd.tmp"
+    for path in (gone, live, elsewhere):
+        path.write_bytes(b"half")
+    remove_leftovers(tmp_path / "merged")
+    assert not gone.exists() and live.exists() and elsewhere.exists()
+
+
+# --- the worker -------------------------------------------------------------------------------------------------------
+
+
+def spec_file(folder: Path, parts: list[Path], out: Path, expected: Any, **more: Any) -> Path:
+    records = [{"path": str(path), "valid_bytes": None, "tasks": None} for path in parts]
+    spec = {"parts": records, "out": str(out), "expected": expected, "metadata": {"run_id": "r"}, **more}
+    spec |= {"result": str(folder / "result.json"), "progress": str(folder / "progress.json")}
+    (folder / "spec.json").write_text(json.dumps(spec))
+    return folder / "spec.json"
+
+
+def test_the_worker_writes_its_result(tmp_path: Path, three: list[Path]) -> None:
+    spec = spec_file(tmp_path, three, tmp_path / "merged", list(range(9)))
+    with mock.patch("signal.signal"):
+        assert command_line(["--spec", str(spec)]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["trajectories"], result["missing"], result["already_done"]) == (18, [], False)
+    assert result["bytes"] == (tmp_path / "merged").stat().st_size
+    progress = json.loads((tmp_path / "progress.json").read_text())
+    assert (progress["done"], progress["total"], progress["unit"]) == (18, 18, "trajectories")
+
+
+def test_the_worker_fails_with_one_line(tmp_path: Path, three: list[Path]) -> None:
+    spec = spec_file(tmp_path, three, tmp_path / "merged", list(range(11)))
+    done = subprocess.run(
+        [sys.executable, "-m", "fsbarrier.aggregate", "--spec", str(spec)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "merged: 2 tasks are missing (9-10). To merge without them: --allow-partial\n"
+    assert not (tmp_path / "result.json").exists()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_an_ended_worker_leaves_the_old_result(
+    tmp_path: Path, three: list[Path], how: signal.Signals
+) -> None:
+    """It is stopped for sure in the middle: its progress goes into a pipe that nobody empties."""
+    out = tmp_path / "merged"
+    merge(three[:1], out)
+    before = out.read_bytes()
+    spec = spec_file(tmp_path, three, out, list(range(9)))
+    program = (
+        "import sys, os\n"
+        "from fsbarrier import aggregate\n"
+        "def stuck(progress):\n"
+        "    print('copying', flush=True)\n"
+        "    sys.stdin.read()\n"
+        "aggregate._progress_file = lambda path: stuck\n"
+        "sys.exit(aggregate.command_line(['--spec', sys.argv[1]]))\n"
+    )
+    command = [sys.executable, "-c", program, str(spec)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None and child.stdin is not None
+        assert child.stdout.readline() == "copying\n"
+        child.send_signal(how)
+        assert child.wait() == (143 if how == signal.SIGTERM else -9)
+    assert out.read_bytes() == before
+    temporary = [name for name in names(tmp_path) if name.startswith(".merged.")]
+    assert len(temporary) == (0 if how == signal.SIGTERM else 1)
+    assert merge(three, out, range(9)).groups == 9
+    assert not [name for name in names(tmp_path) if name.startswith(".merged.")]
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    """Iteration 5: rank 0 finished, with its link; rank 1 died while writing; rank 2 grows; an older try of rank 1."""
+    paths = RunPaths(tmp_path / "run")
+    write_part(paths.part("train", 5, 0, 2, 1), range(3), rank=0, generation=2, finished=True)
+    os.link(paths.part("train", 5, 0, 2, 1), paths.rank_checkpoint("train", 5, 0))
+    torn = write_part(
+        paths.part("train", 5, 1, 2, 1), range(3, 5), rank=1, generation=2, assigned=range(3, 6)
+    )
+    with torn.open("ab") as stream:
+        stream.write(b"PK\3\4 and no more")
+    write_part(paths.part("train", 5, 1, 1, 1), range(3, 6), rank=1, generation=1)
+    write_part(paths.part("train", 5, 2, 2, 1), range(6, 9), rank=2, generation=2)
+    return paths
+
+
+def by_hand(paths: RunPaths, *words: str) -> int:
+    return cli.main(["aggregate", "--log-path", str(paths.root), "--iteration", "5", *words])
+
+
+def test_by_hand_shows_what_there_is_and_merges_it(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run.merged("train", 5)
+    before = names(out.parent)
+    assert by_hand(run, "--dry-run") == 0
+    shown = capsys.readouterr().out
+    assert names(out.parent) == before
+    assert "would merge 9 groups" in shown and "torn" in shown and "growing" in shown and "finished" in shown
+    assert by_hand(run) == 0
+    assert "train: merged: 18 trajectories in 9 groups" in capsys.readouterr().out
+    loaded = load(out)
+    assert [item["task_index"] for item in loaded["trajectories"]] == [
+        task for task in range(9) for _ in range(2)
+    ]
+    metadata = loaded["metadata"]
+    assert (metadata["run_id"], metadata["generation"], metadata["policy_version"]) == ("run-1", 2, 3)
+    assert names(out.parent) == {*before, out.name}
+    stat = out.stat()
+    assert by_hand(run) == 0
+    assert "train: already merged" in capsys.readouterr().out
+    assert out.stat().st_mtime_ns == stat.st_mtime_ns
+
+
+def test_by_hand_as_json(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    assert by_hand(run, "--json", "--split", "train") == 0
+    split = json.loads(capsys.readouterr().out)["splits"]["train"]
+    found = [(item["node_rank"], item["state"], item["duplicates"]) for item in split["files"]]
+    assert found == [(0, "finished", 0), (1, "torn", 0), (2, "growing", 0), (1, "growing", 2)]
+    assert split["report"]["duplicates_dropped"] == 2
+    assert (split["expected"], split["missing"]) == (9, [])
+
+
+def test_by_hand_refuses_what_is_incomplete(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    run.part("train", 5, 1, 1, 1).unlink()
+    assert by_hand(run) == 2
+    assert "1 task is missing (5). To merge without them: --allow-partial" in capsys.readouterr().err
+    assert not run.merged("train", 5).exists()
+    assert by_hand(run, "--allow-partial") == 0
+    assert load(run.merged("train", 5))["metadata"]["missing"] == [5]
+    write_part(run.part("train", 5, 1, 3, 1), [5], rank=1, generation=3)
+    assert by_hand(run) == 0  # now there is more than was merged
+    assert load(run.merged("train", 5))["metadata"]["missing"] == []
+
+
+def states(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [item["state"] for item in json.loads(capsys.readouterr().out)["splits"]["train"]["files"]]
+
+
+def test_by_hand_leaves_out_copies(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    run.rank_checkpoint("train", 5, 0).unlink()
+    shutil.copy(run.part("train", 5, 0, 2, 1), run.rank_checkpoint("train", 5, 0))
+    assert by_hand(run, "--json", "--dry-run") == 0
+    assert sorted(states(capsys)) == ["copy", "finished", "growing", "growing", "torn"]
+
+
+def test_by_hand_leaves_out_other_runs(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    write_part(run.part("train", 5, 3, 2, 1), [0, 77], rank=3, generation=9, run_id="run-2")
+    assert by_hand(run) == 2
+    assert "belong to several runs (run-1, run-2)" in capsys.readouterr().err
+    nested = settings.Settings().model_dump(mode="json")
+    record = runrecord.new(run.root, nested, settings.digest(nested), tasks={}, model=None)
+    runrecord.publish(dataclasses.replace(record, run_id="run-1"))
+    assert by_hand(run, "--json") == 0
+    assert sorted(states(capsys)) == ["finished", "growing", "growing", "other run", "torn"]
+    assert len(load(run.merged("train", 5))["trajectories"]) == 18
+
+
+def test_by_hand_refuses_what_it_cannot_read(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    part = run.part("train", 5, 3, 2, 1)
+    part.write_bytes(run.part("train", 5, 2, 2, 1).read_bytes().replace(b'"run-1"', b'"run-2"'))
+    assert by_hand(run) == 2  # its first checksum no longer fits
+    assert "is damaged (checksum); move it away" in capsys.readouterr().err
+    assert by_hand(run, "--json", "--allow-partial") == 0
+    assert states(capsys).count("unreadable") == 1
+    run.merged("train", 5).write_bytes(b"somebody's own file")
+    part.unlink()
+    for words in ([], ["--dry-run"]):
+        assert by_hand(run, *words) == 2
+        assert "move it away" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--iteration", "6"], "no rank left a file of iteration 6"),
+        (["--iteration", "-1"], "--iteration -1"),
+        (["--iteration", "5", "--split", "test"], "no rank left a file of iteration 5"),
+        (["--iteration", "5", "--split", "other"], "--split"),
+        (["--iteration", "5", "--log-path", "/nowhere"], "no such directory"),
+    ],
+)
+def test_by_hand_mistakes_are_one_line(
+    run: RunPaths, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    assert command_line(["--log-path", str(run.root), *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and says in captured.err
+
+
+def test_an_original_file_without_trust_is_refused(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    run.rank_checkpoint("train", 5, 0).unlink()
+    run.rank_checkpoint("train", 5, 0).write_bytes(b"\x80\x02}q\x00.")
+    assert by_hand(run) == 2
+    assert capsys.readouterr().err == (
+        "fsbarrier: error: train_trajectories.pt.iteration5_rank_0.checkpoint: it was not written by fsbarrier, and unpickling "
+        "it can run any code in it; if you trust it, add --trust-pickle\n"
+    )
+
+
+ORIGINAL = """
+import sys, types
+import torch
+module = types.ModuleType("webthing.components")
+sys.modules["webthing"] = types.ModuleType("webthing")
+sys.modules["webthing.components"] = module
+class Thing:
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+Thing.__module__ = "webthing.components"
+module.Thing = Thing
+def step(task, reward):
+    seen = Thing(task=Thing(task_id=task), image=torch.rand(2, 2))
+    return {"observation": seen, "reward": Thing(reward=reward), "raw": b"x", "ids": torch.arange(3)}
+for rank in range(2):
+    trajectories = [[step(7, 0), step(7, 1 + rank)], None, [step(8, 0)]]
+    torch.save({"trajectories": trajectories, "metadata": {"judge": "j"}}, sys.argv[1 + rank])
+"""
+
+
+@pytest.mark.torch
+def test_original_files_are_merged_when_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    paths = RunPaths(tmp_path)
+    out = paths.merged("train", 5)
+    out.parent.mkdir()
+    ranks = [out.with_name(out.name + "_rank_0"), paths.rank_checkpoint("train", 5, 1)]
+    subprocess.run([sys.executable, "-c", ORIGINAL, *map(str, ranks)], check=True)
+    assert by_hand(paths, "--trust-pickle") == 0
+    capsys.readouterr()
+    assert names(out.parent) == {out.name, *(path.name for path in ranks)}
+    loaded = torch.load(out, weights_only=True)
+    found = [
+        (item["task_id"], item["node_rank"], item["sample"], item["reward"])
+        for item in loaded["trajectories"]
+    ]
+    assert found == [("7", 0, 0, 1.0), ("8", 0, 0, 0.0), ("7", 1, 0, 2.0), ("8", 1, 0, 0.0)]
+    seen = loaded["trajectories"][0]["steps"][0]
+    assert seen["observation"]["class"] == "webthing.components.Thing"
+    assert seen["observation"]["image"]["shape"] == [2, 2] and seen["ids"].tolist() == [0, 1, 2]
+    assert loaded["metadata"]["original_metadata"] == {"judge": "j"}
+    ranks[0].write_bytes(b"no pickle at all")
+    out.unlink()
+    assert by_hand(paths, "--trust-pickle") == 4
+    assert "cannot be loaded" in capsys.readouterr().err
+
+
+def test_ranges_are_short() -> None:
+    assert list(ranges([])) == []
+    assert list(ranges([1, 2, 3, 7, 9, 10])) == ["1-3", "7", "9-10"]
+    assert list(ranges(range(0, 100, 2)))[-1] == "…"
