@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -232,7 +231,3 @@ def status_parts(status: RunStatus, width: int) -> list[Any]:
         *([times] if times else []),
         *files,
     ]
-
-
-if __name__ == "__main__":  # python -m fsbarrier.console RUN_DIRECTORY: the live view
-    sys.exit(follow(Path(sys.argv[1])) or 0)

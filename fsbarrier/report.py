@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -54,7 +55,7 @@ def page(reader: RunReader, status: RunStatus, *, iterations: int = 3) -> str:
     ]
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     title = escape(f"fsbarrier run {status.run_id}")
-    return (
+    html = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
@@ -63,6 +64,7 @@ def page(reader: RunReader, status: RunStatus, *, iterations: int = 3) -> str:
         + f"<footer>made by fsbarrier {escape(fsbarrier.__version__)} on {made} from "
         f"<code>{escape(status.log_path)}</code></footer></main></body></html>\n"
     )
+    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f]", "", html)
 
 
 def _section(title: str, body: str) -> str:

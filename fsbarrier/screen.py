@@ -45,6 +45,7 @@ STATE_STYLE = {
     "absent": "dim",
 }
 TRAIN, TEST = "cyan", "magenta"
+LEAST_SPAN = 0.25  # of the largest reward: what the height of a curve stands for at least
 SHORT_SHARE = 0.005  # phases below this share of an iteration are told together
 EVENT_STYLE = {
     "node_lost": "red",
@@ -217,12 +218,14 @@ def reward_lines(rewards: Sequence[Rewards], width: int, so_far: float | None = 
     if so_far is not None:
         curves["train"].append(so_far)
     known = [value for curve in curves.values() for value in curve if value is not None]
+    low, high = (min(known), max(known)) if known else (0.0, 1.0)
+    high = max(high, low + LEAST_SPAN * max(abs(low), abs(high)))  # noise is not to look like a rise
     found = []
     for name, style in (("train", TRAIN), ("held-out", TEST)):
         values = [value for value in curves[name] if value is not None]
         if not values:
             continue
-        spark = sparkline(curves[name], max(8, min(60, width - 50)), min(known), max(known))
+        spark = sparkline(curves[name], max(8, min(60, width - 50)), low, high)
         change = amount(values[0]) + (f" → {amount(values[-1])}" if len(values) > 1 else "")
         note = "  (so far)" if name == "train" and so_far is not None else ""
         found.append(

@@ -147,8 +147,9 @@ def rows(spans: Iterable[Span]) -> list[Row]:
         clocks[span.generation].add(span.clock)
     keys = sorted(members)
     found = []
-    for key, following in zip(keys, [*keys[1:], None], strict=True):
+    for index, key in enumerate(keys):
         exact = len(clocks[key[0]]) == 1
+        following = keys[index + 1] if index + 1 < len(keys) else None
         follows = members[following] if following is not None and following[0] == key[0] else []
         found.append(_row(members[key], follows, exact))
     return found

@@ -214,15 +214,7 @@ def ranks(values: Iterable[int]) -> str:
     return named if rest <= 0 else f"{named} and {rest} more"
 
 
-BLOCKS = " ▏▎▍▌▋▊▉█"
 TICKS = "▁▂▃▄▅▆▇█"
-
-
-def bar(share: float, width: int) -> str:
-    """A bar of `width` cells, filled from the left to an eighth of a cell."""
-    eighths = round(max(0.0, min(1.0, share)) * width * 8)
-    full, part = divmod(eighths, 8)
-    return ("█" * full + (BLOCKS[part] if part else "")).ljust(width)
 
 
 def sparkline(

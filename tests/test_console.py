@@ -1,0 +1,350 @@
+"""The terminal: words for events, frames that fit, following to the end, a terminal left as it was."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_run import FakeRun, long_run
+from rich.cells import cell_len
+from rich.console import Console
+
+from fsbarrier import cli
+from fsbarrier.console import event_line, follow, frame, print_summary
+from fsbarrier.program import PHASE_NAMES
+from fsbarrier.status import judge
+from fsbarrier.watching import RunReader
+from fsbarrier.words import amount, duration, percent, short, sparkline
+
+REPO = Path(__file__).resolve().parent.parent
+QUICK = {"coordination.beat_s": 0.05, "coordination.suspect_s": 0.2, "coordination.dead_s": 1.0}
+
+
+def raw(event: str, phase: int = 2, **fields: Any) -> dict[str, Any]:
+    place = {"generation": 3, "iteration": 1, "phase": phase, "phase_name": PHASE_NAMES[phase]}
+    return {
+        "time": datetime.now(UTC).isoformat(),
+        "mono_s": 1.0,
+        "node_rank": 1,
+        **place,
+        "event": event,
+        **fields,
+    }
+
+
+TOLD = [
+    (raw("node_suspected", suspect=2, host="c", silent_s=6.2), "node 2 (c) is silent for 6 s"),
+    (raw("node_recovered", suspect=2, host="c"), "node 2 (c) is heard again"),
+    (raw("node_lost", lost=[{"node_rank": 2, "host": "c", "why": "no heartbeat for 15.1 s"}]), "node 2 (c) is lost: no heartbeat for 15.1 s"),
+    (raw("generation_started", number=3, members=[0, 1], leader=0, reason="node 2 (c) is lost: x"), "generation 3: nodes 0, 1; leader 0"),
+    (raw("generation_started", number=3, members=[0, 1], leader=0, reason="joined: node 1 (b)"), "generation 3: nodes 0, 1; leader 0 (joined: node 1 (b))"),
+    (raw("evaluated", 6, reward_mean=0.5812, policy_version=1), "iteration 1: held-out reward 0.58 (policy version 1)"),
+    (raw("rolled_out", 4, reward_mean=0.4, policy_version=0, trajectories=1536), "iteration 1: train reward 0.40, 1536 trajectories (policy version 0)"),
+    (raw("updated", 10, loss=0.01234, optimizer_steps=12, logprob_gap_mean=2e-5), "iteration 1: updated (12 optimizer steps, loss 0.01234, log-prob gap 2e-05)"),
+    (raw("weights_published", 11, policy_version=2), "iteration 1: policy version 2 is published"),
+    (raw("work_failed", error="exit code 1\nmore", log=["x"]), "node 1, iteration 1, train_rollout failed: exit code 1"),
+    (raw("phase_started"), "iteration 1, phase 2 train_rollout begins"),
+    (raw("phase_started", 3), None),
+    (raw("phase_finished", seconds=83.2), "iteration 1, phase 2 train_rollout took 83 s"),
+    (raw("phase_finished", seconds=0.01), None),
+    (raw("work_finished", work_s=1.0), None),
+    (raw("decision", value={"evaluate": True}), None),
+    (raw("iteration_finished", 13), "iteration 1 is done"),
+    (raw("node_joined", host="b", pid=7), "node 1 joined (b, process 7)"),
+    (raw("left_generation", newest=4, reason="r"), "node 1 is not in generation 4 (r); it joins again"),
+    (raw("node_ended", state="finished", reason="2 iterations are done"), "the run ended: 2 iterations are done"),
+    (raw("node_ended", state="left", reason="stopped by SIGTERM"), "node 1 ended: stopped by SIGTERM"),
+    (raw("something_new"), None),
+    ({"event": "node_lost"}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "words"), TOLD, ids=[f"{line['event']}-{i}" for i, (line, _) in enumerate(TOLD)]
+)
+def test_events_in_plain_words(line: dict[str, Any], words: str | None) -> None:
+    told = event_line(line)
+    assert (told is None) == (words is None)
+    if told is not None:
+        assert re.fullmatch(r"\d\d:\d\d:\d\d  (.*)", told) and told[10:] == words
+
+
+@pytest.mark.parametrize("event", sorted({line["event"] for line, _ in TOLD}))
+@pytest.mark.parametrize(
+    "junk", [None, "\x1b[31mred", [], {"a": [1]}, float("nan"), -1, True, 10**30, ["x", {"node_rank": "0"}]]
+)
+def test_events_with_unexpected_fields_never_raise(event: str, junk: object) -> None:
+    names = (
+        "suspect",
+        "host",
+        "silent_s",
+        "lost",
+        "number",
+        "members",
+        "leader",
+        "reason",
+        "reward_mean",
+        "error",
+        "log",
+        "seconds",
+    )
+    told = event_line(raw(event, **dict.fromkeys(names, junk)))
+    assert told is None or "\x1b" not in told
+
+
+def test_amounts_as_people_write_them() -> None:
+    assert [duration(s) for s in (0.0012, 0.052, 0.5, 3.44, 83.2, 100, 312, 7500, 200_000)] == [
+        *("1.2 ms", "52 ms", "0.50 s", "3.4 s", "83 s", "1 min 40 s", "5 min 12 s", "2 h 05 min", "2 d 7 h"),
+    ]
+    assert [percent(s) for s in (0.0004, 0.031, 0.42, 1)] == ["0.04 %", "3.1 %", "42 %", "100 %"]
+    assert [amount(v) for v in (None, 0.5812, 0.0213, 0, -1.5)] == ["–", "0.58", "0.021", "0.00", "-1.50"]
+    assert [short(v) for v in (980, 1532, 23_456, 4_100_000)] == ["980", "1.5k", "23k", "4.1M"]
+    assert sparkline([0.0, 0.5, None, 1.0], 8) == "▁▅·█"
+    assert sparkline([1.0] * 20, 5) == "▅" * 5 and sparkline([], 5) == ""
+
+
+# --- the live view ----------------------------------------------------------------------------------------------------------
+
+
+def busy_run(path: Path, nodes: int) -> FakeRun:
+    """In the third iteration's rollout; node 1 waits, node 2 was silent, a program failed."""
+    run = FakeRun(path, nodes=nodes, hosts=tuple(f"a-rather-long-host-name-{i}" for i in range(nodes)))
+    run.start()
+    run.iteration(1)
+    run.iteration(2)
+    run.iteration(3, range(2))
+    for rank in range(nodes):
+        run.line(rank, "phase_started", (3, 2, 0))
+        run.beat(
+            rank,
+            4,
+            "running",
+            (3, 2),
+            done=100 + rank,
+            total=512,
+            unit="x",
+            reward_mean=0.41,
+            tokens_per_s=3120.0,
+            note="",
+        )
+    run.done(1, 3, 2)
+    run.line(0, "node_suspected", (3, 2, 0), suspect=2, host="c", silent_s=6.0)
+    run.fail(0, 3, 2, "it was a very long error " * 8, ["\x1b[31mValueError[/red] [bold]x", "y" * 300])
+    return run
+
+
+def picture(reader: RunReader, width: int, height: int) -> list[str]:
+    console = Console(
+        width=width,
+        height=height,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system=None,
+        highlight=False,
+    )
+    with console.capture() as captured:
+        console.print(frame(judge(reader, 100.0), reader, width, height))
+    return captured.get().rstrip("\n").split("\n")
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+@pytest.mark.parametrize(("nodes", "height"), [(3, 18), (3, 24), (3, 50), (40, 24), (40, 60)])
+def test_a_frame_fits_the_terminal(tmp_path: Path, nodes: int, height: int, width: int) -> None:
+    reader = RunReader(busy_run(tmp_path / "run", nodes).log_path)
+    reader.poll(100.0)
+    lines = picture(reader, width, height)
+    assert len(lines) <= height
+    assert max(map(cell_len, lines)) <= width
+    text = "\n".join(lines)
+    assert "\x1b" not in text
+    assert "iteration 3 of 6" in text and "2 train_rollout" in text
+
+
+def test_a_frame_shows_what_people_look_for(tmp_path: Path) -> None:
+    reader = RunReader(busy_run(tmp_path / "run", 3).log_path)
+    reader.poll(100.0)
+    text = "\n".join(picture(reader, 100, 40))
+    for wanted in (
+        *("running", "generation 1, leader 0", "100/512", "reward 0.41", "tokens/s", "waits for node 0, 2"),
+        *(
+            "reward train",
+            "reward held-out",
+            "(so far)",
+            "coordination 56 ms",
+            "node 2 (c) is silent for 6 s",
+        ),
+        *("! node 0, iteration 3, phase 2 train_rollout failed", "iteration 2: held-out reward"),
+    ):
+        assert wanted in text, wanted
+
+
+def test_troubled_nodes_come_first_where_not_all_fit(tmp_path: Path) -> None:
+    run = busy_run(tmp_path / "run", 40)
+    run.beat(33, 5, "left", (3, 2))
+    reader = RunReader(run.log_path)
+    reader.poll(100.0)
+    lines = picture(reader, 100, 24)
+    assert any(re.match(r"33 .* left ", line) for line in lines)
+    assert any("more" in line for line in lines)
+
+
+# --- following ---------------------------------------------------------------------------------------------------------------
+
+
+class Exited:
+    """A process that ends at its n-th poll."""
+
+    def __init__(self, code: int, polls: int = 1) -> None:
+        self.code, self.polls = code, polls
+
+    def poll(self) -> int | None:
+        self.polls -= 1
+        return self.code if self.polls <= 0 else None
+
+
+def plain() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=False, width=80, highlight=False), out
+
+
+def now_run(path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> FakeRun:
+    """A hand-written run whose wall clock begins now."""
+    monkeypatch.setattr("fake_run.BEGIN", datetime.now(UTC))
+    return long_run(path, 2, lose_at=2, **more)
+
+
+def test_lines_are_told_once_however_many_nodes_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = now_run(tmp_path / "run", monkeypatch)
+    console, out = plain()
+    assert follow(run.log_path, {0: Exited(0), 1: Exited(0)}, output=console) == 0
+    lines = [line[10:] for line in out.getvalue().splitlines()]
+    assert lines.count("generation 2: nodes 0, 1; leader 0") == 1
+    assert lines.count("node 2 (gpu-c) is lost: no heartbeat for 15.4 s") == 1
+    assert lines.count("iteration 1, phase 2 train_rollout begins") == 1
+    assert sum(line.startswith("iteration 1: held-out reward") for line in lines) == 1
+    assert sum("is silent" in line for line in lines) == 1
+    assert all(len(line) < 200 and "\x1b" not in line for line in lines)
+
+
+@pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((0, 4), 4), ((130, 0), 130)])
+def test_the_processes_exit_codes(tmp_path: Path, codes: tuple[int, ...], expected: int) -> None:
+    run = FakeRun(tmp_path / "run")
+    console, _ = plain()
+    assert follow(run.log_path, [Exited(code, 2) for code in codes], output=console) == expected
+
+
+def test_a_refused_process_ends_the_following(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    console, _ = plain()
+    assert follow(run.log_path, [Exited(0, 10**9), Exited(2)], output=console) is None
+
+
+def test_without_processes_the_end_of_the_run_counts(tmp_path: Path) -> None:
+    run = long_run(tmp_path / "run", 2)
+    console, out = plain()
+    assert follow(run.log_path, output=console) == 0
+    assert out.getvalue() == ""  # all of it is old news
+    stop = threading.Event()
+    stop.set()
+    assert follow(FakeRun(tmp_path / "other").log_path, stop=stop, output=console) is None
+
+
+def test_no_run_is_an_error_before_the_terminal_is_touched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["top", "--log-path", str(tmp_path)]) == 2
+    assert "there is no run.json" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    run = busy_run(tmp_path / "run", 3)
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (30, 80))
+    before = termios.tcgetattr(slave)
+    environ = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES")}
+    environ |= {"TERM": "xterm-256color", "PYTHONPATH": str(REPO)}
+    argv = [sys.executable, "-m", "fsbarrier", "top", "--log-path", str(run.log_path)]
+    process = subprocess.Popen(
+        argv, stdin=slave, stdout=slave, stderr=slave, env=environ, start_new_session=True
+    )
+    try:
+        output = read_until(master, b"train_rollout")
+        process.send_signal(signal.SIGINT)
+        output += read_until(master, b"\x1b[?1049l")
+        assert process.wait(60) == 0
+        assert termios.tcgetattr(slave) == before
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+        os.close(slave)
+    assert output.count(b"\x1b[?1049h") == 1 and output.count(b"\x1b[?1049l") == 1
+    assert output.rindex(b"\x1b[?25h") > output.rindex(b"\x1b[?25l")
+    assert b"Traceback" not in output
+
+
+def read_until(fd: int, wanted: bytes) -> bytes:
+    """What the terminal was sent, up to and with `wanted` and what came along with it."""
+    data, end = b"", time.monotonic() + 60
+    while wanted not in data:
+        assert time.monotonic() < end, data
+        if select.select([fd], [], [], 1.0)[0]:
+            data += os.read(fd, 65536)
+    return data
+
+
+# --- the summary --------------------------------------------------------------------------------------------------------------
+
+
+def summary_of(run: FakeRun) -> str:
+    console, out = plain()
+    print_summary(run.log_path, console)
+    return out.getvalue()
+
+
+def test_the_summary_has_rewards_times_events_and_files(tmp_path: Path) -> None:
+    text = summary_of(long_run(tmp_path / "run"))
+    for wanted in (
+        *("■ finished", "6 iterations", "0.23", "0.74", "train_rollout", "54 %", "short phases"),
+        *("0.06 % of the time", "57 ms an iteration", "wall clocks", "cut short"),
+        *(
+            "node 2 (gpu-c) is lost: no heartbeat for 15.4 s",
+            "generation 3: nodes 0, 1, 2; leader 0 (joined: node 2 (gpu-c))",
+        ),
+        f"fsbarrier report --log-path {tmp_path / 'run'}",
+    ):
+        assert wanted in text, wanted
+
+
+def test_the_summary_of_a_failed_run_begins_with_why(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", extra=QUICK)
+    run.start()
+    run.fail(1, 1, 2, "exit code 1", ["ValueError: no answer"])
+    run.verdict(
+        4, "node 1 (gpu-b), iteration 1, phase 2 train_rollout: exit code 1\n  | ValueError: no answer"
+    )
+    for rank in range(3):
+        run.beat(rank, 9, "broken", (1, 2))
+    lines = [line for line in summary_of(run).splitlines() if line]
+    assert lines[0].startswith("■ broken") and "exit code 4" in lines[0]
+    assert lines[1].startswith("! node 1 (gpu-b), iteration 1") and lines[2] == "  | ValueError: no answer"
+    assert "node 1 logs" in "\n".join(lines)
+
+
+def test_the_summary_of_a_run_without_anything(tmp_path: Path) -> None:
+    assert "0 iterations" in summary_of(FakeRun(tmp_path / "run"))

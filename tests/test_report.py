@@ -1,0 +1,201 @@
+"""The report: one well-formed file that loads nothing, says what happened, and cannot be broken by what a run contains."""
+
+from __future__ import annotations
+
+import re
+import stat
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_run import FakeRun, long_run
+
+from fsbarrier import cli
+from fsbarrier.svg import Block, Lane, Part, Series, line_chart, stacked_bars, ticks, timeline
+
+VOID = {"meta", "br", "img", "link", "input"}
+
+
+class Page(HTMLParser):
+    """Checks that every tag is closed in order, and collects texts, tags and attributes."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.texts)
+
+
+def report(run: FakeRun, *more: str) -> str:
+    out = run.log_path.parent / "report.html"
+    assert cli.main(["report", "--log-path", str(run.log_path), "--out", str(out), *more]) == 0
+    return out.read_text(encoding="utf-8")
+
+
+def test_a_report_has_all_its_parts(tmp_path: Path) -> None:
+    page = Page(report(long_run(tmp_path / "run")))
+    for wanted in (
+        *(
+            "finished",
+            "0.25 → 0.74",
+            "0.06 %",
+            "Mean reward by iteration",
+            "Where the time goes",
+            "Coordination",
+        ),
+        *(
+            "Iteration 3: 1 min 56 s",
+            "Iteration 6: 85 s",
+            "log-prob gap, mean",
+            "wall clocks",
+            "rollout.temperature",
+        ),
+        *(
+            "node 2 is lost: no heartbeat for 15.4 s",
+            "node 2 (gpu-c) is silent for 6 s",
+            "generation 2: nodes 0, 1; leader 0",
+        ),
+    ):
+        assert wanted in page.text, wanted
+    assert (
+        page.tags.count("svg") == 2 + 4
+    )  # curves, bars, the last three iterations and the one with the loss
+
+
+def test_it_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
+    html = report(long_run(tmp_path / "run"))
+    page = Page(html)
+    assert not {"script", "link", "img", "iframe", "object", "embed", "base"} & set(page.tags)
+    assert not any(
+        name in ("src", "href", "xlink:href") or name.startswith("on") for name, _ in page.attributes
+    )
+    assert not re.search(r"url\(|@import|https?://", html)
+
+
+def test_it_is_private_and_beside_the_run_by_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = long_run(tmp_path / "run", 2)
+    assert cli.main(["report", "--log-path", str(run.log_path)]) == 0
+    out = run.log_path / "report.html"
+    assert capsys.readouterr().out.strip() == str(out)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("out", ["missing/report.html", "."])
+def test_a_place_that_cannot_be_written_is_one_line(
+    tmp_path: Path, out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = long_run(tmp_path / "run", 1, lose_at=None)
+    assert cli.main(["report", "--log-path", str(run.log_path), "--out", str(tmp_path / out)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_a_run_contains_cannot_break_out(tmp_path: Path) -> None:
+    bad = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\x1b[31m"
+    run = FakeRun(tmp_path / "run", hosts=(bad,), extra={"model": bad})
+    run.start()
+    run.iteration(1)
+    run.fail(1, 1, 2, bad, [bad, bad])
+    run.line(0, "node_lost", (1, 2, 0), lost=[{"node_rank": 1, "host": bad, "why": bad}])
+    run.line(0, "phase_started", (2, 2, 0), phase_name=bad)
+    html = report(run)
+    page = Page(html)
+    assert "script" not in page.tags and "img" not in page.tags
+    assert "\x1b" not in html
+
+
+def test_empty_and_short_runs(tmp_path: Path) -> None:
+    nothing = FakeRun(tmp_path / "a" / "run")
+    assert "Mean reward" not in Page(report(nothing)).text
+    begun = FakeRun(tmp_path / "b" / "run")
+    begun.start()
+    begun.row(1, 0)
+    for rank in range(3):
+        begun.line(rank, "phase_started", (1, 1, 0))
+    Page(report(begun))
+    Page(report(begun, "--iterations", "0"))
+
+
+def test_a_long_run_stays_a_small_file(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", nodes=1, until=700)
+    run.start()
+    for iteration in range(1, 701):
+        for phase in (4, 6, 13):
+            run.row(iteration, phase)
+    html = report(run)
+    assert len(html) < 600_000
+    assert "The last 60 of 700 iterations." in html
+
+
+# --- charts ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (0, 0.74), (-3, 5), (0, 123456), (5, 5), (0, 0), (0, 1e-9), (0.2, 0.21)]
+)
+def test_ticks_are_round_and_enclose(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 13 and found == sorted(set(found))
+    assert found[0] <= low + 1e-12 and found[-1] >= high - 1e-12
+
+
+def numbers(svg: str, name: str) -> list[float]:
+    return [float(value) for value in re.findall(rf' {name}="(-?[\d.]+)"', svg)]
+
+
+def test_charts_stay_inside_their_frame() -> None:
+    series = [
+        Series("a", "train", [(float(i), (-1) ** i * i) for i in range(1, 2000)]),
+        Series("b", "test", [(1.0, 3.0)]),
+    ]
+    bars: list[tuple[str, list[Part]]] = [
+        (str(i), [Part("p2", "x", 10.0 * i), Part("coordination", "c", 0.1)]) for i in range(60)
+    ]
+    lanes = [
+        Lane(
+            "node 0",
+            [Block(0, 5, 9, "p2", "train_rollout"), Block(9, 9, 10, "p3", "x", cut=True)],
+            [(9.5, "lost")],
+        )
+    ]
+    for svg in (line_chart(series, "iteration"), stacked_bars(bars, "iteration"), timeline(lanes, 10.0, "t")):
+        high = float(re.findall(r'viewBox="0 0 760 ([\d.]+)"', svg)[0])
+        assert all(0 <= x <= 760 for name in ("x", "x1", "x2", "cx") for x in numbers(svg, name))
+        assert all(0 <= y <= high for name in ("y", "y1", "y2", "cy") for y in numbers(svg, name))
+        points = [p.split(",") for line in re.findall(r'points="([^"]+)"', svg) for p in line.split()]
+        assert all(0 <= float(x) <= 760 and 0 <= float(y) <= high for x, y in points)
+        assert len(points) <= 700
+    assert 'class="lost"' in svg
+
+
+@pytest.mark.parametrize(
+    "chart", [lambda: line_chart([], "x"), lambda: stacked_bars([], "x"), lambda: timeline([], 1.0, "x")]
+)
+def test_a_chart_of_nothing_is_nothing(chart: Any) -> None:
+    assert chart() == ""

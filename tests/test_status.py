@@ -1,0 +1,337 @@
+"""What is said of a run from its directory: states, silence, who waits for whom, and never a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import FAST, Cluster
+from fake_run import FakeRun, long_run
+
+from fsbarrier import cli
+from fsbarrier.host import boot_id
+from fsbarrier.status import RunStatus, judge, read_status
+from fsbarrier.watching import RunReader
+
+QUICK = {"coordination.beat_s": 0.2, "coordination.suspect_s": 0.6, "coordination.dead_s": 1.0}
+HERE = {"hosts": (socket.gethostname(),), "boot_ids": {rank: boot_id() for rank in range(4)}}
+NO_PROCESS = 2**22 + 1  # above the largest pid there can be
+
+
+def status_of(run: FakeRun) -> RunStatus:
+    return read_status(run.log_path)
+
+
+def node(status: RunStatus, rank: int) -> Any:
+    return next(one for one in status.nodes if one.node_rank == rank)
+
+
+def beating(run: FakeRun, ranks: tuple[int, ...], at: tuple[int, int]) -> threading.Event:
+    """Heartbeats that go on until the event is set."""
+    stop = threading.Event()
+
+    def beat() -> None:
+        counter = 100
+        while not stop.wait(0.02):
+            counter += 1
+            for rank in ranks:
+                run.beat(rank, counter, "running", at, done=3, total=8, unit="trajectories")
+
+    threading.Thread(target=beat, daemon=True).start()
+    return stop
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    status = status_of(long_run(tmp_path / "run"))
+    assert (status.state, status.exit_code) == ("finished", 0)
+    assert (status.generation, status.iteration, status.iterations, status.leader) == (3, 6, 6, 0)
+    assert status.phase is not None and (status.phase.index, status.phase.name) == (13, "iteration_end")
+    assert [one.state for one in status.nodes] == ["finished"] * 3
+    assert node(status, 2).incarnation == 2
+    assert status.problems == () and status.waiting_for is None
+    assert [r.iteration for r in status.rewards] == [1, 2, 3, 4, 5, 6]
+    assert status.rewards[0].train == pytest.approx(0.23) and status.rewards[0].test == pytest.approx(0.25)
+    assert all(one.complete for one in status.times) and not status.times[0].exact
+
+
+def test_the_json_has_what_scripts_rely_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = long_run(tmp_path / "run")
+    assert cli.main(["status", "--json", "--log-path", str(run.log_path)]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert {"state", "run_id", "generation", "iteration", "phase", "leader", "nodes"} <= body.keys()
+    assert body["phase"] == {"index": 13, "name": "iteration_end"}
+    wanted = {"node_rank", "host", "pid", "incarnation", "state", "phase", "progress", "last_beat_age_s"}
+    assert all(wanted <= one.keys() for one in body["nodes"])
+    assert body["nodes"][0]["host"] == "gpu-a" and body["nodes"][0]["pid"] == 4001
+    assert body["coordination"][0]["coordination_s"] == pytest.approx(14 * 0.004, abs=1e-4)
+    assert body["phases_s"]["train_rollout"] == pytest.approx(43.464, abs=1e-3)
+
+
+def test_moving_heartbeats_mean_running_and_whoever_stands_still_is_suspected(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", extra=QUICK)
+    run.start()
+    run.iteration(1, range(2))
+    for rank in range(3):
+        run.line(rank, "phase_started", (1, 2, 0))
+        run.beat(rank, 1, "running", (1, 2))
+    run.done(0, 1, 2)
+    stop = beating(run, (0, 1), (1, 2))
+    try:
+        status = status_of(run)
+    finally:
+        stop.set()
+    assert status.state == "running"
+    assert [node(status, rank).state for rank in range(3)] == ["running", "running", "suspected"]
+    assert [node(status, rank).activity for rank in (0, 1)] == ["waiting", "working"]
+    assert node(status, 0).last_beat_age_s < 5 and node(status, 2).last_beat_age_s is None
+    assert node(status, 1).progress["done"] == 3 and node(status, 0).progress is None
+    assert status.waiting_for is not None and status.waiting_for.node_ranks == (1, 2)
+    assert status.waiting_for.for_s is None  # another host's clock does not tell
+    assert any("node 2 (gpu-c): no heartbeat" in problem for problem in status.problems)
+
+
+def test_all_silent_is_stalled(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", extra=QUICK)
+    run.start()
+    for rank in range(3):
+        run.beat(rank, 7, "running", (1, 0))
+    status = status_of(run)
+    assert status.state == "stalled" and status.exit_code is None
+    assert {one.state for one in status.nodes} == {"suspected"}
+
+
+def test_a_process_that_is_gone_from_this_host_needs_no_watching(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", nodes=2, extra={"coordination.beat_s": 60.0}, **HERE)
+    run.join(0, pid=NO_PROCESS)
+    run.join(1, pid=NO_PROCESS)
+    run.begin((0, 1), "start")
+    for rank in (0, 1):
+        run.beat(rank, 7, "running", (1, 0))
+    status = status_of(run)  # at once, although a beat is a minute
+    assert status.state == "stalled"
+    assert [one.state for one in status.nodes] == ["lost", "lost"]
+    assert f"process {NO_PROCESS} is gone" in status.problems[0]
+
+
+def test_how_long_a_barrier_waits_is_known_by_this_hosts_clock(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", nodes=2, **HERE)
+    for rank in (0, 1):
+        run.join(rank, pid=os.getpid())
+    run.begin((0, 1), "start")
+    for rank in (0, 1):
+        run.line(rank, "phase_started", (1, 0, 0))
+    run.line(0, "work_finished", (1, 0, 0), work_s=0.0)
+    run.done(0, 1, 0)
+    reader = RunReader(run.log_path)
+    status = judge_at(reader, 1030.0)  # the journal's clock began at 1000
+    assert status.waiting_for is not None
+    assert (status.waiting_for.node_ranks, status.waiting_for.for_s) == ((1,), 30.0)
+
+
+def judge_at(reader: RunReader, now: float) -> RunStatus:
+    reader.poll(now)
+    return judge(reader, now)
+
+
+def test_ages_grow_on_the_onlookers_own_clock(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.start()
+    reader = RunReader(run.log_path)
+    seen = []
+    for now, counter in ((0.0, 1), (1.0, 2), (2.0, 2), (5.0, 2), (8.0, 2)):
+        for rank in range(3):
+            run.beat(rank, counter if rank == 0 else counter + round(now), "running", (1, 0))
+        seen.append(node(judge_at(reader, now), 0))
+    assert [one.state for one in seen] == ["running", "running", "running", "running", "suspected"]
+    assert [one.last_beat_age_s for one in seen] == [None, 0.0, 1.0, 4.0, 7.0]
+
+
+def test_before_the_first_generation_the_missing_ranks_are_named(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", extra=QUICK)
+    run.join(0)
+    run.beat(0, 1, "joining", (0, 0))
+    stop = beating(run, (0,), (0, 0))
+    try:
+        status = status_of(run)
+    finally:
+        stop.set()
+    assert status.state == "running" and status.phase is None and status.leader is None
+    assert [one.state for one in status.nodes] == ["running", "absent", "absent"]
+    assert status.waiting_for is not None and status.waiting_for.node_ranks == (1, 2)
+    assert "node 1 has not been started yet" in status.problems
+
+
+def test_a_verdict_is_broken_and_its_reason_is_the_first_problem(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.start()
+    run.fail(1, 1, 2, "rollout.py ended with exit code 1", ["Traceback", "ValueError: no answer"])
+    run.verdict(
+        4, "node 1 (gpu-b), iteration 1, phase 2 train_rollout: exit code 1\n  | ValueError: no answer"
+    )
+    for rank in range(3):
+        run.beat(rank, 9, "broken", (1, 2))
+    status = status_of(run)
+    assert (status.state, status.exit_code) == ("broken", 4)
+    assert status.problems[0].startswith("node 1 (gpu-b), iteration 1")
+    assert "ValueError" in status.problems[1]
+    assert status.files["node_1_logs"].endswith("attempt_1/node_1")
+
+
+@pytest.mark.parametrize(("code", "state"), [(130, "stopped"), (143, "stopped"), (3, "broken")])
+def test_nodes_that_left(tmp_path: Path, code: int, state: str) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.start()
+    for rank in range(3):
+        run.line(rank, "node_ended", (1, 0, 0), state="left", code=code, reason="why it left")
+        run.beat(rank, 3, "left", (1, 0))
+    status = status_of(run)
+    assert (status.state, status.exit_code) == (state, code)
+    assert status.problems == ("nodes 0, 1, 2 ended: why it left",)
+
+
+def test_failures_of_the_iteration_are_told_once_with_their_last_lines(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", extra=QUICK)
+    run.start()
+    for _ in range(2):
+        run.fail(1, 1, 2, "exit code 1", ["ValueError: no answer"])
+    status = status_of(run)
+    assert [p for p in status.problems if "failed" in p] == [
+        "node 1, iteration 1, phase 2 train_rollout failed (2 times): exit code 1"
+    ]
+    assert "  | ValueError: no answer" in status.problems
+
+
+def test_a_lost_node_stays_named_while_the_others_go_on(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", extra=QUICK)
+    run.start()
+    run.lose(2, 1, 2, after=5.0, resume=1)
+    for rank in range(3):
+        run.beat(rank, 5, "running", (1, 2))
+    stop = beating(run, (0, 1), (1, 2))
+    try:
+        status = status_of(run)
+    finally:
+        stop.set()
+    assert status.generation == 2 and status.state == "running"
+    assert [one.state for one in status.nodes] == ["running", "running", "lost"]
+    assert "node 2 (gpu-c) is lost: no heartbeat for 15.4 s" in status.problems
+
+
+# --- damaged directories -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["status", "top", "report"])
+@pytest.mark.parametrize("there", ["nothing", "empty", "file", "torn", "binary"])
+def test_no_run_is_one_clear_line(
+    tmp_path: Path, command: str, there: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    if there == "file":
+        path.write_text("x")
+    elif there != "nothing":
+        path.mkdir()
+    if there == "torn":
+        (path / "run.json").write_text('{"schema": 1, "run_id": "2026')
+    if there == "binary":
+        (path / "run.json").write_bytes(os.urandom(300))
+    assert cli.main([command, "--log-path", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    if there in ("nothing", "empty", "file"):
+        assert f"no run at {path}: there is no" in captured.err
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_damage_below_the_record_never_crashes(
+    tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every file but run.json is cut, emptied, filled with noise, replaced by a directory or removed, by turns."""
+    run = long_run(tmp_path / "run", 3, extra=QUICK)
+    found = sorted(path for path in run.log_path.rglob("*") if path.is_file() and path.name != "run.json")
+    for index, path in enumerate(found):
+        data = path.read_bytes()
+        match (index * 7 + seed) % 6:
+            case 0:
+                path.write_bytes(data[: len(data) // 2])
+            case 1:
+                path.write_bytes(b"")
+            case 2:
+                path.write_bytes(bytes(range(256)))
+            case 3:
+                path.unlink()
+                path.mkdir()
+            case 4:
+                path.unlink()
+            case _:
+                path.write_bytes(data.replace(b":", b":[", 3) + b'\n{"event": 1e999, "time": []}\n[[[[')
+    log_path = str(run.log_path)
+    assert cli.main(["status", "--log-path", log_path]) == 0
+    assert cli.main(["status", "--json", "--log-path", log_path]) == 0
+    assert cli.main(["report", "--log-path", log_path, "--out", str(tmp_path / "report.html")]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["events", "coordination", "coordination/beats", "logs", "train_trajectories"]
+)
+def test_a_folder_that_is_something_else_never_crashes(tmp_path: Path, name: str) -> None:
+    run = FakeRun(tmp_path / "run")
+    folder = run.log_path / name
+    if folder.is_dir():
+        folder.rename(run.log_path / "elsewhere")
+    folder.write_text("not a folder")
+    assert read_status(run.log_path, watch=False).state == "stalled"
+
+
+def test_lines_written_in_pieces_are_read_once_and_whole(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", nodes=1)
+    run.start()
+    reader = RunReader(run.log_path)
+    reader.poll(0.0)
+    journal = run.paths.journal(0, 1)
+    before = journal.read_bytes()
+    run.iteration(1, range(5))
+    new = journal.read_bytes()[len(before) :]
+    events = []
+    journal.write_bytes(before)
+    for start in range(0, len(new), 97):
+        with journal.open("ab") as stream:
+            stream.write(new[start : start + 97])
+        events += [line.event for line in reader.poll(float(start))]
+    assert len(events) == new.count(b"\n")
+    assert len(reader.history.rewards()) == 1
+
+
+def test_a_long_run_keeps_only_the_newest_times(tmp_path: Path) -> None:
+    run = long_run(tmp_path / "run", 12, lose_at=None)
+    reader = RunReader(run.log_path, keep=3)
+    reader.poll(0.0)
+    assert [one.iteration for one in reader.times()] == [9, 10, 11, 12]
+    assert len(reader.history.rewards()) == 12
+
+
+# --- a real run -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_real_run_from_its_start_to_its_end(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2, "--iterations", "2", *FAST, "toy.phase_s=0.2") as cluster:
+        cluster.start()
+        cluster.in_phase(1, 2)
+        status = read_status(cluster.log_path)
+        assert status.state == "running" and status.generation == 1
+        assert [one.pid for one in status.nodes] == [cluster.processes[rank].pid for rank in (0, 1)]
+        assert all(one.last_beat_age_s is not None for one in status.nodes)
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said(0)
+        status = read_status(cluster.log_path)
+    assert status.state == "finished" and status.iteration == 2
+    assert [one.iteration for one in status.times if one.complete and one.exact] == [1, 2]
+    assert all(0 < one.coordination_s < one.seconds for one in status.times)
+    assert (
+        all(r.train is not None and r.test is not None for r in status.rewards) and len(status.rewards) == 2
+    )
+    assert {"run", "model", "train_trajectories", "logs"} <= status.files.keys()
