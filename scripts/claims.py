@@ -120,16 +120,17 @@ def owner_of(folder: Path) -> dict[str, Any]:
 class Watch:
     """Ages one builder's counter on this process's clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self.seen: tuple[Path, dict[str, Any]] | None = None
-        self.since = time.monotonic()
+        self.since = clock()
 
     def look(self, folder: Path) -> tuple[bool, str]:
         """Whether the builder may still be alive, and who it is and what it does, for people."""
         owner = owner_of(folder)
         if self.seen != (folder, owner):
-            self.seen, self.since = (folder, owner), time.monotonic()
-        age = time.monotonic() - self.since
+            self.seen, self.since = (folder, owner), self.clock()
+        age = self.clock() - self.since
         here = bool(machine()) and owner.get("machine") == machine()
         gone = here and process_start(int(owner["pid"])) != owner["start"]
         who = f"pid {owner['pid']} on {owner['host']}" if owner else f"unknown maker of {folder}"
@@ -212,11 +213,12 @@ class Owner:
         }
         self.beat = 0
         self.ended = threading.Event()
-        self._write()
+        self.write()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Say where it is."""
         text = json.dumps({**self.record, "step": self.step, "beat": self.beat}).ljust(600) + "\n"
         fd = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
@@ -228,7 +230,7 @@ class Owner:
         while not self.ended.wait(BEAT_S):
             self.beat += 1
             with contextlib.suppress(OSError):  # a full disk shows in the step that fills it
-                self._write()
+                self.write()
 
     def end(self) -> None:
         """No more signs of life."""

