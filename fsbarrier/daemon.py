@@ -37,6 +37,7 @@ from fsbarrier.program import SLICES
 from fsbarrier.runrecord import RunRecord
 from fsbarrier.state import Exit, Node, Rules, Stage
 from fsbarrier.store import PosixStore
+from fsbarrier.words import event_line
 
 POLL_MIN_S = 0.001
 POLL_GROWTH = 1.5
@@ -80,6 +81,7 @@ class Daemon:
         attempt = 1 + (observer.joins[rank].incarnation if rank in observer.joins else 0)
         self.log_dir = record.paths.node_logs(attempt, rank)
         files.make_dirs(self.log_dir)
+        self._log = os.fdopen(files.open_new(self.log_dir / "daemon.log"), "w")
         self.engine = make_engine(record, self.log_dir, work_dir, rules.program.needs)
         context = ContextMaker(record, observer, len(accelerators.detect()))
         self.jobs = Jobs(
@@ -184,12 +186,13 @@ class Daemon:
             self._journal = Journal(path, run_id=self.record.run_id, node_rank=node.rank)
         where = place(node, node.position, self.agent.rules)
         line = self._journal.write(event, time.monotonic(), where, fields)
+        text = event_line(line)
+        if text is None:
+            return
+        self._log.write(f"{text}\n")
+        self._log.flush()
         if self.console:
-            from fsbarrier.console import event_line
-
-            text = event_line(line)
-            if text is not None:
-                print(text, flush=True)
+            print(text, flush=True)
 
     @contextmanager
     def signals(self) -> Iterator[None]:
@@ -208,6 +211,7 @@ class Daemon:
                 signal.signal(number, handler)
 
     def close(self) -> None:
+        self._log.close()
         if self._journal is not None:
             self._journal.close()
 

@@ -6,6 +6,7 @@ each working phase; no vLLM, no torch.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def update(ctx: Context) -> Work:
     """Every node: works; the leader leaves a new policy version."""
     version = ctx.policy_version + 1
     out = ctx.paths.checkpoint(version, ctx.generation) if ctx.node_rank == ctx.leader else None
-    return toy(ctx, "update", "update.log", out=str(out) if out else None, new_policy_version=version)
+    command = toy(ctx, "update", "update.log", out=str(out) if out else None, new_policy_version=version)
+    return replace(command, extra={"policy_version": version})
 
 
 def publish_weights(ctx: Context) -> Work:
