@@ -27,7 +27,7 @@ from fsbarrier.errors import EXIT_SIGINT, EXIT_SIGTERM, Fenced, StoreError
 from fsbarrier.facts import Join, Payload, encode
 from fsbarrier.guard_rank import hold_rank
 from fsbarrier.host import boot_id
-from fsbarrier.jobs import EngineLike, Jobs
+from fsbarrier.jobs import Jobs
 from fsbarrier.journal import Journal
 from fsbarrier.loader import load_program
 from fsbarrier.membership import Limits
