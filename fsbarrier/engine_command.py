@@ -117,6 +117,9 @@ def environment(plan: Plan, environ: Mapping[str, str], api_key: str) -> dict[st
     env["no_proxy"] = env["NO_PROXY"]
     if not plan.accelerated:
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else every server of a machine binds to the same cores
+        # Sampling compiles a function for log-probabilities even with --enforce-eager: seconds in the first request, and an
+        # error in each where there is no C++ compiler.
+        env["TORCHDYNAMO_DISABLE"] = "1"
         env.setdefault("OMP_NUM_THREADS", str(cpu_threads(plan)))
         env.setdefault("VLLM_PLUGINS", "")
         if int(plan.settings["tensor_parallel_size"]) == 1:

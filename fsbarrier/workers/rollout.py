@@ -1,7 +1,10 @@
-"""Phase 2 and 6: one node's share of the tasks, rolled out against its local vLLM, judged, and saved group by group.
+"""Rolls out tasks against the local engine: samples groups, judges them, appends each to the part file as it is finished.
 
-`python -m fsbarrier.workers.rollout --spec SPEC.json`. A group (all samples of one task) is durable as soon as it is judged. The
-log-probabilities are those of the distribution that was sampled from; ids come from the server itself, end token included.
+`python -m fsbarrier.workers.rollout --spec SPEC.json` (phases 2 and 6). Every group in the part file is durable on its own: after any
+end of this program, SIGKILL too, only what was in flight is lost, and started again with the same spec it does only what is missing.
+
+A generation that was cut off by the token limit, or failed, is never a success: its trajectory has `valid` false and a reward of at
+most 0 (what the reward function would have given stays in `reward_parts`).
 """
 
 from __future__ import annotations
@@ -12,199 +15,327 @@ import sys
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsbarrier import files, tasks
-from fsbarrier.errors import ProgramFailed
-from fsbarrier.rewards import Reward, Score, open_reward
-from fsbarrier.tasks import Task
+from fsbarrier import files
+from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
+from fsbarrier.rewards import DEFAULT_TIMEOUT_S, Reward, Score, check_answers, open_reward
+from fsbarrier.tasks import Task, read_tasks
 from fsbarrier.trajectories import ShardWriter
-from fsbarrier.workers.sampling import Sample, Sampler
-from fsbarrier.workers.spec import Progress, run_worker
+from fsbarrier.workers.sampling import Group, Sample, Sampler, Server
+from fsbarrier.workers.spec import SHOW_S, Progress, run_worker
 
-MAX_ERROR_SHARE = 0.1  # of a phase's trajectories whose reward could not be computed
-ERRORS_BEFORE_JUDGING = 32
+SEQUENCES_PER_REQUEST = 128  # prompts times samples: see sampling.py
+BACKLOG = 4  # groups that may be sampled but not yet on disk, in units of `rollout.concurrency`
+ALL_REFUSED = 8  # so many prompts refused in a row from the start: it is not the prompts
+DEFAULT_ERROR_SHARE = 0.1
+HEADER = ("run_id", "split", "iteration", "generation", "node_rank", "policy_version")
+
+Spec = Mapping[str, Any]
 
 
 @dataclass
-class Totals:
-    """What was done so far."""
+class Tally:
+    """What has been done so far, by this start of the program."""
 
-    trajectories: int = 0
     groups: int = 0
-    invalid: int = 0
-    reward_errors: int = 0
+    trajectories: int = 0
     reward: float = 0.0
+    invalid: int = 0
+    truncated: int = 0
+    refused: int = 0
+    reward_errors: int = 0
     prompt_tokens: int = 0
-    completion_tokens: int = 0
-    last_error: str = ""
-    started: float = field(default_factory=time.monotonic)
+    tokens: int = 0  # that have come, also of groups not finished
+    completion_tokens: int = 0  # of finished groups
+
+    def add(self, group: Group, made: Sequence[Mapping[str, Any]]) -> None:
+        self.groups += 1
+        self.trajectories += len(made)
+        self.reward += sum(item["reward"] for item in made)
+        self.invalid += sum(not item["valid"] for item in made)
+        self.truncated += sum(item["finish_reason"] == "length" for item in made)
+        self.refused += group.error is not None
+        self.reward_errors += sum("reward_error" in item["metadata"] for item in made)
+        self.prompt_tokens += len(group.prompt_ids)
+        self.completion_tokens += sum(len(sample.token_ids) for sample in group.samples)
+
+    def note(self) -> str:
+        counts = (
+            ("truncated", self.truncated),
+            ("refused", self.refused),
+            ("reward errors", self.reward_errors),
+        )
+        return ", ".join(f"{count} {what}" for what, count in counts if count)
+
+
+class Shown:
+    """The progress file, kept up with the tally: written when there is news, a few times a second at most, the last news too."""
+
+    def __init__(self, progress: Progress, total: int, tally: Tally) -> None:
+        self.progress, self.total, self.tally = progress, total, tally
+        self.begin = time.monotonic()
+        self._last = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def seconds(self) -> float:
-        return max(1e-9, time.monotonic() - self.started)
+        return max(1e-9, time.monotonic() - self.begin)
 
-    @property
-    def reward_mean(self) -> float | None:
-        return self.reward / self.trajectories if self.trajectories else None
+    def news(self) -> None:
+        if self._timer is None:
+            wait_s = max(0.0, self._last + SHOW_S - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self.write)
+
+    def write(self) -> None:
+        self.close()
+        self._last, tally = time.monotonic(), self.tally
+        self.progress.show(
+            tally.trajectories,
+            self.total,
+            "trajectories",
+            last=True,
+            reward_mean=tally.reward / tally.trajectories if tally.trajectories else None,
+            tokens_per_s=round(tally.tokens / self.seconds, 1),
+            note=tally.note(),
+        )
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class Rollout:
-    """The work of one spec."""
+    """One start of the program."""
 
-    def __init__(
-        self, spec: Mapping[str, Any], progress: Progress, writer: ShardWriter, reward: Reward
-    ) -> None:
-        self.spec, self.progress, self.writer, self.reward = spec, progress, writer, reward
-        self.totals = Totals()
-        self.samples: int = spec["sampling"]["samples"]
-
-    async def run(self, todo: Sequence[Task]) -> None:
-        """Roll out all tasks, a bounded number of requests at a time. Raises ProgramFailed."""
-        settings = self.spec["settings"]["rollout"]
-        slots = asyncio.Semaphore(settings["concurrency"])
-        async with Sampler(self.spec) as sampler, asyncio.TaskGroup() as group:
-            size = sampler.prompts_per_request
-            for start in range(0, len(todo), size):
-                group.create_task(self.one_request(sampler, slots, todo[start : start + size]))
-
-    async def one_request(self, sampler: Sampler, slots: asyncio.Semaphore, chunk: Sequence[Task]) -> None:
-        async with slots:
-            begun = time.monotonic()
-            answers = await sampler.sample(chunk)
-        generated = time.monotonic() - begun
-        for task, samples in zip(chunk, answers, strict=True):
-            scores = await asyncio.gather(*(self.judge(task, sample) for sample in samples))
-            trajectories = [
-                self.trajectory(task, number, sample, score, generated)
-                for number, (sample, score) in enumerate(zip(samples, scores, strict=True))
-            ]
-            await asyncio.to_thread(self.writer.append_group, task.index, trajectories)
-            self.count(samples, scores)
-
-    async def judge(self, task: Task, sample: Sample) -> Score:
-        """A generation that failed or was cut off is no success, whatever it says."""
-        return await self.reward.score(task, sample.text) if sample.valid else Score(0.0)
-
-    def count(self, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
-        totals = self.totals
-        totals.groups += 1
-        for sample, score in zip(samples, scores, strict=True):
-            totals.trajectories += 1
-            totals.reward += score.reward
-            totals.invalid += not sample.valid
-            totals.prompt_tokens += len(sample.prompt_ids)
-            totals.completion_tokens += len(sample.token_ids)
-            if score.error is not None:
-                totals.reward_errors += 1
-                totals.last_error = score.error
-        share = self.spec["settings"]["reward"].get("max_error_share", MAX_ERROR_SHARE)
-        if totals.reward_errors > max(share * totals.trajectories, share * ERRORS_BEFORE_JUDGING):
-            raise ProgramFailed(
-                f"the reward {self.spec['settings']['reward']['kind']} failed for {totals.reward_errors} of "
-                f"{totals.trajectories} trajectories; the last time: {totals.last_error}"
+    def __init__(self, spec: Spec, progress: Progress) -> None:
+        settings, sampling = spec["settings"], spec["sampling"]
+        self.spec = spec
+        self.samples = int(sampling["samples"])
+        if self.samples > 1 and sampling["temperature"] == 0:
+            raise UsageError(
+                f"{self.samples} samples a task at temperature 0 would all be the same; give samples=1 or a temperature"
             )
-        self.show()
-
-    def show(self, last: bool = False) -> None:
-        totals, wanted = self.totals, len(self.spec["tasks"]) * self.samples
-        speed = totals.completion_tokens / totals.seconds
-        self.progress.show(
-            totals.trajectories,
-            wanted,
-            "trajectories",
-            last=last,
-            reward_mean=totals.reward_mean,
-            tokens_per_s=speed,
+        rollout = settings["rollout"]
+        self.concurrency = int(rollout["concurrency"])
+        self.per_request = int(rollout.get("prompts_per_request") or 0) or max(
+            1, min(SEQUENCES_PER_REQUEST // self.samples, self.concurrency // 2)
         )
+        kind = settings["reward"]["kind"]
+        self.error_share = float(settings["reward"].get("max_error_share", DEFAULT_ERROR_SHARE))
+        task_file = read_tasks(Path(spec["task_file"]), spec["tasks"])
+        self.tasks = [task_file.tasks[index] for index in spec["tasks"]]
+        check_answers(kind, self.tasks, task_file.path)
+        self.reward: Reward = open_reward(
+            kind, timeout_s=float(settings["reward"].get("timeout_s", DEFAULT_TIMEOUT_S))
+        )
+        engine = spec["engine"]
+        self.server = Server(
+            url=engine["url"],
+            api_key=engine.get("api_key") or "",
+            model=engine.get("model") or "",
+            **{name: sampling[name] for name in ("samples", "temperature", "top_p", "top_k", "max_tokens")},
+            timeout_s=float(rollout["request_timeout_s"]),
+            tries=int(rollout["retries"]) + 1,
+        )
+        self.tally = Tally()
+        self.shown = Shown(progress, len(self.tasks) * self.samples, self.tally)
+        self.slots = asyncio.Semaphore(self.concurrency)  # groups being sampled
+        self.unwritten = asyncio.Semaphore(BACKLOG * self.concurrency)
+        self.writing: set[asyncio.Future[Any]] = set()
 
-    def trajectory(
-        self, task: Task, number: int, sample: Sample, score: Score, generated: float
-    ) -> dict[str, Any]:
-        spec = self.spec
-        prompt, sampled = len(sample.prompt_ids), len(sample.token_ids)
-        metadata = dict(task.metadata)
-        if score.error is not None:
-            metadata["reward_error"] = score.error
+    async def run(self) -> dict[str, Any]:
+        """Do all that the spec asks for; gives the result. Raises FsbarrierError."""
+        spec, part = self.spec, Path(self.spec["part"])
+        files.make_dirs(part.parent)
+        header = {name: spec[name] for name in HEADER}
+        assigned = {"assigned": list(spec["tasks"])}
+        self.shown.write()
+        with ShardWriter(part, prefix=spec["prefix"], header={**header, **assigned}) as writer:
+            try:
+                await self._fill(writer)
+            finally:
+                if self.writing:  # what is under way in a thread uses the writer's descriptor
+                    await asyncio.wait(self.writing)
+                self.shown.close()
+                await self.reward.close()
+            info = writer.finish({**header, "sampling": dict(spec["sampling"])})
+        files.link_or_copy(part, Path(spec["checkpoint"]))
+        self.shown.write()
+        seconds, tally = self.shown.seconds, self.tally
+        return {
+            "part": str(part),
+            "bytes": info.bytes,
+            "groups": info.groups,
+            "trajectories": info.trajectories,
+            "reward_mean": info.reward_mean,
+            "resumed_groups": info.groups - tally.groups,
+            "invalid": tally.invalid,
+            "truncated": tally.truncated,
+            "refused": tally.refused,
+            "reward_errors": tally.reward_errors,
+            "prompt_tokens": tally.prompt_tokens,
+            "completion_tokens": tally.completion_tokens,
+            "seconds": round(seconds, 3),
+            "tokens_per_s": round(tally.completion_tokens / seconds, 1),
+        }
+
+    async def _fill(self, writer: ShardWriter) -> None:
+        there = {group.task_index for group in writer.groups}  # of an earlier start that was cut off
+        todo = [task for task in self.tasks if task.index not in there]
+        if not todo or writer.finished:
+            return
+        todo.sort(key=lambda task: isinstance(task.prompt, str))  # a request has prompts of one kind
+        connections = self.concurrency + 4
+        async with Sampler(self.server, connections=connections, on_tokens=self._on_tokens) as sampler:
+            await sampler.look()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for batch in self._batches(todo):
+                        for _ in batch:
+                            await self.unwritten.acquire()
+                            await self.slots.acquire()
+                        tasks.create_task(self._sample(sampler, batch, writer, tasks))
+            except BaseExceptionGroup as group:
+                raise _first(group) from None
+        if self.tally.refused == self.tally.groups:
+            raise ProgramFailed("the engine refused every prompt; the messages are above")
+
+    def _batches(self, todo: list[Task]) -> list[list[Task]]:
+        batches: list[list[Task]] = []
+        for task in todo:
+            last = batches[-1] if batches else []
+            if (
+                last
+                and len(last) < self.per_request
+                and isinstance(last[0].prompt, str) is isinstance(task.prompt, str)
+            ):
+                last.append(task)
+            else:
+                batches.append([task])
+        return batches
+
+    async def _sample(
+        self, sampler: Sampler, batch: list[Task], writer: ShardWriter, tasks: asyncio.TaskGroup
+    ) -> None:
+        def finished(group: Group) -> None:
+            self.slots.release()
+            tasks.create_task(self._judge_and_append(group, writer))
+
+        await sampler.sample(batch, finished)
+
+    async def _judge_and_append(self, group: Group, writer: ShardWriter) -> None:
+        if group.error is not None:
+            print(f"task {group.task.index}: the engine refuses it: {group.error}", file=sys.stderr)
+            made = [self._failed(group, number) for number in range(self.samples)]
+        else:
+            scores = await asyncio.gather(*(self.reward.score(group.task, s.text) for s in group.samples))
+            made = [
+                self._trajectory(group, number, sample, score)
+                for number, (sample, score) in enumerate(zip(group.samples, scores, strict=True))
+            ]
+        append = asyncio.ensure_future(asyncio.to_thread(writer.append_group, group.task.index, made))
+        self.writing.add(append)
+        append.add_done_callback(self.writing.discard)
+        await asyncio.shield(append)
+        self.unwritten.release()
+        self.tally.add(group, made)
+        self.shown.news()
+        self._give_up_early(group, made)
+
+    def _give_up_early(self, group: Group, made: Sequence[Mapping[str, Any]]) -> None:
+        """Raises ProgramFailed once it is certain that the phase must fail."""
+        tally = self.tally
+        if tally.refused == tally.groups >= ALL_REFUSED:
+            raise ProgramFailed(f"the engine refuses every prompt: {group.error}")
+        if tally.reward_errors > self.error_share * self.shown.total:
+            told = next(
+                (item["metadata"]["reward_error"] for item in made if "reward_error" in item["metadata"]), ""
+            )
+            raise ProgramFailed(
+                f"the reward failed for {tally.reward_errors} of {self.shown.total} trajectories, more than "
+                f"reward.max_error_share={self.error_share:g} allows; the last: {' '.join(told.split())}"
+            )
+
+    def _on_tokens(self, count: int) -> None:
+        self.tally.tokens += count
+        self.shown.news()
+
+    # --- trajectories ---
+
+    def _trajectory(self, group: Group, number: int, sample: Sample, score: Score) -> dict[str, Any]:
+        valid = sample.finish_reason == "stop" and score.error is None
+        metadata = {**group.task.metadata, "answer": group.task.answer}
         if score.info:
             metadata["reward_info"] = dict(score.info)
+        if score.error is not None:
+            metadata["reward_error"] = score.error
+        before, after = len(group.prompt_ids), len(sample.token_ids)
+        return {
+            **self._identity(group.task, number),
+            "reward": score.reward if valid else min(0.0, score.reward),
+            "reward_parts": dict(score.parts),
+            "messages": [*group.task.messages, {"role": "assistant", "content": sample.text}],
+            "text": sample.text,
+            "token_ids": array("i", [*group.prompt_ids, *sample.token_ids]),
+            "prompt_tokens": before,
+            "loss_mask": array("B", bytes(before) + b"\1" * after),
+            "logprobs": array("f", [0.0] * before + sample.logprobs),
+            "finish_reason": sample.finish_reason,
+            "valid": valid,
+            "timings": {"generate_s": round(sample.seconds, 6), "reward_s": round(score.seconds, 6)},
+            "metadata": metadata,
+        }
+
+    def _failed(self, group: Group, number: int) -> dict[str, Any]:
+        """In the place of a sample that the engine refused: the task is accounted for, and there is nothing to learn from."""
+        sample = Sample("", [], [], "error", 0.0)
+        made = self._trajectory(group, number, sample, Score(0.0))
+        made["metadata"]["error"] = group.error
+        return made
+
+    def _identity(self, task: Task, number: int) -> dict[str, Any]:
+        names = ("policy_version", "node_rank", "generation", "iteration", "split")
         return {
             "task_id": task.task_id,
             "task_index": task.index,
             "sample": number,
-            "reward": float(score.reward),
-            "reward_parts": dict(score.parts),
-            "policy_version": spec["policy_version"],
-            "node_rank": spec["node_rank"],
-            "generation": spec["generation"],
-            "iteration": spec["iteration"],
-            "split": spec["split"],
-            "prompt": task.prompt if isinstance(task.prompt, str) else [dict(m) for m in task.prompt],
-            "messages": [*task.messages, {"role": "assistant", "content": sample.text}],
-            "text": sample.text,
-            "token_ids": array("i", [*sample.prompt_ids, *sample.token_ids]),
-            "prompt_tokens": prompt,
-            "loss_mask": array("B", bytes(prompt) + b"\1" * sampled),
-            "logprobs": array("f", [0.0] * prompt + list(sample.logprobs)),
-            "finish_reason": sample.finish_reason,
-            "valid": sample.valid,
-            "timings": {"generate_s": round(generated, 4), "reward_s": round(score.seconds, 4)},
-            "metadata": metadata,
+            **{name: self.spec[name] for name in names},
+            "prompt": task.prompt if isinstance(task.prompt, str) else task.messages,
         }
 
 
-def main(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    part, checkpoint = Path(spec["part"]), Path(spec["checkpoint"])
-    files.make_dirs(part.parent)
-    header = {
-        key: spec[key]
-        for key in ("run_id", "split", "iteration", "generation", "node_rank", "policy_version")
-    }
-    todo = tasks.read_tasks(Path(spec["task_file"]), spec["tasks"]).tasks
-    with ShardWriter(part, prefix=spec["prefix"], header={**header, "assigned": spec["tasks"]}) as writer:
-        reward = open_reward(spec["settings"]["reward"]["kind"])
-        rollout = Rollout(spec, progress, writer, reward)
-        asyncio.run(_with_signals(rollout, [todo[index] for index in spec["tasks"]]))
-        info = writer.finish({**header, "trajectories": rollout.totals.trajectories})
-    files.link_or_copy(part, checkpoint)
-    totals = rollout.totals
-    rollout.show(last=True)
-    return {
-        "part": str(part),
-        "bytes": info.bytes,
-        "groups": totals.groups,
-        "trajectories": totals.trajectories,
-        "reward_mean": totals.reward_mean,
-        "invalid": totals.invalid,
-        "reward_errors": totals.reward_errors,
-        "prompt_tokens": totals.prompt_tokens,
-        "completion_tokens": totals.completion_tokens,
-        "seconds": round(totals.seconds, 3),
-        "tokens_per_s": round(totals.completion_tokens / totals.seconds, 1),
-    }
-
-
-async def _with_signals(rollout: Rollout, todo: Sequence[Task]) -> None:
-    """Run to the end, or until SIGTERM: what was appended is durable, and the file stays valid as it is."""
-    loop, work = asyncio.get_running_loop(), asyncio.ensure_future(rollout.run(todo))
-    loop.add_signal_handler(signal.SIGTERM, work.cancel)
-    try:
-        await work
-    except asyncio.CancelledError:
-        raise SystemExit(128 + signal.SIGTERM) from None
-    except BaseExceptionGroup as group:
-        raise _first(group) from None
-    finally:
-        await rollout.reward.close()
-
-
 def _first(group: BaseExceptionGroup) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    """What went wrong first, of our own errors if there are any."""
+    leaves: list[BaseException] = []
+    for error in group.exceptions:
+        leaves.append(_first(error) if isinstance(error, BaseExceptionGroup) else error)
+    return next((leaf for leaf in leaves if isinstance(leaf, FsbarrierError)), leaves[0])
+
+
+async def until_stopped(rollout: Rollout) -> dict[str, Any]:
+    """Run it, ready to be stopped by a signal: what was appended is durable, and the part file stays valid as it is."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    caught: list[int] = []
+
+    def stop(number: int) -> None:
+        caught.append(number)
+        task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await rollout.run()
+    except asyncio.CancelledError:
+        raise SystemExit(128 + caught[0] if caught else 1) from None
+
+
+def main(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    return asyncio.run(until_stopped(Rollout(spec, progress)))
 
 
 if __name__ == "__main__":
