@@ -48,14 +48,35 @@ def raw(event: str, phase: int = 2, **fields: Any) -> dict[str, Any]:
 TOLD = [
     (raw("node_suspected", suspect=2, host="c", silent_s=6.2), "node 2 (c) is silent for 6 s"),
     (raw("node_recovered", suspect=2, host="c"), "node 2 (c) is heard again"),
-    (raw("node_lost", lost=[{"node_rank": 2, "host": "c", "why": "no heartbeat for 15.1 s"}]), "node 2 (c) is lost: no heartbeat for 15.1 s"),
-    (raw("generation_started", number=3, members=[0, 1], leader=0, reason="node 2 (c) is lost: x"), "generation 3: nodes 0, 1; leader 0"),
-    (raw("generation_started", number=3, members=[0, 1], leader=0, reason="joined: node 1 (b)"), "generation 3: nodes 0, 1; leader 0 (joined: node 1 (b))"),
-    (raw("evaluated", 6, reward_mean=0.5812, policy_version=1), "iteration 1: held-out reward 0.58 (policy version 1)"),
-    (raw("rolled_out", 4, reward_mean=0.4, policy_version=0, trajectories=1536), "iteration 1: train reward 0.40, 1536 trajectories (policy version 0)"),
-    (raw("updated", 10, loss=0.01234, optimizer_steps=12, logprob_gap_mean=2e-5), "iteration 1: updated (12 optimizer steps, loss 0.01234, log-prob gap 2e-05)"),
+    (
+        raw("node_lost", lost=[{"node_rank": 2, "host": "c", "why": "no heartbeat for 15.1 s"}]),
+        "node 2 (c) is lost: no heartbeat for 15.1 s",
+    ),
+    (
+        raw("generation_started", number=3, members=[0, 1], leader=0, reason="node 2 (c) is lost: x"),
+        "generation 3: nodes 0, 1; leader 0",
+    ),
+    (
+        raw("generation_started", number=3, members=[0, 1], leader=0, reason="joined: node 1 (b)"),
+        "generation 3: nodes 0, 1; leader 0 (joined: node 1 (b))",
+    ),
+    (
+        raw("evaluated", 6, reward_mean=0.5812, policy_version=1),
+        "iteration 1: held-out reward 0.58 (policy version 1)",
+    ),
+    (
+        raw("rolled_out", 4, reward_mean=0.4, policy_version=0, trajectories=1536),
+        "iteration 1: train reward 0.40, 1536 trajectories (policy version 0)",
+    ),
+    (
+        raw("updated", 10, loss=0.01234, optimizer_steps=12, logprob_gap_mean=2e-5),
+        "iteration 1: updated (12 optimizer steps, loss 0.01234, log-prob gap 2e-05)",
+    ),
     (raw("weights_published", 11, policy_version=2), "iteration 1: policy version 2 is published"),
-    (raw("work_failed", error="exit code 1\nmore", log=["x"]), "node 1, iteration 1, train_rollout failed: exit code 1"),
+    (
+        raw("work_failed", error="exit code 1\nmore", log=["x"]),
+        "node 1, iteration 1, train_rollout failed: exit code 1",
+    ),
     (raw("phase_started"), "iteration 1, phase 2 train_rollout begins"),
     (raw("phase_started", 3), None),
     (raw("phase_finished", seconds=83.2), "iteration 1, phase 2 train_rollout took 83 s"),
@@ -65,11 +86,14 @@ TOLD = [
     (raw("iteration_finished", 13), "iteration 1 is done"),
     (raw("node_joined", host="b", pid=7), "node 1 joined (b, process 7)"),
     (raw("left_generation", newest=4, reason="r"), "node 1 is not in generation 4 (r); it joins again"),
-    (raw("node_ended", state="finished", reason="2 iterations are done"), "the run ended: 2 iterations are done"),
+    (
+        raw("node_ended", state="finished", reason="2 iterations are done"),
+        "the run ended: 2 iterations are done",
+    ),
     (raw("node_ended", state="left", reason="stopped by SIGTERM"), "node 1 ended: stopped by SIGTERM"),
     (raw("something_new"), None),
     ({"event": "node_lost"}, None),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
