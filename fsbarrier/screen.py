@@ -172,7 +172,8 @@ def progress_text(status: RunStatus, node: NodeStatus, room: int) -> Text:
     if node.progress:
         return progress_bar(node.progress, room)
     if node.activity == "waiting" and status.waiting_for and node.node_rank in _waiters(status):
-        return line((f"waits for node {ranks(status.waiting_for.node_ranks)}", "dim"))
+        awaited = status.waiting_for.node_ranks
+        return line((f"waits for node{'s' if len(awaited) > 1 else ''} {ranks(awaited)}", "dim"))
     return line()
 
 

@@ -184,12 +184,19 @@ def picture(reader: RunReader, width: int, height: int) -> list[str]:
     return captured.get().rstrip("\n").split("\n")
 
 
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory: pytest.TempPathFactory) -> dict[int, RunReader]:
+    """Readers of runs with so many nodes."""
+    readers = {n: RunReader(busy_run(tmp_path_factory.mktemp("busy") / "run", n).log_path) for n in (3, 40)}
+    for reader in readers.values():
+        reader.poll(100.0)
+    return readers
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 @pytest.mark.parametrize(("nodes", "height"), [(3, 18), (3, 24), (3, 50), (40, 24), (40, 60)])
-def test_a_frame_fits_the_terminal(tmp_path: Path, nodes: int, height: int, width: int) -> None:
-    reader = RunReader(busy_run(tmp_path / "run", nodes).log_path)
-    reader.poll(100.0)
-    lines = picture(reader, width, height)
+def test_a_frame_fits_the_terminal(busy: dict[int, RunReader], nodes: int, height: int, width: int) -> None:
+    lines = picture(busy[nodes], width, height)
     assert len(lines) <= height
     assert max(map(cell_len, lines)) <= width
     text = "\n".join(lines)
@@ -197,12 +204,10 @@ def test_a_frame_fits_the_terminal(tmp_path: Path, nodes: int, height: int, widt
     assert "iteration 3 of 6" in text and "2 train_rollout" in text
 
 
-def test_a_frame_shows_what_people_look_for(tmp_path: Path) -> None:
-    reader = RunReader(busy_run(tmp_path / "run", 3).log_path)
-    reader.poll(100.0)
-    text = "\n".join(picture(reader, 100, 40))
+def test_a_frame_shows_what_people_look_for(busy: dict[int, RunReader]) -> None:
+    text = "\n".join(picture(busy[3], 100, 40))
     for wanted in (
-        *("running", "generation 1, leader 0", "100/512", "reward 0.41", "tokens/s", "waits for node 0, 2"),
+        *("running", "generation 1, leader 0", "100/512", "reward 0.41", "tokens/s", "waits for nodes 0, 2"),
         *(
             "reward train",
             "reward held-out",
