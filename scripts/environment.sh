@@ -24,16 +24,16 @@ choose_flavour() {
   case "$flavour" in cpu | cuda) ;; *) fail "FSBARRIER_FLAVOR=$flavour: it is cpu or cuda" ;; esac
 }
 
-# Prints pyXYZ for an interpreter that is new enough.
+# Prints pyXYZ for an interpreter that the packages support.
 python_tag() {
-  "$1" -E -s -S -c 'import sys; v = sys.version_info; print(f"py{v[0]}{v[1]}") if v >= (3, 11) else sys.exit(1)' 2>/dev/null
+  "$1" -E -s -S -c 'import sys; v = sys.version_info; print(f"py{v[0]}{v[1]}") if (3, 11) <= v < (3, 15) else sys.exit(1)' 2>/dev/null
 }
 
 find_python() {
   local candidate
   if [ -n "${FSBARRIER_PYTHON:-}" ]; then
     command -v "$FSBARRIER_PYTHON" >/dev/null || fail "FSBARRIER_PYTHON=$FSBARRIER_PYTHON: there is no such program"
-    tag="$(python_tag "$FSBARRIER_PYTHON")" || fail "FSBARRIER_PYTHON=$FSBARRIER_PYTHON: Python 3.11 or newer is needed"
+    tag="$(python_tag "$FSBARRIER_PYTHON")" || fail "FSBARRIER_PYTHON=$FSBARRIER_PYTHON: Python 3.11 to 3.14 is needed"
     base="$FSBARRIER_PYTHON"
     return
   fi
@@ -43,7 +43,7 @@ find_python() {
       return
     fi
   done
-  fail "Python 3.11 or newer is needed and none is on PATH: install it, or set FSBARRIER_PYTHON to one"
+  fail "Python 3.11 to 3.14 is needed and none is on PATH: install it, or set FSBARRIER_PYTHON to one"
 }
 
 # A finished environment whose interpreter exists on this machine. No Python is started for this.

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = {"torch", "vllm", "transformers", "accelerate", "deepspeed", "numpy", "pyarrow", "httpx"}
 # No I/O, no clock, no randomness but a seeded one: what they answer depends on what they are handed alone.
-PURE = ["facts", "membership", "state", "machine", "assign"]
+PURE = ["facts", "membership", "state", "machine", "succession", "assign"]
 IMPURE = {
     "os",
     "time",

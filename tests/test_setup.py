@@ -208,9 +208,9 @@ def test_a_python_that_is_too_old(clone: Path, bare_path: Path) -> None:
     (bare_path / "python3").chmod(0o755)
     env = {"PATH": str(bare_path), "FSBARRIER_FLAVOR": "cpu"}
     code, output = run(clone, env)
-    assert (code, len(output.splitlines())) == (2, 1) and "Python 3.11 or newer" in output
+    assert (code, len(output.splitlines())) == (2, 1) and "Python 3.11 to 3.14" in output
     code, output = run(clone, {**env, "FSBARRIER_PYTHON": "python3"})
-    assert (code, len(output.splitlines())) == (2, 1) and "FSBARRIER_PYTHON=python3: Python 3.11" in output
+    assert (code, len(output.splitlines())) == (2, 1) and "FSBARRIER_PYTHON=python3: Python 3.11 to" in output
     code, output = run(clone, {**env, "FSBARRIER_FLAVOR": "tpu"})
     assert (code, output) == (2, "fsbarrier: FSBARRIER_FLAVOR=tpu: it is cpu or cuda\n")
     assert environments(clone) == []
