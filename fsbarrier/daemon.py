@@ -26,6 +26,7 @@ from fsbarrier.context import ContextMaker
 from fsbarrier.errors import EXIT_SIGINT, EXIT_SIGTERM, Fenced, StoreError
 from fsbarrier.facts import Join, Payload, encode
 from fsbarrier.guard_rank import hold_rank
+from fsbarrier.hints import Hints
 from fsbarrier.host import boot_id
 from fsbarrier.jobs import Jobs
 from fsbarrier.journal import Journal
@@ -75,6 +76,7 @@ class Daemon:
         self._journal: Journal | None = None
         self._beating = threading.Event()
         self._store = PosixStore()
+        self._hints = Hints(record.log_path, self._wake.set)
         rules = make_rules(self.settings)
         observer = Observer(self._store, record.paths, rules.program, make_paces(self.settings))
         observer.prepare()
@@ -145,10 +147,18 @@ class Daemon:
                     return
                 busy = False
             interval = POLL_MIN_S if busy else min(interval * POLL_GROWTH, most)
+            self._hints.watch(self._row_dir() if interval == most else None)
             self._wake.wait(interval)
             if self._wake.is_set():
                 self._wake.clear()
                 interval = POLL_MIN_S
+
+    def _row_dir(self) -> Path | None:
+        """The directory in which the facts appear that this node waits for."""
+        node = self.agent.node
+        if node.generation is None or node.position is None:
+            return None
+        return self.agent.observer.row_dir(node.generation.number, node.position)
 
     def _settle(self) -> None:
         """End all that this node runs, and say so in a last heartbeat."""
@@ -211,6 +221,7 @@ class Daemon:
                 signal.signal(number, handler)
 
     def close(self) -> None:
+        self._hints.close()
         self._log.close()
         if self._journal is not None:
             self._journal.close()
