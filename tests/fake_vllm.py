@@ -1,0 +1,203 @@
+"""A stand-in for a vLLM server that fails on demand. It sorts letters: a prompt "dcba=" is answered "abcd".
+
+Run as a script with vLLM's flags; other flags are ignored. FAKE_VLLM is a JSON object that says how to behave:
+
+    dir       a folder: requests.jsonl (each request as it came), marks of what was done once already, gates
+    start     "fail" | "taken" (the first time) | "hang"
+    reload    "error" | "warn" | "die"
+    ids       false: no token ids in the answers, as other servers give
+
+What a prompt contains decides too: `!400` refused · `!500` an error in the stream · `!cut` the first time the connection breaks when
+the other prompts are done · `!abort` aborted the first time · `!long` cut off by the limit · `!gate` waits for the file `gate` ·
+`!wrong` a wrong answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+MODE: dict[str, Any] = json.loads(os.environ.get("FAKE_VLLM", "{}"))
+DIR = Path(MODE.get("dir", "."))
+END = 1  # the end token; letters are their code points
+LOCK = threading.Lock()
+serving: dict[str, Any] = {"model": "", "prompts": 0, "most": 0}
+
+
+def first_time(name: str) -> bool:
+    try:
+        (DIR / f"once-{name}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self.answer(200, None)
+        elif self.allowed() and self.path == "/v1/models":
+            model = {"id": "policy", "root": serving["model"], "max_model_len": 64}
+            self.answer(200, {"object": "list", "data": [model]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+        if not self.allowed():
+            return
+        with LOCK, (DIR / "requests.jsonl").open("a") as log:
+            log.write(json.dumps({"path": self.path, **body}) + "\n")
+        match self.path.partition("?")[0]:
+            case "/tokenize":
+                text = "".join(f"{m['role'][0]}:{m['content']}\n" for m in body["messages"]) + "a:"
+                self.answer(200, {"tokens": [ord(letter) for letter in text]})
+            case "/collective_rpc":
+                self.reload(body)
+            case "/reset_prefix_cache":
+                self.answer(200, {"success": not first_time("busy") if MODE.get("busy") else True})
+            case "/v1/completions":
+                self.complete(body)
+            case _:
+                self.answer(404, {"error": {"message": f"no {self.path}", "code": 404}})
+
+    def allowed(self) -> bool:
+        key = os.environ.get("VLLM_API_KEY")
+        if key and self.headers.get("Authorization") != f"Bearer {key}":
+            self.answer(401, {"error": "Unauthorized"})
+            return False
+        return True
+
+    def answer(self, status: int, value: Any) -> None:
+        data = b"" if value is None else json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def reload(self, body: dict[str, Any]) -> None:
+        match MODE.get("reload"):
+            case "error":
+                self.answer(500, {"error": {"message": "no memory", "code": 500}})
+                return
+            case "warn":
+                print("WARNING Following weights were not loaded from checkpoint: {'x'}", flush=True)
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+        serving["model"] = body["kwargs"]["weights_path"]
+        self.answer(200, {"results": [None]})
+
+    # --- completions ---
+
+    def complete(self, body: dict[str, Any]) -> None:
+        prompts = [p if isinstance(p, str) else "".join(map(chr, p)) for p in body["prompt"]]
+        if any("!400" in prompt for prompt in prompts):
+            self.answer(400, {"error": {"message": "the prompt is\ntoo long", "code": 400}})
+            return
+        if any("!busy" in prompt for prompt in prompts) and first_time("503"):
+            self.answer(503, {"error": {"message": "overloaded"}})
+            return
+        with LOCK:
+            serving["prompts"] += len(prompts)
+            serving["most"] = max(serving["most"], serving["prompts"])
+            (DIR / "most").write_text(str(serving["most"]))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        try:
+            late = sorted(enumerate(prompts), key=lambda item: "!" in item[1])
+            for number, prompt in late:
+                self.group(number, prompt, body["n"])
+            self.event("[DONE]")
+            self.wfile.write(b"0\r\n\r\n")
+        except ConnectionAbortedError:
+            self.close_connection = True
+            self.connection.close()
+        except OSError:
+            self.close_connection = True  # the client is gone
+        finally:
+            with LOCK:
+                serving["prompts"] -= len(prompts)
+
+    def group(self, number: int, prompt: str, samples: int) -> None:
+        if "!500" in prompt:
+            self.event({"error": {"message": "cannot", "type": "InternalServerError", "code": 500}})
+            raise ConnectionAbortedError
+        if "!gate" in prompt:
+            self.event({"choices": []})
+            with LOCK:
+                (DIR / "at-gate").touch()
+            while not (DIR / "gate").exists():
+                threading.Event().wait(0.01)
+                self.event({"choices": []})
+        text = "".join(sorted(prompt.partition("=")[0].partition("!")[0]))
+        reason = "length" if "!long" in prompt else "stop"
+        if "!wrong" in prompt:
+            text = text[::-1] + "?"
+        for sample in range(samples):
+            if "!cut" in prompt and sample == samples - 1 and first_time("cut"):
+                raise ConnectionAbortedError
+            if "!abort" in prompt and first_time("abort"):
+                reason = "abort"
+            tokens = [ord(letter) for letter in text] + ([END] if reason == "stop" else [])
+            index = number * samples + sample
+            self.event({"choices": [self.choice(index, tokens[:1], text[:1], None, prompt)]})
+            self.event({"choices": [self.choice(index, tokens[1:], text[1:], reason, None)]})
+            reason = "length" if "!long" in prompt else "stop"
+
+    def choice(self, index: int, tokens: list[int], text: str, reason: str | None, prompt: str | None) -> Any:
+        chosen = {"index": index, "text": text, "finish_reason": reason}
+        if MODE.get("ids") is False:
+            return chosen
+        ids = None if prompt is None else [ord(letter) for letter in prompt]
+        logprobs = {"token_logprobs": [-token / 1000 for token in tokens]}
+        return {**chosen, "token_ids": tokens, "prompt_token_ids": ids, "logprobs": logprobs}
+
+    def event(self, value: Any) -> None:
+        text = value if isinstance(value, str) else json.dumps(value)
+        data = f"data: {text}\n\n".encode()
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--model", default="")
+    options, _ = parser.parse_known_args()
+    serving["model"] = options.model
+    print("starting", options.model, flush=True)
+    match MODE.get("start"):
+        case "fail":
+            head = "(APIServer pid=7) ERROR 11-21 03:26:59 [core.py:10]"
+            print(f"{head} ValueError: the head size 17 is not supported", flush=True)
+            print(
+                f"{head} RuntimeError: Engine core initialization failed. See root cause above.", flush=True
+            )
+            return 1
+        case "taken" if first_time("taken"):
+            print("OSError: [Errno 98] Address already in use", flush=True)
+            return 1
+        case "hang":
+            (DIR / "hanging").touch()
+            signal.pause()
+    server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+    server.daemon_threads = True
+    (DIR / "port").write_text(str(server.server_port))
+    print("ready", flush=True)
+    server.serve_forever()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

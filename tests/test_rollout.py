@@ -1,0 +1,365 @@
+"""The rollout program as a process of its own, against a server that fails in all the ways that servers do (fake_vllm.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsbarrier.settings import resolve
+from fsbarrier.trajectories import iter_trajectories, scan_shard
+
+HERE = Path(__file__).parent
+KEY = "the key"
+SAMPLES = 4
+DEADLINE_S = 120.0
+
+
+@dataclass
+class Fake:
+    """A running stand-in server."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+    url: str
+
+    def requests(self, path: str = "/v1/completions") -> list[dict[str, Any]]:
+        lines = (self.folder / "requests.jsonl").read_text().splitlines()
+        return [request for request in map(json.loads, lines) if request["path"] == path]
+
+
+@dataclass
+class Run:
+    """How a rollout ended."""
+
+    code: int
+    stderr: str
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[Fake]:
+    server = start_fake(tmp_path / "fake")
+    yield server
+    server.process.kill()
+    server.process.communicate()
+
+
+def start_fake(folder: Path, **mode: Any) -> Fake:
+    folder.mkdir()
+    environ = {**os.environ, "VLLM_API_KEY": KEY, "FAKE_VLLM": json.dumps({"dir": str(folder), **mode})}
+    command = [sys.executable, str(HERE / "fake_vllm.py"), "--model", "/models/m"]
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "ready\n":
+            break
+    return Fake(folder, process, f"http://127.0.0.1:{(folder / 'port').read_text()}")
+
+
+def make_spec(folder: Path, url: str, prompts: list[Any], **changes: Any) -> Path:
+    """A spec for `prompts`; the answers are their sorted letters. `changes`: dotted settings, or the spec's own fields."""
+    lines = []
+    for prompt in prompts:
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        answer = "".join(sorted(text.partition("=")[0].partition("!")[0]))
+        lines.append(json.dumps({"prompt": prompt, "answer": answer, "level": 3}) + "\n")
+    (folder / "train.jsonl").write_text("".join(lines))
+    defaults: dict[str, Any] = {"rollout.max_tokens": 8, "engine.max_model_len": 64, "rollout.retries": 2}
+    defaults |= {name: changes.pop(name) for name in list(changes) if "." in name}
+    sampling = {"samples": SAMPLES, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 8, "seed": 0}
+    spec = {
+        "run_id": "run",
+        "log_path": str(folder),
+        "node_rank": 2,
+        "generation": 3,
+        "iteration": 5,
+        "policy_version": 4,
+        "split": "train",
+        "tasks": list(range(len(prompts))),
+        "task_file": str(folder / "train.jsonl"),
+        "part": str(folder / "trajectories" / "part"),
+        "prefix": "train-g0003n0002i0001",
+        "checkpoint": str(folder / "trajectories" / "checkpoint"),
+        "engine": {"url": url, "api_key": KEY, "model": "policy"},
+        "settings": resolve([], defaults, cross_checks=False).nested,
+        "result": str(folder / "result.json"),
+        "progress": str(folder / "progress.json"),
+    }
+    spec |= {**changes, "sampling": {**sampling, **changes.get("sampling", {})}}
+    (folder / "spec.json").write_text(json.dumps(spec))
+    return folder / "spec.json"
+
+
+def start(spec: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "fsbarrier.workers.rollout", "--spec", str(spec)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=HERE.parent)
+
+
+def finish(process: subprocess.Popen[str], spec: Path) -> Run:
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+    result = spec.with_name("result.json")
+    return Run(process.returncode, stderr, json.loads(result.read_text()) if result.exists() else {})
+
+
+def run(spec: Path) -> Run:
+    return finish(start(spec), spec)
+
+
+def rolled_out(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """The trajectories of the part file by task, as they lie there."""
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for trajectory in iter_trajectories(folder / "trajectories" / "part"):
+        groups.setdefault(trajectory["task_index"], []).append(trajectory)
+    return groups
+
+
+def assert_one_line(stderr: str, *parts: str) -> None:
+    (line,) = stderr.splitlines()
+    for part in parts:
+        assert part in line
+
+
+def test_each_trajectory_carries_exactly_what_was_sampled(tmp_path: Path, fake: Fake) -> None:
+    chat = [{"role": "system", "content": "sort"}, {"role": "user", "content": "ba="}]
+    done = run(make_spec(tmp_path, fake.url, ["dcba=", "zyx!wrong=", chat]))
+    assert (done.code, done.stderr) == (0, "")
+    groups = rolled_out(tmp_path)
+    assert sorted(groups) == [0, 1, 2] and all(len(group) == SAMPLES for group in groups.values())
+    first = groups[0][1]
+    ids = [*map(ord, "dcba="), *map(ord, "abcd"), 1]
+    assert first["token_ids"].tolist() == ids and first["token_ids"].typecode == "i"
+    assert first["loss_mask"].tolist() == [0] * 5 + [1] * 5 and first["loss_mask"].typecode == "B"
+    assert first["logprobs"].tolist() == pytest.approx([0.0] * 5 + [-i / 1000 for i in ids[5:]])
+    assert first["logprobs"].typecode == "f" and first["prompt_tokens"] == 5
+    known = {
+        "task_id": "train-0",
+        "task_index": 0,
+        "sample": 1,
+        "reward": 1.0,
+        "reward_parts": {"exact": 1.0},
+    }
+    known |= {"policy_version": 4, "node_rank": 2, "generation": 3, "iteration": 5, "split": "train"}
+    known |= {"prompt": "dcba=", "text": "abcd", "finish_reason": "stop", "valid": True}
+    known |= {"metadata": {"level": 3, "answer": "abcd"}}
+    assert {name: first[name] for name in known} == known
+    said = {"role": "assistant", "content": "abcd"}
+    assert first["messages"] == [{"role": "user", "content": "dcba="}, said]
+    assert set(first["timings"]) == {"generate_s", "reward_s"}
+    assert [item["reward"] for item in groups[1]] == [0.0] * SAMPLES
+    assert groups[2][0]["prompt"] == chat
+    assert groups[2][0]["token_ids"].tolist()[: groups[2][0]["prompt_tokens"]] == [
+        *map(ord, "s:sort\nu:ba=\na:")
+    ]
+
+
+def test_the_result_the_progress_and_the_checkpoint(tmp_path: Path, fake: Fake) -> None:
+    spec = make_spec(tmp_path, fake.url, ["dcba=", "zyx!wrong=", "ba!long="])
+    done = run(spec)
+    part, checkpoint = tmp_path / "trajectories" / "part", tmp_path / "trajectories" / "checkpoint"
+    result = done.result
+    expected = {"part": str(part), "groups": 3, "trajectories": 12, "reward_mean": pytest.approx(1 / 3)}
+    expected |= {"invalid": 4, "truncated": 4, "refused": 0, "reward_errors": 0, "resumed_groups": 0}
+    expected |= {"prompt_tokens": 5 + 10 + 8, "completion_tokens": 4 * (5 + 5 + 2)}
+    assert {name: result[name] for name in expected} == expected
+    assert result["bytes"] == part.stat().st_size and result["tokens_per_s"] > 0
+    assert checkpoint.samefile(part) and scan_shard(part).finished
+    progress = json.loads((tmp_path / "progress.json").read_text())
+    assert (progress["done"], progress["total"], progress["unit"]) == (12, 12, "trajectories")
+    assert progress["reward_mean"] == pytest.approx(1 / 3) and progress["note"] == "4 truncated"
+    request = fake.requests()[0]
+    assert request["repetition_penalty"] == 1.0 and request["min_p"] == 0.0 and "seed" not in request
+
+
+def test_a_truncated_generation_is_never_a_success(tmp_path: Path, fake: Fake) -> None:
+    assert run(make_spec(tmp_path, fake.url, ["ba!long=", "dc="])).code == 0
+    cut = rolled_out(tmp_path)[0][0]
+    assert (cut["text"], cut["finish_reason"], cut["valid"], cut["reward"]) == ("ab", "length", False, 0.0)
+    assert cut["reward_parts"] == {"exact": 1.0}
+
+
+def test_after_a_broken_connection_only_what_is_missing_is_asked_for_again(
+    tmp_path: Path, fake: Fake
+) -> None:
+    prompts = ["dcba=", "cab!cut=", "zx="]
+    assert run(make_spec(tmp_path, fake.url, prompts)).code == 0
+    assert [request["prompt"] for request in fake.requests()] == [prompts, ["cab!cut="]]
+    assert Counter(item["task_index"] for item in iter_trajectories(tmp_path / "trajectories" / "part")) == {
+        0: SAMPLES,
+        1: SAMPLES,
+        2: SAMPLES,
+    }
+    assert all(len(item["token_ids"]) == 8 + 4 for item in rolled_out(tmp_path)[1])
+
+
+@pytest.mark.parametrize("kind", ["!abort", "!busy"])
+def test_what_may_pass_is_tried_again(tmp_path: Path, fake: Fake, kind: str) -> None:
+    done = run(make_spec(tmp_path, fake.url, [f"ba{kind}=", "dc="]))
+    assert (done.code, done.stderr, done.result["reward_mean"]) == (0, "", 1.0)
+    assert len(fake.requests()) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("!400", "HTTP 400: the prompt is too long"), ("!500", "HTTP 500: cannot")]
+)
+def test_a_prompt_that_is_refused_is_accounted_for_and_the_others_go_on(
+    tmp_path: Path, fake: Fake, kind: str, told: str
+) -> None:
+    done = run(make_spec(tmp_path, fake.url, ["ba=", f"dc{kind}=", "fe="]))
+    assert done.code == 0
+    assert_one_line(done.stderr, "task 1: the engine refuses it: ", told)
+    assert (done.result["refused"], done.result["invalid"], done.result["groups"]) == (1, SAMPLES, 3)
+    groups = rolled_out(tmp_path)
+    assert [item["reward"] for item in groups[0] + groups[2]] == [1.0] * 2 * SAMPLES
+    for item in groups[1]:
+        assert (item["valid"], item["reward"], item["finish_reason"], item["text"]) == (
+            False,
+            0.0,
+            "error",
+            "",
+        )
+        assert (
+            len(item["token_ids"]) == len(item["logprobs"]) == len(item["loss_mask"]) == item["prompt_tokens"]
+        )
+        assert told in item["metadata"]["error"]
+
+
+def test_a_server_that_refuses_everything_fails_the_phase_early(tmp_path: Path, fake: Fake) -> None:
+    done = run(make_spec(tmp_path, fake.url, [f"{letter}!400=" for letter in "abcdefghijklmnopqrstuvwxyz"]))
+    assert done.code == 1
+    assert "the engine refuses every prompt: HTTP 400: the prompt is too long" in done.stderr.splitlines()[-1]
+    few = tmp_path / "few"
+    few.mkdir()
+    done = run(make_spec(few, fake.url, ["a!400="]))
+    assert done.code == 1 and "refused every prompt" in done.stderr.splitlines()[-1]
+
+
+def test_an_engine_that_is_not_there_is_one_line(tmp_path: Path, fake: Fake) -> None:
+    spec = make_spec(tmp_path, fake.url, ["ba="])
+    fake.process.kill()
+    fake.process.wait()
+    done = run(spec)
+    assert done.code == 1
+    assert_one_line(done.stderr, f"the engine at {fake.url} does not answer", "ConnectError", "(3 tries)")
+
+
+def test_a_wrong_key_is_one_line(tmp_path: Path, fake: Fake) -> None:
+    engine = {"url": fake.url, "api_key": "another", "model": "policy"}
+    done = run(make_spec(tmp_path, fake.url, ["ba="], engine=engine))
+    assert done.code == 1
+    assert_one_line(done.stderr, f"the engine at {fake.url} refuses: HTTP 401")
+
+
+def test_a_server_that_gives_no_token_ids_is_one_line(tmp_path: Path) -> None:
+    server = start_fake(tmp_path / "other", ids=False)
+    try:
+        done = run(make_spec(tmp_path, server.url, ["ba="]))
+    finally:
+        server.process.kill()
+        server.process.communicate()
+    assert done.code == 1
+    assert_one_line(done.stderr, "does not give token ids and log-probabilities")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_an_end_in_the_middle_leaves_whole_groups_and_a_second_start_does_the_rest(
+    tmp_path: Path, fake: Fake, number: signal.Signals
+) -> None:
+    prompts = ["ba=", "dc=", "fe!gate=", "hg!gate="]
+    spec = make_spec(tmp_path, fake.url, prompts)
+    process = start(spec)
+    part = tmp_path / "trajectories" / "part"
+    while process.poll() is None:  # the two others are on disk, and one is at the gate
+        if part.exists() and len(scan_shard(part).groups) == 2 and (fake.folder / "at-gate").exists():
+            break
+    process.send_signal(number)
+    done = finish(process, spec)
+    assert done.code == (-9 if number == signal.SIGKILL else 128 + number)
+    assert (done.result, done.stderr) == ({}, "")
+    scan = scan_shard(part)
+    assert {group.task_index for group in scan.groups} == {0, 1} and not scan.finished
+    assert not (tmp_path / "trajectories" / "checkpoint").exists()
+
+    (fake.folder / "gate").touch()
+    again = run(spec)
+    assert again.code == 0 and again.result["groups"] == 4 and again.result["resumed_groups"] == 2
+    assert [request["prompt"] for request in fake.requests()] == [prompts, prompts[2:]]
+    assert all(len(group) == SAMPLES for group in rolled_out(tmp_path).values())
+    once_more = run(spec)  # between the file's end and the result
+    assert once_more.code == 0 and once_more.result["resumed_groups"] == 4 and len(fake.requests()) == 2
+
+
+def test_no_more_prompts_are_in_flight_than_set(tmp_path: Path, fake: Fake) -> None:
+    prompts = [f"{a}{b}=" for a in "abcdef" for b in "abcdef"]
+    assert run(make_spec(tmp_path, fake.url, prompts, **{"rollout.concurrency": 6})).code == 0
+    assert len(rolled_out(tmp_path)) == 36
+    assert all(len(request["prompt"]) <= 3 for request in fake.requests())
+    assert int((fake.folder / "most").read_text()) <= 6
+
+
+def test_no_task_is_a_finished_empty_file(tmp_path: Path, fake: Fake) -> None:
+    done = run(make_spec(tmp_path, fake.url, ["ba="], tasks=[]))
+    assert done.code == 0 and done.result["groups"] == 0 and done.result["reward_mean"] is None
+    assert (tmp_path / "trajectories" / "checkpoint").exists()
+
+
+REWARD = """
+def reward(prompt, response, answer, metadata):
+    if "d" in response:
+        raise ValueError("no\\nd please")
+    return {"reward": 0.5, "length": len(response), "by": "me"}
+"""
+
+
+def test_a_reward_of_ones_own_and_its_failures(tmp_path: Path, fake: Fake) -> None:
+    (tmp_path / "mine.py").write_text(REWARD)
+    kind = {"reward.kind": f"{tmp_path / 'mine.py'}:reward"}
+    done = run(make_spec(tmp_path, fake.url, [*("ab=" for _ in range(11)), "dc="], **kind))
+    assert done.code == 0 and done.result["reward_errors"] == SAMPLES and done.result["invalid"] == SAMPLES
+    groups = rolled_out(tmp_path)
+    assert groups[0][0]["reward_parts"] == {"reward": 0.5, "length": 2.0}
+    assert groups[0][0]["metadata"]["reward_info"] == {"by": "me"}
+    assert [(item["valid"], item["reward"]) for item in groups[11]] == [(False, 0.0)] * SAMPLES
+    assert groups[11][0]["metadata"]["reward_error"] == "reward: ValueError: no\nd please"
+
+    more = tmp_path / "more"
+    more.mkdir()
+    done = run(make_spec(more, fake.url, ["ab=", "dc=", "de="], **kind))
+    assert done.code == 1
+    assert_one_line(done.stderr, "the reward failed for ", "of 12 trajectories", "ValueError: no d please")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampling": {"temperature": 0}}, "at temperature 0 would all be the same"),
+        ({"reward.kind": "numeric"}, "task 0: reward.kind=numeric, but the answer has no number: 'ab'"),
+        ({"reward.kind": "none.py:f"}, "there is no file none.py"),
+        ({"tasks": [0, 5]}, "train.jsonl: has 1 tasks, so none with index 5"),
+    ],
+)
+def test_what_the_user_must_mend_is_exit_code_2(
+    tmp_path: Path, fake: Fake, changes: dict[str, Any], message: str
+) -> None:
+    done = run(make_spec(tmp_path, fake.url, ["ba="], **changes))
+    assert done.code == 2
+    assert_one_line(done.stderr, message)
+
+
+def test_it_starts_without_what_takes_seconds_to_import() -> None:
+    code = (
+        "import sys; import fsbarrier.workers.rollout;"
+        "heavy = ('torch', 'transformers', 'vllm', 'numpy', 'pyarrow', 'pydantic', 'math_verify');"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
