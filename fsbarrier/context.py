@@ -30,9 +30,11 @@ class ContextMaker:
 
         def reports(phase_name: str) -> Mapping[int, Payload]:
             at = Position(position.iteration, PHASE_NAMES.index(phase_name))
-            published = self.observer.reports(generation.number, at, generation.ranks)
+            if at != position:
+                return self.observer.reports(generation.number, at, generation.ranks)
             # in its own row the leader's result is not published yet: it goes on to the leader's work first
-            return {node.rank: node.result, **published} if at == position else published
+            others = tuple(rank for rank in generation.ranks if rank != node.rank)
+            return {node.rank: node.result, **self.observer.reports(generation.number, at, others)}
 
         def inventory(split: str) -> tuple[PartOnDisk, ...]:
             return parts_on_disk(

@@ -216,11 +216,12 @@ class Group:
             return _Passed(generation, position)
 
     def _value(self, passed: _Passed, rank: int) -> Any:
-        reports = self._agent.observer.reports(passed.generation.number, passed.position, (rank,))
-        if rank not in reports:
+        try:
+            reports = self._agent.observer.reports(passed.generation.number, passed.position, (rank,))
+        except OSError as error:
             raise StoreError(
-                f"node {self.node_rank}: the fact of node {rank} about collective {passed.position.iteration} is gone"
-            )
+                f"node {self.node_rank}: what node {rank} gave to collective {passed.position.iteration} cannot be read: {error}"
+            ) from None
         return reports[rank]["obj"]
 
     def _wait(self, deadline: float, what: str) -> None:

@@ -20,6 +20,7 @@ from fsbarrier import checkpoints, files
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.facts import Payload
 from fsbarrier.program import (
+    Builder,
     Command,
     Context,
     OpenRendezvous,
@@ -36,6 +37,7 @@ from fsbarrier.state import Node, Part, WorkReport
 from fsbarrier.supervisor import Child
 
 LOG_LINES = 20
+DIRECTORY_S = 15.0  # for how long a failing directory is asked for what a piece of work needs to know
 WATCH_S = 0.25  # how often a running program's progress is looked at
 
 
@@ -119,7 +121,7 @@ class Jobs:
             row = context.phase
             builder = row.each if part is Part.EACH else row.leader
             assert builder is not None
-            value, ok = self._do(builder(context), context, cancel), True
+            value, ok = self._do(self._decide(builder, context, cancel), context, cancel), True
         except Cancelled:
             return
         except FsbarrierError as error:
@@ -129,6 +131,18 @@ class Jobs:
         if not cancel.is_set():
             self._report = WorkReport(part, ok, value, time.monotonic() - started)
             self.wake()
+
+    def _decide(self, builder: Builder, context: Context, cancel: threading.Event) -> Work:
+        """What is to be done. While the shared directory fails it is asked again: no attempt of the program was made yet."""
+        deadline = time.monotonic() + DIRECTORY_S
+        while True:
+            try:
+                return builder(context)
+            except OSError:
+                if time.monotonic() >= deadline:
+                    raise
+                if cancel.wait(WATCH_S):
+                    raise Cancelled from None
 
     def _do(self, work: Work, context: Context, cancel: threading.Event) -> dict[str, Any]:
         if cancel.is_set():

@@ -20,12 +20,12 @@ generation. Its record is created exclusively, so that whatever two nodes believ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from fsbarrier.facts import Beat, Fact, Generation, Member, Payload, Position, Verdict
-from fsbarrier.membership import Loss, live_joiners, losses, silence
-from fsbarrier.program import Phase, Program
+from fsbarrier.facts import Fact, Generation, Member, Payload, Position, Verdict
+from fsbarrier.membership import Loss, live_joiners, losses, occupied
+from fsbarrier.program import Phase
 from fsbarrier.state import (
     Action,
     Announce,
@@ -38,11 +38,19 @@ from fsbarrier.state import (
     Part,
     Propose,
     Publish,
-    Recovered,
+    Recover,
     Rules,
     Stage,
     Step,
     View,
+)
+from fsbarrier.succession import (
+    failed_tries,
+    first_of_session,
+    last_news,
+    lost_as_fields,
+    lost_as_text,
+    successor,
 )
 
 
@@ -50,7 +58,7 @@ def step(node: Node, view: View, now: float, rules: Rules) -> Step:
     """One transition, or none: (the node as it is now, the actions to perform in order). The first rule that applies wins."""
     if node.stage is Stage.ENDED:
         return node, ()
-    for rule in (_fenced, _newer_generation, _stop_now):
+    for rule in (_fenced, _newer_generation, _stop):
         result = rule(node, view, now, rules)
         if result is not None:
             return result
@@ -83,7 +91,8 @@ def _newer_generation(node: Node, view: View, now: float, rules: Rules) -> Step 
     if newest is None or newest.number <= known:
         return None
     if newest.verdict is not None:
-        return _end(node, newest.verdict.exit_code, "broken", newest.verdict.reason)
+        state = "broken" if newest.verdict.exit_code else "stopped"
+        return _end(node, newest.verdict.exit_code, state, newest.verdict.reason)
     if newest.incarnation_of(node.rank) == node.incarnation:
         return _enter_generation(node, newest, now)
     if node.stage is Stage.JOINING:
@@ -114,10 +123,19 @@ def _enter_generation(node: Node, generation: Generation, now: float) -> Step:
     )
 
 
-def _stop_now(node: Node, view: View, now: float, rules: Rules) -> Step | None:
-    if view.stop is None or not view.stop.now:
+def _stop(node: Node, view: View, now: float, rules: Rules) -> Step | None:
+    """Somebody asked the run to end: whoever sees it first, at the next start of an iteration or at once, decides it for all."""
+    if view.stop is None:
         return None
-    return _end(node, 0, "stopped", f"stopped at once, as {view.stop.who} asked")
+    if node.stage is Stage.JOINING:
+        return _end(node, 0, "stopped", f"stopped before it began, as {view.stop.who} asked")
+    generation, position = node.generation, node.position
+    assert generation is not None and position is not None
+    if not view.stop.now and position.phase != rules.first:
+        return None
+    when = "at once" if view.stop.now else f"before iteration {position.iteration}"
+    verdict = Verdict(0, f"stopped {when}, as {view.stop.who} asked")
+    return node, (Propose(successor(node, view, rules, generation.members, verdict.reason, verdict=verdict)),)
 
 
 # --- RUNNING ----------------------------------------------------------------------------------------------------------------
@@ -142,8 +160,6 @@ def _release(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     decisions = dict(node.decisions)
     if value:
         decisions[_row(node, rules).name] = {"iteration": position.iteration, "value": value}
-    if position.phase == rules.first and value.get("stop"):
-        return _end(node, 0, "stopped", str(value["stop"]))
     if position.phase < rules.last:
         following = Position(position.iteration, position.phase + 1)
     elif generation.until is not None and position.iteration >= generation.until:
@@ -171,28 +187,28 @@ def _failed_program(node: Node, view: View, now: float, rules: Rules) -> Step | 
     if not view.failed:
         return None
     rank, fact = min(view.failed.items())
-    row, attempt = _row(node, rules), generation.attempt + 1
+    row, attempt = _row(node, rules), failed_tries(generation, position) + 1
     host = next((m.host for m in generation.members if m.rank == rank), "")
     where = f"node {rank} ({host}), iteration {position.iteration}, phase {row.index} {row.name}"
     cause = f"{where}: {fact.value.get('error', 'failed')}"
     if attempt > rules.retries:
         log = "".join(f"\n  | {line}" for line in fact.value.get("log", ()))
         verdict = Verdict(4, f"{cause}; given up after {attempt} attempt{'s' if attempt > 1 else ''}{log}")
-        proposal = _successor(node, view, rules, generation.members, "program failed", verdict=verdict)
+        proposal = successor(node, view, rules, generation.members, "program failed", verdict=verdict)
     else:
-        proposal = _successor(node, view, rules, generation.members, f"again: {cause}", attempt=attempt)
+        proposal = successor(node, view, rules, generation.members, f"again: {cause}", attempt=attempt)
     gone = losses(generation.members, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
     return _propose_in_turn(node, proposal, now, rules, gone, cancel=True)
 
 
 def _lost_member(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     """A member is gone: shrink, wait for it, or end the run."""
-    generation = node.generation
-    assert generation is not None
+    generation, position = node.generation, node.position
+    assert generation is not None and position is not None
     gone = losses(generation.members, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
-    if not gone:
-        return None
-    names = "; ".join(f"node {loss.member.rank} ({loss.member.host}) is lost: {loss.why}" for loss in gone)
+    if not gone:  # a false alarm is over
+        return (replace(node, trouble_since=None), ()) if node.trouble_since is not None else None
+    names = lost_as_text(gone)
     lost_ranks = {loss.member.rank for loss in gone}
     living = tuple(m for m in generation.members if m.rank not in lost_ranks)
     verdict, members = None, living
@@ -211,18 +227,15 @@ def _lost_member(node: Node, view: View, now: float, rules: Rules) -> Step | Non
             verdict = Verdict(5, f"{names}; not back within {rules.limits.rejoin_timeout_s:g} s")
         elif node.trouble_since is None:
             return replace(node, trouble_since=now), (
-                Note("node_lost", {"lost": _lost(gone), "waiting": True}),
+                Note("node_lost", {"lost": lost_as_fields(gone), "waiting": True}),
             )
         else:
             return None  # own work goes on; the barrier holds by itself
     elif len(living) < rules.min_nodes:
         verdict = Verdict(5, f"{names}; {len(living)} left, --min-nodes is {rules.min_nodes}")
-    proposal = _successor(node, view, rules, members, names, verdict=verdict, attempt=generation.attempt)
+    attempt = failed_tries(generation, position)
+    proposal = successor(node, view, rules, members, names, verdict=verdict, attempt=attempt)
     return _propose_in_turn(node, proposal, now, rules, gone)
-
-
-def _lost(gone: Sequence[Loss]) -> list[dict[str, object]]:
-    return [{"node_rank": loss.member.rank, "host": loss.member.host, "why": loss.why} for loss in gone]
 
 
 def _propose_in_turn(
@@ -241,51 +254,12 @@ def _propose_in_turn(
     if first and cancel:
         actions.append(CancelWork())
     if first and gone:
-        actions.append(Note("node_lost", {"lost": _lost(gone)}))
+        actions.append(Note("node_lost", {"lost": lost_as_fields(gone)}))
     if now - since >= below * rules.limits.stagger_s:
         actions.append(Propose(proposal))
     if not actions and not cancel:
         return None  # not this node's turn: its own work goes on meanwhile
     return replace(node, trouble_since=since), actions
-
-
-def _successor(
-    node: Node,
-    view: View,
-    rules: Rules,
-    members: Sequence[Member],
-    reason: str,
-    *,
-    verdict: Verdict | None = None,
-    attempt: int = 0,
-) -> Generation:
-    """The generation after this one, going on in the same iteration from where the row under way says."""
-    generation, position = node.generation, node.position
-    assert generation is not None and position is not None
-    start = Position(position.iteration, max(rules.first, rules.program.resume_index(position.phase)))
-    number = (view.newest.number if view.newest else generation.number) + 1
-    return Generation(
-        number=number,
-        members=tuple(sorted(members, key=lambda m: m.rank)),
-        leader=min((m.rank for m in members), default=node.rank),
-        start=start,
-        reason=reason,
-        decisions=kept_decisions(node.decisions, start, rules.program),
-        until=generation.until,
-        attempt=attempt,
-        created_by=node.rank,
-        verdict=verdict,
-    )
-
-
-def kept_decisions(decisions: Mapping[str, Payload], start: Position, program: Program) -> dict[str, Payload]:
-    """The decisions that a generation starting at `start` adopts: those of earlier iterations, and of rows before its first."""
-    index = {row.name: row.index for row in program.rows}
-    return {
-        name: entry
-        for name, entry in decisions.items()
-        if (entry["iteration"], index[name]) < (start.iteration, start.phase)
-    }
 
 
 def _work(node: Node, view: View, now: float, rules: Rules) -> Step | None:
@@ -298,10 +272,6 @@ def _work(node: Node, view: View, now: float, rules: Rules) -> Step | None:
             admitted = _admit(node, view, now, rules)
             if admitted is not None:
                 return admitted
-            if view.stop is not None:
-                return _publish(
-                    node, {"stop": f"stopped before iteration {position.iteration}, as {view.stop.who} asked"}
-                )
         if row.each is not None:
             return replace(node, part=Part.EACH), (Launch(Part.EACH),)
         if row.leader is not None and leads:
@@ -338,7 +308,7 @@ def _admit(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     if not new:
         return None
     names = ", ".join(f"node {m.rank} ({m.host})" for m in sorted(new, key=lambda m: m.rank))
-    proposal = _successor(node, view, rules, (*generation.members, *new), f"joined: {names}")
+    proposal = successor(node, view, rules, (*generation.members, *new), f"joined: {names}")
     return node, (Propose(proposal),)
 
 
@@ -347,77 +317,30 @@ def _admit(node: Node, view: View, now: float, rules: Rules) -> Step | None:
 
 def _join(node: Node, view: View, now: float, rules: Rules) -> Step:
     """Wait to be admitted by a living generation, or form one with the others who are starting."""
-    if _occupied(node, view, now, rules):
-        return node, ()
-    live = {**live_joiners(view.joins, view.ledger, now, rules.limits), node.rank: _self(node)}
-    until = _until(view)
-    recovered = view.recovered or Recovered(Position(1, rules.first))
-    if until is not None and recovered.position.iteration > until:
+    if occupied(view.newest, node.rank, view.joins, view.ledger, node.since, now, rules.limits):
+        return node, ()  # it admits this node
+    found, newest = view.recovered, view.newest.number if view.newest else 0
+    if found is None or found.generation != newest or now - found.at > rules.limits.suspect_s:
+        return node, (Recover(),)
+    until = view.joins[min(view.joins)].until if view.joins else None  # as the lowest rank was asked
+    if until is not None and found.position.iteration > until:
         done = f"the run has already done its {until} iterations; a larger --iterations goes on"
         return replace(node, stage=Stage.ENDED), (Exit(0, "finished", done),)
+    me = Member(node.rank, node.incarnation, node.host)
+    live = {**live_joiners(view.joins, view.ledger, now, rules.limits), node.rank: me}
     waited = now - node.since
     missing = [rank for rank in range(rules.num_nodes) if rank not in live]
     if missing:
         if waited < rules.limits.join_timeout_s:
             return node, ()
-        names = ", ".join(f"node {rank} ({_last_news(view, rank, now)})" for rank in missing)
+        names = ", ".join(f"node {rank} ({last_news(view, rank, now)})" for rank in missing)
         if rules.on_node_failure != "shrink" or len(live) < rules.min_nodes:
-            return _end(
-                node,
-                5,
-                "left",
-                f"waited {waited:.0f} s for {names}; {len(live)} of {rules.num_nodes} nodes are here",
-            )
+            here = f"{len(live)} of {rules.num_nodes} nodes are here"
+            return _end(node, 5, "left", f"waited {waited:.0f} s for {names}; {here}")
     below = sum(1 for rank in live if rank < node.rank)
     overdue = waited - (rules.limits.join_timeout_s if missing else 0.0)
     if below and overdue < below * rules.limits.stagger_s + rules.limits.dead_s:
         return node, ()
-    number = max(node.baseline, view.newest.number if view.newest else 0) + 1
-    generation = Generation(
-        number=number,
-        members=tuple(live[rank] for rank in sorted(live)),
-        leader=min(live),
-        start=recovered.position,
-        reason="start" if number == 1 else "start again",
-        decisions=kept_decisions(recovered.decisions, recovered.position, rules.program),
-        until=until,
-        created_by=node.rank,
-    )
-    return node, (Propose(generation),)
-
-
-def _self(node: Node) -> Member:
-    return Member(node.rank, node.incarnation, node.host)
-
-
-def _until(view: View) -> int | None:
-    """The last iteration, as the lowest rank that ever joined was asked for."""
-    return view.joins[min(view.joins)].until if view.joins else None
-
-
-def _last_news(view: View, rank: int, now: float) -> str:
-    seen, join = view.ledger.seen.get(rank), view.joins.get(rank)
-    if seen is None or join is None:
-        return "never seen"
-    return f"{join.host}, {_phase_text(seen.beat)}, last heartbeat {now - seen.since:.0f} s ago"
-
-
-def _phase_text(beat: Beat) -> str:
-    return f"in {beat.phase_name}" if beat.phase_name else beat.state
-
-
-def _occupied(node: Node, view: View, now: float, rules: Rules) -> bool:
-    """Whether a member of the newest generation may still be alive: then it leads, and admits this node."""
-    newest = view.newest
-    if newest is None or newest.verdict is not None:
-        return False
-    for member in newest.members:
-        if member.rank == node.rank:
-            continue  # an older incarnation of mine: this process has taken its place
-        if losses((member,), node.rank, view.joins, view.ledger, node.since, now, rules.limits):
-            continue
-        if view.ledger.state(member) in ("finished", "stopped", "broken"):
-            continue
-        if silence(member, view.ledger, node.since, now) < rules.limits.dead_s:
-            return True
-    return False
+    if found.at != now:  # what an old member did in the meantime counts
+        return node, (Recover(),)
+    return node, (Propose(first_of_session(node, view, rules, live, found, until)),)

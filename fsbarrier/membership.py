@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from fsbarrier.facts import Beat, Join, Member
+from fsbarrier.facts import Beat, Generation, Join, Member
 
 #: states in which a node has gone for good
 GONE = frozenset({"left", "finished", "stopped", "broken"})
-#: the one of them that leaves its peers without an answer: after the others, all that the peers wait for is already on disk
+#: the one of them that leaves its peers without an answer. After the others, all that the peers wait for is already on disk: they
+#: have `dead_s` to find it
 DESERTED = frozenset({"left"})
 
 
@@ -37,11 +38,11 @@ class Ledger:
     def observe(self, beats: Mapping[int, Beat], before: float, after: float, blind_s: float) -> Ledger:
         """Take in what one look showed. `before`/`after`: local time around the reads.
 
-        If this node was blind (stopped, or its reads hung) for longer than `blind_s`, all ages are paused for that time: a
-        server's outage or this node's own pause must not make it declare everybody dead.
+        If this node was blind (stopped, or its reads hung), no more than `blind_s` of that time counts: a server's outage or this
+        node's own pause must not make it declare everybody dead, and looks that are slow for ever must not hide a death.
         """
         gap = max(before - self.looked_at if self.looked_at is not None else 0.0, after - before)
-        pause = gap if gap > blind_s else 0.0
+        pause = max(0.0, gap - blind_s)
         seen = {rank: replace(item, since=min(item.since + pause, after)) for rank, item in self.seen.items()}
         for rank, beat in beats.items():
             old = seen.get(rank)
@@ -106,12 +107,12 @@ def losses(
             found.append(Loss(member, f"restarted as incarnation {newest.incarnation}"))
         elif ledger.state(member) in DESERTED:
             found.append(Loss(member, "it was stopped by hand or ended in an error"))
-        elif ledger.state(member) in GONE:
-            continue
         else:
             age = silence(member, ledger, since, now)
             if age >= limits.dead_s:
-                found.append(Loss(member, f"no heartbeat for {age:.1f} s"))
+                state = ledger.state(member)
+                said = f"it {state}, and no" if state in GONE else "no"
+                found.append(Loss(member, f"{said} heartbeat for {age:.1f} s"))
     return tuple(found)
 
 
@@ -131,3 +132,24 @@ def live_joiners(joins: Mapping[int, Join], ledger: Ledger, now: float, limits: 
         if fresh and ledger.state(member) not in GONE:
             live[rank] = member
     return live
+
+
+def occupied(
+    newest: Generation | None,
+    me: int,
+    joins: Mapping[int, Join],
+    ledger: Ledger,
+    since: float,
+    now: float,
+    limits: Limits,
+) -> bool:
+    """Whether a member of the newest generation may still be alive: then it leads, and admits whoever joins."""
+    if newest is None or newest.verdict is not None:
+        return False
+    for member in newest.members:
+        if member.rank == me:
+            continue  # an older incarnation of mine: this process has taken its place
+        if losses((member,), me, joins, ledger, since, now, limits) or ledger.state(member) in GONE:
+            continue
+        return True
+    return False

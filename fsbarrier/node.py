@@ -6,6 +6,7 @@ nothing is left to do. It has no clock, no thread and no process of its own: tim
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from fsbarrier.errors import Fenced
 from fsbarrier.facts import Beat, Fact, Generation, Join, Payload, Position, encode
 from fsbarrier.machine import step
 from fsbarrier.membership import losses, silence
-from fsbarrier.observer import Observer, fact_name
+from fsbarrier.observer import Observer, decides, fact_name
 from fsbarrier.state import (
     Action,
     Announce,
@@ -27,6 +28,7 @@ from fsbarrier.state import (
     Part,
     Propose,
     Publish,
+    Recover,
     Rules,
     Stage,
     WorkReport,
@@ -48,6 +50,10 @@ class WorkRunner(Protocol):
     def progress(self) -> Payload: ...
 
 
+#: how long a node waits for the others before it says once more that it is done: where two changes of a directory share one
+#: modification time, a client may not notice the second until there is a third
+REPEAT_S = 5.0
+
 #: (event, node as it is, fields)
 Recorder = Callable[[str, Node, Payload], None]
 
@@ -65,6 +71,9 @@ class Agent:
     node: Node = field(init=False)
     exit: Exit | None = None
     counter: int = 0
+    _pending: deque[Action] = field(default_factory=deque)
+    _ambiguous: int = 0  # the incarnation whose announcement ended in an error: it may be there
+    _said: tuple[float, Fact] | None = None
     _suspected: set[tuple[int, int]] = field(default_factory=set)
     _row_entered: float = 0.0
 
@@ -72,7 +81,6 @@ class Agent:
         """Join the run as the next incarnation of this rank. Raises OSError, Fenced."""
         self.observer.prepare()
         newest = self.observer.newest
-        self.observer.recovered = self.observer.recover(self.rules)
         previous = self.observer.joins.get(self.join.rank)
         incarnation = previous.incarnation if previous is not None else 0
         baseline = newest.number if newest is not None else 0
@@ -84,8 +92,11 @@ class Agent:
         self.record("node_joined", self.node, {"host": self.join.host, "pid": self.join.pid})
 
     def tick(self, now: float) -> bool:
-        """Look once and do what follows from it. True if anything happened. Raises OSError when the filesystem fails."""
-        busy = False
+        """Look once and do what follows from it. True if anything happened. Raises OSError when the filesystem fails.
+
+        What could not be done then is done first at the next tick: an action that was decided is never dropped.
+        """
+        busy = self._act(now)
         while self.exit is None:
             view = self.observer.view(self.node, now)
             if self.node.part in (Part.EACH, Part.LEADER):
@@ -96,9 +107,27 @@ class Agent:
                 break
             busy = busy or node.position != self.node.position or bool(actions)
             self.node = node
-            for action in actions:
-                self._perform(action, now)
+            self._pending.extend(actions)
+            newest = self.observer.newest
+            self._act(now)
+            if any(isinstance(action, Propose) for action in actions) and self.observer.newest is newest:
+                break  # another's record is there and cannot be read yet: not now, again and again
+        self._repeat(now)
         return busy
+
+    def _act(self, now: float) -> bool:
+        busy = bool(self._pending)
+        while self._pending:
+            self._perform(self._pending[0], now)
+            self._pending.popleft()
+        return busy
+
+    def _repeat(self, now: float) -> None:
+        if self.node.part is not Part.ANNOUNCED or self._said is None or self.exit is not None:
+            return
+        when, fact = self._said
+        if now - when >= REPEAT_S:
+            self._put(fact, now)
 
     def beat(self) -> Beat:
         """The next heartbeat."""
@@ -118,12 +147,22 @@ class Agent:
 
     def _announce(self, incarnation: int) -> bool:
         join = replace(self.join, incarnation=incarnation)
-        return self.store.create(self.observer.paths.join(join.rank, incarnation), encode(join))
+        path = self.observer.paths.join(join.rank, incarnation)
+        try:
+            mine = self.store.create(path, encode(join))
+        except OSError:
+            self._ambiguous = incarnation
+            raise
+        if not mine and self._ambiguous == incarnation:
+            mine = self.observer.read(path, Join) == join  # done, although an error was returned
+        if mine:
+            self.observer.joins[join.rank] = join
+        return mine
 
     def _perform(self, action: Action, now: float) -> None:
         match action:
             case Publish(fact):
-                self._publish(fact)
+                self._publish(fact, now)
             case Launch(part):
                 self.work.launch(self.node, part)
             case CancelWork():
@@ -136,6 +175,8 @@ class Agent:
                         f"node {self.node.rank}: another process took this rank (incarnation {incarnation})"
                     )
                 self.observer.hurry()
+            case Recover():
+                self.observer.recovered = self.observer.recover(self.rules, now)
             case Entered(position, generation, left, _):
                 self._entered(position, generation, left, now)
             case Note(event, fields):
@@ -148,29 +189,41 @@ class Agent:
                     {"state": action.state, "code": action.code, "reason": action.reason},
                 )
 
-    def _publish(self, fact: Fact) -> None:
+    def _publish(self, fact: Fact, now: float) -> None:
         node = self.node
-        assert node.generation is not None and node.position is not None
-        directory = self.observer.row_dir(node.generation.number, node.position)
-        self.store.make_dir(directory)
         events = fact.value.get("events", ())
         fact = replace(fact, value={k: v for k, v in fact.value.items() if k != "events"})
-        decides = node.generation.leader == node.rank and bool(fact.value)
-        self.store.put(directory / fact_name(node.rank, fact.status), encode(fact), durable=decides)
+        self._put(fact, now)
         event = "work_finished" if fact.status == "done" else "work_failed"
         value = {k: v for k, v in fact.value.items() if k in ("error", "exit_code", "log")}
         self.record(event, node, {"work_s": round(fact.work_s, 6), **value})
         for line in events:
             self.record(line["event"], node, {k: v for k, v in line.items() if k != "event"})
-        if decides and fact.status == "done":
+        assert node.generation is not None
+        if node.generation.leader == node.rank and fact.value and fact.status == "done":
             self.record("decision", node, {"value": summary(fact.value)})
+
+    def _put(self, fact: Fact, now: float) -> None:
+        """Write this node's fact about the row it is in. What the leader may have decided outlives a loss of power."""
+        node = self.node
+        assert node.generation is not None and node.position is not None
+        leads = node.generation.leader == node.rank
+        durable = leads and decides(self.rules.program.rows[node.position.phase])
+        path = self.observer.row_dir(node.generation.number, node.position) / fact_name(
+            node.rank, fact.status
+        )
+        self.store.put(path, encode(fact), durable=durable)
+        self._said = (now, fact)
 
     def _propose(self, generation: Generation) -> None:
         path = self.observer.paths.generation(generation.number)
         if self.store.create(path, encode(generation)):
+            self.observer.learn(generation)
             self.record(
                 "generation_proposed", self.node, {"number": generation.number, "reason": generation.reason}
             )
+        else:
+            self.observer.learn(self.observer.read(path, Generation))
         self.observer.hurry()
 
     def _entered(self, position: Position, generation: Generation, left: Position | None, now: float) -> None:

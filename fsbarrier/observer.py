@@ -6,6 +6,7 @@ a look at them is due. Immutable records are read once.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from fsbarrier.facts import (
 )
 from fsbarrier.membership import Ledger
 from fsbarrier.paths import RunPaths
-from fsbarrier.program import Program
+from fsbarrier.program import Phase, Program
 from fsbarrier.state import Node, Part, Recovered, Rules, Stage, View
 from fsbarrier.store import Store
 
@@ -43,7 +44,8 @@ class Paces:
 
     members_s: float = 0.2  # generations, joins, stop requests
     beats_s: float = 1.0
-    blind_s: float = 3.0  # a gap between two looks above which the death clocks pause
+    blind_s: float = 3.0  # of a gap between two looks, at most this much counts as somebody's silence
+    void_s: float = 10.0  # a generation's record that cannot be read for this long never will be
 
 
 @dataclass
@@ -59,7 +61,11 @@ class Observer:
     ledger: Ledger = field(default_factory=Ledger)
     stop: StopRequest | None = None
     recovered: Recovered | None = None
+    void: int = 0
+    _unreadable: dict[int, float] = field(default_factory=dict)
+    _positions: dict[int, tuple[int, Position]] = field(default_factory=dict)
     _old_stops: frozenset[str] = frozenset()
+    _row: tuple[int, Position, Path] | None = None
     _looked: float = float("-inf")
     _looked_at_beats: float = float("-inf")
 
@@ -68,7 +74,13 @@ class Observer:
         for directory in (self.paths.joins, self.paths.beats, self.paths.generations, self.paths.stops):
             self.store.make_dir(directory)
         self._old_stops = frozenset(self.store.names(self.paths.stops))
-        self._look_at_members()
+        self._read_beats(None)
+        self._look_at_members(float("-inf"))
+
+    def learn(self, generation: Generation | None) -> None:
+        """Take a generation's record for known, however it was come by."""
+        if generation is not None and (self.newest is None or generation.number > self.newest.number):
+            self.newest = generation
 
     def hurry(self) -> None:
         """Look at everything at the next view, whatever its pace."""
@@ -78,12 +90,12 @@ class Observer:
         """What the node can see at `now`. Raises OSError when the filesystem fails."""
         joining = node.stage is Stage.JOINING
         if now - self._looked >= self.paces.members_s / (4 if joining else 1):
-            self._look_at_members()
+            self._look_at_members(now)
             self._looked = now
         if now - self._looked_at_beats >= self.paces.beats_s / (10 if joining else 1):
             self._look_at_beats(node.rank, now)
             self._looked_at_beats = now
-        view = View(newest=self.newest, joins=self.joins, ledger=self.ledger, stop=self.stop, recovered=self.recovered)
+        view = View(self.newest, self.void, self.joins, self.ledger, stop=self.stop, recovered=self.recovered)
         return view if node.generation is None else self._with_row(view, node)
 
     def _with_row(self, view: View, node: Node) -> View:
@@ -115,13 +127,16 @@ class Observer:
 
     def row_dir(self, generation: int, position: Position) -> Path:
         """Where the facts about one row are."""
-        return self.paths.phase(generation, position.iteration, position.phase, self.phase_name(position.phase))
+        if self._row is None or self._row[0] != generation or self._row[1] != position:
+            name = self.phase_name(position.phase)
+            path = self.paths.phase(generation, position.iteration, position.phase, name)
+            self._row = (generation, position, path)
+        return self._row[2]
 
     def reports(self, generation: int, position: Position, ranks: tuple[int, ...]) -> Mapping[int, Payload]:
-        """What each of `ranks` published about a row that this node has passed. Raises OSError."""
+        """What each of `ranks` published about a row that this node has passed. Raises OSError, also for one that cannot be read."""
         directory = self.row_dir(generation, position)
-        facts = {rank: self.read(directory / fact_name(rank, "done"), Fact) for rank in ranks}
-        return {rank: fact.value for rank, fact in facts.items() if fact is not None}
+        return {rank: self._must_read(directory / fact_name(rank, "done")).value for rank in ranks}
 
     def read(self, path: Path, cls: type[R]) -> R | None:
         """A record, or None while it cannot be had whole."""
@@ -133,74 +148,118 @@ class Observer:
         except CorruptRecord:
             return None
 
-    def _look_at_members(self) -> None:
-        numbers = sorted(_numbers(_GENERATION, self.store.names(self.paths.generations)), reverse=True)
-        for number in numbers:
-            if self.newest is not None and number <= self.newest.number:
+    def _must_read(self, path: Path) -> Fact:
+        """A fact that is known to be there. Raises OSError where it cannot be read (now): it is not to be taken for absent."""
+        fact = self.read(path, Fact)
+        if fact is None:
+            raise OSError(errno.EAGAIN, "this record cannot be read", str(path))
+        return fact
+
+    def _look_at_members(self, now: float) -> None:
+        known = self.newest.number if self.newest is not None else 0
+        for number in sorted(_numbers(_GENERATION, self.store.names(self.paths.generations)), reverse=True):
+            if number <= known:
                 break
             record = self.read(self.paths.generation(number), Generation)
-            if record is not None and record.number == number:
-                self.newest = record
+            if record is not None and self._fits(record, number):
+                self.learn(record)
                 break
+            if now - self._unreadable.setdefault(number, now) >= self.paces.void_s:
+                self.void = max(self.void, number)
         for name in self.store.names(self.paths.joins):
             match = _JOIN.fullmatch(name)
-            if match is None:
-                continue
-            rank, incarnation = int(match[1]), int(match[2])
-            if rank in self.joins and self.joins[rank].incarnation >= incarnation:
-                continue
-            join = self.read(self.paths.joins / name, Join)
-            if join is not None and (join.rank, join.incarnation) == (rank, incarnation):
-                self.joins[rank] = join
+            if match is not None:
+                self._learn_join(int(match[1]), int(match[2]))
         for name in self.store.names(self.paths.stops):
             if name not in self._old_stops:
                 self.stop = self.read(self.paths.stops / name, StopRequest) or self.stop
 
+    def _fits(self, record: Generation, number: int) -> bool:
+        return record.number == number and record.start.phase < len(self.program.rows)
+
+    def _learn_join(self, rank: int, incarnation: int) -> None:
+        known = self.joins.get(rank)
+        if known is None or known.incarnation < incarnation:
+            join = self.read(self.paths.join(rank, incarnation), Join)
+            if join is not None and (join.rank, join.incarnation) == (rank, incarnation):
+                self.joins[rank] = join
+
     def _look_at_beats(self, me: int, now: float) -> None:
+        self.ledger = self.ledger.observe(self._read_beats(me), now, now, self.paces.blind_s)
+
+    def _read_beats(self, me: int | None) -> dict[int, Beat]:
+        """The others' heartbeats. What they have seen exists: it can be opened, however old this node's listings are."""
         beats = {}
         for rank in _numbers(_BEAT, self.store.names(self.paths.beats)):
             beat = self.read(self.paths.beat(rank), Beat) if rank != me else None
-            if beat is not None and beat.rank == rank:
-                beats[rank] = beat
-        self.ledger = self.ledger.observe(beats, now, now, self.paces.blind_s)
+            if beat is None or beat.rank != rank:
+                continue
+            beats[rank] = beat
+            self._learn_join(rank, beat.incarnation)
+            if beat.generation > (self.newest.number if self.newest is not None else 0):
+                record = self.read(self.paths.generation(beat.generation), Generation)
+                if record is not None and self._fits(record, beat.generation):
+                    self.learn(record)
+        self._positions = {
+            rank: (beat.generation, Position(beat.iteration, beat.phase)) for rank, beat in beats.items()
+        }
+        return beats
 
-    def recover(self, rules: Rules) -> Recovered:
-        """Where the newest generation was when it ended, as far as its facts on disk tell. Raises OSError."""
+    def recover(self, rules: Rules, now: float) -> Recovered:
+        """Where the newest generation is, or was when it ended, as far as its facts on disk tell. Raises OSError.
+
+        Whatever cannot be read is an error: to take it for absent would throw decisions away. A row that a later one follows was
+        passed; its leader's fact must be there.
+        """
         generation = self.newest
         if generation is None:
-            return Recovered(Position(1, rules.first))
-        position, decisions = generation.start, dict(generation.decisions)
+            return Recovered(Position(1, rules.first), at=now)
+        decisions = dict(generation.decisions)
+        reached = self._furthest(generation, rules)
+        for iteration in range(max(generation.start.iteration, reached.iteration - 1), reached.iteration + 1):
+            for row in self.program.rows[rules.first : rules.last + 1]:
+                position = Position(iteration, row.index)
+                if generation.start <= position < reached and decides(row):
+                    self._adopt(decisions, generation, position)
+        while self._all_done(generation, reached):
+            if decides(self.program.rows[reached.phase]):
+                self._adopt(decisions, generation, reached)
+            if reached.phase == rules.last:
+                following = Position(reached.iteration + 1, rules.first)
+                return Recovered(following, decisions, generation.number, now)
+            reached = Position(reached.iteration, reached.phase + 1)
+        resumed = max(rules.first, rules.program.resume_index(reached.phase))
+        return Recovered(Position(reached.iteration, resumed), decisions, generation.number, now)
+
+    def _furthest(self, generation: Generation, rules: Rules) -> Position:
+        """The furthest row that a member is known to have entered: from what lies in the directory, and from heartbeats."""
+        self._read_beats(None)
+        known = [
+            at for number, at in self._positions.values() if number == generation.number and at.iteration > 0
+        ]
         root = self.paths.facts_of(generation.number)
-        iterations = sorted(_numbers(_ITERATION, self.store.names(root)))
-        for iteration in iterations[
-            -2:
-        ]:  # the last one is under way; the one before holds the latest whole set of decisions
-            entered = self._phases(generation.number, iteration)
-            for phase in entered:
-                value = self._decided(generation, Position(iteration, phase))
-                if value:
-                    decisions[self.phase_name(phase)] = {"iteration": iteration, "value": value}
-            if entered:
-                position = max(position, Position(iteration, entered[-1]))
-        if position.phase == rules.last and self._all_done(generation, position):
-            return Recovered(Position(position.iteration + 1, rules.first), decisions)
-        resumed = max(rules.first, rules.program.resume_index(position.phase))
-        return Recovered(Position(position.iteration, resumed), decisions)
+        if root.name in self.store.names(self.paths.coordination):
+            iterations = _numbers(_ITERATION, self.store.names(root))
+            for iteration in sorted(iterations)[-1:]:
+                names = self.store.names(self.paths.iteration(generation.number, iteration))
+                phases = [n for n in _numbers(_PHASE, names) if rules.first <= n <= rules.last]
+                known.append(Position(iteration, max(phases, default=rules.first)))
+        return max([generation.start, *known])
 
-    def _phases(self, generation: int, iteration: int) -> list[int]:
-        names = self.store.names(self.paths.iteration(generation, iteration))
-        return sorted(n for n in _numbers(_PHASE, names) if n < len(self.program.rows))
-
-    def _decided(self, generation: Generation, position: Position) -> Payload | None:
-        """The leader's value for a row, if all members were done with it."""
-        if not self._all_done(generation, position):
-            return None
-        return self.reports(generation.number, position, (generation.leader,)).get(generation.leader)
+    def _adopt(self, decisions: dict[str, Payload], generation: Generation, position: Position) -> None:
+        directory = self.row_dir(generation.number, position)
+        value = self._must_read(directory / fact_name(generation.leader, "done")).value
+        if value:
+            decisions[self.phase_name(position.phase)] = {"iteration": position.iteration, "value": value}
 
     def _all_done(self, generation: Generation, position: Position) -> bool:
-        directory = self.row_dir(generation.number, position)
-        names = set(self.store.names(directory))
+        names = set(self.store.names(self.row_dir(generation.number, position)))
         return all(fact_name(rank, "done") in names for rank in generation.ranks)
+
+
+def decides(row: Phase) -> bool:
+    """Whether the leader's fact about this row may hold a value: then it outlives a loss of power."""
+    return row.each is not None or row.leader is not None
 
 
 def fact_name(rank: int, status: str) -> str:

@@ -72,17 +72,23 @@ class WorkReport:
 
 @dataclass(frozen=True)
 class Recovered:
-    """Where an ended session left the run, as its facts on disk tell."""
+    """Where the newest generation (`generation`; 0 for none) left the run, as its facts on disk told at local time `at`."""
 
     position: Position
     decisions: Mapping[str, Payload] = field(default_factory=dict)
+    generation: int = 0
+    at: float = 0.0
 
 
 @dataclass(frozen=True)
 class View:
-    """The facts that one node can see. `arrived`, `failed`, `leaders_fact` are those of the row the node is in."""
+    """The facts that one node can see. `arrived`, `failed`, `leaders_fact` are those of the row the node is in.
+
+    `void`: generations up to this number that are newer than `newest` have no readable record, and had none for long.
+    """
 
     newest: Generation | None = None
+    void: int = 0
     joins: Mapping[int, Join] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     arrived: frozenset[int] = frozenset()
@@ -130,6 +136,11 @@ class Announce:
 
 
 @dataclass(frozen=True)
+class Recover:
+    """Look where the newest generation left the run."""
+
+
+@dataclass(frozen=True)
 class Entered:
     """The node entered a row (for the journal and the live view)."""
 
@@ -156,5 +167,5 @@ class Note:
     fields: Payload = field(default_factory=dict)
 
 
-Action = Launch | CancelWork | Publish | Propose | Announce | Entered | Exit | Note
+Action = Launch | CancelWork | Publish | Propose | Announce | Recover | Entered | Exit | Note
 Step = tuple[Node, Sequence[Action]]

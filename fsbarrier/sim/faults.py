@@ -51,7 +51,9 @@ def parse_mix(text: str) -> frozenset[str]:
     names = frozenset(name.strip() for name in text.split(","))
     unknown = sorted(names - KINDS.keys())
     if unknown:
-        raise UsageError(f"--faults {text}: unknown {', '.join(unknown)}; there are all, none, {', '.join(KINDS)}")
+        raise UsageError(
+            f"--faults {text}: unknown {', '.join(unknown)}; there are all, none, {', '.join(KINDS)}"
+        )
     return names
 
 
@@ -129,7 +131,9 @@ def draw_mishap(rng: Random, mix: Collection[str], rate: float) -> Mishap | None
     """A small thing that goes wrong with one of the next operations."""
     if rng.random() >= rate:
         return None
-    hows = [how for how, kind in (("lost", "lost"), ("error", "errors"), ("garbled", "garbled")) if kind in mix]
+    hows = [
+        how for how, kind in (("lost", "lost"), ("error", "errors"), ("garbled", "garbled")) if kind in mix
+    ]
     return Mishap(rng.choice(hows), rng.randint(1, 10), rng.choice(_ERRORS)) if hows else None
 
 

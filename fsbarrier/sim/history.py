@@ -102,6 +102,7 @@ class History:
     last: int
     dead_s: float = 15.0
     hidden_s: float = 0.0  # the longest that a heartbeat may stay unseen on this schedule's mounts
+    caches: bool = False  # whether this schedule's mounts remember anything
     events: list[Event] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
     beats: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # (rank, incarnation) -> when
@@ -156,9 +157,7 @@ class History:
 
     def passed(self) -> list[tuple[Event, Place]]:
         """Every release of a process from a row: the journal's phase_finished."""
-        return [
-            (event, place_of(event.node)) for event in self.events if event.event == "phase_finished"
-        ]
+        return [(event, place_of(event.node)) for event in self.events if event.event == "phase_finished"]
 
     def entered(self) -> list[tuple[Event, Place]]:
         """Every entry of a process into a row: the journal's phase_started."""

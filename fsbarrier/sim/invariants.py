@@ -78,7 +78,9 @@ def _adopted(history: History, read: Mapping[Place, Payload]) -> Iterator[str]:
     for number, (write, record) in sorted(history.generations.items()):
         before = [p for p in read if p[0] == number - 1 and times[p] <= write.time]
         for _, iteration, phase in sorted(before):
-            if (iteration, phase) < (record.start.iteration, record.start.phase) and read[(number - 1, iteration, phase)]:
+            if (iteration, phase) < (record.start.iteration, record.start.phase) and read[
+                (number - 1, iteration, phase)
+            ]:
                 latest[PHASE_NAMES[phase]] = (iteration, read[(number - 1, iteration, phase)])
         for name, (iteration, value) in latest.items():
             entry = record.decisions.get(name)
@@ -120,7 +122,7 @@ def start_positions(history: History, program: Program) -> Iterator[str]:
         reached = [place for time, place in furthest.get(number - 1, ()) if time <= write.time]
         most = max(reached, default=(start.iteration, start.phase))
         floor = _resumed(_before(most, history, (start.iteration, start.phase)), program, history)
-        ceiling = _after(most, history)
+        ceiling = _after(most, history) if _all_done(number - 1, most, previous[1], history) else most
         if not floor <= (record.start.iteration, record.start.phase) <= ceiling:
             now = (record.start.iteration, record.start.phase)
             yield f"generation {number} starts at {now}; generation {number - 1} had reached {most}"
@@ -134,7 +136,12 @@ def _before(place: tuple[int, int], history: History, start: tuple[int, int]) ->
 
 def _after(place: tuple[int, int], history: History) -> tuple[int, int]:
     iteration, phase = place
-    return (iteration + 1, history.first) if phase == history.last else place
+    return (iteration + 1, history.first) if phase == history.last else (iteration, phase + 1)
+
+
+def _all_done(number: int, place: tuple[int, int], generation: Generation, history: History) -> bool:
+    done = history.facts.get((number, *place), {})
+    return all(member.rank in done for member in generation.members)
 
 
 def _resumed(place: tuple[int, int], program: Program, history: History) -> tuple[int, int]:
@@ -191,6 +198,8 @@ def outcomes(world: World) -> Iterator[str]:
         allowed |= {6}
     if "leave" in struck:
         allowed |= {143}
+    if not struck and not history.caches and len(history.generations) > 1:
+        yield f"{len(history.generations)} generations although nothing went wrong"
     for ended in history.ended.values():
         if ended.code not in allowed:
             yield f"node {ended.rank} ended with code {ended.code} ({ended.why})"
@@ -204,7 +213,8 @@ def _finished(world: World) -> bool:
 
 
 def i7_no_false_death(history: History) -> Iterator[str]:
-    """Nobody is called dead whose heartbeats were to be seen: at least `dead_s` of silence, less what the mount may hide."""
+    """Nobody who lives is called dead while heartbeats were to be seen: `dead_s` of silence, less what the mount may hide."""
+    lives = {(event.node.rank, event.node.incarnation): event.process for event in history.events}
     for event in history.events:
         if event.event != "node_lost":
             continue
@@ -213,6 +223,9 @@ def i7_no_false_death(history: History) -> Iterator[str]:
         for lost in event.fields["lost"]:
             incarnation = generation.incarnation_of(lost["node_rank"])
             if "no heartbeat" not in lost["why"] or incarnation is None:
+                continue
+            ended = history.ended.get(lives.get((lost["node_rank"], incarnation), -1))
+            if ended is not None and ended.time <= event.time:
                 continue
             beats = [t for t in history.beats.get((lost["node_rank"], incarnation), ()) if t <= event.time]
             silent = event.time - max(beats, default=history.starts[event.process][0])
@@ -238,7 +251,10 @@ def i9_nothing_needed_is_removed(history: History) -> Iterator[str]:
     for missing in history.missing:
         generation = missing.node.generation
         assert generation is not None
-        if not any(number > generation.number and write.time <= missing.time for number, (write, _) in history.generations.items()):
+        if not any(
+            number > generation.number and write.time <= missing.time
+            for number, (write, _) in history.generations.items()
+        ):
             yield f"node {missing.node.rank} needed {missing.folder}, which was gone"
 
 

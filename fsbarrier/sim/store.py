@@ -76,11 +76,12 @@ class Disk:
         self._changes = 0
 
     def make_dir(self, path: str) -> None:
-        while path and path not in self.dirs:
+        if path and path not in self.dirs:
+            parent, _, name = path.rpartition("/")
+            self.make_dir(parent)
             self.dirs[path] = Directory()
-            path, _, name = path.rpartition("/")
-            if path in self.dirs:
-                self._changed(path, name)
+            if parent:
+                self._changed(parent, name)
 
     def write(self, path: SimPath, data: bytes, host: str, durable: bool) -> None:
         """Put `data` under a name in one step. Raises FileNotFoundError where its directory is missing."""
@@ -112,7 +113,9 @@ class Disk:
             return None
         if directory.listing is None:
             names = list(directory.names)
-            directory.listing = names if self.order == 0 else sorted(names) if self.order == 2 else names[::-1]
+            directory.listing = (
+                names if self.order == 0 else sorted(names) if self.order == 2 else names[::-1]
+            )
         return directory.listing
 
     def lose_power(self, hosts: set[str], rng: Random, horizon_s: float) -> list[str]:
@@ -134,7 +137,9 @@ class Disk:
             if fate < 0.75 and file.old is not None:
                 file.data = file.old
             elif fate < 0.9:
-                file.data = b"\0" * len(file.data) if fate < 0.8 else file.data[: rng.randrange(len(file.data))]
+                file.data = (
+                    b"\0" * len(file.data) if fate < 0.8 else file.data[: rng.randrange(len(file.data))]
+                )
                 self.torn.add(path)
             else:
                 file.host = "gone"

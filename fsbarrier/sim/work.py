@@ -206,7 +206,9 @@ class SimWork:
                 return work.extra | (yield from self._command(work, context, piece))
 
     def _command(self, work: Command, context: Context, piece: Piece) -> Waiting:
-        name = next(word for word in work.argv if word.startswith("fsbarrier.") or word == "torch.distributed.run")
+        name = next(
+            word for word in work.argv if word.startswith("fsbarrier.") or word == "torch.distributed.run"
+        )
         programs: dict[str, Callable[[Command, Context, Piece], Waiting]] = {
             "fsbarrier.workers.rollout": self._rollout,
             "fsbarrier.aggregate": self._aggregate,
@@ -243,7 +245,9 @@ class SimWork:
         spec, entries, there = work.spec, list[Entry](), set[int]()
         for source in spec["parts"]:
             part = self.artifacts.parts[source["path"]]
-            limit = len(part.groups) if source["valid_bytes"] is None else source["valid_bytes"] // GROUP_BYTES
+            limit = (
+                len(part.groups) if source["valid_bytes"] is None else source["valid_bytes"] // GROUP_BYTES
+            )
             for index, (task, _) in enumerate(part.groups[:limit]):
                 if task in source["tasks"] and task not in there:
                     there.add(task)
@@ -339,7 +343,10 @@ class SimWork:
 
         def reports(phase_name: str) -> Mapping[int, Payload]:
             at = Position(position.iteration, PHASE_NAMES.index(phase_name))
-            return observer.reports(generation.number, at, generation.ranks)
+            if at != position:
+                return observer.reports(generation.number, at, generation.ranks)
+            others = tuple(rank for rank in generation.ranks if rank != node.rank)
+            return {node.rank: node.result, **observer.reports(generation.number, at, others)}
 
         return Context(
             run_id="sim",

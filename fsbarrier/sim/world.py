@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from random import Random
 from typing import Any, cast
@@ -71,10 +71,14 @@ class Process:
         self.offset = world.clocks.uniform(0, 1e6) if clocks else 0.0
         self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
         paths = RunPaths(cast(Any, ROOT))
-        observer = Observer(cast(Any, client), paths, world.rules.program, Paces(0.1, BEAT_S / 2, 1.5 * BEAT_S))
+        observer = Observer(
+            cast(Any, client), paths, world.rules.program, Paces(0.1, BEAT_S / 2, 1.5 * BEAT_S)
+        )
         self.work = SimWork(world, self)
         host = f"{client.host}"
-        join = Join(rank, 0, host, number, host, (f"10.0.0.{rank}",), world.setup.iterations, time=f"p{number}")
+        join = Join(
+            rank, 0, host, number, host, (f"10.0.0.{rank}",), world.setup.iterations, time=f"p{number}"
+        )
         self.agent = Agent(cast(Any, client), observer, world.rules, self.work, join, self._record)
 
     @property
@@ -152,7 +156,9 @@ class World:
         self.disk.watch = self._written
         self.artifacts = Artifacts()
         hidden_s = self.habits.oldest_s + self.habits.absence_s + BEAT_S
-        self.history = History(first, last, setup.limits.dead_s, hidden_s)
+        self.history = History(
+            first, last, setup.limits.dead_s, hidden_s, self.habits != Habits() or bool(coarse)
+        )
         self.processes: list[Process] = []
         self.clients: dict[str, tuple[Client, Trouble]] = {}
         self.hosts = [f"host{rank}" for rank in range(setup.nodes)]  # where each rank is started now
@@ -233,7 +239,7 @@ class World:
     def _over(self) -> bool:
         """Whether the run has come to an end that nobody will change."""
         codes = {ended.code for ended in self.history.ended.values()}
-        return codes <= {0, 4, 5} or self.history.stopped_at is not None and codes <= {0, 4, 5, 6}
+        return codes <= {0, 4, 5} or (self.history.stopped_at is not None and codes <= {0, 4, 5, 6})
 
     def _heal(self) -> None:
         """The faults stop: what sleeps wakes up, and enough of what is down is started again."""
@@ -267,7 +273,9 @@ class World:
         for process in self.processes:
             if process.up:
                 node = process.agent.node if process.joined else None
-                where = f"{node.stage.value} {node.position} {node.part.value}" if node else "before its start"
+                where = (
+                    f"{node.stage.value} {node.position} {node.part.value}" if node else "before its start"
+                )
                 self.history.stuck.append(f"node {process.rank} still waits ({where})")
                 self.kill(process, "the schedule is over")
         for client, _ in self.clients.values():
@@ -288,7 +296,10 @@ class World:
         host = self.hosts[rank]
         if host not in self.clients:
             client = Client(self.disk, host, self.habits)
-            self.clients[host] = client, Trouble(client, lambda seconds, stopped: self._block(host, seconds, stopped))
+            self.clients[host] = (
+                client,
+                Trouble(client, lambda seconds, stopped: self._block(host, seconds, stopped)),
+            )
         process = Process(self, len(self.processes), rank, *self.clients[host])
         self.processes.append(process)
         self.history.starts[process.number] = (self.now, rank)
@@ -496,7 +507,9 @@ class World:
                 self.start(process.rank, 0.0)
             case "outage":
                 trouble, code = process.trouble, errno.ENOSPC if strike.whole else errno.EIO
-                self.say(f"node {process.rank}: the filesystem fails for {strike.seconds:g} s ({errno.errorcode[code]})")
+                self.say(
+                    f"node {process.rank}: the filesystem fails for {strike.seconds:g} s ({errno.errorcode[code]})"
+                )
                 trouble.set_outage(code)
                 self.after(strike.seconds, lambda: trouble.set_outage(None))
 

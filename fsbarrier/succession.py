@@ -1,0 +1,96 @@
+"""The generation records that nodes propose: who takes part, from where the run goes on, what is adopted. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fsbarrier.facts import Beat, Generation, Member, Payload, Position, Verdict
+from fsbarrier.membership import Loss
+from fsbarrier.program import Program
+from fsbarrier.state import Node, Recovered, Rules, View
+
+
+def next_number(view: View, at_least: int = 0) -> int:
+    """The number of the next generation: after the newest, and after those whose records nobody can read."""
+    return max(view.newest.number if view.newest else 0, view.void, at_least) + 1
+
+
+def successor(
+    node: Node,
+    view: View,
+    rules: Rules,
+    members: Sequence[Member],
+    reason: str,
+    *,
+    verdict: Verdict | None = None,
+    attempt: int = 0,
+) -> Generation:
+    """The generation after the one `node` is in, going on in the same iteration from where the row under way says."""
+    generation, position = node.generation, node.position
+    assert generation is not None and position is not None
+    start = Position(position.iteration, max(rules.first, rules.program.resume_index(position.phase)))
+    return Generation(
+        number=next_number(view, generation.number),
+        members=tuple(sorted(members, key=lambda m: m.rank)),
+        leader=min((m.rank for m in members), default=node.rank),
+        start=start,
+        reason=reason,
+        decisions=kept_decisions(node.decisions, start, rules.program),
+        until=generation.until,
+        attempt=attempt,
+        created_by=node.rank,
+        verdict=verdict,
+    )
+
+
+def first_of_session(
+    node: Node, view: View, rules: Rules, live: Mapping[int, Member], found: Recovered, until: int | None
+) -> Generation:
+    """The generation that nodes which have just started form, going on where the run was left (`found`)."""
+    number = next_number(view, node.baseline)
+    return Generation(
+        number=number,
+        members=tuple(live[rank] for rank in sorted(live)),
+        leader=min(live),
+        start=found.position,
+        reason="start" if number == 1 else "start again",
+        decisions=kept_decisions(found.decisions, found.position, rules.program),
+        until=until,
+        created_by=node.rank,
+    )
+
+
+def kept_decisions(decisions: Mapping[str, Payload], start: Position, program: Program) -> dict[str, Payload]:
+    """The decisions that a generation starting at `start` adopts: those of earlier iterations, and of rows before its first."""
+    index = {row.name: row.index for row in program.rows}
+    return {
+        name: entry
+        for name, entry in decisions.items()
+        if name in index and (entry["iteration"], index[name]) < (start.iteration, start.phase)
+    }
+
+
+def failed_tries(generation: Generation, position: Position) -> int:
+    """How often the iteration at `position` failed already; a generation counts those of the iteration it started in."""
+    return generation.attempt if position.iteration == generation.start.iteration else 0
+
+
+def lost_as_fields(gone: Sequence[Loss]) -> list[dict[str, object]]:
+    """Lost members as the journal tells them."""
+    return [{"node_rank": loss.member.rank, "host": loss.member.host, "why": loss.why} for loss in gone]
+
+
+def lost_as_text(gone: Sequence[Loss]) -> str:
+    return "; ".join(f"node {loss.member.rank} ({loss.member.host}) is lost: {loss.why}" for loss in gone)
+
+
+def last_news(view: View, rank: int, now: float) -> str:
+    """What is known of a node that does not come, for people."""
+    seen, join = view.ledger.seen.get(rank), view.joins.get(rank)
+    if seen is None or join is None:
+        return "never seen"
+    return f"{join.host}, {_phase_text(seen.beat)}, last heartbeat {now - seen.since:.0f} s ago"
+
+
+def _phase_text(beat: Beat) -> str:
+    return f"in {beat.phase_name}" if beat.phase_name else beat.state
