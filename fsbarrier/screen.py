@@ -163,7 +163,7 @@ def _phase(status: RunStatus, node: NodeStatus) -> str:
 def _beat(node: NodeStatus) -> str | tuple[str, str]:
     if node.state == "suspected":
         age = max(node.last_beat_age_s or 0.0, node.silent_s or 0.0)
-        return f">{age:.0f} s", "bold yellow"
+        return f">{age:.0f} s" if age >= 1 else f">{age:.1f} s", "bold yellow"
     return "–" if node.last_beat_age_s is None else (f"{node.last_beat_age_s:.0f} s", "dim")
 
 

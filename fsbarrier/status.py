@@ -162,6 +162,8 @@ def _node(reader: RunReader, rank: int, now: float) -> NodeStatus:
     state = _node_state(reader, rank, now)
     alive = state in ALIVE or state == "suspected"
     _, iteration, phase, name = _place(reader, rank)
+    if state == "joining":  # where an earlier incarnation was is nothing to it
+        iteration = 0
     in_beat = beat is not None and (beat.iteration, beat.phase) == (iteration, phase)
     age = reader.silent_s(rank, now) if alive else None
     watched = reader.watched_s(rank, now)
@@ -207,7 +209,7 @@ def _node_state(reader: RunReader, rank: int, now: float) -> str:
     age, watched = reader.silent_s(rank, now), reader.watched_s(rank, now)
     moves = age is not None and age < suspect_s(reader)
     excluded = newest is not None and newest.incarnation_of(rank) != beat.incarnation
-    lost = any(loss.node_rank == rank for loss in reader.history.losses) and excluded
+    lost = excluded and beat.incarnation <= reader.members.get(rank, 0)
     if moves:
         return "joining" if excluded else beat.state if beat.state in ALIVE else "running"
     if reader.process_gone(rank) or lost:
@@ -240,7 +242,7 @@ def _state(reader: RunReader, nodes: tuple[NodeStatus, ...]) -> tuple[str, int |
     alive = [node for node in nodes if node.state in ALIVE]
     joining = any(node.state == "joining" for node in nodes)
     if newest is not None and newest.verdict is not None and not joining:
-        return "broken", newest.verdict.exit_code
+        return ("broken" if newest.verdict.exit_code else "stopped"), newest.verdict.exit_code
     if alive:
         return "running", None
     words = [node for node in members or nodes if node.state in GONE]

@@ -46,7 +46,7 @@ class NodeStatus:
 def problems(reader: RunReader, nodes: Sequence[NodeStatus], state: str) -> list[str]:
     """What a person should know, the worst first; one line each."""
     found = []
-    newest, history = reader.newest, reader.history
+    newest = reader.newest
     if newest is not None and newest.verdict is not None and state == "broken":
         found += newest.verdict.reason.splitlines()
     for node in nodes:
@@ -56,17 +56,24 @@ def problems(reader: RunReader, nodes: Sequence[NodeStatus], state: str) -> list
         elif node.state == "suspected":
             found.append(f"{name}: no heartbeat while it was watched for {duration(node.silent_s or 0.0)}")
         elif node.state == "lost":
-            gone = reader.process_gone(node.node_rank)
-            losses = [loss.why for loss in history.losses if loss.node_rank == node.node_rank]
-            why = (
-                f"process {node.pid} is gone" if gone and not losses else losses[-1] if losses else "no news"
-            )
+            why = _why_lost(reader, node)
             found.append(f"{name} is lost: {why}")
     if state != "broken" or newest is None or newest.verdict is None:
         found += _last_words(reader, nodes)
     if state in ("running", "stalled") or (state == "broken" and newest and newest.verdict is None):
         found += _failures(reader)
+    if state == "stalled" and nodes and all(node.state in ("lost", "left", "absent") for node in nodes):
+        found.append("no node of this run is alive; started again, it goes on where it was")
     return list(dict.fromkeys(found))
+
+
+def _why_lost(reader: RunReader, node: NodeStatus) -> str:
+    """How it is known that a node is lost: the others found out, or its process is not there."""
+    member = reader.newest is not None and reader.newest.incarnation_of(node.node_rank) == node.incarnation
+    known = [loss.why for loss in reader.history.losses if loss.node_rank == node.node_rank]
+    if known and not member:
+        return known[-1]
+    return f"process {node.pid} is gone" if reader.process_gone(node.node_rank) else "no news"
 
 
 def _last_words(reader: RunReader, nodes: Sequence[NodeStatus]) -> list[str]:

@@ -80,6 +80,9 @@ class RunReader:
     joins: dict[int, Join] = field(default_factory=dict)
     joined_since: dict[int, float] = field(default_factory=dict)
     newest: Generation | None = None
+    members: dict[int, int] = field(
+        default_factory=dict
+    )  # rank -> its newest incarnation that ever took part
     ledger: Ledger = field(default_factory=Ledger)
     arrived: frozenset[int] = frozenset()
     arrived_since: dict[int, float] = field(default_factory=dict)
@@ -87,6 +90,7 @@ class RunReader:
     position: tuple[int, int, int] = (0, 0, 0)
     places: dict[int, Line] = field(default_factory=dict)  # node rank -> its newest phase_started
     beat_times: dict[int, float] = field(default_factory=dict)
+    _generations: set[int] = field(default_factory=set)
     _clocks: dict[tuple[int, int], str] = field(default_factory=dict)
     _tails: dict[str, JournalTail] = field(default_factory=dict)
     _spans: list[Span] = field(default_factory=list)
@@ -190,17 +194,19 @@ class RunReader:
                 self.joined_since[join.rank] = now
 
     def _look_at_generations(self) -> None:
-        known = self.newest.number if self.newest else 0
-        found = [
-            int(match[1]) for match in map(_GENERATION.fullmatch, _names(self.paths.generations)) if match
-        ]
-        for number in sorted((n for n in found if n > known), reverse=True):
+        found = [int(m[1]) for m in map(_GENERATION.fullmatch, _names(self.paths.generations)) if m]
+        for number in sorted(set(found) - self._generations):
             record = _read(self.paths.generation(number), Generation)
-            if record is not None:
+            if record is None:
+                continue
+            self._generations.add(number)
+            for member in record.members:
+                self.members[member.rank] = max(member.incarnation, self.members.get(member.rank, 0))
+            if self.newest is None or number > self.newest.number:
                 self.newest = record
                 if record.verdict is None:
-                    self.position = max(self.position, (number, record.start.iteration, record.start.phase))
-                return
+                    begins = (number, record.start.iteration, record.start.phase)
+                    self.position = max(self.position, begins)
 
     def _look_at_journals(self) -> list[Line]:
         fresh: list[Line] = []

@@ -166,6 +166,21 @@ def test_before_the_first_generation_the_missing_ranks_are_named(tmp_path: Path)
     assert "node 1 has not been started yet" in status.problems
 
 
+def test_a_node_that_joins_again_has_no_place_yet(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", extra=QUICK)
+    run.start()
+    run.lose(2, 1, 2, after=5.0, resume=1)
+    run.join(2)
+    stop = beating(run, (0, 1), (1, 2))
+    run.beat(2, 1, "joining", (0, 0))
+    try:
+        status = status_of(run)
+    finally:
+        stop.set()
+    again = node(status, 2)
+    assert again.incarnation == 2 and again.phase is None and again.state in ("joining", "suspected")
+
+
 def test_a_verdict_is_broken_and_its_reason_is_the_first_problem(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run")
     run.start()
