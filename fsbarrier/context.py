@@ -44,7 +44,7 @@ class ContextMaker:
         return Context(
             run_id=self.record.run_id,
             paths=self.record.paths,
-            settings=self.record.settings,
+            settings={**self.record.settings, **generation.choices},
             tasks=self.record.tasks,
             model=Path(self.record.model) if self.record.model else None,
             node_rank=node.rank,

@@ -35,7 +35,7 @@ from fsbarrier.membership import Limits
 from fsbarrier.node import Agent, place
 from fsbarrier.observer import Observer, Paces
 from fsbarrier.program import SLICES
-from fsbarrier.runrecord import RunRecord
+from fsbarrier.runrecord import CHOICES, RunRecord
 from fsbarrier.state import Exit, Node, Rules, Stage
 from fsbarrier.store import PosixStore
 from fsbarrier.words import event_line
@@ -106,6 +106,7 @@ class Daemon:
             version=fsbarrier.__version__,
             digest=record.settings_digest,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
+            choices={key: record.settings[key] for key in CHOICES},
         )
         self.agent = Agent(self._store, observer, rules, self.jobs, join, self._record_event)
 

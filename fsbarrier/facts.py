@@ -42,7 +42,8 @@ class Position:
 
 @dataclass(frozen=True)
 class Join:
-    """A node's start: it exists, here is how to reach it. `until`: the last iteration it was asked for (leader's counts)."""
+    """A node's start: it exists, here is how to reach it. What it was asked for (the lowest rank's counts): `until`, the last
+    iteration; `choices`, the settings that each start may choose anew."""
 
     rank: int
     incarnation: int
@@ -54,6 +55,7 @@ class Join:
     version: str = ""
     digest: str = ""
     time: str = ""
+    choices: Payload = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Generation:
     reason: str
     decisions: Mapping[str, Payload] = field(default_factory=dict)
     until: int | None = None
+    choices: Payload = field(default_factory=dict)
     attempt: int = 0
     created_by: int = -1
     verdict: Verdict | None = None

@@ -50,6 +50,7 @@ from fsbarrier.succession import (
     last_news,
     lost_as_fields,
     lost_as_text,
+    opening,
     successor,
 )
 
@@ -131,7 +132,7 @@ def _stop(node: Node, view: View, now: float, rules: Rules) -> Step | None:
         return _end(node, 0, "stopped", f"stopped before it began, as {view.stop.who} asked")
     generation, position = node.generation, node.position
     assert generation is not None and position is not None
-    if not view.stop.now and position.phase != rules.first:
+    if not view.stop.now and position.phase != rules.span(generation.choices)[0]:
         return None
     when = "at once" if view.stop.now else f"before iteration {position.iteration}"
     verdict = Verdict(0, f"stopped {when}, as {view.stop.who} asked")
@@ -160,14 +161,15 @@ def _release(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     decisions = dict(node.decisions)
     if value:
         decisions[_row(node, rules).name] = {"iteration": position.iteration, "value": value}
-    if position.phase < rules.last:
+    first, last = rules.span(generation.choices)
+    if position.phase < last:
         following = Position(position.iteration, position.phase + 1)
     elif generation.until is not None and position.iteration >= generation.until:
         ended = replace(node, stage=Stage.ENDED, decisions=decisions)
         done = f"{position.iteration} iterations are done"
         return ended, (Entered(position, generation, position, True), Exit(0, "finished", done))
     else:
-        following = Position(position.iteration + 1, rules.first)
+        following = Position(position.iteration + 1, first)
     moved = replace(
         node,
         position=following,
@@ -268,7 +270,8 @@ def _work(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     assert generation is not None and position is not None
     leads = generation.leader == node.rank
     if node.part is Part.NONE:
-        if leads and position.phase == rules.first and rules.on_node_failure != "hold":
+        first, _ = rules.span(generation.choices)
+        if leads and position.phase == first and rules.on_node_failure != "hold":
             admitted = _admit(node, view, now, rules)
             if admitted is not None:
                 return admitted
@@ -322,8 +325,10 @@ def _join(node: Node, view: View, now: float, rules: Rules) -> Step:
     found, newest = view.recovered, view.newest.number if view.newest else 0
     if found is None or found.generation != newest or now - found.at > rules.limits.suspect_s:
         return node, (Recover(),)
-    until = view.joins[min(view.joins)].until if view.joins else None  # as the lowest rank was asked
-    if until is not None and found.position.iteration > until:
+    asked = view.joins[min(view.joins)] if view.joins else None  # the lowest rank's word counts
+    until, choices = (asked.until, asked.choices) if asked else (None, {})
+    start = opening(found, rules.span(choices))
+    if until is not None and start.iteration > until:
         done = f"the run has already done its {until} iterations; a larger --iterations goes on"
         return replace(node, stage=Stage.ENDED), (Exit(0, "finished", done),)
     me = Member(node.rank, node.incarnation, node.host)
@@ -343,4 +348,4 @@ def _join(node: Node, view: View, now: float, rules: Rules) -> Step:
         return node, ()
     if found.at != now:  # what an old member did in the meantime counts
         return node, (Recover(),)
-    return node, (Propose(first_of_session(node, view, rules, live, found, until)),)
+    return node, (Propose(first_of_session(node, view, rules, live, found, start)),)

@@ -231,7 +231,7 @@ class Agent:
         if left is not None:
             at = replace(self.node, position=left, generation=generation)
             self.record("phase_finished", at, {"seconds": round(now - self._row_entered, 6)})
-            if left.phase == self.rules.last:
+            if left.phase == self.rules.span(generation.choices)[1]:
                 self.record("iteration_finished", at, {})
         self._row_entered = now
         if self.node.stage is not Stage.ENDED:

@@ -215,23 +215,24 @@ class Observer:
         if generation is None:
             return Recovered(Position(1, rules.first), at=now)
         decisions = dict(generation.decisions)
-        reached = self._furthest(generation, rules)
+        first, last = span = rules.span(generation.choices)
+        reached = self._furthest(generation, span)
         for iteration in range(max(generation.start.iteration, reached.iteration - 1), reached.iteration + 1):
-            for row in self.program.rows[rules.first : rules.last + 1]:
+            for row in self.program.rows[first : last + 1]:
                 position = Position(iteration, row.index)
                 if generation.start <= position < reached and decides(row):
                     self._adopt(decisions, generation, position)
         while self._all_done(generation, reached):
             if decides(self.program.rows[reached.phase]):
                 self._adopt(decisions, generation, reached)
-            if reached.phase == rules.last:
-                following = Position(reached.iteration + 1, rules.first)
-                return Recovered(following, decisions, generation.number, now)
+            if reached.phase == last:
+                following = Position(reached.iteration + 1, first)
+                return Recovered(following, decisions, generation.number, now, span)
             reached = Position(reached.iteration, reached.phase + 1)
-        resumed = max(rules.first, rules.program.resume_index(reached.phase))
-        return Recovered(Position(reached.iteration, resumed), decisions, generation.number, now)
+        resumed = max(first, rules.program.resume_index(reached.phase))
+        return Recovered(Position(reached.iteration, resumed), decisions, generation.number, now, span)
 
-    def _furthest(self, generation: Generation, rules: Rules) -> Position:
+    def _furthest(self, generation: Generation, span: tuple[int, int]) -> Position:
         """The furthest row that a member is known to have entered: from what lies in the directory, and from heartbeats."""
         self._read_beats(None)
         known = [
@@ -242,8 +243,8 @@ class Observer:
             iterations = _numbers(_ITERATION, self.store.names(root))
             for iteration in sorted(iterations)[-1:]:
                 names = self.store.names(self.paths.iteration(generation.number, iteration))
-                phases = [n for n in _numbers(_PHASE, names) if rules.first <= n <= rules.last]
-                known.append(Position(iteration, max(phases, default=rules.first)))
+                phases = [n for n in _numbers(_PHASE, names) if span[0] <= n <= span[1]]
+                known.append(Position(iteration, max(phases, default=span[0])))
         return max([generation.start, *known])
 
     def _adopt(self, decisions: dict[str, Payload], generation: Generation, position: Position) -> None:

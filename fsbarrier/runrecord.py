@@ -31,7 +31,10 @@ MAX_BYTES = 16 * 1024 * 1024
 TORN_S = 5.0  # a record is linked into place whole; a mount that shows it torn for longer than this is broken
 
 #: Settings that concern one start of one node, so that each start may choose them anew.
-PER_START = frozenset({"iterations", "log_path", "coordination.join_timeout_s"})
+PER_START = frozenset({"iterations", "log_path", "coordination.join_timeout_s", "rl_phase", "rollout_split"})
+
+#: Those of them that node 0 chooses for all nodes at each start.
+CHOICES = ("rl_phase", "rollout_split")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ may only repeat what it says. Up to there nothing has been started and, if anyth
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +186,18 @@ def _join(request: Request, given: Mapping[str, Given], record: RunRecord) -> St
     if "model" in load_program(record.settings["program"]).needs:
         preflight.check_engine(record.settings, request.environ)  # variables are each node's own
     runrecord.check_tasks(record)
+    record = replace(record, settings={**record.settings, **_choices(given, resolved.nested)})
     return Start(record, rank.value if rank else 0, resolved.settings.iterations, created=False)
+
+
+def _choices(given: Mapping[str, Given], resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """What this start chooses anew. Raises UsageError for a split of something that is not rolled out."""
+    chosen = {key: resolved[key] for key in runrecord.CHOICES}
+    if "rl_phase" in given and "rollout_split" not in given:
+        chosen["rollout_split"] = None
+    if chosen["rollout_split"] is not None and chosen["rl_phase"] != "rollout":
+        raise UsageError(f"--rollout-split {chosen['rollout_split']}: only with --rl-phase rollout")
+    return chosen
 
 
 def _comparable(

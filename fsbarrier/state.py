@@ -8,7 +8,7 @@ from enum import Enum
 
 from fsbarrier.facts import Fact, Generation, Join, Payload, Position, StopRequest
 from fsbarrier.membership import Ledger, Limits
-from fsbarrier.program import Program
+from fsbarrier.program import SLICES, Program
 
 
 class Stage(Enum):
@@ -39,6 +39,10 @@ class Rules:
     on_node_failure: str = "shrink"  # "shrink" | "wait" | "abort"; groups: "hold" | "regroup"
     retries: int = 2
     limits: Limits = field(default_factory=Limits)
+
+    def span(self, choices: Payload) -> tuple[int, int]:
+        """The first and the last row of an iteration, as a generation's choices say."""
+        return SLICES.get(choices.get("rl_phase", ""), (self.first, self.last))
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Recovered:
     decisions: Mapping[str, Payload] = field(default_factory=dict)
     generation: int = 0
     at: float = 0.0
+    span: tuple[int, int] = (0, 0)  # the rows that the newest generation ran
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from fsbarrier.facts import Beat, Generation, Member, Payload, Position, Verdict
 from fsbarrier.membership import Loss
-from fsbarrier.program import Program
+from fsbarrier.program import SLICES, Program
 from fsbarrier.state import Node, Recovered, Rules, View
 
 
@@ -28,7 +28,9 @@ def successor(
     """The generation after the one `node` is in, going on in the same iteration from where the row under way says."""
     generation, position = node.generation, node.position
     assert generation is not None and position is not None
-    start = Position(position.iteration, max(rules.first, rules.program.resume_index(position.phase)))
+    start = Position(
+        position.iteration, max(rules.span(generation.choices)[0], rules.program.resume_index(position.phase))
+    )
     return Generation(
         number=next_number(view, generation.number),
         members=tuple(sorted(members, key=lambda m: m.rank)),
@@ -37,6 +39,7 @@ def successor(
         reason=reason,
         decisions=kept_decisions(node.decisions, start, rules.program),
         until=generation.until,
+        choices=generation.choices,
         attempt=attempt,
         created_by=node.rank,
         verdict=verdict,
@@ -44,20 +47,39 @@ def successor(
 
 
 def first_of_session(
-    node: Node, view: View, rules: Rules, live: Mapping[int, Member], found: Recovered, until: int | None
+    node: Node, view: View, rules: Rules, live: Mapping[int, Member], found: Recovered, start: Position
 ) -> Generation:
-    """The generation that nodes which have just started form, going on where the run was left (`found`)."""
+    """The generation that nodes which have just started form, going on at `start` with what was `found`."""
     number = next_number(view, node.baseline)
+    asked = view.joins[min(view.joins)] if view.joins else None
     return Generation(
         number=number,
         members=tuple(live[rank] for rank in sorted(live)),
         leader=min(live),
-        start=found.position,
+        start=start,
         reason="start" if number == 1 else "start again",
-        decisions=kept_decisions(found.decisions, found.position, rules.program),
-        until=until,
+        decisions=kept_decisions(found.decisions, start, rules.program),
+        until=asked.until if asked else None,
+        choices=asked.choices if asked else {},
         created_by=node.rank,
     )
+
+
+def opening(found: Recovered, span: tuple[int, int]) -> Position:
+    """Where a session that runs the rows of `span` begins: where the run was left, if the one before ran the same rows.
+
+    Else what has been merged and what has been published tell which iteration's rollouts, or update, are due.
+    """
+    if found.generation == 0:
+        return Position(1, span[0])
+    if span == found.span:
+        return found.position
+    merged = found.decisions.get("train_aggregate", {}).get("iteration", 0)
+    published = found.decisions.get("weights_publish", {}).get("iteration", 0)
+    update = SLICES["update"][0]
+    if span[0] <= update <= span[1] and (merged > published or span[0] == update):
+        return Position(published + 1, update)
+    return Position(max(merged, published) + 1, span[0])
 
 
 def kept_decisions(decisions: Mapping[str, Payload], start: Position, program: Program) -> dict[str, Payload]:

@@ -156,10 +156,13 @@ def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child])
 
     record = start.record
     logs = record.paths.logs / f"launch_{datetime.now(UTC):%Y%m%dT%H%M%S}Z_{os.getpid()}"
-    until = [] if start.until is None else ["--iterations", str(start.until)]
+    choices = [] if start.until is None else ["--iterations", str(start.until)]
+    choices += ["--rl-phase", record.settings["rl_phase"]]
+    if record.settings["rollout_split"]:
+        choices += ["--rollout-split", record.settings["rollout_split"]]
     python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
     for rank in range(record.settings["num_nodes"]):
-        who = ["--worker", str(rank), "--log-path", str(record.log_path), *until]
+        who = ["--worker", str(rank), "--log-path", str(record.log_path), *choices]
         command, log = [*python, "-m", "fsbarrier", "run", *who], logs / f"node_{rank}.log"
         children[rank] = Child.start(command, env=environ, log_file=log, name=f"node {rank}")
 

@@ -7,7 +7,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from fsbarrier import aggregate, liveness, recovery, runrecord
+from fsbarrier import aggregate, liveness, recovery, runrecord, trajectories
+from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
 from fsbarrier.paths import SPLITS, RunPaths
 
@@ -17,7 +18,7 @@ WATCHED_BEATS = 2.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--log-path", type=Path, default=None, help="the run directory")
+    flags.add_log_path(parser)
     parser.add_argument("--iteration", type=int, required=True, help="the iteration to look at")
     parser.add_argument("--aggregate", action="store_true", help="merge what is valid")
     parser.add_argument(
@@ -30,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from fsbarrier.startup import default_log_path
-
-    log_path: Path = args.log_path or default_log_path()
+    log_path = flags.find_log_path(args)
     record = runrecord.load(log_path)
     if args.iteration < 1:
         raise UsageError(f"--iteration {args.iteration}: iterations count from 1")
@@ -75,7 +74,7 @@ def merge(log_path: Path, split: str, args: argparse.Namespace) -> dict[str, obj
     ]
     parts = [f for f in items if f.usable and f.is_part] or [f for f in items if f.usable]
     expected = {task for f in parts for task in f.missing}
-    expected |= {group.task_index for f in parts for group in recovery.trajectories.scan_shard(f.path).groups}
+    expected |= {group.task_index for f in parts for group in trajectories.scan_shard(f.path).groups}
     report = aggregate.aggregate(
         [aggregate.Part(f.path, f.valid_bytes, None) for f in parts],
         RunPaths(log_path).merged(split, args.iteration),
