@@ -136,3 +136,22 @@ def test_a_second_daemon_of_a_rank_is_refused(tmp_path: Path) -> None:
         assert first.poll() is None
         first.kill()
         first.wait()
+
+
+def test_rollouts_and_updates_can_be_started_apart(tmp_path: Path) -> None:
+    def phases(cluster: Cluster, generation: int) -> list[tuple[int, int]]:
+        events = [e for e in cluster.events() if e["event"] == "phase_started" and e["node_rank"] == 0]
+        return [(e["iteration"], e["phase"]) for e in events if e["generation"] == generation]
+
+    with Cluster(tmp_path, 2, "--rl-phase", "rollout", "--iterations", "2", *FAST) as cluster:
+        cluster.start()
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said(0)
+        assert phases(cluster, 1) == [(i, p) for i in (1, 2) for p in range(7)]
+        cluster.flags = ("--rl-phase", "update", "--iterations", "2")
+        cluster.start()
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said(0)
+        assert phases(cluster, 2) == [(i, p) for i in (1, 2) for p in range(7, 14)]
+        cluster.flags = ("--rl-phase", "both", "--iterations", "3")
+        cluster.start()
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said(0)
+        assert phases(cluster, 3) == [(3, p) for p in range(14)]
