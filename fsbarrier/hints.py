@@ -7,6 +7,7 @@ watches. One directory is watched at a time, and only once a wait has lasted: mo
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 
 from fsbarrier.doctor import mount_of
+
+logging.getLogger("watchdog").setLevel(
+    logging.CRITICAL
+)  # what it says of its own threads is nobody's business
 
 LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"})
 
