@@ -1,0 +1,322 @@
+"""The engine as the daemon uses it: against a stand-in server for what goes wrong, and once against the real vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_engine_parts import write_model
+
+from fsbarrier import processes
+from fsbarrier.engine import Engine, EngineInfo
+from fsbarrier.engine_client import EngineClient
+from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.settings import resolve
+
+HERE = Path(__file__).parent
+NEVER = threading.Event()
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes an engine whose server is fake_vllm.py, behaving as told."""
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {HERE / "fake_vllm.py"} "$@"\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "fake").mkdir()
+    engines: list[Engine] = []
+
+    def make(settings: dict[str, Any] | None = None, **mode: Any) -> Engine:
+        monkeypatch.setenv("FAKE_VLLM", json.dumps({"dir": str(tmp_path / "fake"), **mode}))
+        nested = resolve([], settings, cross_checks=False).nested
+        engine = Engine(
+            nested, log_file=tmp_path / "vllm.log", work_dir=tmp_path / "work", python=str(script)
+        )
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.stop()
+
+
+def served(info: EngineInfo) -> str:
+    """The folder that the stand-in serves now."""
+    return str(EngineClient(info.url, info.api_key).model()["root"])
+
+
+def lives(pid: int) -> bool:
+    return pid in processes.scan()
+
+
+def test_new_weights_go_into_the_running_server(tmp_path: Path, make: Make) -> None:
+    engine = make()
+    first, second = write_model(tmp_path / "a"), write_model(tmp_path / "b")
+    info = engine.ensure(first, 0, cancel=NEVER)
+    assert (info.action, info.started, info.model, served(info)) == ("started", True, "policy", str(first))
+    assert info.api_key not in (tmp_path / "vllm.log").read_text() and info.api_key not in repr(info)
+    again = engine.ensure(first, 0, cancel=NEVER)
+    assert (again.action, again.started, again.pid, again.url) == ("kept", False, info.pid, info.url)
+    link = tmp_path / "model.pt"
+    link.symlink_to(second)
+    reloaded = engine.ensure(link, 1, cancel=NEVER)
+    assert (reloaded.action, reloaded.pid, reloaded.policy_version) == ("reloaded", info.pid, 1)
+    assert served(reloaded) == str(second)
+    assert engine.ensure(link, 2, cancel=NEVER).action == "reloaded"  # a copy in place may have changed
+    assert engine.release(cancel=NEVER)["action"] == "keep" and engine.alive()
+    engine.stop()
+    assert not engine.alive() and not lives(info.pid)
+    assert engine.release(cancel=NEVER) == {"action": "none", "reason": "no server is running"}
+
+
+@pytest.mark.parametrize(
+    ("change", "mode", "note"),
+    [
+        ({"tied": True}, {}, "tied to the embedding"),
+        ({"width": 16}, {}, "another configuration or other shapes"),
+        ({}, {"reload": "error"}, "HTTP 500: no memory"),
+        ({}, {"reload": "warn"}, "did not load all weights"),
+        ({}, {"reload": "die"}, "/collective_rpc: "),
+    ],
+)
+def test_where_a_reload_is_not_known_to_be_right_the_server_is_restarted(
+    tmp_path: Path, make: Make, change: dict[str, Any], mode: dict[str, Any], note: str
+) -> None:
+    engine = make(**mode)
+    first = engine.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
+    second = engine.ensure(write_model(tmp_path / "b", **change), 1, cancel=NEVER)
+    assert second.started and second.pid != first.pid and not lives(first.pid)
+    assert second.note.startswith("restarted: ") and (
+        note in second.note or note == "Connection reset by peer"
+    )
+    assert served(second) == str(tmp_path / "b")
+
+
+def test_a_prefix_cache_that_is_still_in_use_is_waited_for(tmp_path: Path, make: Make) -> None:
+    engine = make(busy=True)
+    engine.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
+    assert engine.ensure(write_model(tmp_path / "b"), 1, cancel=NEVER).action == "reloaded"
+    lines = (tmp_path / "fake" / "requests.jsonl").read_text().splitlines()
+    assert sum("reset_prefix_cache" in line for line in lines) == 2
+
+
+def test_a_server_that_was_killed_is_started_again(tmp_path: Path, make: Make) -> None:
+    engine = make()
+    first = engine.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
+    os.kill(first.pid, signal.SIGKILL)
+    second = engine.ensure(tmp_path / "a", 0, cancel=NEVER)
+    assert second.started and second.note.startswith("restarted: the server was gone (")
+
+
+def test_damaged_weights_never_reach_the_server(tmp_path: Path, make: Make) -> None:
+    engine = make()
+    info = engine.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
+    broken = write_model(tmp_path / "b") / "model.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-1])
+    with pytest.raises(ProgramFailed, match="is damaged"):
+        engine.ensure(tmp_path / "b", 1, cancel=NEVER)
+    assert engine.alive() and served(info) == str(tmp_path / "a")
+
+
+def test_a_server_that_does_not_start_is_told_with_its_reason_and_its_log(tmp_path: Path, make: Make) -> None:
+    engine = make(start="fail")
+    with pytest.raises(ProgramFailed) as caught:
+        engine.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
+    first, *rest = str(caught.value).splitlines()
+    reason = "ValueError: the head size 17 is not supported"
+    assert first == f"vLLM ended with exit code 1 while it started: {reason}"
+    assert rest[-1] == f"(from {tmp_path / 'vllm.log'})" and len(rest) >= 3
+    assert not engine.alive()
+
+
+def test_another_port_is_tried_where_one_is_taken(tmp_path: Path, make: Make) -> None:
+    info = make(start="taken").ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
+    assert info.action == "started" and (tmp_path / "vllm.log").read_text().count("start vllm") == 2
+
+
+def test_a_start_ends_at_its_deadline(tmp_path: Path, make: Make) -> None:
+    engine = make({"engine.start_timeout_s": 0.5}, start="hang")
+    with pytest.raises(ProgramFailed, match=r"vLLM did not answer within 0\.5 s \(engine\.start_timeout_s\)"):
+        engine.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
+
+
+@pytest.mark.parametrize("how", ["cancel", "stop"])
+def test_a_start_can_be_called_off(tmp_path: Path, make: Make, how: str) -> None:
+    engine, cancel = make(start="hang"), threading.Event()
+    model, failures = write_model(tmp_path / "a"), []
+
+    def work() -> None:
+        try:
+            engine.ensure(model, 0, cancel=cancel)
+        except ProgramFailed as error:
+            failures.append(str(error).splitlines()[0])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not (tmp_path / "fake" / "hanging").exists() and thread.is_alive():
+        thread.join(0.01)
+    cancel.set() if how == "cancel" else engine.stop()
+    thread.join(60)
+    assert failures == ["vLLM was stopped while it started"] and not engine.alive()
+
+
+def test_in_debug_mode_the_server_is_asked_and_never_told(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = make().ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
+    monkeypatch.setenv("MY_KEY", own.api_key)
+    engine = make({"debug_mode": True, "engine.url": f"{own.url}/v1/", "engine.api_key_env": "MY_KEY"})
+    info = engine.ensure(tmp_path / "a", 3, cancel=NEVER)
+    assert (info.action, info.url, info.api_key, info.model) == ("external", own.url, own.api_key, "policy")
+    assert not info.started and info.note == ""
+    other = engine.ensure(write_model(tmp_path / "b"), 4, cancel=NEVER)
+    assert f"serves {tmp_path / 'a'}; it is not given policy version 4" in other.note
+    assert engine.release(cancel=NEVER)["action"] == "external"
+    engine.stop()
+    assert engine.alive() and lives(own.pid) and served(own) == str(tmp_path / "a")
+    monkeypatch.delenv("MY_KEY")
+    with pytest.raises(UsageError, match=r"engine\.api_key_env=MY_KEY: this variable is not set"):
+        engine.ensure(tmp_path / "a", 4, cancel=NEVER)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        engine = make({"debug_mode": True, "engine.url": f"http://127.0.0.1:{nobody.getsockname()[1]}"})
+        with pytest.raises(ProgramFailed, match=r"debug mode .* does not serve: .* refused"):
+            engine.ensure(tmp_path / "a", 4, cancel=NEVER)
+
+
+# --- the real vLLM ----------------------------------------------------------------------------------------------------------
+
+
+def make_model(folder: Path, seed: int, *, tied: bool = False) -> Path:
+    """A tiny Qwen2 model with random weights; its vocabulary is the letters."""
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", *"abcdefghijklmnop:\n="])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        tie_word_embeddings=tied,
+        eos_token_id=1,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+def roll_out(
+    folder: Path, info: EngineInfo, version: int, prompts: list[Any]
+) -> tuple[str, list[dict[str, Any]]]:
+    """What it said, and the trajectories."""
+    from test_rollout import make_spec, run
+
+    from fsbarrier.trajectories import iter_trajectories
+
+    folder.mkdir()
+    engine = {"url": info.url, "api_key": info.api_key, "model": info.model}
+    sampling = {"samples": 8, "temperature": 0.7}
+    spec = make_spec(folder, info.url, prompts, engine=engine, policy_version=version, sampling=sampling)
+    done = run(spec)
+    assert done.code == 0, done.stderr
+    return done.stderr, list(iter_trajectories(folder / "trajectories" / "checkpoint"))
+
+
+def largest_gap(model: Path, trajectories: list[dict[str, Any]], temperature: float) -> float:
+    """Between the log-probabilities in the trajectories and those that transformers computes with these weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    gap = 0.0
+    for item in trajectories:
+        ids = torch.tensor(item["token_ids"].tolist())
+        with torch.no_grad():
+            logits = policy(ids[None]).logits[0, :-1] / temperature
+        own = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
+        sampled = torch.tensor(item["loss_mask"].tolist(), dtype=torch.bool)[1:]
+        told = torch.tensor(item["logprobs"].tolist())[1:]
+        gap = max(gap, float((own - told)[sampled].abs().max()))
+    return gap
+
+
+@pytest.mark.engine
+@pytest.mark.torch
+@pytest.mark.timeout(600)
+def test_the_real_vllm_serves_reloads_and_comes_back(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    first, second = make_model(tmp_path / "first", 1), make_model(tmp_path / "second", 2)
+    nested = resolve([], {"rollout.max_tokens": 8, "engine.kv_cache_mb": 64}).nested
+    engine = Engine(nested, log_file=tmp_path / "vllm.log", work_dir=tmp_path / "work")
+    try:
+        info = engine.ensure(first, 0, cancel=NEVER)
+        everybody = processes.below(os.getpid())
+        prompts = ["ba=", "dcba=", [{"role": "user", "content": "fedc"}], "a" * 200]
+        said, made = roll_out(tmp_path / "one", info, 0, prompts[:3])
+        assert said == "" and len(made) == 24 and any(item["finish_reason"] == "stop" for item in made)
+        for item in made:
+            ids, sampled = item["token_ids"].tolist(), item["token_ids"].tolist()[item["prompt_tokens"] :]
+            assert (
+                len(ids)
+                == len(item["logprobs"])
+                == len(item["loss_mask"])
+                == item["prompt_tokens"] + len(sampled)
+            )
+            assert (sampled[-1] == 1) == (item["finish_reason"] == "stop") and item["valid"] == (
+                sampled[-1] == 1
+            )
+            assert item["prompt_tokens"] == len(item["messages"][0]["content"]) + isinstance(
+                item["prompt"], list
+            )
+        assert len({tuple(item["token_ids"]) for item in made if item["task_index"] == 0}) > 1
+        assert largest_gap(first, made, 0.7) < 1e-4 < largest_gap(second, made, 0.7)
+
+        reloaded = engine.ensure(second, 1, cancel=NEVER)
+        assert (reloaded.action, reloaded.pid, reloaded.note) == ("reloaded", info.pid, "")
+        said, made = roll_out(tmp_path / "two", reloaded, 1, prompts[:3])
+        assert largest_gap(second, made, 0.7) < 1e-4 < largest_gap(first, made, 0.7)
+
+        rpc = EngineClient(info.url, "wrong key")
+        with pytest.raises(Exception, match="401"):
+            rpc.call("POST", "/collective_rpc", {"method": "check_health"}, timeout_s=30)
+
+        os.kill(info.pid, signal.SIGKILL)
+        back = engine.ensure(second, 1, cancel=NEVER)
+        assert back.started and back.note.startswith("restarted: the server was gone")
+        said, made = roll_out(tmp_path / "three", back, 1, [prompts[0], prompts[3]])
+        assert said.startswith("task 1: the engine refuses it: HTTP 400: ") and "context length" in said
+        assert [item["finish_reason"] == "error" for item in made].count(True) == 8
+        everybody |= processes.below(os.getpid())
+    finally:
+        engine.stop()
+    left = {
+        pid for pid, start in everybody.items() if (stat := processes.scan().get(pid)) and stat.start == start
+    }
+    assert not left

@@ -1,0 +1,324 @@
+"""The engine's pure parts and its edges: commands, model folders, HTTP, the key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsbarrier import engine_command, engine_log
+from fsbarrier.engine_client import CalledOff, EngineClient, Refused, Unreachable, normal_url, reserved_port
+from fsbarrier.engine_command import Plan
+from fsbarrier.engine_model import inspect
+from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.settings import resolve
+from fsbarrier.workers.vllm_server import KeyGuard
+
+TINY = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def write_model(
+    folder: Path, *, tied: bool | None = False, width: int = 8, head: bool = True, **config: Any
+) -> Path:
+    """A model folder with weights of zeros; `tied` None: the configuration does not say."""
+    folder.mkdir(parents=True, exist_ok=True)
+    said = {} if tied is None else {"tie_word_embeddings": tied}
+    (folder / "config.json").write_text(json.dumps({**TINY, **said, **config}))
+    names = ["model.embed_tokens.weight", *(["lm_head.weight"] if head else [])]
+    size = 4 * width
+    header = {
+        name: {"dtype": "F32", "shape": [width], "data_offsets": [i * size, (i + 1) * size]}
+        for i, name in enumerate(names)
+    }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    (folder / "model.safetensors").write_bytes(
+        len(text).to_bytes(8, "little") + text + bytes(size * len(names))
+    )
+    return folder
+
+
+def plan(folder: Path, *, accelerated: bool = False, **changes: Any) -> Plan:
+    settings = resolve([], {f"engine.{name}": value for name, value in changes.items()}, cross_checks=False)
+    return Plan(
+        python="python3",
+        model=inspect(folder),
+        settings=settings.nested["engine"],
+        port=4321,
+        seed=7,
+        accelerated=accelerated,
+        sleeps=False,
+        memory_bytes=8 << 30,
+        threads=6,
+    )
+
+
+def flags(words: list[str]) -> dict[str, str]:
+    return {words[i]: words[i + 1] for i in range(len(words) - 1) if words[i].startswith("--")}
+
+
+# --- the command ----------------------------------------------------------------------------------------------------------
+
+
+def test_on_a_cpu_the_server_starts_lean_and_serves_no_more_than_the_model_can(tmp_path: Path) -> None:
+    words = engine_command.argv(plan(write_model(tmp_path / "m")))
+    found = flags(words)
+    assert found["--host"] == "127.0.0.1" and found["--port"] == "4321"
+    assert found["--dtype"] == "float32" and found["--max-model-len"] == "256"
+    assert found["--kv-cache-memory-bytes"] == str(64 << 20)
+    assert found["--generation-config"] == "vllm" and found["--logprobs-mode"] == "processed_logprobs"
+    assert "--enforce-eager" in words and "--gpu-memory-utilization" not in words
+    assert found["--model"] == str(tmp_path / "m") and found["--seed"] == "7"
+
+
+def test_on_an_accelerator_it_takes_the_share_that_is_set(tmp_path: Path) -> None:
+    words = engine_command.argv(
+        plan(write_model(tmp_path / "m"), accelerated=True, extra_args=["--dtype", "half"])
+    )
+    found = flags(words)
+    assert found["--gpu-memory-utilization"] == "0.85" and "--enforce-eager" not in words
+    assert "--kv-cache-memory-bytes" not in words
+    assert words[-2:] == ["--dtype", "half"] and "bfloat16" in words  # the last one wins
+
+
+def test_the_cache_of_a_larger_model_holds_sequences_of_full_length(tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    }
+    large = plan(write_model(tmp_path / "m", max_position_embeddings=8192, **config))
+    assert (
+        engine_command.cpu_cache_bytes(large) == 1 << 30
+    )  # an eighth of 8 GiB; 16 sequences would take 1.4 GiB
+    assert engine_command.max_model_len(large) == 2048
+
+
+def test_the_environment_has_the_key_and_nothing_of_other_launchers(tmp_path: Path) -> None:
+    environ = {
+        "PATH": "/bin",
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "VLLM_PORT": "tcp://10.0.0.1:80",
+        "VLLM_CPU_KVCACHE_SPACE": "",
+        "NO_PROXY": "example.org",
+        "OMP_NUM_THREADS": "5",
+    }
+    small = plan(write_model(tmp_path / "m"))
+    env = engine_command.environment(small, environ, "secret")
+    assert env["VLLM_API_KEY"] == "secret" and env["PATH"] == "/bin" and env["OMP_NUM_THREADS"] == "5"
+    assert not {"RANK", "WORLD_SIZE", "VLLM_PORT", "VLLM_CPU_KVCACHE_SPACE"} & env.keys()
+    assert env["NO_PROXY"] == env["no_proxy"] == "example.org,127.0.0.1,localhost"
+    assert (
+        engine_command.environment(small, {}, "secret")["OMP_NUM_THREADS"] == "1"
+    )  # a small model: no more helps
+    assert not any("secret" in word for word in engine_command.argv(small))
+
+
+# --- model folders ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_tied_output_head_is_recognised(tmp_path: Path) -> None:
+    assert not inspect(write_model(tmp_path / "a", tied=False)).tied
+    assert inspect(write_model(tmp_path / "b", tied=True)).tied
+    assert not inspect(write_model(tmp_path / "c", tied=None)).tied
+    assert inspect(write_model(tmp_path / "d", tied=None, head=False)).tied
+    inner: dict[str, Any] = {"text_config": {**TINY, "tie_word_embeddings": True}}
+    assert inspect(write_model(tmp_path / "e", tied=None, **inner)).tied
+
+
+def test_weights_fit_into_a_running_model_of_the_same_shapes_only(tmp_path: Path) -> None:
+    first = inspect(write_model(tmp_path / "a", transformers_version="5.1"))
+    same = inspect(write_model(tmp_path / "b", transformers_version="5.2"))
+    assert first.signature == same.signature is not None and first.parameters == 16
+    other: dict[str, dict[str, Any]] = {"w": {"width": 16}, "h": {"head": False}, "c": {"rope_theta": 1e6}}
+    for name, changes in other.items():
+        assert inspect(write_model(tmp_path / name, **changes)).signature != first.signature
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "b")
+    assert inspect(link).path == tmp_path / "b"
+    (tmp_path / "a" / "model.safetensors").rename(tmp_path / "a" / "pytorch_model.bin")
+    assert inspect(tmp_path / "a").signature is None
+
+
+def test_a_scaled_context_is_not_taken_for_the_limit(tmp_path: Path) -> None:
+    assert inspect(write_model(tmp_path / "a")).max_positions == 256
+    assert inspect(write_model(tmp_path / "b", rope_scaling={"rope_type": "yarn"})).max_positions is None
+    assert inspect(write_model(tmp_path / "c", rope_parameters={"rope_type": "default"})).max_positions == 256
+
+
+def test_a_damaged_model_folder_is_named_before_the_engine_sees_it(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m")
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for content, message in (
+        (whole[:-1], r"model\.safetensors: is damaged: \d+ bytes instead of \d+"),
+        (b"", "is damaged: no header"),
+        (whole[:8] + b"x" * (len(whole) - 8), "is damaged"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ProgramFailed, match=message):
+            inspect(folder)
+    file.unlink()
+    with pytest.raises(ProgramFailed, match="no weights"):
+        inspect(folder)
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"x": "model-00001-of-00002.safetensors"}}'
+    )
+    with pytest.raises(ProgramFailed, match=r"model-00001-of-00002\.safetensors is missing"):
+        inspect(folder)
+    with pytest.raises(ProgramFailed, match=r"config\.json: cannot be read"):
+        inspect(tmp_path / "none")
+
+
+# --- HTTP -------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer(self)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def replies(status: int, body: bytes) -> Callable[[BaseHTTPRequestHandler], None]:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return answer
+
+
+def test_answers_errors_and_nonsense_of_a_server() -> None:
+    with serving(replies(200, b'{"data": [{"id": "m", "root": "/x"}]}')) as url:
+        assert EngineClient(url).model() == {"id": "m", "root": "/x"}
+    with serving(replies(500, b'{"error": {"message": "two\\nlines"}}')) as url:
+        with pytest.raises(Refused, match="HTTP 500: two lines") as caught:
+            EngineClient(url).call("GET", "/x", timeout_s=5)
+        assert caught.value.status == 500 and not EngineClient(url).healthy()
+    with serving(replies(200, b"<html>")) as url, pytest.raises(Unreachable, match="not JSON"):
+        EngineClient(url).call("GET", "/x", timeout_s=5)
+    with serving(replies(200, b'{"data": []}')) as url, pytest.raises(Unreachable, match="names no model"):
+        EngineClient(url).model()
+    with reserved_port("127.0.0.1") as port, pytest.raises(Unreachable, match="Connection refused"):
+        EngineClient(f"http://127.0.0.1:{port}").call("GET", "/x", timeout_s=5)
+
+
+def test_a_silent_server_cannot_hold_a_call() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(Unreachable, match="no answer in time"):
+            EngineClient(url).call("GET", "/x", timeout_s=0.01)
+        cancel = threading.Event()
+        cancel.set()
+        with pytest.raises(CalledOff):
+            EngineClient(url).call("GET", "/x", timeout_s=600, cancel=cancel)
+        with pytest.raises(Unreachable, match="the server ended"):
+            EngineClient(url, ended=lambda: True).call("GET", "/x", timeout_s=600)
+
+
+def test_addresses_in_the_forms_that_people_give() -> None:
+    for text in ("http://h:8000", "http://h:8000/", "h:8000", "http://h:8000/v1", "http://h:8000/v1/"):
+        assert normal_url(text) == "http://h:8000"
+    assert normal_url("https://h/proxy/v1") == "https://h/proxy"
+    for text in ("", "ftp://h", "http://", "http://h:port", "http://h/?x=1"):
+        with pytest.raises(UsageError, match=r"engine\.url="):
+            normal_url(text)
+
+
+def test_a_reserved_port_can_be_listened_on_by_the_server_alone() -> None:
+    with reserved_port("127.0.0.1") as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
+            server.bind(("127.0.0.1", port))
+            server.listen()
+            socket.create_connection(("127.0.0.1", port)).close()
+
+
+def test_without_the_key_only_the_health_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    passed: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(scope.get("path", scope["type"]))
+
+    def ask(path: str, *values: bytes, kind: str = "http") -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(event: Any) -> None:
+            sent.append(event)
+
+        scope = {"type": kind, "path": path, "headers": [(b"authorization", value) for value in values]}
+        asyncio.run(KeyGuard(app)(scope, None, send))
+        return sent
+
+    for path in ("/collective_rpc", "/sleep", "/v1/models", "/health/x", "/metrics", "//health"):
+        for values in ((), (b"Bearer wrong",), (b"secret",), (b"Bearer secret", b"Bearer wrong")):
+            assert ask(path, *values)[0]["status"] == 401
+    assert ask("/ws", kind="websocket")[0]["type"] == "websocket.close"
+    assert passed == []
+    assert ask("/health") == ask("/collective_rpc", b"Bearer secret") == ask("", kind="lifespan") == []
+    assert passed == ["/health", "/collective_rpc", ""]
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    with pytest.raises(ValueError, match="empty"):
+        KeyGuard(app)
+
+
+def test_the_line_of_a_log_that_says_why() -> None:
+    head = "(EngineCore pid=6395) ERROR 11-21 03:26:59 [core.py:10] "
+    lines = [
+        "INFO 11-21 03:26:59 [a.py:1] all is well",
+        f"{head}Traceback (most recent call last):",
+        f"{head}ValueError: the model is odd",
+        "RuntimeError: Engine core initialization failed. See root cause above.",
+    ]
+    assert engine_log.cause(lines) == "ValueError: the model is odd"
+    assert engine_log.cause(lines[3:]) == lines[3] and engine_log.cause([]) == ""
+    assert (
+        engine_log.cause(["torch.OutOfMemoryError: CUDA out of memory"])
+        == "torch.OutOfMemoryError: CUDA out of memory"
+    )
+
+
+def test_a_server_that_stops_in_the_middle_of_an_answer_cannot_hold_a_call() -> None:
+    def trickle(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000000")
+        handler.end_headers()
+        handler.wfile.write(b" ")
+        handler.wfile.flush()
+        handler.connection.recv(1)  # until the client hangs up
+
+    with serving(trickle) as url, pytest.raises(Unreachable):
+        EngineClient(url).call("GET", "/x", timeout_s=0.2)
