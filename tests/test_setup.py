@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -337,7 +338,8 @@ def test_who_waits_for_a_setup_that_fails_fails_with_its_reason(tmp_path: Path) 
         assert told.wait(DEADLINE_S)
         raise claims.SetupError("no such package")
     other.join(DEADLINE_S)
-    assert reasons == ["the setup that this one waited for failed: no such package"]
+    host = socket.gethostname()
+    assert reasons == [f"the setup that this one waited for failed: on {host}: no such package"]
     # A later start tries again, and what failed is removed once something works.
     again, mine = claims.claim(prefix, lambda path: True, claims.Progress())
     assert (again, mine) == (tmp_path / "env-2", True)
