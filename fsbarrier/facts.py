@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 MAGIC = "fsbarrier"
 FORMAT = 1
 MAX_BYTES = 64 * 1024 * 1024
+SMALL_BYTES = 8 * 1024
 
 Payload = Mapping[str, Any]
 
@@ -107,7 +109,7 @@ class Generation:
         """The incarnation that this generation knows `rank` by; None for a stranger."""
         return next((m.incarnation for m in self.members if m.rank == rank), None)
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         return tuple(m.rank for m in self.members)
 
@@ -143,16 +145,28 @@ _KINDS: dict[str, type[Any]] = {
 }
 
 
+_NAMES = {cls: name for name, cls in _KINDS.items()}
+_ENCODER = json.JSONEncoder(
+    separators=(",", ":"), sort_keys=True, default=vars
+)  # a nested record is its fields
+
+
 def encode(record: Record) -> bytes:
     """The bytes of a record's file."""
-    kind = next(name for name, cls in _KINDS.items() if isinstance(record, cls))
-    body = json.dumps(asdict(record), separators=(",", ":"), sort_keys=True).encode() + b"\n"
+    kind = _NAMES[type(record)]
+    values = record.__dict__
+    body = _ENCODER.encode({name: values[name] for name, _, _ in _fields_of(type(record))}).encode() + b"\n"
     digest = hashlib.sha256(body).hexdigest()[:32]
     return f"{MAGIC}/{FORMAT} {kind} {len(body)} {digest}\n".encode() + body
 
 
 def decode(data: bytes, cls: type[R]) -> R:
     """The record in `data`. Raises CorruptRecord for anything but a whole record of this kind."""
+    record: R = _decode_small(data, cls) if len(data) <= SMALL_BYTES else _decode(data, cls)
+    return record
+
+
+def _decode(data: bytes, cls: type[Any]) -> Any:
     try:
         header, body = _split(data)
         kind, length, digest = _parse_header(header)
@@ -160,12 +174,15 @@ def decode(data: bytes, cls: type[R]) -> R:
             raise CorruptRecord(f"a {kind} record where a {cls.__name__.lower()} was expected")
         if length != len(body) or hashlib.sha256(body).hexdigest()[:32] != digest:
             raise CorruptRecord("torn: length or digest differs")
-        record: R = _build(cls, json.loads(body))
-        return record
+        return _build(cls, json.loads(body))
     except CorruptRecord:
         raise
     except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
         raise CorruptRecord(f"not a record: {error}") from None
+
+
+#: the same bytes are read again and again (heartbeats of slow nodes, facts by several readers); records are never changed
+_decode_small = lru_cache(maxsize=1024)(_decode)
 
 
 def _split(data: bytes) -> tuple[bytes, bytes]:
@@ -187,40 +204,79 @@ def _parse_header(header: bytes) -> tuple[str, int, str]:
     return kind, int(length), digest
 
 
-_NESTED: dict[tuple[str, str], Any] = {
+# --- from JSON to records ---------------------------------------------------------------------------------------------------
+
+Convert = Callable[[Any], Any]
+_PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+_LIMIT = 2**62
+
+
+def _plain(annotation: str) -> Convert:
+    """A check that a value has the annotated plain type. JSON's numbers are taken as they are: no bool for an int."""
+    base = annotation.removesuffix("| None").strip()
+    optional, allowed, is_bool = annotation.endswith("| None"), _PLAIN.get(base, (dict,)), base == "bool"
+
+    def check(value: Any) -> Any:
+        if optional and value is None:
+            return None
+        if not isinstance(value, allowed) or (isinstance(value, bool) and not is_bool):
+            raise CorruptRecord(f"{base} expected, {type(value).__name__} found")
+        if isinstance(value, int) and not -_LIMIT < value < _LIMIT:
+            raise CorruptRecord("number out of range")
+        return value
+
+    return check
+
+
+def _decisions(value: Any) -> Any:
+    for entry in _plain("Mapping")(value).values():
+        if type(entry["iteration"]) is not int or not isinstance(entry["value"], dict):
+            raise CorruptRecord("not a decision")
+    return value
+
+
+_text = _plain("str")
+_NESTED: dict[tuple[str, str], Convert] = {
     ("Generation", "members"): lambda v: tuple(_build(Member, item) for item in v),
     ("Generation", "start"): lambda v: _build(Position, v),
     ("Generation", "verdict"): lambda v: None if v is None else _build(Verdict, v),
-    ("Join", "addresses"): lambda v: tuple(_checked("str", item) for item in v),
+    ("Generation", "decisions"): _decisions,
+    ("Join", "addresses"): lambda v: tuple(_text(item) for item in v),
 }
+
+
+@lru_cache
+def _fields_of(cls: type[Any]) -> tuple[tuple[str, Convert, bool], ...]:
+    """Of each field: its name, how its value is checked, and whether a record must have it."""
+    return tuple(
+        (
+            f.name,
+            _NESTED.get((cls.__name__, f.name)) or _plain(str(f.type)),
+            f.default is MISSING and f.default_factory is MISSING,
+        )
+        for f in fields(cls)
+    )
 
 
 def _build(cls: type[Any], body: Any) -> Any:
     if not isinstance(body, dict):
         raise CorruptRecord("not an object")
     values = {}
-    for name, spec in cls.__dataclass_fields__.items():
-        if name not in body:
-            continue  # a field with a default may be missing; one without makes the constructor fail
-        convert = _NESTED.get((cls.__name__, name))
-        values[name] = convert(body[name]) if convert else _checked(str(spec.type), body[name])
-    return cls(**values)
+    for name, convert, needed in _fields_of(cls):
+        if name in body:
+            values[name] = convert(body[name])
+        elif needed:
+            raise CorruptRecord(f"{name} is missing")
+    record = cls(**values)
+    if cls is Generation:
+        _check_generation(record)
+    return record
 
 
-def _checked(annotation: str, value: Any) -> Any:
-    """`value` if it has the annotated plain type. JSON's numbers are taken as they are: no bool for an int."""
-    if annotation.endswith("| None") and value is None:
-        return None
-    base = annotation.removesuffix("| None").strip()
-    allowed: dict[str, tuple[type, ...]] = {
-        "int": (int,),
-        "float": (int, float),
-        "str": (str,),
-        "bool": (bool,),
-    }
-    wanted = allowed.get(base, (dict,))
-    if not isinstance(value, wanted) or (isinstance(value, bool) and base != "bool"):
-        raise CorruptRecord(f"{base} expected, {type(value).__name__} found")
-    if isinstance(value, int) and not -(2**62) < value < 2**62:
-        raise CorruptRecord("number out of range")
-    return value
+def _check_generation(record: Generation) -> None:
+    """What a node relies on without looking."""
+    ranks = [member.rank for member in record.members]
+    if len(set(ranks)) != len(ranks) or (record.leader not in ranks and record.verdict is None):
+        raise CorruptRecord("its leader is no member, or a rank is there twice")
+    if record.number < 1 or record.start.iteration < 1 or record.start.phase < 0:
+        raise CorruptRecord("it starts nowhere")

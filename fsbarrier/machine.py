@@ -21,7 +21,6 @@ generation. Its record is created exclusively, so that whatever two nodes believ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from fsbarrier.facts import Fact, Generation, Member, Payload, Position, Verdict
 from fsbarrier.membership import Loss, live_joiners, losses, occupied
@@ -43,6 +42,7 @@ from fsbarrier.state import (
     Stage,
     Step,
     View,
+    changed,
 )
 from fsbarrier.succession import (
     failed_tries,
@@ -73,7 +73,7 @@ def step(node: Node, view: View, now: float, rules: Rules) -> Step:
 
 
 def _end(node: Node, code: int, state: str, reason: str) -> Step:
-    return replace(node, stage=Stage.ENDED), (CancelWork(), Exit(code, state, reason))
+    return changed(node, stage=Stage.ENDED), (CancelWork(), Exit(code, state, reason))
 
 
 def _fenced(node: Node, view: View, now: float, rules: Rules) -> Step | None:
@@ -97,14 +97,14 @@ def _newer_generation(node: Node, view: View, now: float, rules: Rules) -> Step 
     if newest.incarnation_of(node.rank) == node.incarnation:
         return _enter_generation(node, newest, now)
     if node.stage is Stage.JOINING:
-        return replace(node, baseline=newest.number), ()
+        return changed(node, baseline=newest.number), ()
     renewed = Node(node.rank, node.incarnation + 1, now, node.host, baseline=newest.number)
     note = Note("left_generation", {"newest": newest.number, "reason": newest.reason})
     return renewed, (CancelWork(), note, Announce(renewed.incarnation))
 
 
 def _enter_generation(node: Node, generation: Generation, now: float) -> Step:
-    entered = replace(
+    entered = changed(
         node,
         stage=Stage.RUNNING,
         since=now,
@@ -165,12 +165,12 @@ def _release(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     if position.phase < last:
         following = Position(position.iteration, position.phase + 1)
     elif generation.until is not None and position.iteration >= generation.until:
-        ended = replace(node, stage=Stage.ENDED, decisions=decisions)
+        ended = changed(node, stage=Stage.ENDED, decisions=decisions)
         done = f"{position.iteration} iterations are done"
         return ended, (Entered(position, generation, position, True), Exit(0, "finished", done))
     else:
         following = Position(position.iteration + 1, first)
-    moved = replace(
+    moved = changed(
         node,
         position=following,
         part=Part.NONE,
@@ -209,7 +209,7 @@ def _lost_member(node: Node, view: View, now: float, rules: Rules) -> Step | Non
     assert generation is not None and position is not None
     gone = losses(generation.members, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
     if not gone:  # a false alarm is over
-        return (replace(node, trouble_since=None), ()) if node.trouble_since is not None else None
+        return (changed(node, trouble_since=None), ()) if node.trouble_since is not None else None
     names = lost_as_text(gone)
     lost_ranks = {loss.member.rank for loss in gone}
     living = tuple(m for m in generation.members if m.rank not in lost_ranks)
@@ -228,7 +228,7 @@ def _lost_member(node: Node, view: View, now: float, rules: Rules) -> Step | Non
         elif waited >= rules.limits.rejoin_timeout_s:
             verdict = Verdict(5, f"{names}; not back within {rules.limits.rejoin_timeout_s:g} s")
         elif node.trouble_since is None:
-            return replace(node, trouble_since=now), (
+            return changed(node, trouble_since=now), (
                 Note("node_lost", {"lost": lost_as_fields(gone), "waiting": True}),
             )
         else:
@@ -261,7 +261,7 @@ def _propose_in_turn(
         actions.append(Propose(proposal))
     if not actions and not cancel:
         return None  # not this node's turn: its own work goes on meanwhile
-    return replace(node, trouble_since=since), actions
+    return changed(node, trouble_since=since), actions
 
 
 def _work(node: Node, view: View, now: float, rules: Rules) -> Step | None:
@@ -276,30 +276,30 @@ def _work(node: Node, view: View, now: float, rules: Rules) -> Step | None:
             if admitted is not None:
                 return admitted
         if row.each is not None:
-            return replace(node, part=Part.EACH), (Launch(Part.EACH),)
+            return changed(node, part=Part.EACH), (Launch(Part.EACH),)
         if row.leader is not None and leads:
-            return replace(node, part=Part.GATHER), ()
+            return changed(node, part=Part.GATHER), ()
         return _publish(node, {})
     report = view.work
     if node.part is Part.GATHER:
         others = set(generation.ranks) - {node.rank}
         if row.each is None or view.arrived.issuperset(others):
-            return replace(node, part=Part.LEADER), (Launch(Part.LEADER),)
+            return changed(node, part=Part.LEADER), (Launch(Part.LEADER),)
         return None
     if report is None or report.part is not node.part:
         return None
     if not report.ok:
         fact = Fact(node.rank, node.incarnation, "failed", report.value, report.seconds)
-        return replace(node, part=Part.ANNOUNCED), (Publish(fact),)
-    done = replace(node, result={**node.result, **report.value}, work_s=node.work_s + report.seconds)
+        return changed(node, part=Part.ANNOUNCED), (Publish(fact),)
+    done = changed(node, result={**node.result, **report.value}, work_s=node.work_s + report.seconds)
     if node.part is Part.EACH and leads and row.leader is not None:
-        return replace(done, part=Part.GATHER), ()
+        return changed(done, part=Part.GATHER), ()
     return _publish(done, done.result)
 
 
 def _publish(node: Node, value: Payload) -> Step:
     fact = Fact(node.rank, node.incarnation, "done", value, node.work_s)
-    return replace(node, part=Part.ANNOUNCED), (Publish(fact),)
+    return changed(node, part=Part.ANNOUNCED), (Publish(fact),)
 
 
 def _admit(node: Node, view: View, now: float, rules: Rules) -> Step | None:
@@ -330,7 +330,7 @@ def _join(node: Node, view: View, now: float, rules: Rules) -> Step:
     start = opening(found, rules.span(choices))
     if until is not None and start.iteration > until:
         done = f"the run has already done its {until} iterations; a larger --iterations goes on"
-        return replace(node, stage=Stage.ENDED), (Exit(0, "finished", done),)
+        return changed(node, stage=Stage.ENDED), (Exit(0, "finished", done),)
     me = Member(node.rank, node.incarnation, node.host)
     live = {**live_joiners(view.joins, view.ledger, now, rules.limits), node.rank: me}
     waited = now - node.since

@@ -102,17 +102,17 @@ def losses(
     for member in members:
         if member.rank == me:
             continue
-        newest = joins.get(member.rank)
+        newest, item = joins.get(member.rank), ledger.seen.get(member.rank)
         if newest is not None and newest.incarnation > member.incarnation:
             found.append(Loss(member, f"restarted as incarnation {newest.incarnation}"))
-        elif ledger.state(member) in DESERTED:
+            continue
+        known = item is not None and item.beat.incarnation == member.incarnation
+        state, age = (item.beat.state, now - item.since) if item is not None and known else ("", now - since)
+        if state in DESERTED:
             found.append(Loss(member, "it was stopped by hand or ended in an error"))
-        else:
-            age = silence(member, ledger, since, now)
-            if age >= limits.dead_s:
-                state = ledger.state(member)
-                said = f"it {state}, and no" if state in GONE else "no"
-                found.append(Loss(member, f"{said} heartbeat for {age:.1f} s"))
+        elif age >= limits.dead_s:
+            said = f"it {state}, and no" if state in GONE else "no"
+            found.append(Loss(member, f"{said} heartbeat for {age:.1f} s"))
     return tuple(found)
 
 

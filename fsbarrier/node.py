@@ -32,6 +32,7 @@ from fsbarrier.state import (
     Rules,
     Stage,
     WorkReport,
+    changed,
 )
 from fsbarrier.store import Store
 
@@ -100,10 +101,9 @@ class Agent:
         while self.exit is None:
             view = self.observer.view(self.node, now)
             if self.node.part in (Part.EACH, Part.LEADER):
-                view = replace(view, work=self.work.report())
-            self._note_suspects(now)
+                view = changed(view, work=self.work.report())
             node, actions = step(self.node, view, now, self.rules)
-            if node == self.node and not actions:
+            if not actions and (node is self.node or node == self.node):
                 break
             busy = busy or node.position != self.node.position or bool(actions)
             self.node = node
@@ -112,6 +112,7 @@ class Agent:
             self._act(now)
             if any(isinstance(action, Propose) for action in actions) and self.observer.newest is newest:
                 break  # another's record is there and cannot be read yet: not now, again and again
+        self._note_suspects(now)
         self._repeat(now)
         return busy
 
@@ -229,7 +230,7 @@ class Agent:
     def _entered(self, position: Position, generation: Generation, left: Position | None, now: float) -> None:
         self._suspected.clear() if left is None else None
         if left is not None:
-            at = replace(self.node, position=left, generation=generation)
+            at = changed(self.node, position=left, generation=generation)
             self.record("phase_finished", at, {"seconds": round(now - self._row_entered, 6)})
             if left.phase == self.rules.span(generation.choices)[1]:
                 self.record("iteration_finished", at, {})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsbarrier.facts import (
@@ -27,13 +27,13 @@ from fsbarrier.facts import (
 from fsbarrier.membership import Ledger
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import Phase, Program
-from fsbarrier.state import Node, Part, Recovered, Rules, Stage, View
+from fsbarrier.state import Node, Part, Recovered, Rules, Stage, View, changed
 from fsbarrier.store import Store
 
 _JOIN = re.compile(r"node-(\d{4,})\.inc-(\d{4,})\.json")
 _BEAT = re.compile(r"node-(\d{4,})\.json")
 _GENERATION = re.compile(r"gen-(\d{6,})\.json")
-_FACT = re.compile(r"node-(\d{4,})\.(done|failed)")
+_FAILED = re.compile(r"node-(\d{4,})\.failed")
 _ITERATION = re.compile(r"iter-(\d{6,})")
 _PHASE = re.compile(r"p(\d{2})-(\w+)")
 
@@ -63,7 +63,10 @@ class Observer:
     recovered: Recovered | None = None
     void: int = 0
     _unreadable: dict[int, float] = field(default_factory=dict)
-    _positions: dict[int, tuple[int, Position]] = field(default_factory=dict)
+    _expected: dict[str, int] = field(default_factory=dict)
+    _expected_by: Generation | None = None
+    _known_beats: tuple[list[str], list[int]] = field(default_factory=lambda: ([], []))
+    _known_joins: list[str] = field(default_factory=list)
     _old_stops: frozenset[str] = frozenset()
     _row: tuple[int, Position, Path] | None = None
     _looked: float = float("-inf")
@@ -103,24 +106,23 @@ class Observer:
         assert generation is not None and position is not None
         if node.part not in (Part.ANNOUNCED, Part.GATHER, Part.EACH):
             return view
-        directory = self.row_dir(generation.number, position)
+        if self._expected_by is not generation:
+            self._expected_by = generation
+            self._expected = {fact_name(rank, "done"): rank for rank in generation.ranks}
+        directory, expected = self.row_dir(generation.number, position), self._expected
         arrived: set[int] = set()
         failed: dict[int, Fact] = {}
         leaders_fact = None
         for name in self.store.names(directory):
-            match = _FACT.fullmatch(name)
-            if match is None or int(match[1]) not in generation.ranks:
-                continue
-            rank = int(match[1])
-            if match[2] == "failed":
+            if name in expected:
+                arrived.add(expected[name])
+            elif (match := _FAILED.fullmatch(name)) and int(match[1]) in generation.ranks:
                 fact = self.read(directory / name, Fact)
                 if fact is not None:
-                    failed[rank] = fact
-            else:
-                arrived.add(rank)
-        if node.part is Part.ANNOUNCED and arrived.issuperset(generation.ranks):
+                    failed[int(match[1])] = fact
+        if node.part is Part.ANNOUNCED and len(arrived) == len(expected):
             leaders_fact = self.read(directory / fact_name(generation.leader, "done"), Fact)
-        return replace(view, arrived=frozenset(arrived), failed=failed, leaders_fact=leaders_fact)
+        return changed(view, arrived=frozenset(arrived), failed=failed, leaders_fact=leaders_fact)
 
     def phase_name(self, index: int) -> str:
         return self.program.rows[index].name
@@ -166,10 +168,11 @@ class Observer:
                 break
             if now - self._unreadable.setdefault(number, now) >= self.paces.void_s:
                 self.void = max(self.void, number)
-        for name in self.store.names(self.paths.joins):
-            match = _JOIN.fullmatch(name)
-            if match is not None:
-                self._learn_join(int(match[1]), int(match[2]))
+        names = self.store.names(self.paths.joins)
+        if names != self._known_joins:
+            matches = [match for match in map(_JOIN.fullmatch, names) if match]
+            if all([self._learn_join(int(match[1]), int(match[2])) for match in matches]):
+                self._known_joins = names
         for name in self.store.names(self.paths.stops):
             if name not in self._old_stops:
                 self.stop = self.read(self.paths.stops / name, StopRequest) or self.stop
@@ -177,12 +180,15 @@ class Observer:
     def _fits(self, record: Generation, number: int) -> bool:
         return record.number == number and record.start.phase < len(self.program.rows)
 
-    def _learn_join(self, rank: int, incarnation: int) -> None:
+    def _learn_join(self, rank: int, incarnation: int) -> bool:
         known = self.joins.get(rank)
-        if known is None or known.incarnation < incarnation:
-            join = self.read(self.paths.join(rank, incarnation), Join)
-            if join is not None and (join.rank, join.incarnation) == (rank, incarnation):
-                self.joins[rank] = join
+        if known is not None and known.incarnation >= incarnation:
+            return True
+        join = self.read(self.paths.join(rank, incarnation), Join)
+        if join is None or (join.rank, join.incarnation) != (rank, incarnation):
+            return False
+        self.joins[rank] = join
+        return True
 
     def _look_at_beats(self, me: int, now: float) -> None:
         self.ledger = self.ledger.observe(self._read_beats(me), now, now, self.paces.blind_s)
@@ -190,19 +196,20 @@ class Observer:
     def _read_beats(self, me: int | None) -> dict[int, Beat]:
         """The others' heartbeats. What they have seen exists: it can be opened, however old this node's listings are."""
         beats = {}
-        for rank in _numbers(_BEAT, self.store.names(self.paths.beats)):
+        names = self.store.names(self.paths.beats)
+        if names != self._known_beats[0]:
+            self._known_beats = names, _numbers(_BEAT, names)
+        for rank in self._known_beats[1]:
             beat = self.read(self.paths.beat(rank), Beat) if rank != me else None
             if beat is None or beat.rank != rank:
                 continue
             beats[rank] = beat
-            self._learn_join(rank, beat.incarnation)
+            if rank not in self.joins or self.joins[rank].incarnation < beat.incarnation:
+                self._learn_join(rank, beat.incarnation)
             if beat.generation > (self.newest.number if self.newest is not None else 0):
                 record = self.read(self.paths.generation(beat.generation), Generation)
                 if record is not None and self._fits(record, beat.generation):
                     self.learn(record)
-        self._positions = {
-            rank: (beat.generation, Position(beat.iteration, beat.phase)) for rank, beat in beats.items()
-        }
         return beats
 
     def recover(self, rules: Rules, now: float) -> Recovered:
@@ -234,10 +241,8 @@ class Observer:
 
     def _furthest(self, generation: Generation, span: tuple[int, int]) -> Position:
         """The furthest row that a member is known to have entered: from what lies in the directory, and from heartbeats."""
-        self._read_beats(None)
-        known = [
-            at for number, at in self._positions.values() if number == generation.number and at.iteration > 0
-        ]
+        beats = [beat for beat in self._read_beats(None).values() if beat.generation == generation.number]
+        known = [Position(beat.iteration, beat.phase) for beat in beats if beat.iteration > 0]
         root = self.paths.facts_of(generation.number)
         if root.name in self.store.names(self.paths.coordination):
             iterations = _numbers(_ITERATION, self.store.names(root))

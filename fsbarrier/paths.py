@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 SPLITS = ("train", "test")
@@ -19,12 +20,12 @@ class RunPaths:
         """Who made this run, and its resolved settings."""
         return self.root / "run.json"
 
-    @property
+    @cached_property
     def coordination(self) -> Path:
         """The protocol's own files (docs/protocol.md)."""
         return self.root / "coordination"
 
-    @property
+    @cached_property
     def joins(self) -> Path:
         """One immutable record an incarnation of a node."""
         return self.coordination / "joins"
@@ -32,7 +33,7 @@ class RunPaths:
     def join(self, rank: int, incarnation: int) -> Path:
         return self.joins / f"node-{rank:04d}.inc-{incarnation:04d}.json"
 
-    @property
+    @cached_property
     def beats(self) -> Path:
         """One heartbeat file a node rank, replaced as a whole at each beat."""
         return self.coordination / "beats"
@@ -40,7 +41,7 @@ class RunPaths:
     def beat(self, rank: int) -> Path:
         return self.beats / f"node-{rank:04d}.json"
 
-    @property
+    @cached_property
     def generations(self) -> Path:
         """The log of generations: one record a number, created exclusively."""
         return self.coordination / "generations"
@@ -48,7 +49,7 @@ class RunPaths:
     def generation(self, number: int) -> Path:
         return self.generations / f"gen-{number:06d}.json"
 
-    @property
+    @cached_property
     def stops(self) -> Path:
         """Requests to stop, written by `fsbarrier stop`."""
         return self.coordination / "stops"

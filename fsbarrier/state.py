@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, TypeVar
 
 from fsbarrier.facts import Fact, Generation, Join, Payload, Position, StopRequest
 from fsbarrier.membership import Ledger, Limits
@@ -102,6 +103,17 @@ class View:
     work: WorkReport | None = None
     stop: StopRequest | None = None
     recovered: Recovered | None = None
+
+
+T = TypeVar("T", Node, View)
+
+
+def changed(record: T, **changes: Any) -> T:
+    """As dataclasses.replace, several times as fast: a node looks a thousand times a second when it waits."""
+    copy = object.__new__(type(record))
+    copy.__dict__.update(record.__dict__)
+    copy.__dict__.update(changes)
+    return copy
 
 
 # --- actions ------------------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ class Disk:
         self._changes += 1
         directory.stamp = self.now // self.coarse_s if self.coarse_s else self._changes
 
-    def list(self, path: str) -> list[str] | None:
+    def listing(self, path: str) -> list[str] | None:
         directory = self.dirs.get(path)
         if directory is None:
             return None
@@ -216,7 +216,11 @@ class Client:
         if after is not None:
             raise after
         if not self._caching:
-            return self._look(directory) or []
+            found = self.disk.dirs.get(directory)
+            if found is None:
+                return []
+            found.seen[self.host] = self.disk.now
+            return found.listing if found.listing is not None else self.disk.listing(directory) or []
         now, known = self.disk.now, self._lists.get(directory)
         if known is not None and now < known.until:
             return known.names
@@ -284,7 +288,7 @@ class Client:
     # --- caches ---
 
     def _look(self, directory: str) -> list[str] | None:
-        listing = self.disk.list(directory)
+        listing = self.disk.listing(directory)
         if listing is not None:
             self.disk.dirs[directory].seen[self.host] = self.disk.now
         return listing

@@ -15,14 +15,18 @@ class Strand:
         self.inside = False
         self.result = ""
         self._call, self._done, self._killed = call, False, False
+        self._error: BaseException | None = None
         self._go, self._back = Semaphore(0), Semaphore(0)
         self._thread = Thread(target=self._main, name="strand", daemon=True)
         self._thread.start()
 
     def _main(self) -> None:
         self._go.acquire()
-        if not self._killed:
-            self.result = self._call()
+        try:
+            if not self._killed:
+                self.result = self._call()
+        except BaseException as error:  # raised anew where the caller can see it
+            self._error = error
         self._done = True
         self._back.release()
 
@@ -32,6 +36,8 @@ class Strand:
         self._go.release()
         self._back.acquire()
         self.inside = False
+        if self._error is not None:
+            raise self._error
         return self._done
 
     def park(self) -> None:

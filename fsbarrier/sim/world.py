@@ -61,7 +61,7 @@ class Process:
         self.frozen = False  # the whole host: its programs stand still too
         self.deferred: list[Action] = []
         self.started = self.ticked_at = world.now
-        self.tick_at: float | None = None
+        self.due: list[float] = []  # when it is going to look
         self.strand: Strand | None = None
         self.joined = False
         self.failing_since: float | None = None
@@ -86,17 +86,21 @@ class Process:
         """This process's own monotonic clock."""
         return self.offset + self.world.now * self.rate
 
-    def wake(self, at: float) -> None:
-        """Look at `at` or before."""
-        if self.up and (self.tick_at is None or at < self.tick_at):
-            self.tick_at = at
-            self.world.at(at, self._tick)
+    def wake(self, at: float, since: float | None = None) -> None:
+        """Look at `at`; a look that is due between `since` and then does as well."""
+        due = self.due
+        if not self.up or (due and any((at if since is None else since) <= time <= at for time in due)):
+            return
+        due.append(at)
+        self.world.at(at, self._tick)
 
     def _tick(self) -> None:
-        if self.up and self.tick_at is not None and self.tick_at <= self.world.now:
-            self.tick_at = None
-            if not self.paused and self.strand is None:
-                self.world.look(self)
+        due, now = self.due, self.world.now
+        if not self.up or not due or min(due) > now:
+            return
+        self.due = [time for time in due if time > now]
+        if not self.paused and self.strand is None:
+            self.world.look(self)
 
     def _record(self, event: str, node: Node, fields: Any) -> None:
         self.world.history.events.append(Event(self.world.now, self.number, event, node, fields))
@@ -165,7 +169,9 @@ class World:
         self.strikes = faults.draw_strikes(rng, mix, setup.nodes, setup.iterations)
         self.mishap_rate = rng.choice((0.0, 0.0, 0.01, 0.05)) if mix else 0.0
         self.failure_rate = rng.choice((0.0, 0.0, 0.0, 0.01, 0.04)) if "program" in mix else 0.0
-        self.lengths = setup.lengths or rng.choice(((0.05, 0.1, 0.4), (0.1, 0.5, 2.0), (0.05, 0.1, 0.1, 9.0)))
+        self.lengths = setup.lengths or rng.choice(
+            ((0.02, 0.05, 0.2), (0.02, 0.05, 0.2), (0.1, 0.2, 2.0), (0.02, 0.05, 0.1, 9.0))
+        )
         self.healed = not mix
         self.starting = 0  # starts that are due
         self._heap: list[tuple[float, int, Action]] = []
@@ -220,7 +226,7 @@ class World:
         if "junk" in self.setup.mix and self.rng.random() < 0.3:
             _litter(self.disk, self.rng)
         for rank in range(self.setup.nodes):
-            self.start(rank, self.rng.random() * self.rng.choice((0.01, 1.0, 6.0)))
+            self.start(rank, self.rng.random() * self.rng.choice((0.01, 0.01, 0.01, 0.01, 0.5, 4.0)))
         last = 0.0
         for strike in self.strikes:
             if not strike.iteration:
@@ -357,10 +363,11 @@ class World:
             return
         if how == "joined":
             self._beat(process)
-        joining = not process.joined or process.agent.node.stage is Stage.JOINING
-        young = self.now - process.started < 4.0
-        idle = (0.1 if young else 0.5) if joining else 1.01
-        process.wake(self.now + {"busy": 0.002, "joined": 0.001}.get(how, idle))
+        if how == "joined":
+            process.wake(self.now + 0.001)
+        elif not process.due:  # polls between two changes would see nothing new: they are left out
+            joining = not process.joined or process.agent.node.stage is Stage.JOINING
+            process.wake(self.now + (0.5 if joining else 1.01))
 
     def _failed_look(self, process: Process, how: str) -> None:
         """The filesystem failed: tried again for a while, as the daemon does; its start is not."""
@@ -426,9 +433,9 @@ class World:
             return
         if self.now - process.ticked_at <= self.rules.limits.dead_s:
             self._put_beat(process)
-        young = self.now - process.started < 4.0
         joining = process.agent.node.stage is Stage.JOINING
-        self.after((0.2 if young else 1.0) if joining else BEAT_S, lambda: self._beat(process))
+        young = self.now - process.started < 1.0
+        self.after((0.2 if young else 0.8) if joining else BEAT_S, lambda: self._beat(process))
 
     def _put_beat(self, process: Process) -> None:
         left, process.client.left = process.client.left, faults.NEVER
@@ -445,6 +452,13 @@ class World:
     def _written(self, path: SimPath, host: str, data: bytes) -> None:
         if "/beats/" in path:
             self.history.beats.setdefault(self._beat_of, []).append(self.now)
+            for process in self.processes:
+                if (
+                    process.joined
+                    and process.agent.node.stage is Stage.JOINING
+                    and process.client.host != host
+                ):
+                    process.wake(self.now + self.rng.random() * 0.1, self.now)
             return
         self.history.writes.append(Write(self.now, host, path, data))
         directory = path.rpartition("/")[0]
@@ -452,10 +466,13 @@ class World:
             if not process.up or process.paused or process.client.host == host:
                 continue
             if process.watching == directory:
+                if process.agent.node.part not in (Part.ANNOUNCED, Part.GATHER) and path.endswith(".done"):
+                    continue
                 generation = process.agent.node.generation
                 whole = generation is None or len(self.disk.dirs[directory].names) >= len(generation.members)
                 if whole or self.rng.random() < 0.2:
-                    process.wake(process.client.visible_at(directory) + self.rng.random() * 0.05)
+                    visible = process.client.visible_at(directory)
+                    process.wake(visible + self.rng.random() * 0.05, visible)
             elif "/iter-" not in path:
                 process.wake(self.now + 0.05 + self.rng.random() * 0.1)
 
