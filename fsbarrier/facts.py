@@ -155,26 +155,27 @@ def encode(record: Record) -> bytes:
     """The bytes of a record's file."""
     kind = _NAMES[type(record)]
     values = record.__dict__
-    body = _ENCODER.encode({name: values[name] for name, _, _ in _fields_of(type(record))}).encode() + b"\n"
+    body = _ENCODER.encode({name: values[name] for name, _, _ in _FIELDS[type(record)]}).encode() + b"\n"
     digest = hashlib.sha256(body).hexdigest()[:32]
     return f"{MAGIC}/{FORMAT} {kind} {len(body)} {digest}\n".encode() + body
 
 
 def decode(data: bytes, cls: type[R]) -> R:
     """The record in `data`. Raises CorruptRecord for anything but a whole record of this kind."""
-    record: R = _decode_small(data, cls) if len(data) <= SMALL_BYTES else _decode(data, cls)
+    kind = _NAMES[cls]
+    record: R = _decode_small(data, kind) if len(data) <= SMALL_BYTES else _decode(data, kind)
     return record
 
 
-def _decode(data: bytes, cls: type[Any]) -> Any:
+def _decode(data: bytes, expected: str) -> Any:
     try:
         header, body = _split(data)
         kind, length, digest = _parse_header(header)
-        if _KINDS.get(kind) is not cls:
-            raise CorruptRecord(f"a {kind} record where a {cls.__name__.lower()} was expected")
+        if kind != expected:
+            raise CorruptRecord(f"a {kind} record where a {expected} was expected")
         if length != len(body) or hashlib.sha256(body).hexdigest()[:32] != digest:
             raise CorruptRecord("torn: length or digest differs")
-        return _build(cls, json.loads(body))
+        return _build(_KINDS[kind], json.loads(body))
     except CorruptRecord:
         raise
     except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
@@ -245,10 +246,9 @@ _NESTED: dict[tuple[str, str], Convert] = {
 }
 
 
-@lru_cache
-def _fields_of(cls: type[Any]) -> tuple[tuple[str, Convert, bool], ...]:
-    """Of each field: its name, how its value is checked, and whether a record must have it."""
-    return tuple(
+#: of each field of a class: its name, how its value is checked, and whether a record must have it
+_FIELDS: dict[type[Any], tuple[tuple[str, Convert, bool], ...]] = {
+    cls: tuple(
         (
             f.name,
             _NESTED.get((cls.__name__, f.name)) or _plain(str(f.type)),
@@ -256,13 +256,15 @@ def _fields_of(cls: type[Any]) -> tuple[tuple[str, Convert, bool], ...]:
         )
         for f in fields(cls)
     )
+    for cls in (*_KINDS.values(), Member, Position, Verdict)
+}
 
 
 def _build(cls: type[Any], body: Any) -> Any:
     if not isinstance(body, dict):
         raise CorruptRecord("not an object")
     values = {}
-    for name, convert, needed in _fields_of(cls):
+    for name, convert, needed in _FIELDS[cls]:
         if name in body:
             values[name] = convert(body[name])
         elif needed:

@@ -34,11 +34,11 @@ class Write(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A group of trajectories in a merged file, and where it comes from. `index`: its place in its part file."""
+    """A group of trajectories in a merged file, and where it comes from. `at`: its place in its part file."""
 
     task: int
     part: str
-    index: int
+    at: int
     generation: int
     policy_version: int
 

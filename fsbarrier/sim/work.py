@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from fsbarrier.errors import FsbarrierError, ProgramFailed
@@ -30,7 +31,8 @@ from fsbarrier.sim.history import Entry, Merged, Missing, Used
 from fsbarrier.state import Node, Part, WorkReport
 
 if TYPE_CHECKING:
-    from fsbarrier.sim.world import Process, World
+    from fsbarrier.sim.process import Process
+    from fsbarrier.sim.world import World
 
 GROUP_BYTES = 100  # what one group of trajectories takes in a simulated part
 FOREVER = float("inf")
@@ -158,8 +160,7 @@ class SimWork:
             for other in meeting.pieces.values():
                 if other.alive:
                     other.broken = "connection closed by peer"
-                    work = other.process.work
-                    self.world.after(1.0, lambda work=work, other=other: work.advance(other))
+                    self.world.after(1.0, partial(other.process.work.advance, other))
 
     # --- what a piece does ---
 
@@ -203,7 +204,7 @@ class SimWork:
             case PublishWeights():
                 return (yield from self._publish(work, piece))
             case Command():
-                return work.extra | (yield from self._command(work, context, piece))
+                return {**work.extra, **(yield from self._command(work, context, piece))}
 
     def _command(self, work: Command, context: Context, piece: Piece) -> Waiting:
         name = next(
@@ -301,8 +302,7 @@ class SimWork:
             length = self.world.length()
             for other in meeting.pieces.values():
                 if other is not piece and other.alive:
-                    work_of = other.process.work
-                    self.world.after(length, lambda w=work_of, o=other: w.advance(o))
+                    self.world.after(length, partial(other.process.work.advance, other))
             yield length
         else:
             yield FOREVER

@@ -6,131 +6,25 @@ fsbarrier.sim.invariants.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from random import Random
-from typing import Any, cast
 
-from fsbarrier.errors import Fenced
-from fsbarrier.facts import Join, StopRequest, encode
-from fsbarrier.loader import load_program
-from fsbarrier.membership import Limits
-from fsbarrier.node import Agent
-from fsbarrier.observer import Observer, Paces
-from fsbarrier.paths import RunPaths
-from fsbarrier.program import SLICES, Program
-from fsbarrier.sim import faults
-from fsbarrier.sim.faults import Crash, Livelock, Mishap, Strike, Trouble
-from fsbarrier.sim.history import Ended, Event, History, Said, Write
-from fsbarrier.sim.store import Client, Disk, Habits, SimPath
+from fsbarrier.facts import encode
+from fsbarrier.program import SLICES
+from fsbarrier.sim import faults, strikes
+from fsbarrier.sim.faults import Trouble
+from fsbarrier.sim.history import Ended, History, Said, Write
+from fsbarrier.sim.process import BEAT_S, Process
+from fsbarrier.sim.setup import Setup, litter, program, settings
+from fsbarrier.sim.store import NEVER, Client, Disk, Habits, SimPath
 from fsbarrier.sim.strand import Strand
-from fsbarrier.sim.work import Artifacts, SimWork
+from fsbarrier.sim.work import Artifacts
 from fsbarrier.state import Exit, Node, Part, Rules, Stage
 
-ROOT = SimPath("/run")
-BEAT_S = 2.0
 SETTLE_S = 900.0  # virtual time in which everything must have ended after the faults stopped
 Action = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What is simulated. Fields left at None are drawn from the seed."""
-
-    nodes: int = 3
-    iterations: int = 1
-    mix: frozenset[str] = faults.USUAL
-    policy: str | None = None
-    min_nodes: int | None = None
-    phases: str | None = None
-    limits: Limits = field(default_factory=lambda: Limits(join_timeout_s=60.0, rejoin_timeout_s=40.0))
-    lengths: tuple[float, ...] | None = None  # of working phases, in seconds; one is drawn each time
-    habits: Habits | None = None
-    clocks: bool = True  # every process has a clock of its own
-
-
-class Process:
-    """One start of one node."""
-
-    def __init__(self, world: World, number: int, rank: int, client: Client, trouble: Trouble) -> None:
-        self.world, self.number, self.rank, self.client, self.trouble = world, number, rank, client, trouble
-        self.up = True
-        self.paused = False
-        self.frozen = False  # the whole host: its programs stand still too
-        self.deferred: list[Action] = []
-        self.started = self.ticked_at = world.now
-        self.due: list[float] = []  # when it is going to look
-        self.strand: Strand | None = None
-        self.joined = False
-        self.failing_since: float | None = None
-        self.mishap: Mishap | None = None
-        self.watching = ""
-        clocks = world.setup.clocks
-        self.offset = world.clocks.uniform(0, 1e6) if clocks else 0.0
-        self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
-        paths = RunPaths(cast(Any, ROOT))
-        observer = Observer(
-            cast(Any, client), paths, world.rules.program, Paces(0.1, BEAT_S / 2, 1.5 * BEAT_S)
-        )
-        self.work = SimWork(world, self)
-        host = f"{client.host}"
-        join = Join(
-            rank, 0, host, number, host, (f"10.0.0.{rank}",), world.setup.iterations, time=f"p{number}"
-        )
-        self.agent = Agent(cast(Any, client), observer, world.rules, self.work, join, self._record)
-
-    @property
-    def clock(self) -> float:
-        """This process's own monotonic clock."""
-        return self.offset + self.world.now * self.rate
-
-    def wake(self, at: float, since: float | None = None) -> None:
-        """Look at `at`; a look that is due between `since` and then does as well."""
-        due = self.due
-        if not self.up or (due and any((at if since is None else since) <= time <= at for time in due)):
-            return
-        due.append(at)
-        self.world.at(at, self._tick)
-
-    def _tick(self) -> None:
-        due, now = self.due, self.world.now
-        if not self.up or not due or min(due) > now:
-            return
-        self.due = [time for time in due if time > now]
-        if not self.paused and self.strand is None:
-            self.world.look(self)
-
-    def _record(self, event: str, node: Node, fields: Any) -> None:
-        self.world.history.events.append(Event(self.world.now, self.number, event, node, fields))
-        if event == "phase_started":
-            assert node.generation is not None and node.position is not None
-            self.watching = self.agent.observer.row_dir(node.generation.number, node.position)
-            self.world.entered(node)
-
-    def loop(self) -> str:
-        """One look of the daemon's loop (or its start), and how it went; never raises."""
-        self.ticked_at = self.world.now
-        try:
-            if not self.joined:
-                self.agent.observer.prepare()
-                self.agent.start(self.clock)
-                self.joined = True
-                return "joined"
-            busy = self.agent.tick(self.clock)
-        except OSError as error:
-            return f"error {error}"
-        except Fenced as error:
-            self.agent.exit = Exit(6, "left", str(error))
-            return "busy"
-        except Crash:
-            return "crash"
-        except Livelock as error:
-            self.world.history.stuck.append(f"node {self.rank}: {error}")
-            return "crash"
-        self.failing_since = None
-        return "busy" if busy else "idle"
 
 
 class World:
@@ -145,7 +39,7 @@ class World:
         phases = setup.phases or rng.choice(("both", "both", "both", "both", "both", "rollout"))
         first, last = SLICES[phases]
         self.rules = Rules(
-            _program(),
+            program(),
             first,
             last,
             setup.nodes,
@@ -153,7 +47,7 @@ class World:
             policy,
             limits=setup.limits,
         )
-        self.settings = _settings(setup.nodes, phases)
+        self.settings = settings(setup.nodes, phases)
         drawn, coarse = faults.draw_habits(rng, mix)
         self.habits = setup.habits or drawn
         self.disk = Disk(coarse_s=coarse, order=rng.randrange(3), exclusive="winners" not in mix)
@@ -216,7 +110,7 @@ class World:
             if not self.starting and not any(process.up for process in self.processes):
                 if self.healed or self._over():
                     break
-                self._heal()
+                strikes.heal(self)
             if self.healed and end == float("inf"):
                 end = self.now + SETTLE_S
         self._close()
@@ -224,15 +118,15 @@ class World:
 
     def _begin(self) -> None:
         if "junk" in self.setup.mix and self.rng.random() < 0.3:
-            _litter(self.disk, self.rng)
+            litter(self.disk, self.rng)
         for rank in range(self.setup.nodes):
             self.start(rank, self.rng.random() * self.rng.choice((0.01, 0.01, 0.01, 0.01, 0.5, 4.0)))
         last = 0.0
         for strike in self.strikes:
             if not strike.iteration:
-                self.at(strike.time, lambda strike=strike: self.strike(strike))
+                self.at(strike.time, partial(strikes.strike, self, strike))
                 last = max(last, strike.time)
-        self.at(max(last, 20.0 * self.setup.iterations) + 10.0, self._heal)
+        self.at(max(last, 20.0 * self.setup.iterations) + 10.0, partial(strikes.heal, self))
 
     def entered(self, node: Node) -> None:
         """A node entered a row: the faults that wait for it are let loose."""
@@ -240,40 +134,12 @@ class World:
         for strike in [s for s in self.strikes if s.iteration == node.position.iteration and s.iteration]:
             if strike.phase == node.position.phase and strike.rank in (node.rank, None):
                 self.strikes.remove(strike)
-                self.after(strike.delay, lambda strike=strike: self.strike(strike))
+                self.after(strike.delay, partial(strikes.strike, self, strike))
 
     def _over(self) -> bool:
         """Whether the run has come to an end that nobody will change."""
         codes = {ended.code for ended in self.history.ended.values()}
         return codes <= {0, 4, 5} or (self.history.stopped_at is not None and codes <= {0, 4, 5, 6})
-
-    def _heal(self) -> None:
-        """The faults stop: what sleeps wakes up, and enough of what is down is started again."""
-        if self.healed:
-            return
-        self.healed = True
-        self.history.healed_at = self.now
-        self.say("all faults stop")
-        self.mishap_rate = 0.0
-        self.strikes.clear()
-        for process in self.processes:
-            process.mishap = None
-            if process.paused:
-                self.resume(process)
-        for _, trouble in self.clients.values():
-            trouble.set_outage(None)
-        down = [rank for rank in range(self.setup.nodes) if not self._lives(rank) and self._may_return(rank)]
-        for rank in down:
-            lonely = not self.starting and not any(process.up for process in self.processes)
-            if self.rules.on_node_failure == "wait" or lonely or self.rng.random() < 0.7:
-                self.start(rank, self.rng.random() * 5)
-
-    def _lives(self, rank: int) -> bool:
-        return any(process.up and process.rank == rank for process in self.processes)
-
-    def _may_return(self, rank: int) -> bool:
-        ended = [self.history.ended[p.number] for p in self.processes if p.rank == rank and not p.up]
-        return not ended or ended[-1].code not in (0, 4, 5)
 
     def _close(self) -> None:
         for process in self.processes:
@@ -438,7 +304,7 @@ class World:
         self.after((0.2 if young else 0.8) if joining else BEAT_S, lambda: self._beat(process))
 
     def _put_beat(self, process: Process) -> None:
-        left, process.client.left = process.client.left, faults.NEVER
+        left, process.client.left = process.client.left, NEVER
         if process.trouble.outage is not None:
             process.client.left = 1
         beat = process.agent.beat()
@@ -478,103 +344,3 @@ class World:
 
     def say(self, text: str) -> None:
         self.history.said.append(Said(self.now, text))
-
-    # --- faults ---
-
-    def strike(self, strike: Strike) -> None:
-        """Let a planned fault happen to the processes that it is meant for."""
-        if self.healed:
-            return
-        self.history.faults.add(strike.kind)
-        if strike.kind == "stop":
-            self._ask_to_stop(now=strike.whole)
-            return
-        for process in [p for p in self.processes if p.up and strike.rank in (p.rank, None)]:
-            if strike.step and process.strand is None and not process.paused:
-                how = "block" if strike.kind != "crash" else self.rng.choice(("crash", "crash-after"))
-                stopped = strike.kind == "pause"
-                process.mishap = Mishap(how, strike.step, seconds=strike.seconds, stopped=stopped)
-                if how != "block":
-                    self._maybe_again(process)
-            else:
-                self._strike_now(strike, process)
-
-    def _strike_now(self, strike: Strike, process: Process) -> None:
-        match strike.kind:
-            case "crash":
-                self.kill(process, "killed")
-                self._maybe_again(process)
-            case "power":
-                hosts = {process.client.host} if strike.rank is not None else {host for host in self.clients}
-                self.kill(process, "its host lost power")
-                for path in self.disk.lose_power(hosts, self.rng, 10.0):
-                    self.say(f"{path} was not flushed and is lost or torn")
-                process.client.drop_caches()
-                self._maybe_again(process)
-            case "pause":
-                self.pause(process, strike.seconds, frozen=strike.whole)
-            case "slow":
-                process.mishap = Mishap("block", 1, seconds=strike.seconds)
-            case "leave":
-                if process.joined and process.strand is None and not process.paused:
-                    process.agent.exit = Exit(143, "left", "stopped by SIGTERM")
-                    self.finish(process)
-            case "twin":
-                self.hosts[process.rank] += "b"
-                self.start(process.rank, 0.0)
-            case "outage":
-                trouble, code = process.trouble, errno.ENOSPC if strike.whole else errno.EIO
-                self.say(
-                    f"node {process.rank}: the filesystem fails for {strike.seconds:g} s ({errno.errorcode[code]})"
-                )
-                trouble.set_outage(code)
-                self.after(strike.seconds, lambda: trouble.set_outage(None))
-
-    def _maybe_again(self, process: Process) -> None:
-        if self.rng.random() < 0.7:
-            self.start(process.rank, 0.2 + self.rng.random() * self.rng.choice((1.0, 25.0)))
-
-    def _ask_to_stop(self, *, now: bool) -> None:
-        self.say(f"an operator asks to stop{' at once' if now else ''}")
-        self.history.stopped_at = self.now
-        path = RunPaths(cast(Any, ROOT)).stops / f"{len(self.history.writes):06d}.json"
-        self.disk.make_dir(path.parent)  # type: ignore[arg-type]
-        self.disk.write(path, encode(StopRequest(now, "operator")), "operator", True)  # type: ignore[arg-type]
-
-
-_loaded: list[Program] = []
-
-
-def _program() -> Program:
-    if not _loaded:
-        _loaded.append(load_program("rl"))
-    return _loaded[0]
-
-
-def _settings(nodes: int, phases: str) -> dict[str, Any]:
-    """The settings that phases/rl.py looks at."""
-    sampling = {"samples": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 8, "seed": 0}
-    return {
-        "num_nodes": nodes,
-        "rank_weights": None,
-        "rollout_split": None,
-        "rl_phase": phases,
-        "eval_interval": 2,
-        "rollout": {"tasks": 6, **sampling},
-        "eval": {"tasks": 3, "samples": 1},
-        "trainer": {"command": None, "processes_per_node": 1, "timeout_s": 1800},
-        "checkpoint": {"keep": 3},
-    }
-
-
-def _litter(disk: Disk, rng: Random) -> None:
-    """Names and bytes that are none of ours."""
-    coordination = ROOT / "coordination"
-    torn = encode(Join(0, 99, "?", 1, "?"))[:40]
-    disk.junk(coordination / "joins", "node-0000.inc-0099.json", torn)
-    disk.junk(coordination / "joins", ".nfs0000000000a1", b"")
-    disk.junk(coordination / "generations", "gen-000001.json.swp", b"\0" * 64)
-    disk.junk(coordination / "generations", "lost+found", b"")
-    disk.junk(coordination / "beats", "node-0001.json~", b"x")
-    disk.junk(coordination / "beats", "node-0000.json", rng.randbytes(32))
-    disk.junk(coordination / "stops", "000001.json", b"")

@@ -1,0 +1,106 @@
+"""One start of one node: its loop, its clock, its heartbeats, as the daemon does them, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from fsbarrier.errors import Fenced
+from fsbarrier.facts import Join
+from fsbarrier.node import Agent
+from fsbarrier.observer import Observer, Paces
+from fsbarrier.paths import RunPaths
+from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
+from fsbarrier.sim.history import Event
+from fsbarrier.sim.setup import ROOT
+from fsbarrier.sim.store import Client
+from fsbarrier.sim.strand import Strand
+from fsbarrier.sim.work import SimWork
+from fsbarrier.state import Exit, Node
+
+if TYPE_CHECKING:
+    from fsbarrier.sim.world import World
+
+BEAT_S = 2.0
+
+
+class Process:
+    """One start of one node."""
+
+    def __init__(self, world: World, number: int, rank: int, client: Client, trouble: Trouble) -> None:
+        self.world, self.number, self.rank, self.client, self.trouble = world, number, rank, client, trouble
+        self.up = True
+        self.paused = False
+        self.frozen = False  # the whole host: its programs stand still too
+        self.deferred: list[Callable[[], None]] = []
+        self.started = self.ticked_at = world.now
+        self.due: list[float] = []  # when it is going to look
+        self.strand: Strand | None = None
+        self.joined = False
+        self.failing_since: float | None = None
+        self.mishap: Mishap | None = None
+        self.watching: Any = ""
+        clocks = world.setup.clocks
+        self.offset = world.clocks.uniform(0, 1e6) if clocks else 0.0
+        self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
+        paths = RunPaths(cast(Any, ROOT))
+        observer = Observer(
+            cast(Any, client), paths, world.rules.program, Paces(0.1, BEAT_S / 2, 1.5 * BEAT_S)
+        )
+        self.work = SimWork(world, self)
+        host = f"{client.host}"
+        join = Join(
+            rank, 0, host, number, host, (f"10.0.0.{rank}",), world.setup.iterations, time=f"p{number}"
+        )
+        self.agent = Agent(cast(Any, client), observer, world.rules, self.work, join, self._record)
+
+    @property
+    def clock(self) -> float:
+        """This process's own monotonic clock."""
+        return self.offset + self.world.now * self.rate
+
+    def wake(self, at: float, since: float | None = None) -> None:
+        """Look at `at`; a look that is due between `since` and then does as well."""
+        due = self.due
+        if not self.up or (due and any((at if since is None else since) <= time <= at for time in due)):
+            return
+        due.append(at)
+        self.world.at(at, self._tick)
+
+    def _tick(self) -> None:
+        due, now = self.due, self.world.now
+        if not self.up or not due or min(due) > now:
+            return
+        self.due = [time for time in due if time > now]
+        if not self.paused and self.strand is None:
+            self.world.look(self)
+
+    def _record(self, event: str, node: Node, fields: Any) -> None:
+        self.world.history.events.append(Event(self.world.now, self.number, event, node, fields))
+        if event == "phase_started":
+            assert node.generation is not None and node.position is not None
+            self.watching = self.agent.observer.row_dir(node.generation.number, node.position)
+            self.world.entered(node)
+
+    def loop(self) -> str:
+        """One look of the daemon's loop (or its start), and how it went; never raises."""
+        self.ticked_at = self.world.now
+        try:
+            if not self.joined:
+                self.agent.observer.prepare()
+                self.agent.start(self.clock)
+                self.joined = True
+                return "joined"
+            busy = self.agent.tick(self.clock)
+        except OSError as error:
+            return f"error {error}"
+        except Fenced as error:
+            self.agent.exit = Exit(6, "left", str(error))
+            return "busy"
+        except Crash:
+            return "crash"
+        except Livelock as error:
+            self.world.history.stuck.append(f"node {self.rank}: {error}")
+            return "crash"
+        self.failing_since = None
+        return "busy" if busy else "idle"

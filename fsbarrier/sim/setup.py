@@ -1,0 +1,70 @@
+"""What a schedule is about: how many nodes, which faults, which settings; and the files that lie about before it begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from fsbarrier.facts import Join, encode
+from fsbarrier.loader import load_program
+from fsbarrier.membership import Limits
+from fsbarrier.program import Program
+from fsbarrier.sim import faults
+from fsbarrier.sim.store import Disk, Habits, SimPath
+
+ROOT = SimPath("/run")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is simulated. Fields left at None are drawn from the seed."""
+
+    nodes: int = 3
+    iterations: int = 1
+    mix: frozenset[str] = faults.USUAL
+    policy: str | None = None
+    min_nodes: int | None = None
+    phases: str | None = None
+    limits: Limits = field(default_factory=lambda: Limits(join_timeout_s=60.0, rejoin_timeout_s=40.0))
+    lengths: tuple[float, ...] | None = None  # of working phases, in seconds; one is drawn each time
+    habits: Habits | None = None
+    clocks: bool = True  # every process has a clock of its own
+
+
+_loaded: list[Program] = []
+
+
+def program() -> Program:
+    if not _loaded:
+        _loaded.append(load_program("rl"))
+    return _loaded[0]
+
+
+def settings(nodes: int, phases: str) -> dict[str, Any]:
+    """The settings that phases/rl.py looks at."""
+    sampling = {"samples": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 8, "seed": 0}
+    return {
+        "num_nodes": nodes,
+        "rank_weights": None,
+        "rollout_split": None,
+        "rl_phase": phases,
+        "eval_interval": 2,
+        "rollout": {"tasks": 6, **sampling},
+        "eval": {"tasks": 3, "samples": 1},
+        "trainer": {"command": None, "processes_per_node": 1, "timeout_s": 1800},
+        "checkpoint": {"keep": 3},
+    }
+
+
+def litter(disk: Disk, rng: Random) -> None:
+    """Names and bytes that are none of ours."""
+    coordination = ROOT / "coordination"
+    torn = encode(Join(0, 99, "?", 1, "?"))[:40]
+    disk.junk(coordination / "joins", "node-0000.inc-0099.json", torn)
+    disk.junk(coordination / "joins", ".nfs0000000000a1", b"")
+    disk.junk(coordination / "generations", "gen-000001.json.swp", b"\0" * 64)
+    disk.junk(coordination / "generations", "lost+found", b"")
+    disk.junk(coordination / "beats", "node-0001.json~", b"x")
+    disk.junk(coordination / "beats", "node-0000.json", rng.randbytes(32))
+    disk.junk(coordination / "stops", "000001.json", b"")

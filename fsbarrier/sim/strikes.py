@@ -1,0 +1,112 @@
+"""Faults as they strike a world, and how they end."""
+
+from __future__ import annotations
+
+import errno
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from fsbarrier.facts import StopRequest, encode
+from fsbarrier.paths import RunPaths
+from fsbarrier.sim.faults import Mishap, Strike
+from fsbarrier.sim.process import Process
+from fsbarrier.sim.setup import ROOT
+from fsbarrier.state import Exit
+
+if TYPE_CHECKING:
+    from fsbarrier.sim.world import World
+
+
+def heal(world: World) -> None:
+    """The faults stop: what sleeps wakes up, and enough of what is down is started again."""
+    if world.healed:
+        return
+    world.healed = True
+    world.history.healed_at = world.now
+    world.say("all faults stop")
+    world.mishap_rate = 0.0
+    world.strikes.clear()
+    for process in world.processes:
+        process.mishap = None
+        if process.paused:
+            world.resume(process)
+    for _, trouble in world.clients.values():
+        trouble.set_outage(None)
+    down = [rank for rank in range(world.setup.nodes) if not lives(world, rank) and may_return(world, rank)]
+    for rank in down:
+        lonely = not world.starting and not any(process.up for process in world.processes)
+        if world.rules.on_node_failure == "wait" or lonely or world.rng.random() < 0.7:
+            world.start(rank, world.rng.random() * 5)
+
+
+def lives(world: World, rank: int) -> bool:
+    return any(process.up and process.rank == rank for process in world.processes)
+
+
+def may_return(world: World, rank: int) -> bool:
+    ended = [world.history.ended[p.number] for p in world.processes if p.rank == rank and not p.up]
+    return not ended or ended[-1].code not in (0, 4, 5)
+
+
+def strike(world: World, strike: Strike) -> None:
+    """Let a planned fault happen to the processes that it is meant for."""
+    if world.healed:
+        return
+    world.history.faults.add(strike.kind)
+    if strike.kind == "stop":
+        ask_to_stop(world, now=strike.whole)
+        return
+    for process in [p for p in world.processes if p.up and strike.rank in (p.rank, None)]:
+        if strike.step and process.strand is None and not process.paused:
+            how = "block" if strike.kind != "crash" else world.rng.choice(("crash", "crash-after"))
+            stopped = strike.kind == "pause"
+            process.mishap = Mishap(how, strike.step, seconds=strike.seconds, stopped=stopped)
+            if how != "block":
+                maybe_again(world, process)
+        else:
+            strike_now(world, strike, process)
+
+
+def strike_now(world: World, strike: Strike, process: Process) -> None:
+    match strike.kind:
+        case "crash":
+            world.kill(process, "killed")
+            maybe_again(world, process)
+        case "power":
+            hosts = {process.client.host} if strike.rank is not None else {host for host in world.clients}
+            world.kill(process, "its host lost power")
+            for path in world.disk.lose_power(hosts, world.rng, 10.0):
+                world.say(f"{path} was not flushed and is lost or torn")
+            process.client.drop_caches()
+            maybe_again(world, process)
+        case "pause":
+            world.pause(process, strike.seconds, frozen=strike.whole)
+        case "slow":
+            process.mishap = Mishap("block", 1, seconds=strike.seconds)
+        case "leave":
+            if process.joined and process.strand is None and not process.paused:
+                process.agent.exit = Exit(143, "left", "stopped by SIGTERM")
+                world.finish(process)
+        case "twin":
+            world.hosts[process.rank] += "b"
+            world.start(process.rank, 0.0)
+        case "outage":
+            trouble, code = process.trouble, errno.ENOSPC if strike.whole else errno.EIO
+            world.say(
+                f"node {process.rank}: the filesystem fails for {strike.seconds:g} s ({errno.errorcode[code]})"
+            )
+            trouble.set_outage(code)
+            world.after(strike.seconds, partial(trouble.set_outage, None))
+
+
+def maybe_again(world: World, process: Process) -> None:
+    if world.rng.random() < 0.7:
+        world.start(process.rank, 0.2 + world.rng.random() * world.rng.choice((1.0, 25.0)))
+
+
+def ask_to_stop(world: World, *, now: bool) -> None:
+    world.say(f"an operator asks to stop{' at once' if now else ''}")
+    world.history.stopped_at = world.now
+    path = RunPaths(cast(Any, ROOT)).stops / f"{len(world.history.writes):06d}.json"
+    world.disk.make_dir(path.parent)  # type: ignore[arg-type]
+    world.disk.write(path, encode(StopRequest(now, "operator")), "operator", True)  # type: ignore[arg-type]
