@@ -1,6 +1,6 @@
 """The command and the environment with which the local vLLM server is started. Pure: everything it depends on is handed in.
 
-What a CPU needs was measured: see docs/decisions/ and the comments beside each flag.
+What a CPU needs was measured: the comments say what for.
 """
 
 from __future__ import annotations
