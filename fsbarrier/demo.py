@@ -2,7 +2,7 @@
 
 `dcba=` must be answered with `abcd` and the end of the text. There are 26^4 prompts; a hash of the prompt says whether it may
 be trained on or is held out, so the two files cannot share a prompt whatever the seed. A tiny model that has seen mostly wrong
-demonstrations answers a quarter of them and learns most of the rest by reinforcement within eight iterations.
+demonstrations answers a quarter of them and learns most of the rest by reinforcement within six iterations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRAIN_TASKS: Final = 4096
 TEST_TASKS: Final = 512
 
 DEMO_SETTINGS: Final[dict[str, Any]] = {
-    "iterations": 8,
+    "iterations": 6,
     "rollout.tasks": 128,
     "rollout.samples": 16,
     "rollout.temperature": 1.0,
