@@ -35,6 +35,9 @@ def probe(request: ProbeAddresses) -> tuple[str, ...]:
     """Those of the addresses that accept a connection on the port from here."""
     reached = []
     for address in request.addresses:
-        with contextlib.suppress(OSError), socket.create_connection((address, request.port), timeout=CONNECT_S):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((address, request.port), timeout=CONNECT_S),
+        ):
             reached.append(address)
     return tuple(reached)

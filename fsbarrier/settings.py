@@ -65,10 +65,15 @@ class Rollout(Section):
     top_p: Share = setting(1.0, "Nucleus sampling: the probability mass that is kept.")
     top_k: Annotated[int, Field(ge=-1)] = setting(-1, "Sample among the k likeliest tokens; -1: all.")
     max_tokens: Count = setting(512, "Most tokens the policy may write in one turn.")
-    concurrency: Count = setting(64, "Requests in flight on each node's engine.")
-    request_timeout_s: Seconds = setting(600.0, "Seconds after which one request counts as failed.")
+    concurrency: Count = setting(64, "Prompts (groups) in flight on each node's engine.")
+    prompts_per_request: CountOrZero = setting(
+        0, "Prompts that share a request to the engine; 0: as many as make about 128 sequences."
+    )
+    request_timeout_s: Seconds = setting(
+        600.0, "Seconds without a sign of life after which a request counts as failed."
+    )
     retries: CountOrZero = setting(3, "How often a failed request is tried again, with back-off.")
-    seed: CountOrZero = setting(0, "Decides which tasks are drawn when, and seeds the sampling.")
+    seed: CountOrZero = setting(0, "Decides which tasks are drawn when.")
 
 
 class Eval(Section):
@@ -86,6 +91,11 @@ class Reward(Section):
     kind: Name = setting(
         "exact",
         "`exact` match, `numeric` match, `math` (math-verify, LaTeX), or your own `path/file.py:function`.",
+    )
+    timeout_s: Seconds = setting(60.0, "Seconds after which one call of a reward counts as failed.")
+    max_error_share: Annotated[float, Field(ge=0, le=1)] = setting(
+        0.1,
+        "The phase fails where the reward could not be computed for more than this share of its trajectories.",
     )
 
 
@@ -139,12 +149,16 @@ class Engine(Section):
     """The local vLLM server of each node."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Precision of the served weights; auto: float32 on CPU, else the checkpoint's."
+        "auto", "Precision of the served weights; auto: float32 on CPU, else bfloat16."
     )
     max_model_len: Count = setting(2048, "Longest prompt and answer together, in tokens.")
     tensor_parallel_size: Count = setting(1, "Accelerators that share one copy of the model.")
     gpu_memory_utilization: Share = setting(0.85, "Share of an accelerator's memory the engine may take.")
-    kv_cache_mb: Count | None = setting(None, "Key-value cache in MiB; none: the engine decides.")
+    kv_cache_mb: Count | None = setting(
+        None,
+        "Key-value cache in MiB; none: room for 16 full sequences on a CPU (64 MiB to an eighth of the memory), else "
+        "the engine decides.",
+    )
     extra_args: Words = setting((), "More arguments for the vLLM server.")
     start_timeout_s: Seconds = setting(900.0, "Seconds within which a started server must answer.")
     release: Literal["auto", "sleep", "stop", "keep"] = setting(
