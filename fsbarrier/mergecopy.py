@@ -7,22 +7,21 @@ import threading
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from fsbarrier.shardscan import reading
 from fsbarrier.torchpickle import FormatError
 from fsbarrier.torchzip import read_at, write_at
 
-BUFFER = (
-    1 << 20
-)  # bytes a thread reads at once: large for the disk, small enough to stay in the processor's cache
+#: Bytes that a thread reads, checks and writes at once: large for a disk, small enough to stay in a processor cache.
+BUFFER = 512 << 10
+BATCH = 8 << 20  # bytes of work handed to a thread at once
 GAP = 4096  # bytes between pieces that are rather read along than skipped
 IOV_MAX = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """`size` bytes at `source`, to be written at `target` behind `header`; they belong to `group` (part, key)."""
 
     source: int
@@ -48,17 +47,18 @@ def copy_pieces(
     with reading(path) as fd:
         local = threading.local()
 
-        def work(run: list[Piece]) -> list[Piece]:
+        def work(batch: list[Piece]) -> list[Piece]:
             if not hasattr(local, "buffer"):
                 local.buffer = memoryview(bytearray(BUFFER))
-            _copy_run(fd, target_fd, run, local.buffer, bad)
-            return run
+            for run in _runs(batch):
+                _copy_run(fd, target_fd, run, local.buffer, bad)
+            return batch
 
         with ThreadPoolExecutor(workers(), thread_name_prefix="merge") as pool:
             waiting: list[Future[list[Piece]]] = []
             try:
-                for run in _runs(pieces):
-                    waiting.append(pool.submit(work, run))
+                for batch in _batches(pieces):
+                    waiting.append(pool.submit(work, batch))
                     if len(waiting) > 4 * workers():
                         yield waiting.pop(0).result()
                 while waiting:
@@ -68,17 +68,32 @@ def copy_pieces(
                     future.cancel()
 
 
-def _runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in the order of the file, joined while one read can fetch them."""
+def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    """The pieces in the order of the file, in shares for one thread."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in sorted(pieces):
+        batch.append(piece)
+        size += piece.size
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _runs(batch: list[Piece]) -> Iterator[list[Piece]]:
+    """Pieces that one read fetches together."""
     run: list[Piece] = []
-    for piece in sorted(pieces, key=lambda piece: piece.source):
-        if run:
-            end = run[-1].source + run[-1].size
-            too_long = max(end, piece.source + piece.size) > run[0].source + BUFFER
-            if too_long or piece.source > end + GAP:
-                yield run
-                run = []
+    start = end = 0
+    for piece in batch:
+        if run and (piece.source > end + GAP or max(end, piece.source + piece.size) > start + BUFFER):
+            yield run
+            run = []
+        if not run:
+            start = piece.source
         run.append(piece)
+        end = piece.source + piece.size
     if run:
         yield run
 

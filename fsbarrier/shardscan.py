@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsbarrier.errors import StoreError
 from fsbarrier.torchpickle import FormatError
@@ -29,6 +29,7 @@ DATA = ROOT + "data/"
 GROUPS = ROOT + "groups/"
 FORMAT = 1
 FOOTER = struct.Struct("<2I")  # at the end of a group's entry: size and CRC-32 of the JSON before it
+TAIL = 512  # bytes read from the end of a group's entry at once
 CHUNK = 1 << 20  # bytes read at once where a checksum is computed
 
 
@@ -36,8 +37,7 @@ class NotOurs(FormatError):
     """A whole file, but not one that fsbarrier wrote."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupEntry:
+class GroupEntry(NamedTuple):
     """One committed group inside a file; offsets and lengths in bytes."""
 
     task_index: int
@@ -261,11 +261,16 @@ def read_group(fd: int, entry: Entry, storages: tuple[Entry, ...]) -> GroupEntry
     key = entry.name.removeprefix(GROUPS)
     if entry.size < FOOTER.size:
         raise FormatError(f"group {key} has no description")
-    length, crc = FOOTER.unpack(read_at(fd, entry.end - FOOTER.size, FOOTER.size))
+    tail = read_at(fd, entry.end - min(entry.size, TAIL), min(entry.size, TAIL))  # nearly always all of it
+    length, crc = FOOTER.unpack_from(tail, len(tail) - FOOTER.size)
     body_length = entry.size - FOOTER.size - length
     if body_length < 0:
         raise FormatError(f"group {key} has no whole description")
-    text = checked(fd, entry.data_offset + body_length, length, crc, f"the description of group {key}")
+    if length > len(tail) - FOOTER.size:
+        tail = read_at(fd, entry.data_offset + body_length, length + FOOTER.size)
+    text = tail[len(tail) - FOOTER.size - length : len(tail) - FOOTER.size]
+    if zlib.crc32(text) != crc:
+        raise FormatError(f"the description of group {key} is damaged (checksum)")
     described = parse_json(text, f"the description of group {key}")
     found = [[item.name.removeprefix(DATA), item.size, item.crc] for item in storages]
     try:

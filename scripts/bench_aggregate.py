@@ -30,7 +30,7 @@ PARTS = 3
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gb", type=float, default=1.0, help="size of all parts together")
-    parser.add_argument("--tokens", type=int, default=1000, help="tokens a trajectory")
+    parser.add_argument("--tokens", type=int, default=2000, help="tokens a trajectory")
     parser.add_argument("--samples", type=int, default=16, help="trajectories a group")
     parser.add_argument("--rounds", type=int, default=5, help="times each is measured")
     parser.add_argument(
