@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from fsbarrier.errors import UsageError
@@ -124,6 +124,7 @@ class Mishap:
     step: int
     code: int = errno.EIO
     seconds: float = 0.0
+    verb: str = ""  # strike only at an operation of this kind
     stopped: bool = False  # while blocked, the whole process is stopped
 
 
@@ -155,10 +156,13 @@ class Trouble:
         if self.outage is None:
             self.client.left = LIVELOCK if mishap is None else mishap.step
 
-    def rest(self) -> None:
-        """Between two looks (heartbeats have no mishaps, but share outages)."""
-        self._mishap = None
+    def rest(self) -> Mishap | None:
+        """Between two looks (heartbeats have no mishaps, but share outages); gives the mishap that did not happen."""
+        left, self._mishap = self._mishap, None
+        if left is not None:
+            left = replace(left, step=max(1, self.client.left))
         self.client.left = NEVER if self.outage is None else 1
+        return left
 
     def set_outage(self, code: int | None) -> None:
         self.outage = code
@@ -170,6 +174,9 @@ class Trouble:
             if self.outage == errno.ENOSPC and verb in ("read", "names"):
                 return None
             raise OSError(self.outage, os.strerror(self.outage), path)
+        if self._mishap is not None and self._mishap.verb not in ("", verb):
+            self.client.left = 1
+            return None
         mishap, self._mishap = self._mishap, None
         self.client.left = LIVELOCK
         if mishap is None:

@@ -88,10 +88,12 @@ class Ended(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What the world did, for people."""
+    """What the world did, for people, when there had been `after` events. `mark` as in fsbarrier.sim.transcript."""
 
     time: float
     text: str
+    after: int
+    mark: str
 
 
 @dataclass

@@ -138,7 +138,7 @@ class Disk:
                 file.data = file.old
             elif fate < 0.9:
                 file.data = (
-                    b"\0" * len(file.data) if fate < 0.8 else file.data[: rng.randrange(len(file.data))]
+                    b"\0" * len(file.data) if fate < 0.8 else file.data[: int(rng.random() * len(file.data))]
                 )
                 self.torn.add(path)
             else:

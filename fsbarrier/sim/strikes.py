@@ -25,7 +25,7 @@ def heal(world: World) -> None:
     world.history.healed_at = world.now
     world.say("all faults stop")
     world.mishap_rate = 0.0
-    world.strikes.clear()
+    world.awaited.clear()
     for process in world.processes:
         process.mishap = None
         if process.paused:
@@ -56,7 +56,11 @@ def strike(world: World, strike: Strike) -> None:
     if strike.kind == "stop":
         ask_to_stop(world, now=strike.whole)
         return
-    for process in [p for p in world.processes if p.up and strike.rank in (p.rank, None)]:
+    struck = [p for p in world.processes if p.up and strike.rank in (p.rank, None)]
+    if strike.kind == "power":
+        cut_power(world, struck, again=True)
+        return
+    for process in struck:
         if strike.step and process.strand is None and not process.paused:
             how = "block" if strike.kind != "crash" else world.rng.choice(("crash", "crash-after"))
             stopped = strike.kind == "pause"
@@ -71,13 +75,6 @@ def strike_now(world: World, strike: Strike, process: Process) -> None:
     match strike.kind:
         case "crash":
             world.kill(process, "killed")
-            maybe_again(world, process)
-        case "power":
-            hosts = {process.client.host} if strike.rank is not None else {host for host in world.clients}
-            world.kill(process, "its host lost power")
-            for path in world.disk.lose_power(hosts, world.rng, 10.0):
-                world.say(f"{path} was not flushed and is lost or torn")
-            process.client.drop_caches()
             maybe_again(world, process)
         case "pause":
             world.pause(process, strike.seconds, frozen=strike.whole)
@@ -99,12 +96,28 @@ def strike_now(world: World, strike: Strike, process: Process) -> None:
             world.after(strike.seconds, partial(trouble.set_outage, None))
 
 
+def cut_power(world: World, struck: list[Process], *, again: bool) -> None:
+    """The hosts of these processes lose power at once; `again`: most of them are started again."""
+    world.history.faults.add("power")
+    for process in struck:
+        world.kill(process, "its host lost power")
+        process.client.drop_caches()
+    hosts = {process.client.host for process in struck}
+    if not any(process.up for process in world.processes):
+        hosts = set(world.clients)  # all that ever wrote: they may have shared one machine
+    for path in world.disk.lose_power(hosts, world.rng, 10.0):
+        world.say(f"{path} was not flushed and is lost or torn")
+    for process in struck if again else ():
+        maybe_again(world, process)
+
+
 def maybe_again(world: World, process: Process) -> None:
     if world.rng.random() < 0.7:
         world.start(process.rank, 0.2 + world.rng.random() * world.rng.choice((1.0, 25.0)))
 
 
 def ask_to_stop(world: World, *, now: bool) -> None:
+    world.history.faults.add("stop")
     world.say(f"an operator asks to stop{' at once' if now else ''}")
     world.history.stopped_at = world.now
     path = RunPaths(cast(Any, ROOT)).stops / f"{len(world.history.writes):06d}.json"

@@ -272,6 +272,10 @@ class SimWork:
         )
         self.artifacts.merged[spec["out"]] = merged
         self.world.history.merges.append(merged)
+        name, rank = merged.out.rpartition("/")[2], piece.process.rank
+        self.world.say(
+            f"node {rank} merged {len(entries)} tasks of generation {merged.generation} into {name}", "="
+        )
         return {"stamp": merged.stamp, "groups": len(entries)}
 
     def _prepare(self, work: Command, context: Context, piece: Piece) -> Waiting:

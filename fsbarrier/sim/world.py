@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
 from random import Random
+from typing import NamedTuple
 
 from fsbarrier.facts import encode
 from fsbarrier.program import SLICES
@@ -25,6 +26,16 @@ from fsbarrier.state import Exit, Node, Part, Rules, Stage
 
 SETTLE_S = 900.0  # virtual time in which everything must have ended after the faults stopped
 Action = Callable[[], None]
+
+
+class Awaited(NamedTuple):
+    """What happens `delay` after node `rank` (None: any) first enters a row."""
+
+    rank: int | None
+    iteration: int
+    phase: int
+    delay: float
+    action: Action
 
 
 class World:
@@ -67,6 +78,18 @@ class World:
             ((0.02, 0.05, 0.2), (0.02, 0.05, 0.2), (0.1, 0.2, 2.0), (0.02, 0.05, 0.1, 9.0))
         )
         self.healed = not mix
+        self.failures: set[tuple[int, str]] = set()  # (rank, phase): a program there fails once
+        self.awaited: list[Awaited] = [
+            Awaited(
+                strike.rank,
+                strike.iteration,
+                strike.phase,
+                strike.delay,
+                partial(strikes.strike, self, strike),
+            )
+            for strike in self.strikes
+            if strike.iteration
+        ]
         self.starting = 0  # starts that are due
         self._heap: list[tuple[float, int, Action]] = []
         self._order = 0
@@ -90,6 +113,12 @@ class World:
 
     def failure_of(self, node: Node, part: Part) -> float | None:
         """The share of its time after which a program is to fail; None for a good one."""
+        assert node.position is not None
+        key = (node.rank, self.rules.program.rows[node.position.phase].name)
+        if key in self.failures:
+            self.failures.remove(key)
+            self.history.faults.add("program")
+            return 0.5
         if self.failure_rate and not self.healed and self.rng.random() < self.failure_rate:
             self.history.faults.add("program")
             return self.rng.random()
@@ -121,20 +150,20 @@ class World:
             litter(self.disk, self.rng)
         for rank in range(self.setup.nodes):
             self.start(rank, self.rng.random() * self.rng.choice((0.01, 0.01, 0.01, 0.01, 0.5, 4.0)))
-        last = 0.0
         for strike in self.strikes:
             if not strike.iteration:
                 self.at(strike.time, partial(strikes.strike, self, strike))
-                last = max(last, strike.time)
-        self.at(max(last, 20.0 * self.setup.iterations) + 10.0, partial(strikes.heal, self))
+        self.at(20.0 * self.setup.iterations + 10.0, partial(strikes.heal, self))
 
     def entered(self, node: Node) -> None:
-        """A node entered a row: the faults that wait for it are let loose."""
+        """A node entered a row: what waits for it is let loose."""
         assert node.position is not None
-        for strike in [s for s in self.strikes if s.iteration == node.position.iteration and s.iteration]:
-            if strike.phase == node.position.phase and strike.rank in (node.rank, None):
-                self.strikes.remove(strike)
-                self.after(strike.delay, partial(strikes.strike, self, strike))
+        place = (node.position.iteration, node.position.phase)
+        for item in [
+            a for a in self.awaited if (a.iteration, a.phase) == place and a.rank in (node.rank, None)
+        ]:
+            self.awaited.remove(item)
+            self.after(item.delay, item.action)
 
     def _over(self) -> bool:
         """Whether the run has come to an end that nobody will change."""
@@ -216,7 +245,8 @@ class World:
         strand.park()
 
     def _looked(self, process: Process, how: str) -> None:
-        process.trouble.rest()
+        left = process.trouble.rest()
+        process.mishap = process.mishap or left
         if how == "crash":
             self.kill(process, "killed in the middle of an operation")
             return
@@ -342,5 +372,5 @@ class World:
             elif "/iter-" not in path:
                 process.wake(self.now + 0.05 + self.rng.random() * 0.1)
 
-    def say(self, text: str) -> None:
-        self.history.said.append(Said(self.now, text))
+    def say(self, text: str, mark: str = "!") -> None:
+        self.history.said.append(Said(self.now, text, len(self.history.events), mark))

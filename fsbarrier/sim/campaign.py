@@ -1,0 +1,59 @@
+"""Many schedules: one verdict a seed, on one core or several."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+from fsbarrier.sim.invariants import Violation, check
+from fsbarrier.sim.setup import Setup
+from fsbarrier.sim.world import World
+
+CHUNK = 20  # schedules that a process takes at a time
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one seed. `struck`: the kinds of faults that really happened."""
+
+    seed: int
+    violations: tuple[Violation, ...]
+    virtual_s: float
+    struck: frozenset[str]
+
+
+def judge(seed: int, setup: Setup) -> Verdict:
+    """Run one schedule and check every invariant. Whatever the code under test raises unasked is a violation too."""
+    world = World(seed, setup)
+    try:
+        world.run()
+        found = tuple(check(world))
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error} ({where.filename.rpartition('/')[2]}:{where.lineno})"
+        found = (Violation("error", what),)
+    return Verdict(seed, found, world.now, frozenset(world.history.faults))
+
+
+def campaign(seeds: range, setup: Setup, jobs: int = 1) -> Iterator[Verdict]:
+    """The verdicts of `seeds`, in order. `jobs`: processes that share the work."""
+    if jobs <= 1:
+        yield from (judge(seed, setup) for seed in seeds)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        numbers, waiting = iter(seeds), []
+        work = partial(_several, setup=setup)
+        while chunk := list(islice(numbers, CHUNK)):
+            waiting.append(pool.submit(work, chunk))
+            if len(waiting) >= 2 * jobs:
+                yield from waiting.pop(0).result()
+        for future in waiting:
+            yield from future.result()
+
+
+def _several(seeds: list[int], setup: Setup) -> list[Verdict]:
+    return [judge(seed, setup) for seed in seeds]

@@ -1,0 +1,140 @@
+"""Stories told in a few lines, for tests: which nodes, what happens to whom when. Rendered as a transcript.
+
+    nodes 3                                   how many (also: iterations, policy, min-nodes, retries, length, seed, stale, phases)
+    when node 0 enters train_aggregate: kill node 0
+    when node 0 enters train_rollout, 2 s later: stop node 2 for 30 s
+    at 5 s: ask to stop
+
+Actions: kill / start / end node R (or `all`), stop node R for S s, freeze node R for S s (its host too), hold node R at create for
+S s (in the middle of that operation), fail node R in PHASE, ask to stop, ask to stop at once, lose power.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+from fsbarrier.errors import UsageError
+from fsbarrier.program import PHASE_NAMES
+from fsbarrier.sim import strikes
+from fsbarrier.sim.faults import Mishap
+from fsbarrier.sim.history import History
+from fsbarrier.sim.invariants import Violation, check
+from fsbarrier.sim.process import Process
+from fsbarrier.sim.setup import Setup
+from fsbarrier.sim.store import Habits
+from fsbarrier.sim.world import Awaited, World
+from fsbarrier.state import Exit
+
+_WHEN = re.compile(
+    r"when (?:node (\d+)|any) enters (\w+)(?: of iteration (\d+))?(?:, ([\d.]+) s later)?: (.+)"
+)
+_AT = re.compile(r"at ([\d.]+) s: (.+)")
+_SET = re.compile(r"([a-z-]+) (\S+)")
+
+
+def play(text: str) -> tuple[History, list[Violation]]:
+    """Run the story that `text` tells. Raises UsageError for a line that cannot be understood."""
+    lines = [line.split("#")[0].strip() for line in text.splitlines()]
+    found = [match for line in lines if ":" not in line and (match := _SET.fullmatch(line))]
+    world = _world({match[1]: match[2] for match in found})
+    for line in lines:
+        if ":" in line:
+            _plan(world, line)
+        elif line and _SET.fullmatch(line) is None:
+            raise UsageError(f"not a line of a scenario: {line!r}")
+    history = world.run()
+    return history, check(world)
+
+
+def _world(settings: dict[str, str]) -> World:
+    known = {"nodes", "iterations", "policy", "min-nodes", "length", "seed", "stale", "phases"}
+    if settings.keys() - known:
+        raise UsageError(f"unknown in a scenario: {', '.join(sorted(settings.keys() - known))}")
+    stale = float(settings.get("stale", "0"))
+    setup = Setup(
+        nodes=int(settings.get("nodes", "3")),
+        iterations=int(settings.get("iterations", "1")),
+        mix=frozenset(),
+        policy=settings.get("policy", "shrink"),
+        min_nodes=int(settings.get("min-nodes", "1")),
+        phases=settings.get("phases", "both"),
+        lengths=(float(settings.get("length", "1.0")),),
+        habits=Habits(stale, stale, stale),
+        clocks=False,
+    )
+    return World(int(settings.get("seed", "1")), setup)
+
+
+def _plan(world: World, line: str) -> None:
+    if match := _AT.fullmatch(line):
+        action = _counted(world, _action(world, match[2]))
+        world.at(float(match[1]), action)
+    elif match := _WHEN.fullmatch(line):
+        rank = int(match[1]) if match[1] is not None else None
+        if match[2] not in PHASE_NAMES:
+            raise UsageError(f"no phase {match[2]!r} in {line!r}")
+        action = _counted(world, _action(world, match[5]))
+        place = int(match[3] or 1), PHASE_NAMES.index(match[2])
+        world.awaited.append(Awaited(rank, *place, float(match[4] or 0.0), action))
+    else:
+        raise UsageError(f"not a line of a scenario: {line!r}")
+
+
+def _counted(world: World, action: Callable[[], None]) -> Callable[[], None]:
+    """The world does not end while something is still to come."""
+    world.starting += 1
+
+    def act() -> None:
+        world.starting -= 1
+        action()
+
+    return act
+
+
+def _action(world: World, text: str) -> Callable[[], None]:
+    if text in ("ask to stop", "ask to stop at once"):
+        return partial(strikes.ask_to_stop, world, now=text.endswith("once"))
+    if text == "lose power":
+        return lambda: strikes.cut_power(world, [p for p in world.processes if p.up], again=False)
+    if match := re.fullmatch(r"(kill|start|end) (?:node (\d+)|all)", text):
+        ranks = range(world.setup.nodes) if match[2] is None else range(int(match[2]), int(match[2]) + 1)
+        verb = match[1]
+        return lambda: _do(world, verb, ranks)
+    if match := re.fullmatch(r"(stop|freeze|hold) node (\d+)(?: at (\w+))? for ([\d.]+) s", text):
+        verb, rank, at, seconds = match[1], int(match[2]), match[3] or "", float(match[4])
+        return lambda: _hold(world, verb, rank, at, seconds)
+    if match := re.fullmatch(r"fail node (\d+) in (\w+)", text):
+        failure = int(match[1]), match[2]
+        return lambda: world.failures.add(failure)
+    raise UsageError(f"not an action of a scenario: {text!r}")
+
+
+def _of(world: World, rank: int) -> list[Process]:
+    return [process for process in world.processes if process.up and process.rank == rank]
+
+
+def _do(world: World, verb: str, ranks: range) -> None:
+    for rank in ranks:
+        if verb == "start":
+            if _of(world, rank):
+                world.history.faults.add("twin")
+            world.start(rank, 0.0)
+            continue
+        world.history.faults.add("crash" if verb == "kill" else "leave")
+        for process in _of(world, rank):
+            if verb == "kill":
+                world.kill(process, "killed")
+            else:
+                process.agent.exit = Exit(143, "left", "stopped by SIGTERM")
+                world.finish(process)
+
+
+def _hold(world: World, verb: str, rank: int, at: str, seconds: float) -> None:
+    world.history.faults.add("pause")
+    for process in _of(world, rank):
+        if verb == "hold":
+            process.mishap = Mishap("block", 1, seconds=seconds, stopped=not at, verb=at)
+        else:
+            world.pause(process, seconds, frozen=verb == "freeze")

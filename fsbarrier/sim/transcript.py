@@ -1,0 +1,113 @@
+"""A schedule as text that a person can follow: who did what when, and what the world did to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from fsbarrier.facts import Generation
+from fsbarrier.program import PHASE_NAMES
+from fsbarrier.sim.history import Event, History, Place, place_of
+from fsbarrier.sim.invariants import Violation
+
+WIDTH = 150
+
+
+class Line(NamedTuple):
+    """`mark`: "!" for what the world does, "-" for what a node does, "=" for what the nodes have reached together."""
+
+    time: float
+    mark: str
+    text: str
+
+
+def transcript(history: History, *, every_row: bool = False) -> str:
+    """The whole story. `every_row`: each row on a line of its own, also where nothing else happens in between."""
+    told: list[Line] = []
+    said = iter([*history.said, None])
+    following = next(said)
+    for number, line in enumerate([*_events(history.events), None]):
+        while following is not None and (line is None or following.after <= number):
+            told.append(Line(following.time, following.mark, following.text))
+            following = next(said)
+        if line is not None and line.text:
+            told.append(line)
+    return "\n".join(_rendered(told if every_row else _joined(told))) + "\n"
+
+
+def violations(found: Iterable[Violation]) -> str:
+    """Broken invariants, one a line."""
+    return "".join(f"{violation.number}: {violation.what}\n" for violation in found)
+
+
+def _events(events: list[Event]) -> Iterator[Line]:
+    """A line an event; without text where it is not worth one."""
+    passed: set[Place] = set()
+    begun: set[int] = set()
+    for event in events:
+        node, text, mark = event.node, "", "-"
+        who = f"node {node.rank}"
+        match event.event:
+            case "node_joined":
+                text = f"{who} joins as incarnation {node.incarnation}"
+            case "generation_proposed":
+                text = f"{who} creates generation {event.fields['number']}: {event.fields['reason']}"
+            case "generation_started" if node.generation is not None and node.generation.number not in begun:
+                begun.add(node.generation.number)
+                text, mark = _generation(node.generation), "="
+            case "phase_finished" if place_of(node) not in passed:
+                place = place_of(node)
+                passed.add(place)
+                text, mark = f"passed: iteration {place[1]}, {_row(place[2])}", "="
+            case "work_failed":
+                text = f"{who} fails in {_row(place_of(node)[2])}: {event.fields.get('error', '')}"
+            case "node_suspected":
+                text = f"{who} suspects node {event.fields['suspect']}"
+            case "node_recovered":
+                text = f"{who} hears node {event.fields['suspect']} again"
+            case "node_lost":
+                each = "; ".join(f"node {lost['node_rank']}: {lost['why']}" for lost in event.fields["lost"])
+                text = f"{who} has lost {each}{' (and waits for it)' if event.fields.get('waiting') else ''}"
+            case "left_generation":
+                text = f"{who} is not in generation {event.fields['newest']}; it joins again"
+        yield Line(event.time, mark, text)
+
+
+def _generation(generation: Generation) -> str:
+    start, nodes = generation.start, ", ".join(str(rank) for rank in generation.ranks)
+    head = f"generation {generation.number}: nodes {nodes}; leader {generation.leader}"
+    return f"{head}; goes on at iteration {start.iteration}, {_row(start.phase)}"
+
+
+def _row(phase: int) -> str:
+    return f"{phase:02d} {PHASE_NAMES[phase]}"
+
+
+def _joined(lines: list[Line]) -> Iterator[Line]:
+    """Rows that are passed one after the other, with nothing in between, on one line."""
+    held: list[Line] = []
+    for line in lines:
+        if line.text.startswith("passed: "):
+            held.append(line)
+            continue
+        yield from _run_of_rows(held)
+        held = []
+        yield line
+    yield from _run_of_rows(held)
+
+
+def _run_of_rows(held: list[Line]) -> Iterator[Line]:
+    if len(held) > 1:
+        first, last = held[0].text.removeprefix("passed: "), held[-1].text.removeprefix("passed: ")
+        same = first.partition(",")[0] == last.partition(",")[0]
+        yield Line(held[-1].time, "=", f"passed: {first} to {last.partition(', ')[2] if same else last}")
+    else:
+        yield from held
+
+
+def _rendered(lines: Iterable[Line]) -> Iterator[str]:
+    for line in lines:
+        first, *rest = line.text.splitlines() or [""]
+        text = first if len(first) <= WIDTH else first[: WIDTH - 3] + "..."
+        yield f"{line.time:9.2f} {line.mark} {text}"
+        yield from (f"{'':12}{more.strip()}" for more in rest)
