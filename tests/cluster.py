@@ -16,7 +16,13 @@ from fsbarrier.journal import read_events
 
 REPO = Path(__file__).resolve().parent.parent
 Event = dict[str, Any]
-FAST = ("coordination.beat_s=0.2", "coordination.suspect_s=1", "coordination.dead_s=2", "toy.phase_s=0.1", "toy.tasks=24")
+FAST = (
+    "coordination.beat_s=0.2",
+    "coordination.suspect_s=1",
+    "coordination.dead_s=2",
+    "toy.phase_s=0.1",
+    "toy.tasks=24",
+)
 
 
 class Cluster:
@@ -42,7 +48,11 @@ class Cluster:
     def start(self, *ranks: int) -> None:
         """Start these nodes (all, if none is named)."""
         for rank in ranks or range(self.nodes):
-            who = ("--master", "--num-nodes", str(self.nodes), *self.flags) if rank == 0 else ("--worker", str(rank))
+            who = (
+                ("--master", "--num-nodes", str(self.nodes), *self.flags)
+                if rank == 0
+                else ("--worker", str(rank))
+            )
             argv = [sys.executable, "-m", "fsbarrier", "run", "--log-path", str(self.log_path), *who]
             with (self.output / f"node_{rank}.txt").open("ab") as out:
                 env = {k: v for k, v in os.environ.items() if "RANK" not in k} | {"PYTHONPATH": str(REPO)}
@@ -91,7 +101,11 @@ class Cluster:
 
     def said(self, rank: int) -> str:
         path = self.output / f"node_{rank}.txt"
-        return f"--- node {rank}\n{path.read_text(errors='replace')}" if path.exists() else f"--- node {rank}: nothing"
+        return (
+            f"--- node {rank}\n{path.read_text(errors='replace')}"
+            if path.exists()
+            else f"--- node {rank}: nothing"
+        )
 
 
 def leftovers(log_path: Path) -> list[int]:

@@ -84,7 +84,9 @@ def test_a_node_that_was_stopped_and_wakes_late_rejoins(tmp_path: Path) -> None:
         cluster.start()
         cluster.in_phase(2, 2)
         cluster.signal(2, signal.SIGSTOP)
-        cluster.wait_for(lambda e: e["event"] == "generation_started" and e["node_rank"] == 0 and 2 not in e["members"])
+        cluster.wait_for(
+            lambda e: e["event"] == "generation_started" and e["node_rank"] == 0 and 2 not in e["members"]
+        )
         cluster.signal(2, signal.SIGCONT)
         assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said(2)
         assert any(e["event"] == "left_generation" and e["node_rank"] == 2 for e in cluster.events())

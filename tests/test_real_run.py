@@ -1,0 +1,71 @@
+"""The whole loop once, for real: two nodes, real vLLM on CPU, real torchrun over gloo, two iterations of the built-in task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, leftovers
+
+from fsbarrier.paths import RunPaths
+from fsbarrier.program import PHASE_NAMES
+
+SMALL = ("rollout.tasks=24", "rollout.samples=8", "eval.tasks=32", "optimizer.warmup_steps=0")
+
+
+@pytest.mark.engine
+@pytest.mark.torch
+@pytest.mark.timeout(900)
+def test_two_nodes_two_iterations(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2, "--iterations", "2", *SMALL, program="rl") as cluster:
+        cluster.start()
+        assert cluster.wait(deadline_s=800) == {0: 0, 1: 0}, cluster.said(0) + cluster.said(1)
+        events, paths = cluster.events(), RunPaths(cluster.log_path)
+        assert_phases_in_order(cluster)
+        assert_trajectories_open_in_torch(paths)
+        assert_new_weights_are_served(paths, events)
+        assert leftovers(cluster.log_path) == []
+
+
+def assert_phases_in_order(cluster: Cluster) -> None:
+    for rank in range(2):
+        mine = [e for e in cluster.events() if e["node_rank"] == rank]
+        started = [(e["iteration"], e["phase"]) for e in mine if e["event"] == "phase_started"]
+        assert started == [(i, p) for i in (1, 2) for p in range(len(PHASE_NAMES))]
+        actions = [e["engine_action"] for e in mine if e["event"] == "engine_ready"]
+        assert actions[0] == "started" and set(actions[1:]) <= {"kept", "reloaded"} and "reloaded" in actions
+
+
+def assert_trajectories_open_in_torch(paths: RunPaths) -> None:
+    import torch
+
+    for split, expected in (("train", 24 * 8), ("test", 32)):
+        for iteration in (1, 2):
+            merged = torch.load(paths.merged(split, iteration), weights_only=True)
+            assert len(merged["trajectories"]) == expected
+            assert {t["policy_version"] for t in merged["trajectories"]} == {iteration - 1}
+            parts = [
+                torch.load(paths.rank_checkpoint(split, iteration, r), weights_only=True) for r in (0, 1)
+            ]
+            assert sum(len(part["trajectories"]) for part in parts) == expected
+    one = merged["trajectories"][0]
+    assert len(one["token_ids"]) == len(one["loss_mask"]) == len(one["logprobs"])
+    assert one["messages"][-1]["role"] == "assistant"
+
+
+def assert_new_weights_are_served(paths: RunPaths, events: list[dict[str, object]]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    updates = [e for e in events if e["event"] == "updated"]
+    assert [e["policy_version"] for e in updates] == [1, 2]
+    gaps = [float(str(e["logprob_gap_max"])) for e in updates]
+    assert max(gaps) < 1e-3, "the engine must serve what the trainer trains, also after a reload in place"
+    served = AutoModelForCausalLM.from_pretrained(paths.served_model)
+    first = AutoModelForCausalLM.from_pretrained(paths.demo / "model")
+    moved = [not torch.equal(a, b) for a, b in zip(served.parameters(), first.parameters(), strict=True)]
+    assert any(moved)
+    assert AutoTokenizer.from_pretrained(paths.served_model)("dcba=").input_ids
+    manifest = json.loads((paths.served_model.resolve().parent / "MANIFEST.json").read_bytes())
+    assert manifest["policy_version"] == 2
