@@ -59,6 +59,7 @@ class ContextMaker:
             python=sys.executable,
             joins=dict(self.observer.joins),
             reports=reports,
+            newest=self.observer.newest_number,
             inventory=inventory,
             accelerators=self.accelerators,
             cpus=len(os.sched_getaffinity(0)),

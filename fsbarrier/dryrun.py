@@ -19,6 +19,7 @@ from fsbarrier.program import (
     OpenRendezvous,
     Phase,
     ProbeAddresses,
+    PublishFile,
     PublishWeights,
     ReleaseEngine,
     ServeWeights,
@@ -124,6 +125,8 @@ def describe_work(work: Work) -> list[str]:
             return [f"connect to {', '.join(addresses)} port {port}"]
         case PublishWeights(folder, version, keep):
             return [f"verify {folder}, publish it as policy version {version}, keep the newest {keep}"]
+        case PublishFile(source, name):
+            return [f"publish {source} as {name}"]
         case Command(argv, _, _, env):
             settings = [f"{name}={value}" for name, value in env.items()]
             return [shlex.join([*settings, *(word.replace("{spec}", "SPEC.json") for word in argv)])]

@@ -13,18 +13,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fsbarrier import checkpoints, files
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.facts import Payload
 from fsbarrier.program import (
-    Builder,
     Command,
     Context,
     OpenRendezvous,
     ProbeAddresses,
+    PublishFile,
     PublishWeights,
     ReleaseEngine,
     ServeWeights,
@@ -37,6 +38,7 @@ from fsbarrier.state import Node, Part, WorkReport
 from fsbarrier.supervisor import Child
 
 LOG_LINES = 20
+T = TypeVar("T")
 DIRECTORY_S = 15.0  # for how long a failing directory is asked for what a piece of work needs to know
 WATCH_S = 0.25  # how often a running program's progress is looked at
 
@@ -121,7 +123,8 @@ class Jobs:
             row = context.phase
             builder = row.each if part is Part.EACH else row.leader
             assert builder is not None
-            value, ok = self._do(self._decide(builder, context, cancel), context, cancel), True
+            work = self._patiently(partial(builder, context), cancel)
+            value, ok = self._do(work, context, cancel), True
         except Cancelled:
             return
         except FsbarrierError as error:
@@ -132,12 +135,12 @@ class Jobs:
             self._report = WorkReport(part, ok, value, time.monotonic() - started)
             self.wake()
 
-    def _decide(self, builder: Builder, context: Context, cancel: threading.Event) -> Work:
-        """What is to be done. While the shared directory fails it is asked again: no attempt of the program was made yet."""
+    def _patiently(self, ask: Callable[[], T], cancel: threading.Event) -> T:
+        """What the shared directory says. While it fails it is asked again: that is no failed attempt of a program."""
         deadline = time.monotonic() + DIRECTORY_S
         while True:
             try:
-                return builder(context)
+                return ask()
             except OSError:
                 if time.monotonic() >= deadline:
                     raise
@@ -177,11 +180,23 @@ class Jobs:
             case ProbeAddresses():
                 return {"reached": list(probe(work))}
             case PublishWeights():
+                self._still_newest(context, cancel)
                 return self._publish(work)
+            case PublishFile(source, name):
+                self._still_newest(context, cancel)
+                files.link_over(source, name)
+                return {}
             case Command():
                 return self._command(work, context, cancel)
 
     _engine_info: dict[str, Any] = field(default_factory=dict)
+
+    def _still_newest(self, context: Context, cancel: threading.Event) -> None:
+        """A node that slept while the others went on must not change what they see; nothing is left to report to them either."""
+        if self._patiently(context.newest, cancel) > context.generation:
+            raise ProgramFailed(
+                f"generation {context.generation} has ended; nothing of it is published any more"
+            )
 
     def _publish(self, work: PublishWeights) -> dict[str, Any]:
         checkpoints.verify(work.folder)

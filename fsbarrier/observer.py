@@ -85,6 +85,11 @@ class Observer:
         if generation is not None and (self.newest is None or generation.number > self.newest.number):
             self.newest = generation
 
+    def newest_number(self) -> int:
+        """The number of the newest generation that can be seen now. Raises OSError."""
+        listed = _numbers(_GENERATION, self.store.names(self.paths.generations))
+        return max([*listed, self.newest.number if self.newest is not None else 0])
+
     def hurry(self) -> None:
         """Look at everything at the next view, whatever its pace."""
         self._looked = self._looked_at_beats = float("-inf")

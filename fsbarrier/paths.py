@@ -70,6 +70,11 @@ class RunPaths:
         """The merged file of one iteration: {"trajectories": [...], "metadata": {...}}."""
         return self.trajectories(split) / f"{split}_trajectories.pt.iteration{iteration}"
 
+    def merged_by(self, split: str, iteration: int, generation: int) -> Path:
+        """The same as one generation made it: no other one, woken up late, can put its own in its place."""
+        merged = self.merged(split, iteration)
+        return merged.with_name(f"{merged.name}.g{generation:04d}")
+
     def rank_checkpoint(self, split: str, iteration: int, rank: int) -> Path:
         """What one node rank rolled out, finished."""
         merged = self.merged(split, iteration)

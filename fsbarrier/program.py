@@ -107,6 +107,14 @@ class PublishWeights:
 
 
 @dataclass(frozen=True)
+class PublishFile:
+    """What this generation made in `source` becomes what people find under `name`, unless a newer generation exists."""
+
+    source: Path
+    name: Path
+
+
+@dataclass(frozen=True)
 class Steps:
     """Several works, one after the other; their results are merged."""
 
@@ -114,7 +122,15 @@ class Steps:
 
 
 Work = (
-    Value | Command | ServeWeights | ReleaseEngine | OpenRendezvous | ProbeAddresses | PublishWeights | Steps
+    Value
+    | Command
+    | ServeWeights
+    | ReleaseEngine
+    | OpenRendezvous
+    | ProbeAddresses
+    | PublishWeights
+    | PublishFile
+    | Steps
 )
 
 
@@ -162,6 +178,8 @@ class Context:
     joins: Mapping[int, Join] = field(default_factory=dict)
     #: results of all members in an earlier phase of this generation and iteration: phase name -> node rank -> payload
     reports: Callable[[str], Mapping[int, Payload]] = field(default=lambda _: {})
+    #: the number of the newest generation, freshly looked up; to be asked before anything is done that others see
+    newest: Callable[[], int] = field(default=lambda: 0)
     #: part files of this iteration that are on disk: split -> parts, oldest generation first
     inventory: Callable[[str], tuple[PartOnDisk, ...]] = field(default=lambda _: ())
     accelerators: int = 0  # on this node

@@ -19,6 +19,7 @@ from fsbarrier.program import (
     Phase,
     ProbeAddresses,
     Program,
+    PublishFile,
     PublishWeights,
     ReleaseEngine,
     ServeWeights,
@@ -102,9 +103,9 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
         for rank in ctx.ranks
         if "part" in reports.get(rank, {})
     ]
-    merged = ctx.paths.merged(split, ctx.iteration)
+    merged = ctx.paths.merged_by(split, ctx.iteration, ctx.generation)
     event = {"split": split, "policy_version": ctx.policy_version}
-    return Command(
+    command = Command(
         (ctx.python, "-m", "fsbarrier.aggregate", "--spec", "{spec}"),
         "aggregate.log",
         spec={
@@ -122,6 +123,7 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
         extra={"merged": str(merged), **event},
         event="rolled_out" if split == "train" else "evaluated",
     )
+    return Steps((command, PublishFile(merged, ctx.paths.merged(split, ctx.iteration))))
 
 
 def evaluates(ctx: Context) -> bool:

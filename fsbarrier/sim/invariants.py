@@ -32,6 +32,7 @@ def check(world: World) -> list[Violation]:
     history = world.history
     found = [Violation(number, what) for number, function in ALL.items() for what in function(history)]
     found += [Violation("I3", what) for what in start_positions(history, world.rules.program)]
+    found += [Violation("I4", what) for what in public_names(history, world.artifacts.public)]
     found += [Violation("I6", what) for what in outcomes(world)]
     return found
 
@@ -165,6 +166,16 @@ def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
         if used.named != used.found:
             other = stamps[used.found].generation
             yield f"node {used.node.rank} made a batch of generation {other}'s merge, not of the one that was decided"
+
+
+def public_names(history: History, public: Mapping[str, int]) -> Iterator[str]:
+    """Under the name that people know lies the newest generation's merge."""
+    stamps = {merged.stamp: merged for merged in history.merges}
+    for name, stamp in public.items():
+        found = stamps[stamp]
+        same = [m for m in history.merges if (m.split, m.iteration) == (found.split, found.iteration)]
+        if any(other.generation > found.generation and name in other.out for other in same):
+            yield f"{name} is generation {found.generation}'s, though a newer one merged"
 
 
 def i5_exactly_once(history: History) -> Iterator[str]:

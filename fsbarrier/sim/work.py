@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.facts import Payload, Position
@@ -20,6 +20,7 @@ from fsbarrier.program import (
     OpenRendezvous,
     PartOnDisk,
     ProbeAddresses,
+    PublishFile,
     PublishWeights,
     ReleaseEngine,
     ServeWeights,
@@ -38,6 +39,7 @@ GROUP_BYTES = 100  # what one group of trajectories takes in a simulated part
 FOREVER = float("inf")
 RETRY_S = 0.5  # after a filesystem's error while a piece of work is being prepared
 Waiting = Generator[float, None, dict[str, Any]]
+T = TypeVar("T")
 
 
 @dataclass
@@ -69,14 +71,22 @@ class Artifacts:
     batches: dict[str, int] = field(default_factory=dict)
     checkpoints: dict[str, tuple[int, int]] = field(default_factory=dict)  # folder -> (version, generation)
     served: str = ""
+    public: dict[str, int] = field(
+        default_factory=dict
+    )  # name that people look at -> stamp of the merge behind it
     meetings: dict[tuple[str, str], Meeting] = field(default_factory=dict)
     stamps: int = 0
     ports: int = 40000
 
     def retain(self, keep: int, current: str) -> None:
-        """What clean-up after a publication leaves: the newest `keep` folders, and the current one."""
-        for folder in sorted(self.checkpoints, key=lambda f: self.checkpoints[f])[:-keep]:
-            if folder != current:
+        """Clean-up after a publication, as fsbarrier.checkpoints.retain does it."""
+        newest = self.checkpoints[current][0]
+        versions = sorted(
+            {version for version, _ in self.checkpoints.values() if version <= newest}, reverse=True
+        )
+        spared = {*versions[: max(keep, 2)], newest}
+        for folder, (version, _) in list(self.checkpoints.items()):
+            if version < newest and version not in spared:
                 del self.checkpoints[folder]
 
 
@@ -168,16 +178,19 @@ class SimWork:
         context = self.context(piece.node)
         builder = context.phase.each if piece.part is Part.EACH else context.phase.leader
         assert builder is not None
+        work = yield from self._patiently(partial(builder, context))
+        return (yield from self._do(work, context, piece))
+
+    def _patiently(self, ask: Callable[[], T]) -> Generator[float, None, T]:
+        """What the shared directory says; while it fails it is asked again."""
         deadline = self.world.now + self.world.rules.limits.dead_s
         while True:
             try:
-                work = builder(context)
-                break
+                return ask()
             except OSError as error:
                 if self.world.now > deadline:
                     raise ProgramFailed(f"the shared directory fails: {error}") from None
                 yield RETRY_S
-        return (yield from self._do(work, context, piece))
 
     def _do(self, work: Work, context: Context, piece: Piece) -> Waiting:
         match work:
@@ -201,7 +214,13 @@ class SimWork:
             case ProbeAddresses(addresses, _):
                 yield self.world.short()
                 return {"reached": list(addresses)}
+            case PublishFile(source, name):
+                yield self.world.short()
+                yield from self._still_newest(context)
+                self.artifacts.public[str(name)] = self.artifacts.merged[str(source)].stamp
+                return {}
             case PublishWeights():
+                yield from self._still_newest(context)
                 return (yield from self._publish(work, piece))
             case Command():
                 return {**work.extra, **(yield from self._command(work, context, piece))}
@@ -326,6 +345,11 @@ class SimWork:
         self.artifacts.retain(work.keep, folder)
         return {"policy_version": work.policy_version, "folder": folder}
 
+    def _still_newest(self, context: Context) -> Generator[float, None, None]:
+        newest = yield from self._patiently(context.newest)
+        if newest > context.generation:
+            raise ProgramFailed(f"generation {context.generation} has ended")
+
     @property
     def artifacts(self) -> Artifacts:
         return self.world.artifacts
@@ -370,6 +394,7 @@ class SimWork:
             python="python",
             joins=dict(observer.joins),
             reports=reports,
+            newest=observer.newest_number,
             inventory=lambda split: self._inventory(split, position.iteration),
         )
 
