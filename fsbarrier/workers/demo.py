@@ -1,156 +1,297 @@
-"""Makes the built-in task and its tiny model: `python -m fsbarrier.workers.demo --out DIR [--seed N]` (about half a minute, CPU).
+"""Makes the demonstration: task files and a tiny model that answers about a quarter of the held-out tasks.
 
-The model is a Qwen2 of half a million parameters with a character tokenizer, warmed up on demonstrations of which 60 % are wrong,
-until it answers about a quarter of the prompts rightly: enough for reinforcement to find what to reinforce, and far from solved.
+    python -m fsbarrier.workers.demo --out DIR [--seed 0]
+
+DIR gets train.jsonl, test.jsonl, model/ (a Hugging Face folder) and READY, all in one step; nothing happens where DIR is ready.
+
+The model (Qwen2 architecture, 0.5 M parameters, characters as tokens, output head untied) gets a *warm start*: supervised
+fine-tuning on demonstrations of which 60 % are wrong (fsbarrier.demo.demonstration), until it answers a quarter of fresh
+prompts right when sampled. It thereby learns the form of an answer and to spread its bets; reinforcement does the rest.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import secrets
 import shutil
+import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
+import filelock
+import tokenizers
 import torch
-from rich.progress import Progress
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+import transformers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from fsbarrier import demo
-from fsbarrier.files import make_dirs, write_atomic
+from fsbarrier import demo, files
+from fsbarrier.errors import UsageError
 
-PAD, EOS, EQUALS = 0, 1, 2
-VOCABULARY = {"<pad>": PAD, "<eos>": EOS, "=": EQUALS} | {
-    letter: 3 + i for i, letter in enumerate(demo.LETTERS)
-}
-MODEL_TOKENS = 32  # the vocabulary, rounded up
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+VOCABULARY = {token: index for index, token in enumerate((PAD, EOS, UNKNOWN, "=", *demo.LETTERS))}
+PROMPT_TOKENS = demo.LENGTH + 1
+ANSWER_TOKENS = demo.LENGTH + 1  # the end of the text is one
+IGNORED = -100  # what cross_entropy leaves out
 
-WRONG_SHARE = 0.6
-WARM_ACCURACY = 0.25
-WARM_BATCH, WARM_LR, WARM_RAMP = 128, 2e-3, 20
-WARM_STEPS_MIN, WARM_STEPS_MAX, WARM_CHECK = 60, 400, 10
+LOCK_TIMEOUT_S = 600.0
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character."""
-    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", clean_up_tokenization_spaces=False
-    )
+@dataclass(frozen=True)
+class WarmStart:
+    """Parameters of the warm start; about 200 steps, less than 20 s on one core."""
+
+    wrong_share: float = 0.6  # of the demonstrations; see fsbarrier.demo.demonstration
+    target_accuracy: float = 0.25  # sampled at temperature 1, mean of the last two looks
+    batch: int = 128
+    lr: float = 2e-3
+    warmup_steps: int = 20
+    first_look: int = 60
+    look_every: int = 10
+    look_prompts: int = 512
+    max_steps: int = 400
 
 
-def make_model(seed: int) -> Qwen2ForCausalLM:
-    """The untrained model; untied, with heads of 32, which is what vLLM's attention on CPUs takes."""
+Progress = Callable[[int, float], None]
+"""Called with the steps done and the last known accuracy."""
+
+
+def build_model(seed: int) -> transformers.Qwen2ForCausalLM:
+    """The tiny policy before any training. Untied: an engine that reloads weights in place may miss a tied output head."""
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=MODEL_TOKENS,
+    config = transformers.Qwen2Config(
+        vocab_size=len(VOCABULARY),
         hidden_size=128,
         intermediate_size=512,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=32,  # vLLM's CPU attention takes 32, 64, 80, 96, ...
         max_position_embeddings=128,
         tie_word_embeddings=False,
-        initializer_range=0.05,
         bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
+        eos_token_id=VOCABULARY[EOS],
+        pad_token_id=VOCABULARY[PAD],
     )
-    return Qwen2ForCausalLM(config)
+    return transformers.Qwen2ForCausalLM(config)
 
 
-def encode(prompt: str, answer: str) -> tuple[list[int], list[int]]:
-    """Token ids and labels of one demonstration, padded: labels only on the answer and its end."""
-    ids = [VOCABULARY[c] for c in prompt + answer] + [EOS]
-    labels = [-100] * len(prompt) + ids[len(prompt) :]
-    missing = 2 * demo.LENGTH + 2 - len(ids)
-    return ids + [PAD] * missing, labels + [-100] * missing
+def build_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """One token a character; nothing is added in front of a prompt."""
+    model = tokenizers.models.WordLevel(VOCABULARY, unk_token=UNKNOWN)
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[\\s\\S]"), "isolated")
+    inner.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        model_max_length=128,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode(text: str) -> list[int]:
+    return [VOCABULARY[letter] for letter in text]
+
+
+def right_answers(prompts: list[str]) -> Tensor:
+    """int64[prompts, ANSWER_TOKENS]: what each prompt must be answered with, the end of the text included."""
+    return torch.tensor([[*encode(demo.answer_for(prompt)), VOCABULARY[EOS]] for prompt in prompts])
 
 
 @torch.no_grad()
-def sampled_accuracy(model: Any, prompts: list[str], generator: torch.Generator) -> float:
-    """The share of prompts answered rightly, sampling one answer each at temperature 1."""
-    tokens = torch.tensor([[VOCABULARY[c] for c in prompt] for prompt in prompts])
-    for _ in range(demo.LENGTH + 1):
-        logits = model(input_ids=tokens, use_cache=False).logits[:, -1]
-        tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1, generator=generator)], 1)
-    wanted = torch.tensor([[VOCABULARY[c] for c in demo.answer_for(prompt)] + [EOS] for prompt in prompts])
-    return float((tokens[:, demo.LENGTH + 1 :] == wanted).all(1).float().mean())
+def sampled_accuracy(
+    model: transformers.Qwen2ForCausalLM, prompts: list[str], generator: torch.Generator
+) -> float:
+    """Share of `prompts` answered exactly right by one sample each at temperature 1."""
+    tokens = torch.tensor([encode(prompt) for prompt in prompts])
+    for _ in range(ANSWER_TOKENS):
+        logits = model(input_ids=tokens, use_cache=False).logits[:, -1].float()
+        drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        tokens = torch.cat([tokens, drawn], dim=1)
+    right = (tokens[:, PROMPT_TOKENS:] == right_answers(prompts)).all(dim=1)
+    return float(right.float().mean())
 
 
-def demonstrations(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches of noisy demonstrations: tokens and labels, [batch, length]."""
-    rng = random.Random(f"warm/{seed}")
-    prompts = demo.prompts(rng, held_out=False)
-    while True:
-        chosen = [next(prompts) for _ in range(WARM_BATCH)]
-        pairs = [encode(prompt, demo.demonstration(prompt, WRONG_SHARE, rng)) for prompt in chosen]
-        yield torch.tensor([tokens for tokens, _ in pairs]), torch.tensor([labels for _, labels in pairs])
+def demonstrations(source: Iterator[str], recipe: WarmStart, rng: random.Random) -> tuple[Tensor, Tensor]:
+    """One batch: token ids and labels, both int64[batch, PROMPT_TOKENS + ANSWER_TOKENS]; prompts and padding carry no label."""
+    inputs, labels = [], []
+    for _ in range(recipe.batch):
+        prompt = next(source)
+        answer = [*encode(demo.demonstration(prompt, recipe.wrong_share, rng)), VOCABULARY[EOS]]
+        padding = ANSWER_TOKENS - len(answer)
+        inputs.append([*encode(prompt), *answer, *[VOCABULARY[PAD]] * padding])
+        labels.append([*[IGNORED] * PROMPT_TOKENS, *answer, *[IGNORED] * padding])
+    return torch.tensor(inputs), torch.tensor(labels)
 
 
-def warm_up(model: Any, seed: int, progress: Progress) -> float:
-    """Train until two checks in a row average WARM_ACCURACY on trainable prompts; gives the last accuracy."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LR, betas=(0.9, 0.95), weight_decay=0.0)
-    checked = demo.distinct_prompts(random.Random(7), 512, held_out=False)
-    generator = torch.Generator().manual_seed(seed + 1)
-    bar = progress.add_task("warming the tiny model up", total=WARM_ACCURACY)
-    accuracy = 0.0
-    for step, (tokens, labels) in zip(range(1, WARM_STEPS_MAX + 1), demonstrations(seed), strict=False):
+def warm_start(model: transformers.Qwen2ForCausalLM, seed: int, recipe: WarmStart, progress: Progress) -> int:
+    """Fine-tune `model` in place until it is as good as the recipe wants; gives the steps it took.
+
+    The looks use fresh prompts of the training side: the held-out ones play no part in making the model.
+    """
+    rng = random.Random(f"{demo.RECIPE}/{seed}/warm-start")
+    source = demo.prompts(rng, held_out=False)
+    looked_at = demo.distinct_prompts(
+        random.Random(f"{demo.RECIPE}/{seed}/looks"), recipe.look_prompts, held_out=False
+    )
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    accuracy = before = 0.0
+    for step in range(1, recipe.max_steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = WARM_LR * min(1.0, step / WARM_RAMP)
-        logits = model(input_ids=tokens, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            group["lr"] = recipe.lr * min(1.0, step / recipe.warmup_steps)
+        tokens, labels = demonstrations(source, recipe, rng)
+        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % WARM_CHECK == 0 and step >= WARM_STEPS_MIN:
-            before, accuracy = accuracy, sampled_accuracy(model, checked, generator)
-            progress.update(bar, completed=min(WARM_ACCURACY, accuracy))
-            if (before + accuracy) / 2 >= WARM_ACCURACY:
-                break
-    return accuracy
+        if step >= recipe.first_look and step % recipe.look_every == 0:
+            before, accuracy = accuracy, sampled_accuracy(model, looked_at, generator)
+            if (before + accuracy) / 2 >= recipe.target_accuracy:
+                progress(step, accuracy)
+                return step
+        progress(step, accuracy)
+    return recipe.max_steps
 
 
-def make(out: Path, seed: int) -> None:
-    """Fill `out`, which appears in one step: of two makers at once one is first, and the other's is dropped. Raises OSError."""
-    if demo.is_ready(out):
-        return
+def make(out: Path, seed: int, recipe: WarmStart, progress: Progress) -> None:
+    """Make the demo folder at `out` in one step. Of several at once all but one find it made. Raises UsageError, OSError."""
     staging = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
+    files.make_dirs(staging)
     try:
-        make_dirs(staging)
+        began = time.monotonic()
         demo.write_tasks(staging, seed)
-        model = make_model(seed)
-        with Progress() as progress:
-            accuracy = warm_up(model, seed, progress)
-        model.save_pretrained(staging / "model", safe_serialization=True)
-        make_tokenizer().save_pretrained(staging / "model")
-        ready = {"recipe": demo.RECIPE, "seed": seed, "sampled_accuracy": round(accuracy, 3)}
-        write_atomic(staging / "READY", json.dumps(ready).encode(), durable=True)
+        model = build_model(seed)
+        steps = warm_start(model, seed, recipe, progress)
+        lines = (staging / "test.jsonl").read_text(encoding="utf-8").splitlines()
+        held_out = [json.loads(line)["prompt"] for line in lines]
+        accuracy = sampled_accuracy(model, held_out, torch.Generator().manual_seed(seed))
+        model.save_pretrained(staging / "model")
+        build_tokenizer().save_pretrained(staging / "model")
+        ready = {
+            "recipe": demo.RECIPE,
+            "seed": seed,
+            "steps": steps,
+            "held_out_accuracy": round(accuracy, 4),
+            "seconds": round(time.monotonic() - began, 1),
+        }
+        _flush(staging)
+        files.write_atomic(staging / "READY", (json.dumps(ready) + "\n").encode(), durable=True)
         try:
-            os.rename(staging, out)
-        except OSError:
+            os.rename(staging, out)  # onto nothing or an empty folder; anything else is left alone
+        except OSError as error:
             if not demo.is_ready(out):
-                raise
+                raise UsageError(
+                    f"--out {out}: {error.strerror}; it is there but is no complete demo folder: remove it"
+                ) from None
+        files.fsync_dir(out.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def _flush(folder: Path) -> None:
+    """What libraries wrote gets the same durability as what fsbarrier.files writes."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+
+
+@contextlib.contextmanager
+def progress_bar(total: int) -> Iterator[Progress]:
+    """A bar on a terminal, a line now and then elsewhere. It ends early when the model is good enough."""
+
+    def told(step: int, accuracy: float) -> str:
+        return f"step {step}" + (f", accuracy {accuracy:.2f}" if accuracy else "")
+
+    if not sys.stderr.isatty():
+
+        def tell(step: int, accuracy: float) -> None:
+            if step % 50 == 0:
+                print(f"warm start: {told(step, accuracy)}", file=sys.stderr, flush=True)
+
+        yield tell
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("warm start"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total, note="")
+
+        def show(step: int, accuracy: float) -> None:
+            bar.update(task, completed=step, note=told(step, accuracy))
+
+        yield show
+        bar.update(task, completed=total)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m fsbarrier.workers.demo",
+        description="Make the built-in task and its tiny model (about half a minute).",
+        epilog="example: python -m fsbarrier.workers.demo --out demo --seed 1",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, another model (default 0)")
+    return parser.parse_args()
+
+
+def ensure(out: Path, seed: int) -> None:
+    """Make `out` unless it is ready; whoever comes second waits for the first. Raises UsageError, OSError."""
+    if demo.is_ready(out):
+        return
+    files.make_dirs(out.parent)
+    # The lock only saves double work: on a filesystem without locks, or past its deadline, the rename in make() decides.
+    lock = filelock.FileLock(out.with_name(f".{out.name}.lock"), timeout=LOCK_TIMEOUT_S)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, NotImplementedError, filelock.Timeout):
+            stack.enter_context(lock)
+        if demo.is_ready(out):
+            return
+        recipe = WarmStart()
+        with progress_bar(recipe.max_steps) as progress:
+            make(out, seed, recipe, progress)
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    sys.exit(128 + signum)  # as an exception, so that what is half made is removed
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="make the built-in task and its tiny model")
-    parser.add_argument("--out", type=Path, required=True, help="the folder to fill")
-    parser.add_argument("--seed", type=int, default=0, help="of the model, its warm start and the tasks")
-    args = parser.parse_args()
-    make(args.out, args.seed)
+    args = arguments()
+    signal.signal(signal.SIGTERM, _end)
+    os.umask(0o077)
+    # One thread: always the same order of additions, so the same model everywhere; and at this size a second one gains little
+    # on a quiet machine and loses a factor of ten on a busy one, where threads spin while they wait for each other.
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    out = args.out.absolute()
+    try:
+        ensure(out, args.seed)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"--out {out}: cannot be made: {error.strerror or error}", file=sys.stderr)
+        return UsageError.exit_code
+    except KeyboardInterrupt:
+        return 130
+    print(f"{out}: {(out / 'READY').read_text(encoding='utf-8').strip()}")
     return 0
 
 

@@ -1,0 +1,114 @@
+"""The built-in task: an honest split, honest demonstrations, and a folder that is there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from fsbarrier import demo
+from fsbarrier.errors import UsageError
+from fsbarrier.tasks import read_tasks
+
+
+def test_train_and_test_share_no_prompt_whatever_the_seed(tmp_path: Path) -> None:
+    prompts: dict[str, set[str]] = {"train": set(), "test": set()}
+    for seed in (0, 1):
+        demo.write_tasks(tmp_path, seed)
+        for name, count in (("train", demo.TRAIN_TASKS), ("test", demo.TEST_TASKS)):
+            tasks = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+            assert len({task["prompt"] for task in tasks}) == count
+            assert all(task["answer"] == "".join(sorted(task["prompt"][:4])) for task in tasks)
+            prompts[name] |= {task["prompt"] for task in tasks}
+    assert not prompts["train"] & prompts["test"]
+    assert len(read_tasks(tmp_path / "test.jsonl").tasks) == demo.TEST_TASKS
+
+
+def test_tasks_follow_from_the_seed(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+        demo.write_tasks(folder, 3)
+    assert (first / "train.jsonl").read_bytes() == (second / "train.jsonl").read_bytes()
+    demo.write_tasks(second, 4)
+    assert (first / "train.jsonl").read_bytes() != (second / "train.jsonl").read_bytes()
+
+
+def test_demonstrations_are_wrong_as_often_as_they_say() -> None:
+    rng = random.Random(0)
+    shown = [demo.demonstration("dbca=", 0.6, rng) for _ in range(4000)]
+    assert 0.37 < shown.count("abcd") / len(shown) < 0.43
+    assert set(shown) == {"abcd", "dcba", "dbca", "bcd", "acd", "abd", "abc"}
+
+
+@pytest.mark.torch
+def test_the_tokenizer_gives_text_back(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from fsbarrier.workers import demo as maker
+
+    maker.build_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.encode("dcba=") == maker.encode("dcba=")
+    assert (
+        tokenizer.decode([*maker.encode("abcd"), tokenizer.eos_token_id], skip_special_tokens=True) == "abcd"
+    )
+    assert tokenizer.encode("a 1") == [maker.VOCABULARY["a"]] + [maker.VOCABULARY[maker.UNKNOWN]] * 2
+
+
+@pytest.mark.torch
+def test_the_folder_appears_once_and_whole(tmp_path: Path) -> None:
+    """Two makers at once, with a warm start of a few steps: one of them wins, both end well, nothing else is left."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from fsbarrier.workers import demo as maker
+
+    quick = maker.WarmStart(batch=4, max_steps=2)
+    out, failures = tmp_path / "demo", []
+
+    def run() -> None:
+        try:
+            maker.make(out, 5, quick, lambda step, accuracy: None)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert demo.is_ready(out)
+    assert [path.name for path in tmp_path.iterdir()] == ["demo"]
+    model = AutoModelForCausalLM.from_pretrained(out / "model")
+    assert not model.config.tie_word_embeddings
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+@pytest.mark.torch
+def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
+    from fsbarrier.workers import demo as maker
+
+    quick = maker.WarmStart(batch=4, max_steps=2)
+    weights = []
+    for name in ("one", "two"):
+        maker.make(tmp_path / name, 7, quick, lambda step, accuracy: None)
+        weights.append((tmp_path / name / "model" / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.torch
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    from fsbarrier.workers import demo as maker
+
+    out = tmp_path / "mine"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="no complete demo folder"):
+        maker.make(out, 0, maker.WarmStart(batch=4, max_steps=1), lambda step, accuracy: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert (out / "notes.txt").read_text() == "mine"
