@@ -52,6 +52,7 @@ from fsbarrier.succession import (
     lost_as_text,
     opening,
     successor,
+    with_decision,
 )
 
 
@@ -157,10 +158,9 @@ def _release(node: Node, view: View, now: float, rules: Rules) -> Step | None:
         or view.leaders_fact is None
     ):
         return None
-    value = view.leaders_fact.value
-    decisions = dict(node.decisions)
+    value, decisions = view.leaders_fact.value, node.decisions
     if value:
-        decisions[_row(node, rules).name] = {"iteration": position.iteration, "value": value}
+        decisions = with_decision(decisions, _row(node, rules).name, position.iteration, value)
     first, last = rules.span(generation.choices)
     if position.phase < last:
         following = Position(position.iteration, position.phase + 1)

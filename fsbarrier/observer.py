@@ -29,6 +29,7 @@ from fsbarrier.paths import RunPaths
 from fsbarrier.program import Phase, Program
 from fsbarrier.state import Node, Part, Recovered, Rules, Stage, View, changed
 from fsbarrier.store import Store
+from fsbarrier.succession import with_decision
 
 _JOIN = re.compile(r"node-(\d{4,})\.inc-(\d{4,})\.json")
 _BEAT = re.compile(r"node-(\d{4,})\.json")
@@ -65,6 +66,7 @@ class Observer:
     _unreadable: dict[int, float] = field(default_factory=dict)
     _expected: dict[str, int] = field(default_factory=dict)
     _expected_by: Generation | None = None
+    _values: dict[tuple[int, Position], Payload] = field(default_factory=dict)
     _known_beats: tuple[list[str], list[int]] = field(default_factory=lambda: ([], []))
     _known_joins: list[str] = field(default_factory=list)
     _old_stops: frozenset[str] = frozenset()
@@ -226,17 +228,14 @@ class Observer:
         generation = self.newest
         if generation is None:
             return Recovered(Position(1, rules.first), at=now)
-        decisions = dict(generation.decisions)
         first, last = span = rules.span(generation.choices)
         reached = self._furthest(generation, span)
-        for iteration in range(max(generation.start.iteration, reached.iteration - 1), reached.iteration + 1):
-            for row in self.program.rows[first : last + 1]:
-                position = Position(iteration, row.index)
-                if generation.start <= position < reached and decides(row):
-                    self._adopt(decisions, generation, position)
+        decisions = self._decisions(generation, reached, span)
         while self._all_done(generation, reached):
-            if decides(self.program.rows[reached.phase]):
-                self._adopt(decisions, generation, reached)
+            row = self.program.rows[reached.phase]
+            value = self._decided(generation, reached) if decides(row) else None
+            if value:
+                decisions = with_decision(decisions, row.name, reached.iteration, value)
             if reached.phase == last:
                 following = Position(reached.iteration + 1, first)
                 return Recovered(following, decisions, generation.number, now, span)
@@ -257,11 +256,33 @@ class Observer:
                 known.append(Position(iteration, max(phases, default=span[0])))
         return max([generation.start, *known])
 
-    def _adopt(self, decisions: dict[str, Payload], generation: Generation, position: Position) -> None:
-        directory = self.row_dir(generation.number, position)
-        value = self._must_read(directory / fact_name(generation.leader, "done")).value
-        if value:
-            decisions[self.phase_name(position.phase)] = {"iteration": position.iteration, "value": value}
+    def _decisions(
+        self, generation: Generation, reached: Position, span: tuple[int, int]
+    ) -> Mapping[str, Payload]:
+        """Each row's last decision before `reached`, however many iterations ago, and below it one of an earlier iteration."""
+        decisions = generation.decisions
+        for row in filter(decides, self.program.rows[span[0] : span[1] + 1]):
+            found = []
+            for iteration in range(reached.iteration, generation.start.iteration - 1, -1):
+                position = Position(iteration, row.index)
+                value = (
+                    self._decided(generation, position) if generation.start <= position < reached else None
+                )
+                if value:
+                    found.append((iteration, value))
+                    if iteration < reached.iteration:
+                        break
+            for iteration, value in reversed(found):
+                decisions = with_decision(decisions, row.name, iteration, value)
+        return decisions
+
+    def _decided(self, generation: Generation, position: Position) -> Payload:
+        """What the leader published for a row that was passed. Read once: a fact does not change."""
+        key = generation.number, position
+        if key not in self._values:
+            directory = self.row_dir(generation.number, position)
+            self._values[key] = self._must_read(directory / fact_name(generation.leader, "done")).value
+        return self._values[key]
 
     def _all_done(self, generation: Generation, position: Position) -> bool:
         names = set(self.store.names(self.row_dir(generation.number, position)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fsbarrier.facts import Beat, Generation, Member, Payload, Position, Verdict
 from fsbarrier.membership import Loss
@@ -82,14 +83,29 @@ def opening(found: Recovered, span: tuple[int, int]) -> Position:
     return Position(max(merged, published) + 1, span[0])
 
 
+def with_decision(
+    decisions: Mapping[str, Payload], name: str, iteration: int, value: Payload
+) -> dict[str, Payload]:
+    """`decisions` and one more. The one of an earlier iteration stays below it, for a generation that goes back behind this one."""
+    old = decisions.get(name)
+    if old is not None and old["iteration"] >= iteration:
+        old = old.get("before")
+    entry: dict[str, Any] = {"iteration": iteration, "value": value}
+    if old is not None:
+        entry["before"] = {"iteration": old["iteration"], "value": old["value"]}
+    return {**decisions, name: entry}
+
+
 def kept_decisions(decisions: Mapping[str, Payload], start: Position, program: Program) -> dict[str, Payload]:
     """The decisions that a generation starting at `start` adopts: those of earlier iterations, and of rows before its first."""
-    index = {row.name: row.index for row in program.rows}
-    return {
-        name: entry
-        for name, entry in decisions.items()
-        if name in index and (entry["iteration"], index[name]) < (start.iteration, start.phase)
-    }
+    kept = {}
+    for row in program.rows:
+        entry = decisions.get(row.name)
+        while entry is not None and (entry["iteration"], row.index) >= (start.iteration, start.phase):
+            entry = entry.get("before")
+        if entry is not None:
+            kept[row.name] = entry
+    return kept
 
 
 def failed_tries(generation: Generation, position: Position) -> int:
