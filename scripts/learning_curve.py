@@ -1,0 +1,79 @@
+"""Shows that the built-in task is really learned: `python scripts/learning_curve.py [--seeds 0,1,2] [--nodes 3] [--out DIR]`.
+
+For each seed a tiny model is made and warmed up, and the whole product runs on it: real vLLM servers, rollouts, torchrun updates.
+Prints the held-out reward of each policy version and says whether it rose from about 0.25 to above 0.75 (exit code 1 if not).
+About four minutes a seed on two quiet cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from fsbarrier import demo  # noqa: E402
+from fsbarrier.journal import read_events  # noqa: E402
+
+START_AT_MOST, END_AT_LEAST = 0.40, 0.75
+
+
+def run(seed: int, nodes: int, folder: Path) -> list[float]:
+    """The held-out reward of policy version 0, 1, ... of one run."""
+    task, log_path = folder / f"task-seed{seed}", folder / f"run-seed{seed}"
+    python = [sys.executable, "-m"]
+    subprocess.run(
+        [*python, "fsbarrier.workers.demo", "--out", str(task), "--seed", str(seed)], check=True, cwd=REPO
+    )
+    flags = [
+        "--nodes",
+        str(nodes),
+        "--log-path",
+        str(log_path),
+        "--data-path",
+        str(task),
+        "--model",
+        str(task / "model"),
+    ]
+    settings = [f"{key}={value}" for key, value in demo.DEMO_SETTINGS.items() if key != "iterations"]
+    iterations = ["--iterations", str(demo.DEMO_SETTINGS["iterations"])]
+    command = [
+        *python,
+        "fsbarrier",
+        "launch",
+        "local",
+        *flags,
+        *iterations,
+        *settings,
+        f"rollout.seed={seed}",
+    ]
+    subprocess.run(command, check=True, cwd=REPO)
+    evaluated = [event for event in read_events(log_path) if event["event"] == "evaluated"]
+    return [float(e["reward_mean"]) for e in sorted(evaluated, key=lambda e: int(e["policy_version"]))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", default="0,1,2", help="comma-separated; default 0,1,2")
+    parser.add_argument("--nodes", type=int, default=3, help="node daemons on this machine; default 3")
+    parser.add_argument("--out", type=Path, help="where the runs go; default: a new temporary folder")
+    args = parser.parse_args()
+    folder = args.out or Path(tempfile.mkdtemp(prefix="fsbarrier-learning-"))
+    curves = {seed: run(seed, args.nodes, folder) for seed in map(int, args.seeds.split(","))}
+    print(f"\nheld-out reward by policy version ({args.nodes} nodes; runs in {folder})")
+    passed = True
+    for seed, curve in curves.items():
+        learned = bool(curve) and curve[0] <= START_AT_MOST and curve[-1] > END_AT_LEAST
+        passed = passed and learned
+        print(f"seed {seed}: {' '.join(f'{value:.3f}' for value in curve)}  {'PASS' if learned else 'FAIL'}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
