@@ -34,15 +34,18 @@ class Ledger:
 
     seen: Mapping[int, Seen] = field(default_factory=dict)
     looked_at: float | None = None
+    blind: bool = False  # the time before the last look was too long
 
     def observe(self, beats: Mapping[int, Beat], before: float, after: float, blind_s: float) -> Ledger:
         """Take in what one look showed. `before`/`after`: local time around the reads.
 
-        If this node was blind (stopped, or its reads hung), no more than `blind_s` of that time counts: a server's outage or this
-        node's own pause must not make it declare everybody dead, and looks that are slow for ever must not hide a death.
+        If this node was blind for longer than `blind_s` (stopped, or its reads hung), that time does not count: a server's outage or
+        this node's own pause must not make it declare everybody dead. Of each further such time in a row `blind_s` do count: looks
+        that are slow for ever must not hide a death.
         """
         gap = max(before - self.looked_at if self.looked_at is not None else 0.0, after - before)
-        pause = max(0.0, gap - blind_s)
+        blind = gap > blind_s
+        pause = 0.0 if not blind else gap - blind_s if self.blind else gap
         seen = {rank: replace(item, since=min(item.since + pause, after)) for rank, item in self.seen.items()}
         for rank, beat in beats.items():
             old = seen.get(rank)
@@ -51,7 +54,7 @@ class Ledger:
                     seen[rank] = Seen(beat, before, moved=False)
             elif beat.counter > old.beat.counter:
                 seen[rank] = Seen(beat, before, moved=True)
-        return Ledger(seen, after)
+        return Ledger(seen, after, blind)
 
     def age(self, member: Member, now: float) -> float | None:
         """Seconds for which `member`'s counter has not moved; None while nothing was seen of this incarnation."""

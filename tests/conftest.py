@@ -21,6 +21,10 @@ _NAMES = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite", action="store_true", help="write the golden files of tests/scenarios anew")
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the variables of a launcher that the suite itself may run under."""

@@ -12,6 +12,7 @@ from fsbarrier.observer import Observer, Paces
 from fsbarrier.paths import RunPaths
 from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
 from fsbarrier.sim.history import Event
+from fsbarrier.sim.invariants import BLIND_S
 from fsbarrier.sim.setup import ROOT
 from fsbarrier.sim.store import Client
 from fsbarrier.sim.strand import Strand
@@ -44,9 +45,7 @@ class Process:
         self.offset = world.clocks.uniform(0, 1e6) if clocks else 0.0
         self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
         paths = RunPaths(cast(Any, ROOT))
-        observer = Observer(
-            cast(Any, client), paths, world.rules.program, Paces(0.1, BEAT_S / 2, 1.5 * BEAT_S)
-        )
+        observer = Observer(cast(Any, client), paths, world.rules.program, Paces(0.1, BEAT_S / 2, BLIND_S))
         self.work = SimWork(world, self)
         host = f"{client.host}"
         join = Join(

@@ -6,7 +6,8 @@
     at 5 s: ask to stop
 
 Actions: kill / start / end node R (or `all`), stop node R for S s, freeze node R for S s (its host too), hold node R at create for
-S s (in the middle of that operation), fail node R in PHASE, ask to stop, ask to stop at once, lose power.
+S s (in the middle of that operation), fail node R in PHASE [K times], ask to stop, ask to stop at once, lose power,
+fill the disk of node R for S s.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import partial
 from fsbarrier.errors import UsageError
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.sim import strikes
-from fsbarrier.sim.faults import Mishap
+from fsbarrier.sim.faults import Mishap, Strike
 from fsbarrier.sim.history import History
 from fsbarrier.sim.invariants import Violation, check
 from fsbarrier.sim.process import Process
@@ -105,9 +106,12 @@ def _action(world: World, text: str) -> Callable[[], None]:
     if match := re.fullmatch(r"(stop|freeze|hold) node (\d+)(?: at (\w+))? for ([\d.]+) s", text):
         verb, rank, at, seconds = match[1], int(match[2]), match[3] or "", float(match[4])
         return lambda: _hold(world, verb, rank, at, seconds)
-    if match := re.fullmatch(r"fail node (\d+) in (\w+)", text):
-        failure = int(match[1]), match[2]
-        return lambda: world.failures.add(failure)
+    if match := re.fullmatch(r"fail node (\d+) in (\w+)(?: (\d+) times)?", text):
+        failures = {(int(match[1]), match[2]): int(match[3] or 1)}
+        return lambda: world.failures.update(failures)
+    if match := re.fullmatch(r"fill the disk of node (\d+) for ([\d.]+) s", text):
+        strike = Strike("outage", int(match[1]), 0.0, seconds=float(match[2]), whole=True)
+        return lambda: strikes.fail_disk(world, strike)
     raise UsageError(f"not an action of a scenario: {text!r}")
 
 

@@ -88,12 +88,19 @@ def strike_now(world: World, strike: Strike, process: Process) -> None:
             world.hosts[process.rank] += "b"
             world.start(process.rank, 0.0)
         case "outage":
-            trouble, code = process.trouble, errno.ENOSPC if strike.whole else errno.EIO
-            world.say(
-                f"node {process.rank}: the filesystem fails for {strike.seconds:g} s ({errno.errorcode[code]})"
-            )
-            trouble.set_outage(code)
-            world.after(strike.seconds, partial(trouble.set_outage, None))
+            fail_disk(world, strike)
+
+
+def fail_disk(world: World, strike: Strike) -> None:
+    """A node's operations fail for a while: all of them, or (`whole`) those that need space."""
+    world.history.faults.add("outage")
+    code = errno.ENOSPC if strike.whole else errno.EIO
+    for process in [p for p in world.processes if p.up and p.rank == strike.rank]:
+        world.say(
+            f"node {process.rank}: the filesystem fails for {strike.seconds:g} s ({errno.errorcode[code]})"
+        )
+        process.trouble.set_outage(code)
+        world.after(strike.seconds, partial(process.trouble.set_outage, None))
 
 
 def cut_power(world: World, struck: list[Process], *, again: bool) -> None:

@@ -78,7 +78,7 @@ class World:
             ((0.02, 0.05, 0.2), (0.02, 0.05, 0.2), (0.1, 0.2, 2.0), (0.02, 0.05, 0.1, 9.0))
         )
         self.healed = not mix
-        self.failures: set[tuple[int, str]] = set()  # (rank, phase): a program there fails once
+        self.failures: dict[tuple[int, str], int] = {}  # (rank, phase): so often its program fails there
         self.awaited: list[Awaited] = [
             Awaited(
                 strike.rank,
@@ -115,8 +115,8 @@ class World:
         """The share of its time after which a program is to fail; None for a good one."""
         assert node.position is not None
         key = (node.rank, self.rules.program.rows[node.position.phase].name)
-        if key in self.failures:
-            self.failures.remove(key)
+        if self.failures.get(key, 0) > 0:
+            self.failures[key] -= 1
             self.history.faults.add("program")
             return 0.5
         if self.failure_rate and not self.healed and self.rng.random() < self.failure_rate:
