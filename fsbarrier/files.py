@@ -95,18 +95,6 @@ def create_exclusive(path: Path, data: bytes, *, durable: bool = True) -> bool:
     return won
 
 
-def link_over(source: Path, path: Path) -> None:
-    """Make `path` another name of the file `source`, in one step, replacing what is there. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    os.link(source, temporary)
-    try:
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)  # renaming one name of a file onto another of the same file does nothing
-    fsync_dir(path.parent)
-
-
 def _write_temporary(path: Path, data: bytes, durable: bool) -> Path:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     fd = open_new(temporary)
@@ -156,6 +144,5 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.replace(temporary, target)
     finally:
         with contextlib.suppress(OSError):
-            os.unlink(
-                temporary
-            )  # also where both names are one file already: rename then leaves the temporary one
+            os.unlink(temporary)  # renaming one name of a file onto another of the same file does nothing
+    fsync_dir(target.parent)

@@ -184,7 +184,7 @@ class Jobs:
                 return self._publish(work)
             case PublishFile(source, name):
                 self._still_newest(context, cancel)
-                files.link_over(source, name)
+                files.link_or_copy(source, name)
                 return {}
             case Command():
                 return self._command(work, context, cancel)
