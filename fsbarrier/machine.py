@@ -48,6 +48,7 @@ from fsbarrier.succession import (
     failed_tries,
     first_of_session,
     last_news,
+    leaders_word,
     lost_as_fields,
     lost_as_text,
     opening,
@@ -325,11 +326,10 @@ def _join(node: Node, view: View, now: float, rules: Rules) -> Step:
     found, newest = view.recovered, view.newest.number if view.newest else 0
     if found is None or found.generation != newest or now - found.at > rules.limits.suspect_s:
         return node, (Recover(),)
-    asked = view.joins[min(view.joins)] if view.joins else None  # the lowest rank's word counts
-    until, choices = (asked.until, asked.choices) if asked else (None, {})
-    start = opening(found, rules.span(choices))
-    if until is not None and start.iteration > until:
-        done = f"the run has already done its {until} iterations; a larger --iterations goes on"
+    word = leaders_word(view)
+    begins = opening(found, rules.span(word.choices if word else {})).iteration
+    if word is not None and word.until is not None and begins > word.until:
+        done = f"the run has already done its {word.until} iterations; a larger --iterations goes on"
         return changed(node, stage=Stage.ENDED), (Exit(0, "finished", done),)
     me = Member(node.rank, node.incarnation, node.host)
     live = {**live_joiners(view.joins, view.ledger, now, rules.limits), node.rank: me}
@@ -348,4 +348,4 @@ def _join(node: Node, view: View, now: float, rules: Rules) -> Step:
         return node, ()
     if found.at != now:  # what an old member did in the meantime counts
         return node, (Recover(),)
-    return node, (Propose(first_of_session(node, view, rules, live, found, start)),)
+    return node, (Propose(first_of_session(node, view, rules, live, found)),)

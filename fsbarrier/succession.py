@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsbarrier.facts import Beat, Generation, Member, Payload, Position, Verdict
+from fsbarrier.facts import Beat, Generation, Join, Member, Payload, Position, Verdict
 from fsbarrier.membership import Loss
 from fsbarrier.program import SLICES, Program
 from fsbarrier.state import Node, Recovered, Rules, View
@@ -48,11 +48,13 @@ def successor(
 
 
 def first_of_session(
-    node: Node, view: View, rules: Rules, live: Mapping[int, Member], found: Recovered, start: Position
+    node: Node, view: View, rules: Rules, live: Mapping[int, Member], found: Recovered
 ) -> Generation:
-    """The generation that nodes which have just started form, going on at `start` with what was `found`."""
+    """The generation that nodes which have just started form, going on where the run was left (`found`)."""
     number = next_number(view, node.baseline)
-    asked = view.joins[min(view.joins)] if view.joins else None
+    asked = view.joins.get(min(live))
+    choices = asked.choices if asked else {}
+    start = opening(found, rules.span(choices))
     return Generation(
         number=number,
         members=tuple(live[rank] for rank in sorted(live)),
@@ -61,9 +63,18 @@ def first_of_session(
         reason="start" if number == 1 else "start again",
         decisions=kept_decisions(found.decisions, start, rules.program),
         until=asked.until if asked else None,
-        choices=asked.choices if asked else {},
+        choices=choices,
         created_by=node.rank,
     )
+
+
+def leaders_word(view: View) -> Join | None:
+    """What the lowest rank was started with, once it has started anew; None while only an earlier session's word is there."""
+    rank = min(view.joins, default=None)
+    if rank is None:
+        return None
+    before = view.newest.incarnation_of(rank) if view.newest else None
+    return view.joins[rank] if before is None or view.joins[rank].incarnation > before else None
 
 
 def opening(found: Recovered, span: tuple[int, int]) -> Position:
