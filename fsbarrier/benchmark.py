@@ -12,6 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ def bare(folder: Path, nodes: int, rounds: int) -> Latency:
 def bare_process(folder: Path, rank: int, nodes: int, rounds: int) -> list[tuple[float, float]]:
     """One process: (arrival, release) of each round on the monotonic clock. Raises TimeoutError."""
     deadline = time.monotonic() + START_S + nodes + rounds * ROUND_S
-    times = []
+    times, idle = [], threading.Event()
     for number in range(rounds):
         place = folder / f"round-{number:06d}"
         place.mkdir(exist_ok=True)
@@ -134,7 +135,7 @@ def bare_process(folder: Path, rank: int, nodes: int, rounds: int) -> list[tuple
         while len(os.listdir(place)) < nodes:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"round {number}: the others did not come")
-            time.sleep(pause)
+            idle.wait(pause)
             pause = min(pause * 1.5, PAUSE_MAX_S)
         times.append((arrived, time.monotonic()))
     return times

@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -188,7 +189,7 @@ def wait(log_path: Path, timeout_s: float, *, on_wait: Callable[[str], None] | N
             on_wait(
                 f"waiting up to {timeout_s:g} s for node 0 (--master) to make {_shown(RunPaths(log_path).record)}"
             )
-        time.sleep(min(pause, timeout_s - waited))
+        threading.Event().wait(min(pause, timeout_s - waited))
         pause = min(pause * 1.5, 0.25)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import time
+import threading
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
             lines, offsets[log.path] = new_lines(log.path, offsets.get(log.path, 0))
             for line in lines:
                 print(log.label, line, flush=True)
-        time.sleep(LOOK_S)
+        threading.Event().wait(LOOK_S)
     return 0
 
 
