@@ -7,7 +7,6 @@ programs behind its commands are stand-ins: they take time, fail, leave parts, m
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -28,6 +27,7 @@ from fsbarrier.program import (
     Value,
     Work,
 )
+from fsbarrier.sim.artifacts import Artifacts, Meeting, PartFile, Piece, Waiting
 from fsbarrier.sim.history import Entry, Merged, Missing, Used
 from fsbarrier.state import Node, Part, WorkReport
 
@@ -38,72 +38,7 @@ if TYPE_CHECKING:
 GROUP_BYTES = 100  # what one group of trajectories takes in a simulated part
 FOREVER = float("inf")
 RETRY_S = 0.5  # after a filesystem's error while a piece of work is being prepared
-Waiting = Generator[float, None, dict[str, Any]]
 T = TypeVar("T")
-
-
-@dataclass
-class PartFile:
-    """A rank's growing file of groups; `groups` are durable once they are there."""
-
-    generation: int
-    iteration: int
-    split: str
-    policy_version: int
-    groups: list[tuple[int, float]] = field(default_factory=list)  # (task, when)
-
-
-@dataclass
-class Meeting:
-    """A torchrun: it goes on when all its nodes are there, and none of them can end it alone."""
-
-    size: int
-    pieces: dict[int, Piece] = field(default_factory=dict)
-    lost: bool = False
-
-
-@dataclass
-class Artifacts:
-    """What lies in the run directory beside the protocol's own files."""
-
-    parts: dict[str, PartFile] = field(default_factory=dict)
-    merged: dict[str, Merged] = field(default_factory=dict)
-    batches: dict[str, int] = field(default_factory=dict)
-    checkpoints: dict[str, tuple[int, int]] = field(default_factory=dict)  # folder -> (version, generation)
-    served: str = ""
-    public: dict[str, int] = field(
-        default_factory=dict
-    )  # name that people look at -> stamp of the merge behind it
-    meetings: dict[tuple[str, str], Meeting] = field(default_factory=dict)
-    stamps: int = 0
-    ports: int = 40000
-
-    def retain(self, keep: int, current: str) -> None:
-        """Clean-up after a publication, as fsbarrier.checkpoints.retain does it."""
-        newest = self.checkpoints[current][0]
-        versions = sorted(
-            {version for version, _ in self.checkpoints.values() if version <= newest}, reverse=True
-        )
-        spared = {*versions[: max(keep, 2)], newest}
-        for folder, (version, _) in list(self.checkpoints.items()):
-            if version < newest and version not in spared:
-                del self.checkpoints[folder]
-
-
-@dataclass
-class Piece:
-    """One piece of work of one process, on its way. `inside`: it is the daemon itself that works, no child of it."""
-
-    process: Process
-    node: Node
-    part: Part
-    began: float
-    steps: Waiting | None = None
-    alive: bool = True
-    inside: bool = True
-    broken: str = ""
-    fails: float | None = None  # the share of the program's time after which it fails
-    meeting: Meeting | None = None
 
 
 class SimWork:

@@ -1,0 +1,79 @@
+"""What simulated work leaves behind: parts, merges, checkpoints, and the pieces of work that are on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fsbarrier.sim.history import Merged
+from fsbarrier.state import Node, Part
+
+if TYPE_CHECKING:
+    from fsbarrier.sim.process import Process
+
+Waiting = Generator[float, None, dict[str, Any]]
+
+
+@dataclass
+class PartFile:
+    """A rank's growing file of groups; `groups` are durable once they are there."""
+
+    generation: int
+    iteration: int
+    split: str
+    policy_version: int
+    groups: list[tuple[int, float]] = field(default_factory=list)  # (task, when)
+
+
+@dataclass
+class Meeting:
+    """A torchrun: it goes on when all its nodes are there, and none of them can end it alone."""
+
+    size: int
+    pieces: dict[int, Piece] = field(default_factory=dict)
+    lost: bool = False
+
+
+@dataclass
+class Artifacts:
+    """What lies in the run directory beside the protocol's own files."""
+
+    parts: dict[str, PartFile] = field(default_factory=dict)
+    merged: dict[str, Merged] = field(default_factory=dict)
+    batches: dict[str, int] = field(default_factory=dict)
+    checkpoints: dict[str, tuple[int, int]] = field(default_factory=dict)  # folder -> (version, generation)
+    served: str = ""
+    public: dict[str, int] = field(
+        default_factory=dict
+    )  # name that people look at -> stamp of the merge behind it
+    meetings: dict[tuple[str, str], Meeting] = field(default_factory=dict)
+    stamps: int = 0
+    ports: int = 40000
+
+    def retain(self, keep: int, current: str) -> None:
+        """Clean-up after a publication, as fsbarrier.checkpoints.retain does it."""
+        newest = self.checkpoints[current][0]
+        versions = sorted(
+            {version for version, _ in self.checkpoints.values() if version <= newest}, reverse=True
+        )
+        spared = {*versions[: max(keep, 2)], newest}
+        for folder, (version, _) in list(self.checkpoints.items()):
+            if version < newest and version not in spared:
+                del self.checkpoints[folder]
+
+
+@dataclass
+class Piece:
+    """One piece of work of one process, on its way. `inside`: it is the daemon itself that works, no child of it."""
+
+    process: Process
+    node: Node
+    part: Part
+    began: float
+    steps: Waiting | None = None
+    alive: bool = True
+    inside: bool = True
+    broken: str = ""
+    fails: float | None = None  # the share of the program's time after which it fails
+    meeting: Meeting | None = None
