@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +23,15 @@ class MicroBatch:
     old: Tensor
     weights: Tensor
 
+    def tail(self) -> Self:
+        """Without the columns that no loss needs: the first column left predicts the first sampled token of any row."""
+        sampled = self.mask.any(dim=0).nonzero()
+        first = int(sampled[0]) if len(sampled) else self.tokens.shape[1] - 1
+        cut = slice(first - 1, None)
+        parts = (self.tokens, self.attention, self.mask, self.old)
+        tokens, attention, mask, old = (part[:, cut] for part in parts)
+        return type(self)(tokens, attention, mask, old, self.weights)
+
 
 @dataclass(frozen=True)
 class TrainingBatch:
@@ -37,12 +47,17 @@ class TrainingBatch:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Raises ProgramFailed for a file that is no batch."""
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-            names = ("token_ids", "loss_mask", "logprobs", "offsets", "weights")
-            return cls(**{name: content[name] for name in names}, steps=tuple(content["steps"]))
-        except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
-            raise ProgramFailed(f"{path} is no training batch: {str(error).splitlines()[0]}") from None
+        content = load_tensors(path, "training batch")
+        names = ("token_ids", "loss_mask", "logprobs", "offsets", "weights", "steps")
+        missing = [name for name in names if name not in content]
+        if missing:
+            raise ProgramFailed(f"{path} is no training batch: it has no {missing[0]}")
+        tensors = {name: content[name] for name in names[:-1]}
+        return cls(**tensors, steps=tuple(content["steps"]))
+
+    def lengths(self) -> list[int]:
+        """How many tokens each trajectory has."""
+        return [int(length) for length in self.offsets.diff()]
 
     def sampled_tokens(self, indices: Tensor) -> int:
         """How many tokens of these trajectories the model sampled."""
@@ -66,3 +81,46 @@ class TrainingBatch:
         mask[:, 0] = False  # nothing predicts the first token
         parts = (tokens, attention, mask, old, self.weights[torch.tensor(indices)])
         return MicroBatch(*(part.to(device) for part in parts))
+
+
+def load_tensors(path: Path, what: str) -> dict[str, Any]:
+    """The dict in a torch file, never unpickled without restraint. Raises ProgramFailed naming `what` it should have been."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ProgramFailed(f"{path} is no {what}: {error.strerror or error}") from None
+    except Exception as error:  # on damaged bytes the unpickler fails in every way there is
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ProgramFailed(f"{path} is no {what}: {first}") from None
+    if not isinstance(content, dict):
+        raise ProgramFailed(f"{path} is no {what}: it holds a {type(content).__name__}")
+    return content
+
+
+def plan(
+    indices: list[int], lengths: list[int], world: int, *, most: int, most_tokens: int
+) -> list[list[list[int]]]:
+    """One minibatch's micro-batches: [rank][round] -> indices of trajectories, in the same number of rounds for every rank.
+
+    Dealt out by length, so that ranks get equal work and a micro-batch little padding. A micro-batch has at most `most`
+    trajectories and, padding included, `most_tokens` tokens (always at least one trajectory). A rank with nothing left has an
+    empty one. Every process computes the whole plan, so that nothing needs to be agreed on.
+    """
+    dealt = sorted(indices, key=lambda index: (-lengths[index], index))
+    ranks = [_micro_batches(dealt[rank::world], lengths, most, most_tokens) for rank in range(world)]
+    rounds = list(zip_longest(*ranks, fillvalue=[]))
+    return [[list(one[rank]) for one in rounds] for rank in range(world)]
+
+
+def _micro_batches(
+    longest_first: list[int], lengths: list[int], most: int, most_tokens: int
+) -> list[list[int]]:
+    found: list[list[int]] = []
+    for index in longest_first:
+        current = found[-1] if found else []
+        # the first of a micro-batch is its longest, to which the others are padded
+        if current and len(current) < most and (len(current) + 1) * lengths[current[0]] <= most_tokens:
+            current.append(index)
+        else:
+            found.append([index])
+    return found

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
+from safetensors import SafetensorError
 
 from fsbarrier import files
 from fsbarrier.errors import UsageError
@@ -21,13 +22,29 @@ WRITTEN = frozenset({"config.json"})
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The causal model in `folder`, untied. Raises UsageError for a folder that transformers cannot load."""
+    """The causal model in `folder`, untied and without dropout. Raises UsageError for one that cannot be loaded whole."""
+    transformers.utils.logging.disable_progress_bar()  # it would fill the log
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"the model in {folder} cannot be loaded: {str(error).splitlines()[0]}") from None
+    if found["missing_keys"]:  # transformers would make these up and only warn
+        missing = ", ".join(sorted(found["missing_keys"])[:3])
+        raise UsageError(f"the model in {folder} cannot be loaded: it lacks {missing}")
     untie(model)
+    disable_dropout(model)
     return model
+
+
+def disable_dropout(model: Any) -> None:
+    """The engine samples without dropout, so the trainer's log-probabilities must be without it too."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
 
 
 def untie(model: Any) -> None:

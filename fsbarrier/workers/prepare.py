@@ -6,6 +6,7 @@ after the other, `offsets` between them, and for each optimizer step the indices
 
 from __future__ import annotations
 
+import io
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from fsbarrier import files
 from fsbarrier.errors import UsageError
-from fsbarrier.trajectories import iter_trajectories
+from fsbarrier.trajectories import NotOurs, iter_trajectories, scan_shard
+from fsbarrier.workers.batch import load_tensors
 from fsbarrier.workers.losses import group_advantages
 from fsbarrier.workers.spec import Progress, run_worker
 
@@ -39,9 +41,13 @@ class Batch:
         tokens = torch.as_tensor(trajectory["token_ids"], dtype=torch.int32)
         mask = torch.as_tensor(trajectory["loss_mask"], dtype=torch.uint8)
         logprobs = torch.as_tensor(trajectory["logprobs"], dtype=torch.float32)
+        where = f"task {trajectory['task_id']}, sample {trajectory['sample']}"
         if not len(tokens) == len(mask) == len(logprobs):
-            where = f"task {trajectory['task_id']}, sample {trajectory['sample']}"
             raise UsageError(f"{where}: token_ids, loss_mask and logprobs have different lengths")
+        if not bool(torch.isfinite(logprobs[mask.bool()]).all()):
+            raise UsageError(f"{where}: a log-probability is not a finite number")
+        mask = mask.clone()
+        mask[:1] = 0  # nothing predicts the first token
         if int(mask.sum()) == 0:
             return
         self.token_ids.append(tokens)
@@ -55,9 +61,9 @@ def main(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     settings = spec["settings"]
     batch, groups, dropped, rewards = Batch(), 0, 0, []
     for merged in spec["merged"]:
-        for group in groups_of(iter_trajectories(Path(merged))):
+        for group in groups_of(trajectories_in(Path(merged))):
             groups += 1
-            rewards += [float(t["reward"]) for t in group]
+            rewards += [counted_reward(t) for t in group]
             dropped += not add_group(batch, group, settings["algorithm"])
             progress.show(len(rewards), 0, "trajectories")
     steps = minibatches(
@@ -80,11 +86,36 @@ def main(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     }
 
 
+def trajectories_in(path: Path) -> Iterator[Trajectory]:
+    """The trajectories of a merged file, also of one that torch.save made. Raises UsageError, ProgramFailed for anything else."""
+    try:
+        scan = scan_shard(path, verify=False)
+    except NotOurs:
+        scan = None
+    if scan is not None:
+        if not scan.finished:  # a part of the rollouts would look like all of them
+            raise UsageError(
+                f"{path} is not a whole file of trajectories; merge it again (fsbarrier.aggregate)"
+            )
+        yield from iter_trajectories(path)
+        return
+    found = load_tensors(path, "file of trajectories").get("trajectories")
+    if not isinstance(found, list):
+        raise UsageError(f"{path} is no file of trajectories: it has no list of that name")
+    yield from found
+
+
+def counted_reward(trajectory: Trajectory) -> float:
+    """A trajectory's reward; one that failed or was cut off never counts as a success, whatever its reward says."""
+    reward = float(trajectory["reward"])
+    return reward if trajectory["valid"] else min(reward, 0.0)
+
+
 def groups_of(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
-    """Consecutive trajectories of one task; a merged file holds each group together."""
+    """Consecutive trajectories of one task and policy version; a merged file holds each group together."""
     group: list[Trajectory] = []
     for trajectory in trajectories:
-        if group and trajectory["task_index"] != group[0]["task_index"]:
+        if group and any(trajectory[key] != group[0][key] for key in ("task_index", "policy_version")):
             yield group
             group = []
         group.append(trajectory)
@@ -93,8 +124,11 @@ def groups_of(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
 
 
 def add_group(batch: Batch, group: list[Trajectory], algorithm: Mapping[str, Any]) -> bool:
-    """Add what of a group there is to learn from; False if nothing. A failed or cut-off trajectory keeps its reward of 0."""
-    rewards = torch.tensor([float(t["reward"]) for t in group], dtype=torch.float64)
+    """Add what of a group there is to learn from; False if nothing.
+
+    grpo: a failed or cut-off trajectory stays in its group, as no success. rft: successes only, weighted by their rewards.
+    """
+    rewards = torch.tensor([counted_reward(t) for t in group], dtype=torch.float64)
     before = len(batch.weights)
     if algorithm["loss"] == "rft":
         for trajectory in group:
@@ -133,11 +167,9 @@ def save(out: Path, batch: Batch, steps: list[Tensor], spec: Mapping[str, Any]) 
         "steps": steps,
         "metadata": {key: spec[key] for key in ("run_id", "iteration", "generation", "policy_version")},
     }
-    temporary = out.with_name(f".{out.name}.tmp")
-    torch.save(content, temporary)
-    with temporary.open("rb") as stream:
-        files.write_atomic(out, stream.read(), durable=True)
-    temporary.unlink()
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    files.write_atomic(out, buffer.getvalue(), durable=True)
 
 
 if __name__ == "__main__":

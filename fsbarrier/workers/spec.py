@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
@@ -42,12 +43,19 @@ def run_worker(main: Callable[[dict[str, Any], Progress], dict[str, Any] | None]
     parser.add_argument("--spec", type=Path, required=True, help="the JSON file that says what to do")
     spec = json.loads(parser.parse_args().spec.read_text())
     signal.signal(signal.SIGTERM, _end)
-    files.set_shared_group(bool(spec["settings"].get("shared_group")))
+    shared = bool(spec["settings"].get("shared_group"))
+    files.set_shared_group(shared)
+    os.umask(0o007 if shared else 0o077)  # for the files that libraries write
     try:
         result = main(spec, Progress(Path(spec["progress"])))
     except FsbarrierError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code if error.exit_code == 2 else 1
+    except OSError as error:
+        if error.errno is None:  # a library's own, not the system's
+            raise
+        print(f"{error.filename or 'a file'}: {error.strerror}", file=sys.stderr, flush=True)
+        return 1
     if result is not None:
         files.write_atomic(Path(spec["result"]), json.dumps(result).encode())
     return 0

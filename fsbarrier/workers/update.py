@@ -6,8 +6,11 @@ averaged by DistributedDataParallel (through accelerate) over gloo on CPUs and N
 
 from __future__ import annotations
 
-import math
+import inspect
+import json
 import os
+import shutil
+import signal
 import sys
 import time
 from contextlib import nullcontext
@@ -17,18 +20,26 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
+from safetensors import SafetensorError
 from torch import Tensor
 
 from fsbarrier import checkpoints, files
-from fsbarrier.errors import ProgramFailed
+from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.workers import policy
-from fsbarrier.workers.batch import TrainingBatch
+from fsbarrier.workers.batch import MicroBatch, TrainingBatch, load_tensors, plan
+from fsbarrier.workers.interface import name_interface
 from fsbarrier.workers.losses import LossSums, grpo_loss, rft_loss, token_log_probs
 from fsbarrier.workers.spec import Progress, run_worker
 
 #: largest mean difference of log-probabilities between engine and trainer that the precision explains
 GAP_LIMIT = {torch.float32: 2e-3, torch.bfloat16: 0.05}
 STATE = "state.pt"
+NO_SIGNAL = "no group had a signal to learn from: the weights are unchanged"
+LOGITS_BYTES_CPU = 512 << 20  # of one micro-batch, in float32; on an accelerator a fraction of its memory
+LOGITS_SHARE = 40
+# Sharding by accelerate's environment variables would be half in effect: parameters and state are not gathered here.
+LOST = ("gloo", "connection closed", "connection reset", "connect()", "broken pipe", "timed out")
+DATA_PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
 class Update:
@@ -40,6 +51,7 @@ class Update:
         trainer = self.settings["trainer"]
         on_cpu = not torch.cuda.is_available()
         self.dtype = _dtype(trainer["dtype"], on_cpu)
+        name_interface(os.environ)
         self.accelerator = Accelerator(
             cpu=on_cpu,
             mixed_precision="bf16" if self.dtype is torch.bfloat16 else "no",
@@ -50,21 +62,22 @@ class Update:
         expected = int(os.environ.get("WORLD_SIZE", "1"))
         if self.world != expected:  # silently training alone would look like success
             raise ProgramFailed(f"accelerate sees {self.world} processes where torchrun started {expected}")
+        kind = self.accelerator.distributed_type.value
+        if kind not in DATA_PARALLEL:
+            raise ProgramFailed(
+                f"accelerate is told to use {kind} (its ACCELERATE_* environment variables), which this trainer does not "
+                "support: unset them, or bring a trainer of your own (trainer.command)"
+            )
         self.batch = TrainingBatch.load(Path(spec["batch"]))
+        self.lengths = self.batch.lengths()
         self.temperature = self.settings["rollout"]["temperature"]
         self.steps_before = 0
 
     def run(self) -> dict[str, Any] | None:
         started = time.monotonic()
         torch.manual_seed(self.spec["new_policy_version"])
-        model = policy.load(Path(self.spec["model"]))
-        optimizer_settings = self.settings["optimizer"]
-        optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=optimizer_settings["lr"],
-            betas=tuple(optimizer_settings["betas"]),
-            weight_decay=optimizer_settings["weight_decay"],
-        )
+        model = self.load()
+        optimizer = self.optimizer(model)
         self.restore(model, optimizer)
         model, optimizer = self.accelerator.prepare(model, optimizer)
         model.train()
@@ -79,19 +92,48 @@ class Update:
             "seconds": round(time.monotonic() - started, 3),
             "device": str(self.accelerator.device),
             "distributed": f"{self.accelerator.distributed_type.value} x {self.world} ({self.dtype})",
+            "note": "" if self.batch.steps else NO_SIGNAL,
         }
+
+    def load(self) -> Any:
+        """The model, and what of it the micro-batches depend on."""
+        model = policy.load(Path(self.spec["model"]))
+        self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.most_tokens = max(1, self.logits_bytes() // (4 * model.get_output_embeddings().weight.shape[0]))
+        return model
+
+    def optimizer(self, model: Any) -> torch.optim.Optimizer:
+        chosen = self.settings["optimizer"]
+        betas = tuple(chosen["betas"])
+        return torch.optim.AdamW(
+            model.parameters(), lr=chosen["lr"], betas=betas, weight_decay=chosen["weight_decay"]
+        )
+
+    def logits_bytes(self) -> int:
+        if self.accelerator.device.type != "cuda":
+            return LOGITS_BYTES_CPU
+        return int(torch.cuda.get_device_properties(self.accelerator.device).total_memory) // LOGITS_SHARE
 
     def restore(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
         """Go on from the trainer state of the policy version before, whatever the world size was then."""
         folder = self.spec["trainer_state"]
-        path = Path(folder) / STATE if folder else None
-        if path is None or not path.is_file():
+        if folder is None:
             return
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["master"]:
-            model.load_state_dict(state["master"])
-        optimizer.load_state_dict(state["optimizer"])
-        self.steps_before = state["optimizer_steps"]
+        path = Path(folder) / STATE
+        state = load_tensors(path, "trainer state")
+        try:
+            if state["policy_version"] != self.spec["policy_version"]:
+                raise ValueError(
+                    f"it belongs to policy version {state['policy_version']}, the model is version {self.spec['policy_version']}"
+                )
+            if state["master"]:
+                model.load_state_dict(state["master"])
+            optimizer.load_state_dict(state["optimizer"])
+            self.steps_before = int(state["optimizer_steps"])
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise ProgramFailed(
+                f"{path}: the trainer cannot go on from it: {str(error).splitlines()[0]}"
+            ) from None
 
     def train(self, model: Any, optimizer: Any) -> dict[str, Any]:
         """All optimizer steps; gives the metrics, the same on every process."""
@@ -146,19 +188,20 @@ class Update:
         Every process runs the same number of micro-batches, as DistributedDataParallel wants; one without a trajectory left
         runs its first one with weight zero. Gap sums: [sum, count, maximum] over this process's tokens.
         """
-        mine = indices[self.rank :: self.world].tolist()
-        size = self.settings["trainer"]["micro_batch"]
-        rounds = math.ceil(math.ceil(len(indices) / self.world) / size)
+        most = self.settings["trainer"]["micro_batch"]
+        mine = plan(indices.tolist(), self.lengths, self.world, most=most, most_tokens=self.most_tokens)[
+            self.rank
+        ]
         tokens = self.batch.sampled_tokens(indices)
         sums = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
         gaps = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
-        for number in range(rounds):
-            chosen = mine[number * size : (number + 1) * size]
-            micro = self.batch.micro_batch(chosen or indices[:1].tolist(), self.accelerator.device)
+        for number, chosen in enumerate(mine):
+            whole = self.batch.micro_batch(chosen or indices[:1].tolist(), self.accelerator.device)
+            micro = whole.tail()
             mask = micro.mask if chosen else torch.zeros_like(micro.mask)
-            with nullcontext() if number == rounds - 1 else self.accelerator.no_sync(model):
-                output = model(input_ids=micro.tokens, attention_mask=micro.attention, use_cache=False)
-                new = token_log_probs(output.logits, micro.tokens, self.temperature)
+            with nullcontext() if number == len(mine) - 1 else self.accelerator.no_sync(model):
+                logits = self.logits(model, whole, micro)
+                new = token_log_probs(logits, micro.tokens, self.temperature)
                 part = self.loss(new, micro.old, micro.weights, mask)
                 self.accelerator.backward(part.loss * self.world / tokens)
             sums += torch.stack([part.loss.detach(), part.clipped, part.surprise]).double()
@@ -175,6 +218,14 @@ class Update:
             "tokens": torch.tensor(float(tokens)),
         }, gaps
 
+    def logits(self, model: Any, whole: MicroBatch, tail: MicroBatch) -> Tensor:
+        """[batch, columns of `tail`, vocabulary]; the logits of prompts are not even computed where the model can leave them out."""
+        columns = tail.tokens.shape[1]
+        fewer = {"logits_to_keep": columns} if self.keeps_logits else {}
+        output = model(input_ids=whole.tokens, attention_mask=whole.attention, use_cache=False, **fewer)
+        logits: Tensor = output.logits[:, -columns:]
+        return logits
+
     def loss(self, new: Tensor, old: Tensor, weights: Tensor, mask: Tensor) -> LossSums:
         algorithm = self.settings["algorithm"]
         if algorithm["loss"] == "rft":
@@ -189,7 +240,7 @@ class Update:
         count = max(1.0, float(everyone[:, 1].sum()))
         mean, most = float(everyone[:, 0].sum()) / count, float(everyone[:, 2].max())
         rollout = self.settings["rollout"]
-        limit = self.settings["algorithm"]["max_logprob_gap"] or GAP_LIMIT[self.dtype]
+        limit = self.settings["algorithm"]["max_logprob_gap"] or self.gap_limit()
         comparable = rollout["top_p"] >= 1 and rollout["top_k"] in (-1, 0)
         if comparable and not mean <= limit:
             raise ProgramFailed(
@@ -199,23 +250,47 @@ class Update:
             )
         return mean, most
 
+    def gap_limit(self) -> float:
+        """What the lower of the two precisions explains. The engine's `auto` is float32 on a CPU, else bfloat16."""
+        engine = self.settings["engine"]["dtype"]
+        exact = engine == "float32" or (engine == "auto" and self.accelerator.device.type == "cpu")
+        return GAP_LIMIT[self.dtype if exact else torch.bfloat16]
+
     def write(self, model: Any, optimizer: Any) -> None:
-        """The main process leaves the new policy version; the manifest last."""
+        """The main process leaves the new policy version; the manifest last. The others wait, so that all fail together."""
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             out = Path(self.spec["out"])
-            serving = torch.float32 if self.dtype is torch.float32 else torch.bfloat16
-            policy.save(model, Path(self.spec["model"]), out / "model", serving)
-            files.make_dirs(out / "trainer")
-            master = {} if serving is torch.float32 else {k: v.cpu() for k, v in model.state_dict().items()}
-            state = {
-                "optimizer": optimizer.optimizer.state_dict(),
-                "optimizer_steps": self.steps_before + len(self.batch.steps),
-                "master": master,
-            }
-            torch.save(state, out / "trainer" / STATE)
-            checkpoints.write_manifest(out, self.spec["new_policy_version"])
+            self.progress.show(
+                len(self.batch.steps), len(self.batch.steps), "steps", last=True, note="saving"
+            )
+            try:
+                self.save(model, optimizer, out)
+            except (
+                OSError,
+                RuntimeError,
+                SafetensorError,
+            ) as error:  # of a full disk each library says its own
+                raise ProgramFailed(f"{out}: cannot be saved: {str(error).splitlines()[0]}") from None
         self.accelerator.wait_for_everyone()
+
+    def save(self, model: Any, optimizer: Any, out: Path) -> None:
+        if (out / checkpoints.MANIFEST).exists():
+            raise ProgramFailed(f"{out} is a complete policy version already; nothing was written")
+        for leftover in ("model", "trainer"):  # of an attempt that did not get as far as its manifest
+            shutil.rmtree(out / leftover, ignore_errors=True)
+        serving = torch.float32 if self.dtype is torch.float32 else torch.bfloat16
+        policy.save(model, Path(self.spec["model"]), out / "model", serving)
+        files.make_dirs(out / "trainer")
+        master = {} if serving is torch.float32 else {k: v.cpu() for k, v in model.state_dict().items()}
+        state = {
+            "optimizer": optimizer.optimizer.state_dict(),
+            "optimizer_steps": self.steps_before + len(self.batch.steps),
+            "policy_version": self.spec["new_policy_version"],
+            "master": master,
+        }
+        torch.save(state, out / "trainer" / STATE)
+        checkpoints.write_manifest(out, self.spec["new_policy_version"])
 
 
 def _dtype(wanted: str, on_cpu: bool) -> torch.dtype:
@@ -225,17 +300,41 @@ def _dtype(wanted: str, on_cpu: bool) -> torch.dtype:
 
 
 def main(spec: dict[str, Any], progress: Progress) -> dict[str, Any] | None:
-    update = Update(spec, progress)
+    # A handler in Python would wait for the collective under way. Whatever is half written has no manifest.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        return update.run()
-    except torch.OutOfMemoryError as error:
+        result = Update(spec, progress).run()
+    except FsbarrierError as error:
+        tell_torchrun(error)
+        raise
+    except RuntimeError as error:
+        known = explained(error)
+        tell_torchrun(known)
+        raise known from None
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return result
+
+
+def tell_torchrun(error: Exception) -> None:
+    """torchrun ends its output with a table of what failed; this puts the reason into it instead of "enable traceback"."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        extra = {"py_callstack": str(error), "timestamp": str(int(time.time()))}
+        files.write_atomic(
+            Path(file), json.dumps({"message": {"message": str(error), "extraInfo": extra}}).encode()
+        )
+
+
+def explained(error: RuntimeError) -> Exception:
+    """torch's error as one line that says what to do; `error` itself where it is none of those to be expected."""
+    first = (str(error).splitlines() or [""])[0]
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in first:
         hint = "lower trainer.micro_batch, or engine.gpu_memory_utilization if the engine stays"
-        raise ProgramFailed(
-            f"out of memory on {update.accelerator.device}: {str(error).splitlines()[0]}; {hint}"
-        ) from None
-    finally:
-        if torch.distributed.is_initialized() and sys.exc_info()[0] is None:
-            torch.distributed.destroy_process_group()
+        return ProgramFailed(f"out of memory: {first}; {hint}")
+    if isinstance(error, torch.distributed.DistError) or any(word in first.lower() for word in LOST):
+        return ProgramFailed(f"lost contact with the trainer on another node (its log says why): {first}")
+    return error
 
 
 if __name__ == "__main__":

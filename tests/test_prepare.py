@@ -1,0 +1,170 @@
+"""From merged trajectories to a batch: who counts, with which advantage, in which order; and how it is dealt out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer_bench import Bench, settings, trajectory, write_groups
+
+from fsbarrier.errors import FsbarrierError, UsageError
+
+pytestmark = pytest.mark.torch
+
+
+def group(task: int, rewards: list[float], **fields: Any) -> list[dict[str, Any]]:
+    return [
+        {**trajectory(task, sample, [task + 2, 3, 4, sample + 5], [-0.5, -1.0], reward), **fields}
+        for sample, reward in enumerate(rewards)
+    ]
+
+
+def prepared(work: Bench, groups: list[list[dict[str, Any]]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(result, batch) of preparing these groups."""
+    import torch
+
+    write_groups(work.folder / "merged", groups)
+    result = work.prepare()
+    return result, torch.load(work.folder / "batch", weights_only=True)
+
+
+def test_groups_without_signal_are_left_out(tmp_path: Path) -> None:
+    result, batch = prepared(
+        Bench(tmp_path, settings()), [group(0, [1, 1, 1]), group(1, [0, 1, 1]), group(2, [0, 0, 0])]
+    )
+    assert (result["groups"], result["dropped_groups"], result["trajectories"]) == (3, 2, 3)
+    assert result["tokens"] == 6 and result["reward_mean"] == pytest.approx(5 / 9)
+    assert batch["weights"].tolist() == pytest.approx([-1.1547, 0.57735, 0.57735], abs=1e-4)
+    assert batch["token_ids"].tolist()[:4] == [3, 3, 4, 5]
+    assert batch["offsets"].tolist() == [0, 4, 8, 12]
+
+
+def test_they_stay_where_the_setting_says_so(tmp_path: Path) -> None:
+    result, batch = prepared(
+        Bench(tmp_path, settings(algorithm__drop_zero_signal=False)), [group(0, [1, 1, 1])]
+    )
+    assert result["dropped_groups"] == 0 and batch["weights"].tolist() == [0, 0, 0]
+
+
+def test_a_trajectory_that_was_cut_off_is_no_success(tmp_path: Path) -> None:
+    cut = group(0, [1, 0, 0])
+    cut[0]["valid"] = False
+    result, _ = prepared(Bench(tmp_path, settings()), [cut])
+    assert result["dropped_groups"] == 1 and result["reward_mean"] == 0
+    (tmp_path / "merged").unlink()
+    mixed = group(0, [1, 1, 0])
+    mixed[0]["valid"] = False  # it stays in its group, as a failure
+    _, batch = prepared(Bench(tmp_path, settings()), [mixed])
+    assert batch["weights"].tolist() == pytest.approx([-0.57735, 1.1547, -0.57735], abs=1e-4)
+
+
+def test_rejection_sampling_takes_successes_only(tmp_path: Path) -> None:
+    cut = group(1, [1, 1])
+    cut[0]["valid"] = False
+    result, batch = prepared(
+        Bench(tmp_path, settings(algorithm__loss="rft")), [group(0, [1, 0, 1]), cut, group(2, [0, 0])]
+    )
+    assert (result["trajectories"], result["dropped_groups"]) == (3, 1)
+    assert batch["weights"].tolist() == [1, 1, 1]
+
+
+def test_what_nothing_was_sampled_in_still_counts_in_its_group(tmp_path: Path) -> None:
+    empty = group(0, [1, 0])
+    empty[1] |= {"loss_mask": empty[0]["loss_mask"][:0], "logprobs": empty[0]["logprobs"][:0]}
+    empty[1]["token_ids"] = empty[0]["token_ids"][:0]
+    result, batch = prepared(Bench(tmp_path, settings()), [empty])
+    assert result["trajectories"] == 1 and batch["weights"].tolist() == pytest.approx([0.7071], abs=1e-4)
+
+
+def test_several_files_are_one_batch(tmp_path: Path) -> None:
+    """The same task under two policy versions is two groups."""
+    work = Bench(tmp_path, settings())
+    write_groups(tmp_path / "older", [group(0, [0, 1])])
+    write_groups(tmp_path / "newer", [group(0, [1, 1], policy_version=1)])
+    result = work.prepare(merged=[str(tmp_path / "older"), str(tmp_path / "newer")])
+    assert (result["groups"], result["dropped_groups"], result["trajectories"]) == (2, 1, 2)
+
+
+def test_a_file_that_torch_wrote_is_read_too(tmp_path: Path) -> None:
+    import torch
+
+    plain = group(0, [0, 1])
+    tensors = {"token_ids": torch.int32, "loss_mask": torch.uint8, "logprobs": torch.float32}
+    for one in plain:
+        one |= {name: torch.tensor(one[name].tolist(), dtype=dtype) for name, dtype in tensors.items()}
+    torch.save({"trajectories": plain, "metadata": {}}, tmp_path / "merged")
+    assert Bench(tmp_path, settings()).prepare()["trajectories"] == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 no", b"hello"])
+def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "merged").write_bytes(content)
+    with pytest.raises(FsbarrierError, match="merged"):
+        Bench(tmp_path, settings()).prepare()
+
+
+def test_a_part_of_the_rollouts_is_not_taken_for_all(tmp_path: Path) -> None:
+    write_groups(tmp_path / "merged", [group(task, [0, 1]) for task in range(3)])
+    whole = (tmp_path / "merged").read_bytes()
+    (tmp_path / "merged").write_bytes(whole[: len(whole) * 2 // 3])
+    with pytest.raises(UsageError, match="not a whole file of trajectories"):
+        Bench(tmp_path, settings()).prepare()
+
+
+def test_damaged_trajectories_are_named(tmp_path: Path) -> None:
+    bad = group(0, [0, 1])
+    bad[1]["logprobs"][3] = float("nan")
+    with pytest.raises(UsageError, match="task t0, sample 1: a log-probability is not a finite number"):
+        prepared(Bench(tmp_path, settings()), [bad])
+    (tmp_path / "merged").unlink()
+    bad = group(0, [0, 1])
+    bad[1]["logprobs"] = bad[1]["logprobs"][:-1]
+    with pytest.raises(UsageError, match=r"task t0, sample 1: .* different lengths"):
+        prepared(Bench(tmp_path, settings()), [bad])
+
+
+def test_the_same_rollouts_make_the_same_batch(tmp_path: Path) -> None:
+    work = Bench(tmp_path, settings())
+    groups = [group(task, [0, 1, 1, 0]) for task in range(8)]
+    _, first = prepared(work, groups)
+    kept = (tmp_path / "batch").read_bytes()
+    (tmp_path / "merged").unlink()
+    prepared(work, groups)
+    assert (tmp_path / "batch").read_bytes() == kept
+    work.prepare(iteration=2)
+    assert (tmp_path / "batch").read_bytes() != kept
+    assert (tmp_path / "batch").stat().st_mode & 0o777 == 0o600
+    assert first["metadata"]["policy_version"] == 0
+
+
+def test_minibatches_cover_each_epoch_once() -> None:
+    from fsbarrier.workers.prepare import minibatches
+
+    steps = minibatches(25, 10, 2, seed="s")
+    assert [len(step) for step in steps] == [13, 12] * 2
+    assert sorted(i for step in steps[:2] for i in step.tolist()) == list(range(25))
+    again = minibatches(25, 10, 2, seed="s")
+    assert all(bool((a == b).all()) for a, b in zip(steps, again, strict=True))
+    assert minibatches(0, 10, 2, seed="s") == []
+
+
+@given(
+    lengths=st.lists(st.integers(2, 50), min_size=1, max_size=40),
+    world=st.integers(1, 5),
+    most=st.integers(1, 8),
+    most_tokens=st.integers(1, 200),
+)
+def test_a_plan_deals_out_every_trajectory_once(
+    lengths: list[int], world: int, most: int, most_tokens: int
+) -> None:
+    from fsbarrier.workers.batch import plan
+
+    planned = plan(list(range(len(lengths))), lengths, world, most=most, most_tokens=most_tokens)
+    assert sorted(i for rank in planned for micro in rank for i in micro) == list(range(len(lengths)))
+    assert len(planned) == world and len({len(rank) for rank in planned}) == 1
+    for micro in (micro for rank in planned for micro in rank):
+        assert len(micro) <= most
+        assert len(micro) <= 1 or len(micro) * max(lengths[i] for i in micro) <= most_tokens

@@ -1,0 +1,243 @@
+"""The update: the same for any number of processes, exact resume, honest about what does not fit together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_bench import Bench, bench, rollouts, settings, tiny_model
+
+from fsbarrier import checkpoints
+from fsbarrier.errors import ProgramFailed, UsageError
+
+pytestmark = pytest.mark.torch
+
+
+def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.slow
+def test_the_update_is_the_same_however_many_processes_share_it(tmp_path: Path) -> None:
+    """24 trajectories in minibatches of 10 and 14: neither 2 nor 3 processes get equal shards of all of them."""
+    work = bench(tmp_path)
+    work.prepare()
+    alone = work.update("alone")
+    two = work.torchrun(
+        work.update_spec("two"), work.update_spec("two", result=str(tmp_path / "second.result"))
+    )
+    three = work.torchrun(work.update_spec("three"), processes=3)
+    for process, said in (*two, *three):
+        assert process.returncode == 0, said
+    assert largest_difference(work.weights("alone"), tiny_state(tmp_path)) > 1e-4
+    for name in ("two", "three"):
+        assert largest_difference(work.weights("alone"), work.weights(name)) < 1e-5
+        assert checkpoints.verify(tmp_path / name).policy_version == 1
+        result = json.loads((tmp_path / f"{name}.result").read_text())
+        assert result["logprob_gap_max"] < 1e-4 and result["optimizer_steps"] == 4
+        assert result["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+        assert result["distributed"].startswith(f"MULTI_CPU x {2 if name == 'two' else 3}")
+    assert json.loads((tmp_path / "second.result").read_text())["out"] == str(tmp_path / "two")
+    # a node has gone: the same state goes on with another world size
+    work.nested["algorithm"]["max_logprob_gap"] = 100.0  # the rollouts are the old policy's
+    assert work.update("after", version=2, before="three")["optimizer_steps"] == 4
+
+
+def tiny_state(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    loaded: dict[str, Any] = load_file(folder / "model" / "model.safetensors")
+    return loaded
+
+
+@pytest.mark.slow
+def test_a_node_that_fails_ends_the_others_with_its_reason(tmp_path: Path) -> None:
+    work = bench(tmp_path)
+    work.prepare()
+    (first, first_said), (second, second_said) = work.torchrun(
+        work.update_spec("out"), work.update_spec("out", batch=str(tmp_path / "absent"))
+    )
+    assert first.returncode != 0 and second.returncode != 0
+    last_lines = "\n".join(second_said.splitlines()[-20:])  # what the daemon shows of a log
+    assert f"{tmp_path / 'absent'} is no training batch" in last_lines, second_said
+    assert "lost contact with the trainer on another node" in first_said
+    assert not (tmp_path / "out" / checkpoints.MANIFEST).exists()
+
+
+def test_a_resumed_trainer_does_what_one_that_never_stopped_does(tmp_path: Path) -> None:
+    """Two updates with the state saved and loaded between them, against the same two without: equal to the last bit."""
+    from transformers import AutoModelForCausalLM
+
+    from fsbarrier.workers.spec import Progress
+    from fsbarrier.workers.update import Update
+
+    work = bench(tmp_path)
+    work.prepare()
+    one = Update(work.update_spec("kept"), Progress(None))
+    model = one.load()
+    optimizer = one.optimizer(model)
+    model, optimizer = one.accelerator.prepare(model, optimizer)
+    one.train(model, optimizer)
+
+    work.update("v1")
+    (tmp_path / "merged").unlink()
+    rollouts(tmp_path / "merged", AutoModelForCausalLM.from_pretrained(tmp_path / "v1" / "model"))
+    work.prepare()
+    work.update("v2", version=2, before="v1")
+    work.update("fresh", version=2, before="v1", trainer_state=None)
+
+    other = Update(work.update_spec("kept", version=2, before="v1"), Progress(None))
+    other.load()
+    other.steps_before = len(one.batch.steps)
+    other.train(model, optimizer)
+    assert largest_difference(work.weights("v2"), dict(model.state_dict())) == 0
+    assert largest_difference(work.weights("v2"), work.weights("fresh")) > 1e-5
+
+
+def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
+    work = bench(tmp_path)
+    work.prepare()
+    work.update("v1")
+    with pytest.raises(ProgramFailed, match="belongs to policy version 1, the model is version 4"):
+        work.update("v5", version=5, before="v1")
+    (tmp_path / "v1" / "trainer" / "state.pt").write_bytes(b"torn")
+    with pytest.raises(ProgramFailed, match=r"state\.pt is no trainer state"):
+        work.update("v2", version=2, before="v1")
+    (tmp_path / "v1" / "trainer" / "state.pt").unlink()
+    with pytest.raises(ProgramFailed, match="No such file"):
+        work.update("v2", version=2, before="v1")
+
+
+def test_weights_that_were_not_served_are_noticed(tmp_path: Path) -> None:
+    work = bench(tmp_path)
+    work.prepare()
+    work.update("v1")
+    with pytest.raises(ProgramFailed, match="the engine does not serve the weights"):
+        work.update("v2", version=2, before="v1")
+    assert not (tmp_path / "v2" / checkpoints.MANIFEST).exists()
+
+
+def test_log_probabilities_are_compared_at_the_sampling_temperature(tmp_path: Path) -> None:
+    work = Bench(tmp_path, settings(rollout__temperature=0.7))
+    rollouts(tmp_path / "merged", tiny_model(tmp_path / "model"), temperature=0.7)
+    work.prepare()
+    assert work.update("v1")["logprob_gap_max"] < 1e-4
+    work.nested["rollout"]["temperature"] = 1.0
+    with pytest.raises(ProgramFailed, match="max_logprob_gap"):
+        work.update("other")
+
+
+def test_the_bound_fits_the_lower_precision(tmp_path: Path) -> None:
+    from fsbarrier.workers.spec import Progress
+    from fsbarrier.workers.update import Update
+
+    work = bench(tmp_path)
+    work.prepare()
+    exact = Update(work.update_spec("v1"), Progress(None)).gap_limit()
+    work.nested["engine"]["dtype"] = "bfloat16"
+    assert Update(work.update_spec("v1"), Progress(None)).gap_limit() > 10 * exact
+
+
+def test_a_loss_that_is_no_number_leaves_no_checkpoint(tmp_path: Path) -> None:
+    import torch
+
+    work = bench(tmp_path, algorithm__max_logprob_gap=1e9)
+    work.prepare()
+    batch = torch.load(tmp_path / "batch", weights_only=True)
+    batch["weights"][0] = float("nan")
+    torch.save(batch, tmp_path / "batch")
+    with pytest.raises(ProgramFailed, match=r"optimizer step 1: loss nan.*nothing was saved"):
+        work.update("v1")
+    assert not (tmp_path / "v1").exists()
+
+
+def test_a_tied_model_comes_out_untied_and_equal(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    work = bench(tmp_path, tied=True, optimizer__lr=1e-12)
+    work.prepare()
+    work.update("v1")
+    config = json.loads((tmp_path / "v1" / "model" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    weights = work.weights("v1")
+    assert float((weights["lm_head.weight"] - weights["model.embed_tokens.weight"]).abs().max()) < 1e-6
+    tokens = torch.tensor([[3, 4, 5, 6]])
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name)(tokens).logits for name in ("model", "v1/model")
+    )
+    assert torch.allclose(before, after, atol=1e-5)
+
+
+def test_both_halves_of_what_was_tied_are_trained(tmp_path: Path) -> None:
+    work = bench(tmp_path, tied=True)
+    work.prepare()
+    work.update("v1")
+    weights, first = work.weights("v1"), tiny_state(tmp_path)["model.embed_tokens.weight"]
+    assert float((weights["lm_head.weight"] - first).abs().max()) > 1e-4
+    assert float((weights["model.embed_tokens.weight"] - first).abs().max()) > 1e-4
+
+
+def test_nothing_to_learn_from_is_no_failure(tmp_path: Path) -> None:
+    work = Bench(tmp_path, settings())
+    rollouts(tmp_path / "merged", tiny_model(tmp_path / "model"), rewards=(1, 1, 1, 1))
+    assert work.prepare()["dropped_groups"] == 6
+    result = work.update("v1")
+    assert result["optimizer_steps"] == 0 and "unchanged" in result["note"]
+    assert largest_difference(work.weights("v1"), tiny_state(tmp_path)) == 0
+    assert checkpoints.verify(tmp_path / "v1").policy_version == 1
+    (tmp_path / "merged").unlink()
+    rollouts(tmp_path / "merged", tiny_model(tmp_path / "again"))
+    work.prepare()
+    assert work.update("v2", version=2, before="v1")["optimizer_steps"] == 4
+
+
+def test_a_model_folder_without_all_its_weights_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    work = bench(tmp_path)
+    work.prepare()
+    weights = tiny_state(tmp_path)
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match=r"it lacks model\.norm\.weight"):
+        work.update("v1")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        work.update("v1")
+
+
+def test_leftovers_of_an_attempt_go_and_a_complete_version_stays(tmp_path: Path) -> None:
+    work = bench(tmp_path)
+    work.prepare()
+    (tmp_path / "v1" / "model").mkdir(parents=True)
+    (tmp_path / "v1" / "model" / "model-00001-of-00002.safetensors").write_bytes(b"half")
+    work.update("v1")
+    assert "model/model-00001-of-00002.safetensors" not in checkpoints.verify(tmp_path / "v1").files
+    assert "model/tokenizer.json" in checkpoints.verify(tmp_path / "v1").files
+    with pytest.raises(ProgramFailed, match="is a complete policy version already"):
+        work.update("v1")
+
+
+def test_rejection_sampling_makes_successes_likelier(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from fsbarrier.workers.batch import TrainingBatch
+    from fsbarrier.workers.losses import token_log_probs
+
+    work = bench(tmp_path, algorithm__loss="rft")
+    assert work.prepare()["trajectories"] == 12
+    work.update("v1")
+    batch = TrainingBatch.load(tmp_path / "batch")
+    micro = batch.micro_batch(list(range(12)), torch.device("cpu"))
+    totals = []
+    for name in ("model", "v1/model"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        with torch.no_grad():
+            logits = model(micro.tokens, attention_mask=micro.attention).logits
+        totals.append(float(token_log_probs(logits, micro.tokens, 1.0)[micro.mask].sum()))
+    assert totals[1] > totals[0] + 1

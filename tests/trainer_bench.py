@@ -1,0 +1,182 @@
+"""A tiny model, rollouts of it, and the trainer's programs run on them, in this process or under real torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+from typing import Any
+
+from fsbarrier.settings import Settings
+from fsbarrier.trajectories import ShardWriter
+
+REPO = Path(__file__).resolve().parent.parent
+GROUPS, SAMPLES, PROMPT = 6, 4, 5
+
+
+def settings(**overrides: Any) -> dict[str, Any]:
+    """Resolved settings; `section__name=value` changes one."""
+    nested = Settings().model_dump(mode="json")
+    nested["optimizer"]["lr"] = 1e-3
+    nested["trainer"] |= {"minibatch": 10, "micro_batch": 3, "timeout_s": 120}
+    for dotted, value in overrides.items():
+        section, name = dotted.split("__")
+        nested[section][name] = value
+    return nested
+
+
+def tiny_model(folder: Path, *, tied: bool = False) -> Any:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.set_num_threads(1)  # at this size more of them only wait for each other
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return model
+
+
+def trajectory(
+    task: int, sample: int, tokens: list[int], logprobs: list[float], reward: float
+) -> dict[str, Any]:
+    """The model sampled the last `len(logprobs)` of `tokens`."""
+    prompt = len(tokens) - len(logprobs)
+    return {
+        "task_id": f"t{task}",
+        "task_index": task,
+        "sample": sample,
+        "reward": reward,
+        "valid": True,
+        "policy_version": 0,
+        "node_rank": 0,
+        "token_ids": array("i", tokens),
+        "loss_mask": array("B", [0] * prompt + [1] * len(logprobs)),
+        "logprobs": array("f", [0.0] * prompt + logprobs),
+    }
+
+
+def write_groups(path: Path, groups: list[list[dict[str, Any]]]) -> None:
+    with ShardWriter(path, prefix="test", header={}) as writer:
+        for group in groups:
+            writer.append_group(group[0]["task_index"], group)
+        writer.finish({})
+
+
+def rollouts(
+    path: Path, model: Any, *, rewards: tuple[float, ...] = (0, 1, 0, 1), temperature: float = 1.0
+) -> None:
+    """A merged file of trajectories of different lengths with the model's own log-probabilities."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    groups = []
+    with torch.no_grad():
+        for task in range(GROUPS):
+            group = []
+            for sample in range(SAMPLES):
+                length = PROMPT + 1 + (task + sample) % 4
+                tokens = torch.randint(2, 32, (1, length), generator=generator)
+                log_probs = torch.log_softmax(model(tokens).logits[0, :-1] / temperature, -1)
+                chosen = log_probs.gather(1, tokens[0, 1:, None])[PROMPT - 1 :, 0]
+                group.append(
+                    trajectory(task, sample, tokens[0].tolist(), chosen.tolist(), float(rewards[sample]))
+                )
+            groups.append(group)
+    write_groups(path, groups)
+
+
+class Bench:
+    """One folder with a model, rollouts and the programs' specs. Policy version N is in the folder `vN`, 0 in `model`."""
+
+    def __init__(self, folder: Path, nested: dict[str, Any]) -> None:
+        self.folder, self.nested = folder, nested
+
+    def spec(self, name: str, **fields: Any) -> dict[str, Any]:
+        return {
+            "run_id": "test",
+            "iteration": 1,
+            "generation": 1,
+            "policy_version": 0,
+            "settings": self.nested,
+            "result": str(self.folder / f"{name}.result"),
+            "progress": str(self.folder / f"{name}.progress"),
+            **fields,
+        }
+
+    def prepare(self, **fields: Any) -> dict[str, Any]:
+        """The batch of the file `merged`, made in this process; gives the result."""
+        from fsbarrier.workers import prepare
+        from fsbarrier.workers.spec import Progress
+
+        places = {"merged": [str(self.folder / "merged")], "batch": str(self.folder / "batch")}
+        return prepare.main(self.spec("prepare", **{**places, **fields}), Progress(None))
+
+    def update_spec(self, out: str, *, version: int = 1, before: str = "", **fields: Any) -> dict[str, Any]:
+        """The spec of the update from the policy in the folder `before` (none: the first model) to version `version`."""
+        known = {
+            "batch": str(self.folder / "batch"),
+            "model": str(self.folder / before / "model"),
+            "trainer_state": str(self.folder / before / "trainer") if before else None,
+            "out": str(self.folder / out),
+            "policy_version": version - 1,
+            "new_policy_version": version,
+        }
+        return self.spec(out, **known | fields)
+
+    def update(self, out: str, *, version: int = 1, before: str = "", **fields: Any) -> dict[str, Any]:
+        """One update in this process; gives the result. Raises what it raises."""
+        from fsbarrier.workers import update
+        from fsbarrier.workers.spec import Progress
+
+        result = update.main(
+            self.update_spec(out, version=version, before=before, **fields),
+            Progress(self.folder / "progress"),
+        )
+        assert result is not None
+        return result
+
+    def torchrun(self, *specs: dict[str, Any], processes: int = 1) -> list[tuple[subprocess.Popen[str], str]]:
+        """One update under real torchrun, one node a spec, `processes` each; gives the ended torchruns and what they said."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        started = []
+        for node, spec in enumerate(specs):
+            path = self.folder / f"node{node}.json"
+            path.write_text(json.dumps(spec))
+            argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(specs))]
+            argv += ["--node-rank", str(node), "--nproc-per-node", str(processes)]
+            argv += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--max-restarts", "0"]
+            argv += ["-m", "fsbarrier.workers.update", "--spec", str(path)]
+            env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+            env.pop("MASTER_ADDR", None)
+            started.append(
+                subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            )
+        return [(one, one.communicate()[0]) for one in started]
+
+    def weights(self, out: str) -> dict[str, Any]:
+        from safetensors.torch import load_file
+
+        loaded: dict[str, Any] = load_file(self.folder / out / "model" / "model.safetensors")
+        return loaded
+
+
+def bench(folder: Path, *, tied: bool = False, **overrides: Any) -> Bench:
+    """A bench with a model and its rollouts."""
+    rollouts(folder / "merged", tiny_model(folder / "model", tied=tied))
+    return Bench(folder, settings(**overrides))
