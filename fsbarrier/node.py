@@ -31,6 +31,7 @@ from fsbarrier.state import (
     Recover,
     Rules,
     Stage,
+    View,
     WorkReport,
     changed,
 )
@@ -72,6 +73,8 @@ class Agent:
     node: Node = field(init=False)
     exit: Exit | None = None
     counter: int = 0
+    _refused: bool = False
+    _idle: tuple[Node | None, View | None] = (None, None)
     _pending: deque[Action] = field(default_factory=deque)
     _ambiguous: int = 0  # the incarnation whose announcement ended in an error: it may be there
     _said: tuple[float, Fact] | None = None
@@ -100,17 +103,20 @@ class Agent:
         busy = self._act(now)
         while self.exit is None:
             view = self.observer.view(self.node, now)
-            if self.node.part in (Part.EACH, Part.LEADER):
-                view = changed(view, work=self.work.report())
+            if self.node.part in (Part.EACH, Part.LEADER) and (report := self.work.report()) is not None:
+                view = changed(view, work=report)
+            if view is self._idle[1] and self.node is self._idle[0]:
+                break  # nothing new since the last look; what depends on time alone is asked at the next look at heartbeats
             node, actions = step(self.node, view, now, self.rules)
             if not actions and (node is self.node or node == self.node):
+                self._idle = node, view
                 break
             busy = busy or node.position != self.node.position or bool(actions)
             self.node = node
             self._pending.extend(actions)
-            newest = self.observer.newest
+            self._refused = False
             self._act(now)
-            if any(isinstance(action, Propose) for action in actions) and self.observer.newest is newest:
+            if self._refused:
                 break  # another's record is there and cannot be read yet: not now, again and again
         self._note_suspects(now)
         self._repeat(now)
@@ -224,7 +230,9 @@ class Agent:
                 "generation_proposed", self.node, {"number": generation.number, "reason": generation.reason}
             )
         else:
-            self.observer.learn(self.observer.read(path, Generation))
+            record = self.observer.read(path, Generation)
+            self.observer.learn(record)
+            self._refused = record is None
         self.observer.hurry()
 
     def _entered(self, position: Position, generation: Generation, left: Position | None, now: float) -> None:

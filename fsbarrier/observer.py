@@ -39,6 +39,9 @@ _ITERATION = re.compile(r"iter-(\d{6,})")
 _PHASE = re.compile(r"p(\d{2})-(\w+)")
 
 
+_NOTHING = View()
+
+
 @dataclass
 class Paces:
     """How often to look, in seconds."""
@@ -66,6 +69,10 @@ class Observer:
     _unreadable: dict[int, float] = field(default_factory=dict)
     _expected: dict[str, int] = field(default_factory=dict)
     _expected_by: Generation | None = None
+    _common: View | None = None  # without what is known of a row
+    _whole: View = _NOTHING
+    _listed: tuple[Path, list[str]] | None = None
+    _arrived: tuple[frozenset[int], dict[int, Fact]] = (frozenset(), {})
     _values: dict[tuple[int, Position], Payload] = field(default_factory=dict)
     _known_beats: tuple[list[str], list[int]] = field(default_factory=lambda: ([], []))
     _known_joins: list[str] = field(default_factory=list)
@@ -96,40 +103,63 @@ class Observer:
         """Look at everything at the next view, whatever its pace."""
         self._looked = self._looked_at_beats = float("-inf")
 
-    def view(self, node: Node, now: float, after: float | None = None) -> View:
-        """What the node can see at `now`. Raises OSError when the filesystem fails."""
+    def view(self, node: Node, now: float) -> View:
+        """What the node can see at `now`; the same object while nothing is new. Raises OSError when the filesystem fails."""
         joining = node.stage is Stage.JOINING
         if now - self._looked >= self.paces.members_s / (4 if joining else 1):
             self._look_at_members(now)
-            self._looked = now
+            self._looked, self._common = now, None
         if now - self._looked_at_beats >= self.paces.beats_s / (10 if joining else 1):
             self._look_at_beats(node.rank, now)
-            self._looked_at_beats = now
-        view = View(self.newest, self.void, self.joins, self.ledger, stop=self.stop, recovered=self.recovered)
-        return view if node.generation is None else self._with_row(view, node)
+            self._looked_at_beats, self._common = now, None
+        if self._common is None or self._common.recovered is not self.recovered:
+            self._common = self._whole = changed(
+                _NOTHING,
+                newest=self.newest,
+                void=self.void,
+                joins=self.joins,
+                ledger=self.ledger,
+                stop=self.stop,
+                recovered=self.recovered,
+            )
+        if node.generation is None or node.part not in (Part.ANNOUNCED, Part.GATHER, Part.EACH):
+            return self._common
+        return self._with_row(self._common, node)
 
-    def _with_row(self, view: View, node: Node) -> View:
+    def _with_row(self, common: View, node: Node) -> View:
         generation, position = node.generation, node.position
         assert generation is not None and position is not None
-        if node.part not in (Part.ANNOUNCED, Part.GATHER, Part.EACH):
-            return view
-        if self._expected_by is not generation:
-            self._expected_by = generation
-            self._expected = {fact_name(rank, "done"): rank for rank in generation.ranks}
-        directory, expected = self.row_dir(generation.number, position), self._expected
-        arrived: set[int] = set()
-        failed: dict[int, Fact] = {}
+        directory = self.row_dir(generation.number, position)
+        names = self.store.names(directory)
+        if self._listed != (directory, names):
+            if self._expected_by is not generation:
+                self._expected_by = generation
+                self._expected = {fact_name(rank, "done"): rank for rank in generation.ranks}
+            arrived = frozenset(self._expected[name] for name in names if name in self._expected)
+            failed = {} if len(names) == len(arrived) else self._failed(directory, names, generation)
+            if failed is None:
+                return common
+            self._listed, self._arrived = (directory, names), (arrived, failed)
+            self._whole = common
+        arrived, failed = self._arrived
         leaders_fact = None
-        for name in self.store.names(directory):
-            if name in expected:
-                arrived.add(expected[name])
-            elif (match := _FAILED.fullmatch(name)) and int(match[1]) in generation.ranks:
-                fact = self.read(directory / name, Fact)
-                if fact is not None:
-                    failed[int(match[1])] = fact
-        if node.part is Part.ANNOUNCED and len(arrived) == len(expected):
+        if node.part is Part.ANNOUNCED and len(arrived) == len(generation.members):
             leaders_fact = self.read(directory / fact_name(generation.leader, "done"), Fact)
-        return changed(view, arrived=frozenset(arrived), failed=failed, leaders_fact=leaders_fact)
+        elif self._whole is not common:
+            return self._whole
+        self._whole = changed(common, arrived=arrived, failed=failed, leaders_fact=leaders_fact)
+        return self._whole
+
+    def _failed(self, directory: Path, names: list[str], generation: Generation) -> dict[int, Fact] | None:
+        """The members' facts of failure; None while one of them cannot be read."""
+        failed = {}
+        for match in filter(None, map(_FAILED.fullmatch, names)):
+            fact = self.read(directory / match[0], Fact) if int(match[1]) in generation.ranks else None
+            if fact is not None:
+                failed[int(match[1])] = fact
+            elif int(match[1]) in generation.ranks:
+                return None
+        return failed
 
     def phase_name(self, index: int) -> str:
         return self.program.rows[index].name

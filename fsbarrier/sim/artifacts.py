@@ -41,12 +41,11 @@ class Artifacts:
 
     parts: dict[str, PartFile] = field(default_factory=dict)
     merged: dict[str, Merged] = field(default_factory=dict)
-    batches: dict[str, int] = field(default_factory=dict)
+    given: set[str] = field(default_factory=set)  # merged files from elsewhere, for runs that only update
+    batches: set[str] = field(default_factory=set)
     checkpoints: dict[str, tuple[int, int]] = field(default_factory=dict)  # folder -> (version, generation)
     served: str = ""
-    public: dict[str, int] = field(
-        default_factory=dict
-    )  # name that people look at -> stamp of the merge behind it
+    public: dict[str, int] = field(default_factory=dict)  # a name for people -> stamp of the merge behind it
     meetings: dict[tuple[str, str], Meeting] = field(default_factory=dict)
     stamps: int = 0
     ports: int = 40000

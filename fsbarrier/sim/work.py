@@ -236,14 +236,14 @@ class SimWork:
         (source,) = work.spec["merged"]
         named = context.decided("train_aggregate")
         found = self.artifacts.merged.get(source)
-        if found is None:
+        if found is None and source not in self.artifacts.given:
             raise ProgramFailed(f"{source} is not there")
-        if named is not None:
+        if named is not None and found is not None:
             used = Used(self.world.now, piece.process.number, piece.node, named["stamp"], found.stamp)
             self.world.history.used.append(used)
         yield from self._busy(piece)
-        self.artifacts.batches[work.spec["batch"]] = found.stamp
-        return {"batch": work.spec["batch"], "groups": len(found.entries)}
+        self.artifacts.batches.add(work.spec["batch"])
+        return {"batch": work.spec["batch"]}
 
     def _update(self, work: Command, context: Context, piece: Piece) -> Waiting:
         argv = dict(zip(work.argv[:-1], work.argv[1:], strict=True))

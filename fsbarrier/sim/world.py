@@ -10,21 +10,23 @@ from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from fsbarrier.facts import encode
+from fsbarrier.paths import RunPaths
 from fsbarrier.program import SLICES
 from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.faults import Trouble
 from fsbarrier.sim.history import Ended, History, Said, Write
 from fsbarrier.sim.process import BEAT_S, Process
-from fsbarrier.sim.setup import Setup, litter, program, settings
+from fsbarrier.sim.setup import ROOT, Setup, litter, program, settings
 from fsbarrier.sim.store import NEVER, Client, Disk, Habits, SimPath
 from fsbarrier.sim.strand import Strand
 from fsbarrier.state import Exit, Node, Part, Rules, Stage
 
-SETTLE_S = 900.0  # virtual time in which everything must have ended after the faults stopped
+SETTLE_S = 900.0  # virtual time, for each iteration, within which all must end after the faults stopped
+IDLE_S = 1.9  # the longest time between two looks: less than what counts as blind
 Action = Callable[[], None]
 
 
@@ -47,7 +49,7 @@ class World:
         self.now = 0.0
         rng, mix = self.rng, setup.mix
         policy = setup.policy or rng.choice(("shrink", "shrink", "shrink", "shrink", "wait", "wait", "abort"))
-        phases = setup.phases or rng.choice(("both", "both", "both", "both", "both", "rollout"))
+        phases = setup.phases or rng.choice(("both", "both", "both", "rollout", "update"))
         first, last = SLICES[phases]
         self.rules = Rules(
             program(),
@@ -64,6 +66,9 @@ class World:
         self.disk = Disk(coarse_s=coarse, order=rng.randrange(3), exclusive="winners" not in mix)
         self.disk.watch = self._written
         self.artifacts = Artifacts()
+        if phases == "update":
+            paths = RunPaths(cast(Any, ROOT))
+            self.artifacts.given = {str(paths.merged("train", i + 1)) for i in range(setup.iterations)}
         hidden_s = self.habits.oldest_s + self.habits.absence_s + BEAT_S
         self.history = History(
             first, last, setup.limits.dead_s, hidden_s, self.habits != Habits() or bool(coarse)
@@ -75,7 +80,7 @@ class World:
         self.mishap_rate = rng.choice((0.0, 0.0, 0.01, 0.05)) if mix else 0.0
         self.failure_rate = rng.choice((0.0, 0.0, 0.0, 0.01, 0.04)) if "program" in mix else 0.0
         self.lengths = setup.lengths or rng.choice(
-            ((0.02, 0.05, 0.2), (0.02, 0.05, 0.2), (0.1, 0.2, 2.0), (0.02, 0.05, 0.1, 9.0))
+            ((0.02, 0.05, 0.2), (0.02, 0.05, 0.2), (0.1, 0.2, 1.0), (0.02, 0.05, 0.1, 0.1, 0.1, 9.0))
         )
         self.healed = not mix
         self.failures: dict[tuple[int, str], int] = {}  # (rank, phase): so often its program fails there
@@ -91,6 +96,8 @@ class World:
             if strike.iteration
         ]
         self.starting = 0  # starts that are due
+        self.ending = False  # some process has ended: maybe it was the last
+        self.end_s = float("inf")  # when everything must have ended
         self._heap: list[tuple[float, int, Action]] = []
         self._order = 0
         self._beat_of: tuple[int, int] = (0, 0)
@@ -129,19 +136,19 @@ class World:
     def run(self) -> History:
         """From the first start to the end of the last process."""
         self._begin()
-        end = float("inf")
         while self._heap:
             time, _, action = heappop(self._heap)
-            if time > end:
+            if time > self.end_s:
                 break
             self.now = self.disk.now = time
             action()
-            if not self.starting and not any(process.up for process in self.processes):
+            if self.ending and not self.starting and not any(process.up for process in self.processes):
+                self.ending = False
                 if self.healed or self._over():
                     break
                 strikes.heal(self)
-            if self.healed and end == float("inf"):
-                end = self.now + SETTLE_S
+            if self.healed and self.end_s == float("inf"):
+                self.end_s = self.now + SETTLE_S * self.setup.iterations
         self._close()
         return self.history
 
@@ -263,7 +270,8 @@ class World:
             process.wake(self.now + 0.001)
         elif not process.due:  # polls between two changes would see nothing new: they are left out
             joining = not process.joined or process.agent.node.stage is Stage.JOINING
-            process.wake(self.now + (0.5 if joining else 1.01))
+            young = self.now - process.started < 5.0
+            process.wake(self.now + (0.5 if joining and young else IDLE_S))
 
     def _failed_look(self, process: Process, how: str) -> None:
         """The filesystem failed: tried again for a while, as the daemon does; its start is not."""
@@ -287,6 +295,7 @@ class World:
         self._end(process, ended.code, f"{ended.state}: {ended.reason}")
 
     def _end(self, process: Process, code: int, why: str) -> None:
+        self.ending = True
         self.history.ended[process.number] = Ended(self.now, process.rank, code, why)
         self.say(f"node {process.rank} ends with code {code}: {why}")
         if not self.healed and code in (3, 143) and self.rng.random() < 0.6:
@@ -301,6 +310,7 @@ class World:
         if process.strand is not None:
             process.strand.kill()
         process.trouble.rest()
+        self.ending = True
         self.history.ended[process.number] = Ended(self.now, process.rank, None, why)
         self.say(f"node {process.rank} is dead: {why}")
 
@@ -330,8 +340,9 @@ class World:
         if self.now - process.ticked_at <= self.rules.limits.dead_s:
             self._put_beat(process)
         joining = process.agent.node.stage is Stage.JOINING
-        young = self.now - process.started < 1.0
-        self.after((0.2 if young else 0.8) if joining else BEAT_S, lambda: self._beat(process))
+        age_s = self.now - process.started
+        joining_s = 0.2 if age_s < 1.0 else 0.8 if age_s < 5.0 else BEAT_S
+        self.after(joining_s if joining else BEAT_S, partial(self._beat, process))
 
     def _put_beat(self, process: Process) -> None:
         left, process.client.left = process.client.left, NEVER
@@ -347,8 +358,9 @@ class World:
 
     def _written(self, path: SimPath, host: str, data: bytes) -> None:
         if "/beats/" in path:
-            self.history.beats.setdefault(self._beat_of, []).append(self.now)
-            for process in self.processes:
+            beats = self.history.beats.setdefault(self._beat_of, [])
+            beats.append(self.now)
+            for process in self.processes if len(beats) <= 2 else ():  # then it is known to be alive
                 if (
                     process.joined
                     and process.agent.node.stage is Stage.JOINING
