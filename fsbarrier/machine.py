@@ -45,6 +45,7 @@ from fsbarrier.state import (
     changed,
 )
 from fsbarrier.succession import (
+    all_done,
     failed_tries,
     first_of_session,
     last_news,
@@ -327,10 +328,8 @@ def _join(node: Node, view: View, now: float, rules: Rules) -> Step:
     if found is None or found.generation != newest or now - found.at > rules.limits.suspect_s:
         return node, (Recover(),)
     word = leaders_word(view)
-    begins = opening(found, rules.span(word.choices if word else {})).iteration
-    if word is not None and word.until is not None and begins > word.until:
-        done = f"the run has already done its {word.until} iterations; a larger --iterations goes on"
-        return changed(node, stage=Stage.ENDED), (Exit(0, "finished", done),)
+    if word is not None and all_done(opening(found, rules.span(word.choices)), word.until):
+        return _nothing_to_do(node, word.until)
     me = Member(node.rank, node.incarnation, node.host)
     live = {**live_joiners(view.joins, view.ledger, now, rules.limits), node.rank: me}
     waited = now - node.since
@@ -348,4 +347,12 @@ def _join(node: Node, view: View, now: float, rules: Rules) -> Step:
         return node, ()
     if found.at != now:  # what an old member did in the meantime counts
         return node, (Recover(),)
-    return node, (Propose(first_of_session(node, view, rules, live, found)),)
+    proposal = first_of_session(node, view, rules, live, found)
+    if all_done(proposal.start, proposal.until):  # as far as those who came know
+        return _nothing_to_do(node, proposal.until)
+    return node, (Propose(proposal),)
+
+
+def _nothing_to_do(node: Node, until: int | None) -> Step:
+    done = f"the run has already done its {until} iterations; a larger --iterations goes on"
+    return changed(node, stage=Stage.ENDED), (Exit(0, "finished", done),)

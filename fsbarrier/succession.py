@@ -77,6 +77,11 @@ def leaders_word(view: View) -> Join | None:
     return view.joins[rank] if before is None or view.joins[rank].incarnation > before else None
 
 
+def all_done(start: Position, until: int | None) -> bool:
+    """Whether a session that begins at `start` has nothing left to do up to iteration `until`."""
+    return until is not None and start.iteration > until
+
+
 def opening(found: Recovered, span: tuple[int, int]) -> Position:
     """Where a session that runs the rows of `span` begins: where the run was left, if the one before ran the same rows.
 
