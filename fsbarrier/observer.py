@@ -75,6 +75,7 @@ class Observer:
     _arrived: tuple[frozenset[int], dict[int, Fact]] = (frozenset(), {})
     _values: dict[tuple[int, Position], Payload] = field(default_factory=dict)
     _known_beats: tuple[list[str], list[int]] = field(default_factory=lambda: ([], []))
+    _known_generations: list[str] = field(default_factory=list)
     _known_joins: list[str] = field(default_factory=list)
     _old_stops: frozenset[str] = frozenset()
     _row: tuple[int, Position, Path] | None = None
@@ -87,7 +88,7 @@ class Observer:
             self.store.make_dir(directory)
         self._old_stops = frozenset(self.store.names(self.paths.stops))
         self._read_beats(None)
-        self._look_at_members(float("-inf"))
+        self._look_at_members(None)
 
     def learn(self, generation: Generation | None) -> None:
         """Take a generation's record for known, however it was come by."""
@@ -194,17 +195,10 @@ class Observer:
             raise OSError(errno.EAGAIN, "this record cannot be read", str(path))
         return fact
 
-    def _look_at_members(self, now: float) -> None:
-        known = self.newest.number if self.newest is not None else 0
-        for number in sorted(_numbers(_GENERATION, self.store.names(self.paths.generations)), reverse=True):
-            if number <= known:
-                break
-            record = self.read(self.paths.generation(number), Generation)
-            if record is not None and self._fits(record, number):
-                self.learn(record)
-                break
-            if now - self._unreadable.setdefault(number, now) >= self.paces.void_s:
-                self.void = max(self.void, number)
+    def _look_at_members(self, now: float | None) -> None:
+        names = self.store.names(self.paths.generations)
+        if names != self._known_generations and self._look_at_generations(names, now):
+            self._known_generations = names
         names = self.store.names(self.paths.joins)
         if names != self._known_joins:
             matches = [match for match in map(_JOIN.fullmatch, names) if match]
@@ -213,6 +207,21 @@ class Observer:
         for name in self.store.names(self.paths.stops):
             if name not in self._old_stops:
                 self.stop = self.read(self.paths.stops / name, StopRequest) or self.stop
+
+    def _look_at_generations(self, names: list[str], now: float | None) -> bool:
+        """Learn the newest of them that can be read; True if none is newer."""
+        numbers = sorted(_numbers(_GENERATION, names), reverse=True)
+        known = self.newest.number if self.newest is not None else 0
+        for number in numbers:
+            if number <= known:
+                break
+            record = self.read(self.paths.generation(number), Generation)
+            if record is not None and self._fits(record, number):
+                self.learn(record)
+                known = number
+            elif now is not None and now - self._unreadable.setdefault(number, now) >= self.paces.void_s:
+                self.void = max(self.void, number)
+        return max(numbers, default=0) <= known
 
     def _fits(self, record: Generation, number: int) -> bool:
         return record.number == number and record.start.phase < len(self.program.rows)
