@@ -20,7 +20,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fsbarrier import files, rankfiles
+from fsbarrier import files
+from fsbarrier.data import rankfiles
+from fsbarrier.data.merge import AggregateReport, Progress, aggregate
+from fsbarrier.data.mergeplan import Part, make_plan, missing_text
+from fsbarrier.data.rankfiles import RankFile
+from fsbarrier.data.shardscan import NotOurs, scan_shard
+from fsbarrier.data.torchpickle import FormatError
 from fsbarrier.errors import (
     EXIT_INTERNAL,
     EXIT_SIGTERM,
@@ -29,12 +35,7 @@ from fsbarrier.errors import (
     StoreError,
     UsageError,
 )
-from fsbarrier.merge import AggregateReport, Progress, aggregate
-from fsbarrier.mergeplan import Part, make_plan, missing_text
 from fsbarrier.paths import SPLITS, RunPaths
-from fsbarrier.rankfiles import RankFile
-from fsbarrier.shardscan import NotOurs, scan_shard
-from fsbarrier.torchpickle import FormatError
 
 __all__ = ["AggregateReport", "Part", "Progress", "aggregate"]
 
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """By hand. Raises UsageError (nothing to merge, tasks missing, foreign files), StoreError, ProgramFailed."""
-    from fsbarrier.preflight import default_log_path
+    from fsbarrier.start.preflight import default_log_path
 
     log_path: Path = args.log_path or default_log_path(os.environ)
     if args.iteration < 0:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import fsbarrier
 from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, FsbarrierError, UsageError
-from fsbarrier.given import nearest
+from fsbarrier.start.given import nearest
 
 #: Name -> what it is for, in the order in which a person meets them.
 COMMANDS = {

@@ -23,15 +23,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from fsbarrier.errors import Fenced, FsbarrierError, StoreError
-from fsbarrier.facts import Generation, Join, Member, Payload, Position, encode
-from fsbarrier.host import boot_id
-from fsbarrier.membership import Limits, losses, silence
-from fsbarrier.node import Agent
-from fsbarrier.observer import Observer, Paces
+from fsbarrier.node.agent import Agent
+from fsbarrier.node.host import boot_id
+from fsbarrier.node.observer import Observer, Paces
+from fsbarrier.node.store import PosixStore
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import Context, Phase, Program, Value
-from fsbarrier.state import Exit, Node, Part, Rules, Stage, WorkReport
-from fsbarrier.store import PosixStore
+from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position, encode
+from fsbarrier.protocol.membership import Limits, losses, silence
+from fsbarrier.protocol.state import Exit, Node, Part, Rules, Stage, WorkReport
 
 POLL_MIN_S, POLL_MAX_S, POLL_GROWTH = 0.001, 0.05, 1.5
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier.errors import UsageError
-from fsbarrier.facts import Join, Member, Payload
 from fsbarrier.paths import RunPaths
+from fsbarrier.protocol.facts import Join, Member, Payload
 
 PHASE_NAMES = (
     "iteration_start",

@@ -1,7 +1,7 @@
 """Every setting of a run: its name, type, default, limits and meaning. The only module that imports pydantic.
 
 Sources, later wins: the defaults below, the built-in task's, `--config FILE.toml`, flags, `key=value`. What
-people give arrives as `Given` values (fsbarrier.given); `resolve` makes one checked, frozen whole of them.
+people give arrives as `Given` values (fsbarrier.start.given); `resolve` makes one checked, frozen whole of them.
 docs/settings.md is generated from the descriptions: `python scripts/settings_doc.py`.
 """
 
@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fsbarrier.errors import UsageError
-from fsbarrier.given import Given, Kind, flatten, nearest
-from fsbarrier.settings_checks import check, one_line
+from fsbarrier.start.given import Given, Kind, flatten, nearest
+from fsbarrier.start.settings_checks import check, one_line
 
 
 def _split_words(value: Any) -> Any:

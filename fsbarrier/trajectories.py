@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fsbarrier.shardscan import DATA, GroupEntry, NotOurs, ShardScan, checked, reading, scan_shard
-from fsbarrier.shardwriter import ShardInfo, ShardWriter
-from fsbarrier.torchpickle import FormatError
-from fsbarrier.torchunpickle import ForeignObject, Unpickler
-from fsbarrier.torchzip import Entry, read_directory
+from fsbarrier.data.shardscan import DATA, GroupEntry, NotOurs, ShardScan, checked, reading, scan_shard
+from fsbarrier.data.shardwriter import ShardInfo, ShardWriter
+from fsbarrier.data.torchpickle import FormatError
+from fsbarrier.data.torchunpickle import ForeignObject, Unpickler
+from fsbarrier.data.torchzip import Entry, read_directory
 
 __all__ = [
     "ForeignObject",

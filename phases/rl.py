@@ -9,9 +9,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from fsbarrier.assign import sample_tasks, split_by_weight
 from fsbarrier.errors import UsageError
-from fsbarrier.facts import Payload
 from fsbarrier.program import (
     Command,
     Context,
@@ -27,6 +25,8 @@ from fsbarrier.program import (
     Value,
     Work,
 )
+from fsbarrier.protocol.assign import sample_tasks, split_by_weight
+from fsbarrier.protocol.facts import Payload
 
 NOTHING = Value({})
 

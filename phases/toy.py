@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsbarrier.facts import Payload
 from fsbarrier.loader import load_module
 from fsbarrier.program import Command, Context, Phase, Program, PublishWeights, Steps, Value, Work
+from fsbarrier.protocol.facts import Payload
 
 rl = load_module("rl")  # what this file does not say anew is the default program's
 

@@ -14,8 +14,8 @@ PAGE = ROOT / "docs" / "settings.md"
 sys.path.insert(0, str(ROOT))
 
 from fsbarrier import settings  # noqa: E402
-from fsbarrier.given import FLAGS  # noqa: E402
-from fsbarrier.runrecord import PER_START  # noqa: E402
+from fsbarrier.start.given import FLAGS  # noqa: E402
+from fsbarrier.start.runrecord import PER_START  # noqa: E402
 
 HEAD = """# Settings
 
@@ -39,7 +39,8 @@ contradict each other are refused before anything starts (exit code 2).
 
 Node 0 writes the resolved settings into the run's `run.json` when the run is made. From then on every start of every node takes them
 from there; giving one again is allowed only with the same value. {per_start} belong to one start, so each may choose them anew.
-With neither `data_path` nor `model` the built-in task is run, and its settings (`fsbarrier/demo.py`) lie between the defaults and yours.
+With neither `data_path` nor `model` the built-in task is run, and its settings (`fsbarrier/start/demo.py`) lie between the defaults and
+yours.
 """
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsbarrier.journal import read_events
+from fsbarrier.node.journal import read_events
 
 REPO = Path(__file__).resolve().parent.parent
 Event = dict[str, Any]

@@ -10,10 +10,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from fsbarrier import files, runrecord, settings
-from fsbarrier.facts import Beat, Fact, Generation, Join, Member, Position, Verdict, encode
+from fsbarrier import files, settings
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Verdict, encode
+from fsbarrier.start import runrecord
 
 BEGIN = datetime(2026, 3, 1, 9, 0, 0, tzinfo=UTC)
 #: seconds of work in each phase that has any: (phase, of the leader only)

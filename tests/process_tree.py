@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from fsbarrier import processes, supervisor
+from fsbarrier.supervision import processes, supervisor
 
-ROOT = Path(supervisor.__file__).parents[1]
+ROOT = Path(supervisor.__file__).parents[2]
 DEADLINE_S = 60.0  # for a machine under any load; what is waited for takes milliseconds
 ALL = ("plain", "session", "daemonised", "deaf", "stopped")
 
@@ -76,8 +76,8 @@ if sys.stdin.isatty():
     import fcntl, termios
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from pathlib import Path
-from fsbarrier import supervisor
-from fsbarrier.supervisor import Child
+from fsbarrier.supervision import supervisor
+from fsbarrier.supervision.supervisor import Child
 supervisor.SNAPSHOT_S = float(os.environ.get("SNAPSHOT_S", supervisor.SNAPSHOT_S))
 children = []
 def start(number, command):

@@ -18,13 +18,15 @@ from unittest import mock
 import pytest
 from trajectory_files import group, write_part
 
-from fsbarrier import cli, mergecopy, runrecord, settings
+from fsbarrier import cli, settings
 from fsbarrier.aggregate import AggregateReport, Part, aggregate, command_line
+from fsbarrier.data import mergecopy
+from fsbarrier.data.merge import remove_leftovers
+from fsbarrier.data.mergeplan import ranges
+from fsbarrier.data.torchpickle import FormatError
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.merge import remove_leftovers
-from fsbarrier.mergeplan import ranges
 from fsbarrier.paths import RunPaths
-from fsbarrier.torchpickle import FormatError
+from fsbarrier.start import runrecord
 from fsbarrier.trajectories import iter_trajectories, load, scan_shard
 
 ROOT = Path(__file__).resolve().parent.parent

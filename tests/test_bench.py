@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fsbarrier.benchmark import Latency, bare
 from fsbarrier.cli import main
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.maintenance.benchmark import Latency, bare
 
 
 def test_figures() -> None:

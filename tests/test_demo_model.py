@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fsbarrier import demo
+from fsbarrier.data.tasks import read_tasks
 from fsbarrier.errors import UsageError
-from fsbarrier.tasks import read_tasks
+from fsbarrier.start import demo
 
 
 def test_train_and_test_share_no_prompt_whatever_the_seed(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fsbarrier import demo, demo_task
 from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.start import demo, demo_task
 
 
 def fill(folder: Path) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from test_engine_parts import write_model
 
-from fsbarrier import processes
-from fsbarrier.engine import Engine, EngineInfo
-from fsbarrier.engine_client import EngineClient
+from fsbarrier.engine.client import EngineClient
+from fsbarrier.engine.engine import Engine, EngineInfo
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.settings import resolve
+from fsbarrier.supervision import processes
 
 HERE = Path(__file__).parent
 NEVER = threading.Event()

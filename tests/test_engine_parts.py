@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from fsbarrier import engine_command, engine_log
-from fsbarrier.engine_client import CalledOff, EngineClient, Refused, Unreachable, normal_url, reserved_port
-from fsbarrier.engine_command import Plan
-from fsbarrier.engine_model import inspect
+from fsbarrier.engine import command as engine_command
+from fsbarrier.engine import log as engine_log
+from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable, normal_url, reserved_port
+from fsbarrier.engine.command import Plan
+from fsbarrier.engine.model import inspect
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.settings import resolve
 from fsbarrier.workers.vllm_server import KeyGuard

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fsbarrier import checkpoints, runrecord, settings
+from fsbarrier import checkpoints, settings
 from fsbarrier.cli import main
 from fsbarrier.paths import RunPaths
+from fsbarrier.start import runrecord
 
 
 def checkpoint(log_path: Path, version: int, generation: int, text: str, *, complete: bool = True) -> Path:

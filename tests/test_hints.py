@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fsbarrier import files, hints
+from fsbarrier import files
+from fsbarrier.node import hints
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from process_tree import ALL, Daemon, Fifo, Watched, guards_of, kill_at_once
 
-from fsbarrier import leftovers, processes
+from fsbarrier.supervision import leftovers, processes
 
 
 @pytest.fixture

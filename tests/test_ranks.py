@@ -6,8 +6,8 @@ import ipaddress
 
 import pytest
 
-from fsbarrier import ranks
 from fsbarrier.errors import UsageError
+from fsbarrier.start import ranks
 
 
 def rank(

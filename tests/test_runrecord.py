@@ -16,12 +16,13 @@ from hypothesis import given as hypothesis_given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from fsbarrier import runrecord, settings, startup
+from fsbarrier import settings
 from fsbarrier.errors import TooFewNodes, UsageError
 from fsbarrier.files import sha256_file
-from fsbarrier.given import from_words
 from fsbarrier.paths import RunPaths
-from fsbarrier.runrecord import RunRecord
+from fsbarrier.start import runrecord, startup
+from fsbarrier.start.given import from_words
+from fsbarrier.start.runrecord import RunRecord
 
 KNOWN = settings.known_names()
 
@@ -275,7 +276,7 @@ def test_a_task_file_that_changed_is_named(tmp_path: Path) -> None:
 
 
 def test_reading_a_record_needs_no_heavy_package() -> None:
-    code = "import sys, fsbarrier.runrecord, fsbarrier.cli; print([m for m in ('pydantic', 'rich') if m in sys.modules])"
+    code = "import sys, fsbarrier.start.runrecord, fsbarrier.cli; print([m for m in ('pydantic', 'rich') if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

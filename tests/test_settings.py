@@ -12,9 +12,9 @@ from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
 from fsbarrier import settings
-from fsbarrier.demo import DEMO_SETTINGS
 from fsbarrier.errors import UsageError
-from fsbarrier.given import FLAGS, Given, flatten, from_file, from_flags, from_words, parse_text
+from fsbarrier.start.demo import DEMO_SETTINGS
+from fsbarrier.start.given import FLAGS, Given, flatten, from_file, from_flags, from_words, parse_text
 
 ROOT = Path(__file__).resolve().parent.parent
 KNOWN = settings.known_names()

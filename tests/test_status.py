@@ -14,9 +14,9 @@ from cluster import FAST, Cluster
 from fake_run import FakeRun, long_run
 
 from fsbarrier import cli
-from fsbarrier.host import boot_id
-from fsbarrier.status import RunStatus, judge, read_status
-from fsbarrier.watching import RunReader
+from fsbarrier.node.host import boot_id
+from fsbarrier.view.status import RunStatus, judge, read_status
+from fsbarrier.view.watching import RunReader
 
 QUICK = {"coordination.beat_s": 0.2, "coordination.suspect_s": 0.6, "coordination.dead_s": 1.0}
 HERE = {"hosts": (socket.gethostname(),), "boot_ids": {rank: boot_id() for rank in range(4)}}

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from process_tree import DEADLINE_S
 
-from fsbarrier import files, processes, supervisor
+from fsbarrier import files
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.supervisor import Child, StartFailed, StillRunning
+from fsbarrier.supervision import processes, supervisor
+from fsbarrier.supervision.supervisor import Child, StartFailed, StillRunning
 
 Start = Callable[..., Child]
 
@@ -348,9 +349,9 @@ def test_without_standard_streams_of_our_own(tmp_path: Path) -> None:
     """A daemon started with its streams closed: the descriptors 0 to 2 are then given to whoever asks first."""
     code = f"""
 import os, sys
-sys.path.insert(0, {str(Path(supervisor.__file__).parents[1])!r})
+sys.path.insert(0, {str(Path(supervisor.__file__).parents[2])!r})
 from pathlib import Path
-from fsbarrier.supervisor import Child
+from fsbarrier.supervision.supervisor import Child
 os.closerange(0, 3)
 child = Child.start(["sh", "-c", "echo out; exit 9"], log_file=Path({str(tmp_path / "log")!r}), name="work")
 os._exit(child.wait({DEADLINE_S}))

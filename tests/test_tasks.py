@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from fsbarrier.data.tasks import count_tasks, read_tasks
 from fsbarrier.errors import UsageError
-from fsbarrier.tasks import count_tasks, read_tasks
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -140,7 +140,7 @@ def test_what_is_no_task_file_is_named(tmp_path: Path) -> None:
 def test_reading_json_lines_imports_nothing_heavy(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", GOOD)
     code = (
-        "import sys; from pathlib import Path; from fsbarrier import tasks; tasks.count_tasks(Path(sys.argv[1]));"
+        "import sys; from pathlib import Path; from fsbarrier.data import tasks; tasks.count_tasks(Path(sys.argv[1]));"
         "print([m for m in ('pyarrow', 'numpy', 'pydantic', 'torch') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.lines import Line, number, parse
-from fsbarrier.timings import CUT_SHORT, OPEN, PASSED, iteration_times, phase_totals, read_spans, rows
+from fsbarrier.view.lines import Line, number, parse
+from fsbarrier.view.timings import CUT_SHORT, OPEN, PASSED, iteration_times, phase_totals, read_spans, rows
 
 BEGIN = datetime(2026, 3, 1, tzinfo=UTC)
 NAMES = {0: "iteration_start", 2: "train_rollout", 13: "iteration_end"}

@@ -17,11 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectory_files import trajectory, write_part
 
-from fsbarrier import torchzip
+from fsbarrier.data import torchzip
+from fsbarrier.data.torchpickle import MAX_DEPTH, FormatError, GroupPickler, file_pickle
+from fsbarrier.data.torchunpickle import ForeignObject, Unpickler
+from fsbarrier.data.torchzip import (
+    Entry,
+    crc32_combine,
+    directory_bytes,
+    header_bytes,
+    make_entry,
+    read_directory,
+)
 from fsbarrier.errors import UsageError
-from fsbarrier.torchpickle import MAX_DEPTH, FormatError, GroupPickler, file_pickle
-from fsbarrier.torchunpickle import ForeignObject, Unpickler
-from fsbarrier.torchzip import Entry, crc32_combine, directory_bytes, header_bytes, make_entry, read_directory
 from fsbarrier.trajectories import load
 
 plain_values = st.recursive(

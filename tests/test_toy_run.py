@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cluster import FAST, Cluster, leftovers
 
-from fsbarrier.control import request_stop
+from fsbarrier.node.control import request_stop
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.trajectories import load

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectory_files import group, trajectory, write_part
 
+from fsbarrier.data.torchpickle import FormatError
 from fsbarrier.errors import FsbarrierError, StoreError, UsageError
-from fsbarrier.torchpickle import FormatError
 from fsbarrier.trajectories import NotOurs, ShardWriter, iter_trajectories, load, scan_shard
 
 HEADER = {"run_id": "r", "assigned": [0, 1, 2]}

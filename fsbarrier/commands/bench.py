@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from fsbarrier import benchmark
+    from fsbarrier.maintenance import benchmark
 
     if args.nodes < 1:
         raise UsageError(f"--nodes {args.nodes}: must be 1 or more")

@@ -7,8 +7,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from fsbarrier import doctor
 from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.maintenance import doctor
 
 SUMMARY = "probe a directory: can it carry a run?"
 EXAMPLE = "fsbarrier doctor /shared/runs"

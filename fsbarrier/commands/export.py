@@ -10,11 +10,12 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from fsbarrier import checkpoints, files, preflight
+from fsbarrier import checkpoints, files
 from fsbarrier.commands import flags
 from fsbarrier.errors import ProgramFailed, StoreError, UsageError
 from fsbarrier.paths import RunPaths
-from fsbarrier.runrecord import RunRecord, load
+from fsbarrier.start import preflight
+from fsbarrier.start.runrecord import RunRecord, load
 
 SUMMARY = (
     "Copy a policy out of a run as a Hugging Face model folder; every file is checked against its SHA-256."

@@ -19,16 +19,16 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from fsbarrier import preflight
 from fsbarrier.commands import flags
 from fsbarrier.commands.run import say, show
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
-from fsbarrier.given import Given
 from fsbarrier.paths import RunPaths
+from fsbarrier.start import preflight
+from fsbarrier.start.given import Given
 
 if TYPE_CHECKING:
-    from fsbarrier.startup import Start
-    from fsbarrier.supervisor import Child
+    from fsbarrier.start.startup import Start
+    from fsbarrier.supervision.supervisor import Child
 
 SUMMARY = """Start several nodes on this machine, with one live view; Ctrl-C ends them all.
 
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
 
 def demo(args: argparse.Namespace, given: tuple[Given, ...]) -> int:
     """`run --demo`: the built-in task on three nodes of this machine; an unfinished one is gone on with."""
-    from fsbarrier.demo import DEMO_SETTINGS
+    from fsbarrier.start.demo import DEMO_SETTINGS
 
     for item in given:
         if item.key in ("data_path", "model"):
@@ -110,7 +110,7 @@ def demo_path(runs: Path) -> Path:
 
 def is_finished(log_path: Path) -> bool:
     """Whether the run there has done all its iterations, as its nodes' last heartbeats say."""
-    from fsbarrier.facts import Beat, CorruptRecord, decode
+    from fsbarrier.protocol.facts import Beat, CorruptRecord, decode
 
     folder = RunPaths(log_path).beats
     try:
@@ -125,7 +125,7 @@ def is_finished(log_path: Path) -> bool:
 
 def local(given: tuple[Given, ...], defaults: Mapping[str, Any], args: argparse.Namespace) -> int:
     """Check everything, make or find the run's record, then run all its nodes here; the most telling exit code."""
-    from fsbarrier import startup
+    from fsbarrier.start import startup
 
     environ = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
     request = startup.Request(
@@ -152,7 +152,7 @@ def local(given: tuple[Given, ...], defaults: Mapping[str, Any], args: argparse.
 
 
 def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child]) -> None:
-    from fsbarrier.supervisor import Child
+    from fsbarrier.supervision.supervisor import Child
 
     record = start.record
     logs = record.paths.logs / f"launch_{datetime.now(UTC):%Y%m%dT%H%M%S}Z_{os.getpid()}"
@@ -173,7 +173,7 @@ def _folder(children: Mapping[int, Child]) -> Path:
 
 def follow(log_path: Path, children: Mapping[int, Child]) -> None:
     """Show the run until all its nodes have ended, then what came of it. A node that was refused ends the others."""
-    from fsbarrier import console
+    from fsbarrier.view import console
 
     console.follow(log_path, children)
     codes = {rank: child.poll() for rank, child in children.items()}

@@ -13,7 +13,7 @@ from pathlib import Path
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
 from fsbarrier.paths import RunPaths
-from fsbarrier.runrecord import load
+from fsbarrier.start.runrecord import load
 
 SUMMARY = "Show the last lines of the nodes' logs (each node's newest start), or follow them."
 EXAMPLE = "fsbarrier logs --node 2 --file vllm -n 100"

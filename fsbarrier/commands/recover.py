@@ -7,10 +7,13 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from fsbarrier import aggregate, liveness, recovery, runrecord, trajectories
+from fsbarrier import aggregate, trajectories
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
+from fsbarrier.maintenance import recovery
+from fsbarrier.node import liveness
 from fsbarrier.paths import SPLITS, RunPaths
+from fsbarrier.start import runrecord
 
 SUMMARY = "after a disaster: show what each rank left, keep what is valid, merge on request"
 EXAMPLE = "fsbarrier recover --iteration 5 --dry-run"

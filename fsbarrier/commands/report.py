@@ -6,9 +6,10 @@ import argparse
 import time
 from pathlib import Path
 
-from fsbarrier import files, preflight
+from fsbarrier import files
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
+from fsbarrier.start import preflight
 
 SUMMARY = "Write a run's rewards, times, node timelines and events as one HTML file that needs nothing else. The run may go on."
 EXAMPLE = "fsbarrier report --log-path runs/default --out report.html"
@@ -29,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from fsbarrier.report import page
-    from fsbarrier.status import judge
-    from fsbarrier.watching import RunReader
+    from fsbarrier.view.report import page
+    from fsbarrier.view.status import judge
+    from fsbarrier.view.watching import RunReader
 
     log_path = flags.find_log_path(args)
     reader = RunReader(log_path)

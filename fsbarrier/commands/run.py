@@ -9,7 +9,7 @@ import sys
 
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
-from fsbarrier.runrecord import RunRecord
+from fsbarrier.start.runrecord import RunRecord
 
 SUMMARY = "Run this node: node 0 (--master) decides what the run is, the others (--worker R) take it from its record."
 EXAMPLE = "fsbarrier run --master --num-nodes 3 --rank-weights 1,1,1 rollout.temperature=0.8\n  fsbarrier run --worker 2"
@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
         from fsbarrier.commands import launch
 
         return launch.demo(args, given)
-    from fsbarrier import startup
+    from fsbarrier.start import startup
 
     request = startup.Request(
         given=given,
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     start = startup.begin(request, say)
     if args.dry_run:
         return show(start.record, as_json=args.json)
-    from fsbarrier.daemon import run_node
+    from fsbarrier.node.daemon import run_node
 
     return run_node(start.record, node_rank=start.node_rank, until=start.until, console=True)
 
@@ -68,8 +68,8 @@ def say(line: str) -> None:
 
 def show(record: RunRecord, *, as_json: bool) -> int:
     """Print what a run would be and would start; nothing is written anywhere."""
-    from fsbarrier.dryrun import describe
-    from fsbarrier.given import flatten
+    from fsbarrier.start.dryrun import describe
+    from fsbarrier.start.given import flatten
 
     commands = list(describe(record))
     if as_json:

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from fsbarrier.commands import flags
-from fsbarrier.status import read_status
+from fsbarrier.view.status import read_status
 
 SUMMARY = "Show where a run is and how each node is doing. Looks until every heartbeat has moved, or for one and a half beats."
 EXAMPLE = "fsbarrier status --log-path runs/default --json"
@@ -27,7 +27,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from fsbarrier.console import print_parts, status_parts
+    from fsbarrier.view.console import print_parts, status_parts
 
     console = Console(highlight=False)
     print_parts(status_parts(status, min(console.width, 120)), console)

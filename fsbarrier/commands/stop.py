@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from fsbarrier.commands import flags
-from fsbarrier.control import request_stop
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.runrecord import load
+from fsbarrier.node.control import request_stop
+from fsbarrier.start.runrecord import load
 
 SUMMARY = "Ask all nodes of a run to end: at the next start of an iteration, or at once with --now. It can be started again."
 EXAMPLE = "fsbarrier stop --log-path runs/default --now"

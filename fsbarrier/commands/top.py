@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from fsbarrier import console
+    from fsbarrier.view import console
 
     log_path = flags.find_log_path(args)
     if console.follow(log_path) is not None:

@@ -6,8 +6,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fsbarrier.protocol.state import Node, Part
 from fsbarrier.sim.history import Merged
-from fsbarrier.state import Node, Part
 
 if TYPE_CHECKING:
     from fsbarrier.sim.process import Process

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from fsbarrier.facts import CorruptRecord, Fact, Generation, Join, Payload, decode
-from fsbarrier.state import Node
+from fsbarrier.protocol.facts import CorruptRecord, Fact, Generation, Join, Payload, decode
+from fsbarrier.protocol.state import Node
 
 #: (generation, iteration, phase)
 Place = tuple[int, int, int]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from fsbarrier.facts import Generation, Payload
 from fsbarrier.program import PHASE_NAMES, Program
+from fsbarrier.protocol.facts import Generation, Payload
 from fsbarrier.sim.history import History, Place, place_of
 
 if TYPE_CHECKING:

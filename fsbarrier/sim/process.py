@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from fsbarrier.errors import Fenced
-from fsbarrier.facts import Join
-from fsbarrier.node import Agent
-from fsbarrier.observer import Observer, Paces
+from fsbarrier.node.agent import Agent
+from fsbarrier.node.observer import Observer, Paces
 from fsbarrier.paths import RunPaths
+from fsbarrier.protocol.facts import Join
+from fsbarrier.protocol.state import Exit, Node
 from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
 from fsbarrier.sim.history import Event
 from fsbarrier.sim.invariants import BLIND_S
@@ -17,7 +18,6 @@ from fsbarrier.sim.setup import ROOT
 from fsbarrier.sim.store import Client
 from fsbarrier.sim.strand import Strand
 from fsbarrier.sim.work import SimWork
-from fsbarrier.state import Exit, Node
 
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World

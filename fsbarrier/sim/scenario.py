@@ -18,6 +18,7 @@ from functools import partial
 
 from fsbarrier.errors import UsageError
 from fsbarrier.program import PHASE_NAMES
+from fsbarrier.protocol.state import Exit
 from fsbarrier.sim import strikes
 from fsbarrier.sim.faults import Mishap, Strike
 from fsbarrier.sim.history import History
@@ -26,7 +27,6 @@ from fsbarrier.sim.process import Process
 from fsbarrier.sim.setup import Setup
 from fsbarrier.sim.store import Habits
 from fsbarrier.sim.world import Awaited, World
-from fsbarrier.state import Exit
 
 _WHEN = re.compile(
     r"when (?:node (\d+)|any) enters (\w+)(?: of iteration (\d+))?(?:, ([\d.]+) s later)?: (.+)"

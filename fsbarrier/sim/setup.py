@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from fsbarrier.facts import Join, encode
 from fsbarrier.loader import load_program
-from fsbarrier.membership import Limits
 from fsbarrier.program import Program
+from fsbarrier.protocol.facts import Join, encode
+from fsbarrier.protocol.membership import Limits
 from fsbarrier.sim import faults
 from fsbarrier.sim.store import Disk, Habits, SimPath
 

@@ -1,6 +1,6 @@
 """The shared directory in memory: one Disk, and for each host a Client with that host's caches and troubles.
 
-A Client has the five verbs of fsbarrier.store.Store and answers like PosixStore on a mount that misbehaves: listings and
+A Client has the five verbs of fsbarrier.node.store.Store and answers like PosixStore on a mount that misbehaves: listings and
 contents may be old, absences may be remembered, an error may be raised although the work was done.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from fsbarrier.store import REPLACED
+from fsbarrier.node.store import REPLACED
 
 NEVER = 1_000_000  # operations until the next alarm, where none is planned
 

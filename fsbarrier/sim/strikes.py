@@ -6,12 +6,12 @@ import errno
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from fsbarrier.facts import StopRequest, encode
 from fsbarrier.paths import RunPaths
+from fsbarrier.protocol.facts import StopRequest, encode
+from fsbarrier.protocol.state import Exit
 from fsbarrier.sim.faults import Mishap, Strike
 from fsbarrier.sim.process import Process
 from fsbarrier.sim.setup import ROOT
-from fsbarrier.state import Exit
 
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from fsbarrier.facts import Generation
 from fsbarrier.program import PHASE_NAMES
+from fsbarrier.protocol.facts import Generation
 from fsbarrier.sim.history import Event, History, Place, place_of
 from fsbarrier.sim.invariants import Violation
 

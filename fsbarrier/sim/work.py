@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fsbarrier.errors import FsbarrierError, ProgramFailed
-from fsbarrier.facts import Payload, Position
 from fsbarrier.program import (
     PHASE_NAMES,
     Command,
@@ -27,9 +26,10 @@ from fsbarrier.program import (
     Value,
     Work,
 )
+from fsbarrier.protocol.facts import Payload, Position
+from fsbarrier.protocol.state import Node, Part, WorkReport
 from fsbarrier.sim.artifacts import Artifacts, Meeting, PartFile, Piece, Waiting
 from fsbarrier.sim.history import Entry, Merged, Missing, Used
-from fsbarrier.state import Node, Part, WorkReport
 
 if TYPE_CHECKING:
     from fsbarrier.sim.process import Process
@@ -299,7 +299,7 @@ class SimWork:
     # --- what the table's functions see ---
 
     def context(self, node: Node) -> Context:
-        """As fsbarrier.context builds it, with simulated files."""
+        """As fsbarrier.node.context builds it, with simulated files."""
         generation, position = node.generation, node.position
         assert generation is not None and position is not None
         observer = self.process.agent.observer

@@ -1,4 +1,4 @@
-"""A simulated run: N nodes (fsbarrier.node.Agent, the code that runs for real), one disk, virtual time, one seed.
+"""A simulated run: N nodes (fsbarrier.node.agent.Agent, the code that runs for real), one disk, virtual time, one seed.
 
 Faults strike for a while; then they stop, and everything must come to an end within a bounded time. The history is judged by
 fsbarrier.sim.invariants.
@@ -12,9 +12,10 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any, NamedTuple, cast
 
-from fsbarrier.facts import encode
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import SLICES
+from fsbarrier.protocol.facts import encode
+from fsbarrier.protocol.state import Exit, Node, Part, Rules, Stage
 from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.faults import Trouble
@@ -23,7 +24,6 @@ from fsbarrier.sim.process import BEAT_S, Process
 from fsbarrier.sim.setup import ROOT, Setup, litter, program, settings
 from fsbarrier.sim.store import NEVER, Client, Disk, Habits, SimPath
 from fsbarrier.sim.strand import Strand
-from fsbarrier.state import Exit, Node, Part, Rules, Stage
 
 SETTLE_S = 900.0  # virtual time, for each iteration, within which all must end after the faults stopped
 IDLE_S = 1.9  # the longest time between two looks: less than what counts as blind

@@ -5,7 +5,7 @@
 DIR gets train.jsonl, test.jsonl, model/ (a Hugging Face folder) and READY, all in one step; nothing happens where DIR is ready.
 
 The model (Qwen2 architecture, 0.5 M parameters, characters as tokens, output head untied) gets a *warm start*: supervised
-fine-tuning on demonstrations of which 60 % are wrong (fsbarrier.demo.demonstration), until it answers a quarter of fresh
+fine-tuning on demonstrations of which 60 % are wrong (fsbarrier.start.demo.demonstration), until it answers a quarter of fresh
 prompts right when sampled. It thereby learns the form of an answer and to spread its bets; reinforcement does the rest.
 """
 
@@ -32,8 +32,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from fsbarrier import demo, files
+from fsbarrier import files
 from fsbarrier.errors import UsageError
+from fsbarrier.start import demo
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 VOCABULARY = {token: index for index, token in enumerate((PAD, EOS, UNKNOWN, "=", *demo.LETTERS))}
@@ -48,7 +49,7 @@ LOCK_TIMEOUT_S = 600.0
 class WarmStart:
     """Parameters of the warm start; about 200 steps, less than 20 s on one core."""
 
-    wrong_share: float = 0.6  # of the demonstrations; see fsbarrier.demo.demonstration
+    wrong_share: float = 0.6  # of the demonstrations; see fsbarrier.start.demo.demonstration
     target_accuracy: float = 0.25  # sampled at temperature 1, mean of the last two looks
     batch: int = 128
     lr: float = 2e-3

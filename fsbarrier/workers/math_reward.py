@@ -1,6 +1,7 @@
 """math-verify as a process: a line of JSON {"answer", "response"} in, a line {"reward"} or {"error"} out, until the input ends.
 
-`python -m fsbarrier.workers.math_reward`; fsbarrier/rewards.py starts it. In a main thread of its own math-verify can interrupt itself.
+`python -m fsbarrier.workers.math_reward`; fsbarrier/data/rewards.py starts it. In a main thread of its own math-verify can
+interrupt itself.
 """
 
 from __future__ import annotations

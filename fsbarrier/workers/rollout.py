@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier import files
+from fsbarrier.data.rewards import DEFAULT_TIMEOUT_S, Reward, Score, check_answers, open_reward
+from fsbarrier.data.tasks import Task, read_tasks
 from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
-from fsbarrier.rewards import DEFAULT_TIMEOUT_S, Reward, Score, check_answers, open_reward
-from fsbarrier.tasks import Task, read_tasks
 from fsbarrier.trajectories import ShardWriter
 from fsbarrier.workers.sampling import Group, Sample, Sampler, Server
 from fsbarrier.workers.spec import SHOW_S, Progress, run_worker

@@ -20,9 +20,9 @@ from typing import Any, Self
 import httpx
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from fsbarrier.engine_client import normal_url, refusal_text
+from fsbarrier.data.tasks import Task
+from fsbarrier.engine.client import normal_url, refusal_text
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.tasks import Task
 
 TOKENS_PER_CHUNK = 64  # of a sample; the answer's pieces
 LONGEST_PAUSE_S = 10.0  # between two tries

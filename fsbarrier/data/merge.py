@@ -1,0 +1,313 @@
+"""Merges trajectory files into one: plan from the headers, copy in parallel with every checksum verified, publish in one step.
+
+The place of every byte in the result follows from the plan: `data.pkl` first, its groups in the order of their tasks, then the
+storages in the order of the parts. So the parts are read once, from front to back, in chunks, and nothing is unpickled; and
+the order of the trajectories does not depend on who was first. `aggregate.py` is the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import socket
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsbarrier.data.mergecopy import Piece, copy_pieces
+from fsbarrier.data.mergeplan import Part, Plan, make_plan, merged_metadata, missing_text
+from fsbarrier.data.shardscan import (
+    DATA,
+    DATA_PKL,
+    MERGE_JSON,
+    NotOurs,
+    mean_reward,
+    scan_shard,
+)
+from fsbarrier.data.torchpickle import FormatError, file_pickle
+from fsbarrier.data.torchzip import (
+    ROOT,
+    Entry,
+    crc32_combine,
+    directory_bytes,
+    header_bytes,
+    make_entry,
+    write_at,
+)
+from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.files import fsync_dir, make_dirs, open_new
+
+
+@dataclass(frozen=True)
+class AggregateReport:
+    """What a merge did; `dataclasses.asdict` of it is JSON. `bytes`: size of the merged file. `missing`: task indices."""
+
+    out: str
+    trajectories: int
+    groups: int
+    missing: tuple[int, ...]
+    duplicates_dropped: int
+    bytes: int
+    reward_mean: float | None
+    already_done: bool
+    damaged: tuple[str, ...] = ()  # groups dropped because their bytes do not match their checksums
+    unexpected: int = 0  # groups dropped because their task is not among the expected
+    fingerprint: str = ""  # names the groups that were merged; equal content, equal fingerprint
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a merge is."""
+
+    trajectories: int
+    trajectories_total: int
+    bytes: int
+    bytes_total: int
+
+
+def aggregate(
+    parts: Sequence[Part],
+    out: Path,
+    *,
+    metadata: dict[str, Any],
+    expected: Collection[int] | None,
+    allow_partial: bool = False,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> AggregateReport:
+    """Merge the groups of `parts` into `out`, which appears by one rename, or stays as it is.
+
+    Of a task that several parts hold, the first part in order wins; the next one stands in where its bytes are damaged.
+    `expected`: the task indices that must be there (None: not known); others are left out. If one is missing, UsageError
+    names it and nothing is written, unless `allow_partial`: then the result's metadata lists it. If `out` holds these very
+    groups already and is intact, it is left untouched, whatever `metadata` says.
+    Raises UsageError (missing tasks, parts that cannot be merged, a foreign file in the way), StoreError.
+    """
+    try:
+        return _aggregate(parts, out, metadata, expected, allow_partial, on_progress)
+    except OSError as error:
+        raise StoreError(f"{out}: cannot merge: {error.strerror or error}") from error
+
+
+def _aggregate(
+    parts: Sequence[Part],
+    out: Path,
+    metadata: dict[str, Any],
+    expected: Collection[int] | None,
+    allow_partial: bool,
+    on_progress: Callable[[Progress], None] | None,
+) -> AggregateReport:
+    excluded: set[tuple[int, str]] = set()
+    damaged: list[str] = []
+    while True:
+        plan = make_plan(parts, expected, excluded)
+        plan.damaged = damaged
+        if plan.missing and not allow_partial:
+            why = f"; damaged: {', '.join(damaged)}" if damaged else ""
+            raise UsageError(
+                f"{out.name}: {missing_text(plan.missing)}{why}. To merge without them: --allow-partial"
+            )
+        if not plan.taken:
+            raise UsageError(f"{out.name}: the parts hold no group to merge")
+        if (size := size_if_done(out, plan.fingerprint)) is not None:
+            return _report(plan, out, size, already_done=True)
+        bad = _Merge(plan, parts, out, metadata, on_progress).run()
+        if not bad:
+            return _report(plan, out, out.stat().st_size, already_done=False)
+        excluded |= bad
+        damaged += [f"{key} of {parts[position].path.name}" for position, key in sorted(bad)]
+
+
+def size_if_done(out: Path, fingerprint: str) -> int | None:
+    """The size of `out` if it holds just the groups that `fingerprint` names, and is intact.
+
+    Raises UsageError where another program's file is in the way, StoreError.
+    """
+    if not out.parent.is_dir() or out.name not in os.listdir(out.parent):
+        return None
+    try:
+        there = scan_shard(out, verify=False)
+        if there.fingerprint == fingerprint:
+            there = scan_shard(out)
+    except NotOurs as error:
+        raise UsageError(f"{error}; move it away, it is not replaced") from None
+    except FormatError:
+        return None  # ours, but damaged: made anew
+    return there.valid_bytes if there.fingerprint == fingerprint and not there.damaged else None
+
+
+def _report(plan: Plan, out: Path, size: int, *, already_done: bool) -> AggregateReport:
+    groups = plan.by_task
+    return AggregateReport(
+        out=str(out),
+        trajectories=sum(group.trajectories for group in groups),
+        groups=len(groups),
+        missing=plan.missing,
+        duplicates_dropped=plan.duplicates,
+        bytes=size,
+        reward_mean=mean_reward(groups),
+        already_done=already_done,
+        damaged=tuple(plan.damaged),
+        unexpected=plan.unexpected,
+        fingerprint=plan.fingerprint,
+    )
+
+
+class _Merge:
+    """Writes one planned result; `run` gives the groups that turned out damaged, and then has published nothing."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        parts: Sequence[Part],
+        out: Path,
+        metadata: dict[str, Any],
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.plan, self.parts, self.out, self.on_progress = plan, parts, out, on_progress
+        self.metadata = merged_metadata(plan, parts, metadata)
+        self.pieces: list[list[Piece]] = [[] for _ in parts]
+        self.entries: list[Entry] = []
+        self.body_places: dict[int, int] = {}
+        self.end = 0
+
+    def run(self) -> set[tuple[int, str]]:
+        make_dirs(self.out.parent)
+        remove_leftovers(self.out)
+        temporary = self.out.with_name(
+            f"{_temporary_start(self.out)}{os.getpid()}.{secrets.token_hex(4)}.tmp"
+        )
+        try:
+            fd = open_new(temporary)
+            try:
+                bad = self._write(fd)
+                if not bad:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            if not bad:
+                os.replace(temporary, self.out)
+                fsync_dir(self.out.parent)
+            return bad
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+    def _write(self, fd: int) -> set[tuple[int, str]]:
+        start = b""
+        for name, content in ((ROOT + "version", b"3\n"), (ROOT + "byteorder", b"little")):
+            entry = make_entry(name, len(content), zlib.crc32(content), len(start), align_end=True)
+            start += header_bytes(entry) + content
+            self.entries.append(entry)
+        self._lay_out_pickle(fd, write_at(fd, 0, start))
+        self._lay_out_storages()
+        bad = self._copy(fd)
+        if not bad:
+            self._write_index(fd)
+        return bad
+
+    def _lay_out_pickle(self, fd: int, offset: int) -> None:
+        """data.pkl: its header, frame and checksum are known before its bodies are copied into it."""
+        groups = self.plan.by_task
+        before, after = file_pickle(self.metadata)
+        crc, size = zlib.crc32(before), len(before)
+        for group in groups:
+            crc = crc32_combine(crc, group.body_crc, group.body_length)
+            size += group.body_length
+        entry = make_entry(DATA_PKL, size + len(after), zlib.crc32(after, crc), offset)
+        self.entries.append(entry)
+        at = write_at(fd, offset, header_bytes(entry) + before)
+        for group in groups:
+            self.body_places[group.task_index] = at
+            at += group.body_length
+        self.end = write_at(fd, at, after)
+
+    def _lay_out_storages(self) -> None:
+        self.end += -self.end % 64
+        for position, group in self.plan.taken.values():
+            where = (position, group.key)
+            for storage in group.storages:
+                entry = make_entry(storage.name, storage.size, storage.crc, self.end)
+                self.entries.append(entry)
+                self.end = entry.end
+                self.pieces[position].append(
+                    Piece(
+                        storage.data_offset,
+                        storage.size,
+                        storage.crc,
+                        entry.offset,
+                        header_bytes(entry),
+                        where,
+                    )
+                )
+            body = Piece(
+                group.body_offset,
+                group.body_length,
+                group.body_crc,
+                self.body_places[group.task_index],
+                b"",
+                where,
+            )
+            self.pieces[position].append(body)
+
+    def _copy(self, fd: int) -> set[tuple[int, str]]:
+        counts = {(position, group.key): group.trajectories for position, group in self.plan.taken.values()}
+        total = sum(piece.size for pieces in self.pieces for piece in pieces)
+        progress = Progress(0, sum(counts.values()), 0, total)
+        bad: set[tuple[int, str]] = set()
+        for part, pieces in zip(self.parts, self.pieces, strict=True):
+            for done in copy_pieces(part.path, fd, pieces, bad):
+                finished = sum(counts.pop(piece.group, 0) for piece in done if not piece.header)
+                progress = Progress(
+                    progress.trajectories + finished,
+                    progress.trajectories_total,
+                    progress.bytes + sum(piece.size for piece in done),
+                    total,
+                )
+                if self.on_progress:
+                    self.on_progress(progress)
+        return bad
+
+    def _write_index(self, fd: int) -> None:
+        records = [
+            {
+                "task_index": group.task_index,
+                "task_id": group.task_id,
+                "trajectories": group.trajectories,
+                "reward_sum": group.reward_sum,
+                "key": group.key,
+                "storages": [storage.name.removeprefix(DATA) for storage in group.storages],
+                "body": [self.body_places[group.task_index], group.body_length, group.body_crc],
+            }
+            for group in self.plan.by_task
+        ]
+        index = {"fingerprint": self.plan.fingerprint, "metadata": self.metadata, "groups": records}
+        text = json.dumps(index).encode()
+        entry = make_entry(MERGE_JSON, len(text), zlib.crc32(text), self.end)
+        self.entries.append(entry)
+        at = write_at(fd, entry.offset, header_bytes(entry) + text)
+        pending = bytearray()
+        for piece in directory_bytes(self.entries, at):
+            pending += piece
+            if len(pending) > 1 << 20:
+                at = write_at(fd, at, pending)
+                pending.clear()
+        write_at(fd, at, pending)
+
+
+def remove_leftovers(out: Path) -> None:
+    """Remove the temporary files of merges into `out` that were killed on this machine."""
+    start = _temporary_start(out)
+    for name in os.listdir(out.parent):
+        match = re.fullmatch(re.escape(start) + r"(\d+)\.[0-9a-f]{8}\.tmp", name)
+        if match and int(match[1]) != os.getpid() and not Path("/proc", match[1]).exists():
+            with contextlib.suppress(OSError):
+                os.unlink(out.parent / name)
+
+
+def _temporary_start(out: Path) -> str:
+    return f".{out.name}.{re.sub('[^A-Za-z0-9-]', '-', socket.gethostname())}."

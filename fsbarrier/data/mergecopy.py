@@ -1,0 +1,167 @@
+"""Copies pieces of one file into another in large reads, checking each piece's CRC-32 on the way; several threads, bounded memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from fsbarrier.data.shardscan import reading
+from fsbarrier.data.torchpickle import FormatError
+from fsbarrier.data.torchzip import read_at, write_at
+
+#: Bytes that a thread reads, checks and writes at once: large for a disk, small enough to stay in a processor cache.
+BUFFER = 512 << 10
+BATCH = 8 << 20  # bytes of work handed to a thread at once
+GAP = 4096  # bytes between pieces that are rather read along than skipped
+IOV_MAX = 512
+
+
+class Piece(NamedTuple):
+    """`size` bytes at `source`, to be written at `target` behind `header`; they belong to `group` (part, key)."""
+
+    source: int
+    size: int
+    crc: int
+    target: int
+    header: bytes
+    group: tuple[int, str]
+
+
+def workers() -> int:
+    """Threads that read, check and write at the same time."""
+    return min(4, max(2, len(os.sched_getaffinity(0))))
+
+
+def copy_pieces(
+    path: Path, target_fd: int, pieces: list[Piece], bad: set[tuple[int, str]]
+) -> Iterator[list[Piece]]:
+    """Copy `pieces` of the file `path` into `target_fd`, yielding those done; damaged groups are added to `bad`.
+
+    Once something is damaged nothing more is written, only checked. Raises StoreError, FormatError, OSError.
+    """
+    with reading(path) as fd:
+        local = threading.local()
+
+        def work(batch: list[Piece]) -> list[Piece]:
+            if not hasattr(local, "buffer"):
+                local.buffer = memoryview(bytearray(BUFFER))
+            for run in _runs(batch):
+                _copy_run(fd, target_fd, run, local.buffer, bad)
+            return batch
+
+        with ThreadPoolExecutor(workers(), thread_name_prefix="merge") as pool:
+            waiting: list[Future[list[Piece]]] = []
+            try:
+                for batch in _batches(pieces):
+                    waiting.append(pool.submit(work, batch))
+                    if len(waiting) > 4 * workers():
+                        yield waiting.pop(0).result()
+                while waiting:
+                    yield waiting.pop(0).result()
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+
+def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    """The pieces in the order of the file, in shares for one thread."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in sorted(pieces):
+        batch.append(piece)
+        size += piece.size
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _runs(batch: list[Piece]) -> Iterator[list[Piece]]:
+    """Pieces that one read fetches together."""
+    run: list[Piece] = []
+    start = end = 0
+    for piece in batch:
+        if run and (piece.source > end + GAP or max(end, piece.source + piece.size) > start + BUFFER):
+            yield run
+            run = []
+        if not run:
+            start = piece.source
+        run.append(piece)
+        end = piece.source + piece.size
+    if run:
+        yield run
+
+
+def _copy_run(
+    fd: int, target_fd: int, run: list[Piece], buffer: memoryview, bad: set[tuple[int, str]]
+) -> None:
+    start, end = run[0].source, run[-1].source + run[-1].size
+    if end - start > len(buffer):
+        _copy_large(fd, target_fd, run[0], buffer, bad)
+        return
+    view = buffer[: end - start]
+    if not _fill(fd, start, view):
+        bad.update(piece.group for piece in run)
+        return
+    vector: list[bytes | memoryview] = []
+    first = after = 0
+    for piece in run:
+        data = view[piece.source - start : piece.source - start + piece.size]
+        if zlib.crc32(data) != piece.crc:
+            bad.add(piece.group)
+        if bad:
+            continue
+        if piece.target != after or len(vector) >= IOV_MAX:
+            _write_vector(target_fd, first, vector)
+            vector, first = [], piece.target
+        vector += (piece.header, data)
+        after = piece.target + len(piece.header) + piece.size
+    if not bad:
+        _write_vector(target_fd, first, vector)
+
+
+def _copy_large(fd: int, target_fd: int, piece: Piece, buffer: memoryview, bad: set[tuple[int, str]]) -> None:
+    """One piece that is larger than the buffer, a buffer at a time."""
+    if not bad:
+        write_at(target_fd, piece.target, piece.header)
+    target, crc = piece.target + len(piece.header), 0
+    for offset in range(0, piece.size, len(buffer)):
+        view = buffer[: min(len(buffer), piece.size - offset)]
+        if not _fill(fd, piece.source + offset, view):
+            bad.add(piece.group)
+            return
+        crc = zlib.crc32(view, crc)
+        if not bad:
+            write_at(target_fd, target + offset, view)
+    if crc != piece.crc:
+        bad.add(piece.group)
+
+
+def _fill(fd: int, offset: int, view: memoryview) -> bool:
+    """Read exactly `view`; False where the file ends before."""
+    got = os.preadv(fd, [view], offset)
+    if got == len(view):
+        return True
+    try:
+        view[got:] = read_at(fd, offset + got, len(view) - got)
+    except FormatError:
+        return False
+    return True
+
+
+def _write_vector(fd: int, offset: int, vector: list[bytes | memoryview]) -> None:
+    if not vector:
+        return
+    written = os.pwritev(fd, vector, offset)
+    for data in vector:  # what a short write left
+        if written < len(data):
+            write_at(fd, offset + written, memoryview(data)[written:])
+            offset, written = offset + len(data), 0
+        else:
+            offset, written = offset + len(data), written - len(data)

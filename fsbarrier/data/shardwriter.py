@@ -1,0 +1,309 @@
+"""Writes the growing trajectory file of one rank: `ShardWriter`. shardscan.py describes the layout.
+
+A group (all samples of one task) is appended as whole zip entries and flushed to disk before `append_group` returns; what is
+in the file already is never written again, `finish` included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsbarrier import __version__
+from fsbarrier.data.shardscan import (
+    CHUNK,
+    DATA,
+    DATA_PKL,
+    FOOTER,
+    FORMAT,
+    GROUPS,
+    SHARD_JSON,
+    GroupEntry,
+    mean_reward,
+    parse_header_at,
+    scan_shard,
+)
+from fsbarrier.data.torchpickle import GroupPickler, file_pickle
+from fsbarrier.data.torchzip import (
+    ROOT,
+    Entry,
+    crc32_combine,
+    directory_bytes,
+    header_bytes,
+    make_entry,
+    read_at,
+    write_at,
+)
+from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.files import fsync_dir, open_new
+
+CREATED_BY = f"fsbarrier {__version__}"
+REQUIRED = ("task_id", "sample", "reward", "policy_version", "node_rank")
+_PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """What a finished file holds; `bytes` is its size."""
+
+    path: Path
+    groups: int
+    trajectories: int
+    bytes: int
+    reward_mean: float | None
+
+
+class ShardWriter:
+    """Appends groups of trajectories to one rank's file. One writer a file; threads may share a writer.
+
+    `prefix` must be unique among all files that will ever be merged together, as "g0003n0002i0004" (generation, node rank,
+    incarnation). `header` is any JSON object and lies at the start of the file; aggregation by hand reads from it
+    `run_id node_rank generation iteration split policy_version` and `assigned` (this file's tasks) or `expected` (all).
+
+    An existing file is resumed if its prefix and header are the same: its torn tail is cut off, `groups` lists what it
+    holds, and writing goes on behind it. Any other existing file is refused.
+    Raises UsageError (other file, bad prefix or header), StoreError (the filesystem failed).
+    """
+
+    def __init__(self, path: Path, *, prefix: str, header: dict[str, Any]) -> None:
+        if not _PREFIX.fullmatch(prefix):
+            raise UsageError(f"{path}: the prefix {prefix!r} is not 1 to 64 letters, digits, dots, dashes")
+        self.path = path
+        self.prefix = prefix
+        self.finished = False
+        self._lock = threading.Lock()
+        self._groups: list[GroupEntry] = []
+        self._start: list[Entry] = []
+        self._number = 0
+        self._broken = ""
+        self._fd = -1
+        self._end = 0
+        try:
+            text = json.dumps(
+                {"format": FORMAT, "prefix": prefix, "created_by": CREATED_BY, "header": header}
+            )
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{path}: the header is not plain JSON: {error}") from None
+        self._header: dict[str, Any] = json.loads(text)["header"]
+        start = self._start_bytes(text.encode())
+        try:
+            try:
+                os.close(open_new(path))
+                self._begin(start)
+            except FileExistsError:
+                self._resume(start)
+        except OSError as error:
+            self.close()
+            raise StoreError(f"{path}: cannot start writing: {error.strerror or error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def groups(self) -> tuple[GroupEntry, ...]:
+        """The groups in the file, those of an earlier start included."""
+        return tuple(self._groups)
+
+    @property
+    def valid_bytes(self) -> int:
+        """The size up to which everything is acknowledged: what another node may rely on."""
+        return self._end
+
+    @property
+    def trajectories(self) -> int:
+        return sum(group.trajectories for group in self._groups)
+
+    @property
+    def reward_mean(self) -> float | None:
+        return mean_reward(self._groups)
+
+    def append_group(self, task_index: int, trajectories: list[dict[str, Any]]) -> GroupEntry:
+        """Write all trajectories of one task; durable on return.
+
+        Raises UsageError (a field that is missing or not a plain value; nothing is written), StoreError (the filesystem
+        failed; the file stays valid, and the group is not in it).
+        """
+        if not trajectories:
+            raise UsageError(f"{self.path}: the group of task {task_index} is empty")
+        for trajectory in trajectories:
+            if lacking := [name for name in REQUIRED if name not in trajectory]:
+                raise UsageError(f"{self.path}: a trajectory of task {task_index} lacks {', '.join(lacking)}")
+        with self._lock:
+            self._check_open()
+            group, data = _group_bytes(
+                f"{self.prefix}-{self._number:06d}", self._end, task_index, trajectories
+            )
+            self._append(data, f"append task {task_index}")
+            self._number += 1
+            self._groups.append(group)
+            return group
+
+    def finish(self, metadata: dict[str, Any]) -> ShardInfo:
+        """Complete the file, so that torch.load opens it. A second call changes nothing.
+
+        `metadata` (plain values) is what the file's "metadata" holds, beside counts. Raises UsageError, StoreError.
+        """
+        with self._lock:
+            if not self.finished:
+                self._check_open()
+                self._finish(metadata)
+            return ShardInfo(self.path, len(self._groups), self.trajectories, self._end, self.reward_mean)
+
+    def close(self) -> None:
+        """Close the descriptor; everything acknowledged is on disk already."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start_bytes(self, header_json: bytes) -> bytes:
+        data = b""
+        contents = {SHARD_JSON: header_json, ROOT + "version": b"3\n", ROOT + "byteorder": b"little"}
+        for name, content in contents.items():
+            entry = make_entry(name, len(content), zlib.crc32(content), len(data), align_end=True)
+            data += header_bytes(entry) + content
+            self._start.append(entry)
+        return data
+
+    def _begin(self, start: bytes) -> None:
+        self._fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._append(start, "start")
+        fsync_dir(self.path.parent)
+
+    def _resume(self, start: bytes) -> None:
+        with self.path.open("rb") as stream:
+            there = stream.read(len(start) + 1)
+        if len(there) <= len(start) and (start.startswith(there) or not any(there)):
+            self._begin(start)  # an earlier start was killed before it had written this much
+            return
+        scan = scan_shard(self.path)
+        if scan.prefix != self.prefix or scan.header != self._header:
+            raise UsageError(
+                f"{self.path}: was written by another rollout (prefix {scan.prefix}); use a new part name"
+            )
+        self._fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if scan.torn_bytes:
+            os.ftruncate(self._fd, scan.valid_bytes)
+            os.fsync(self._fd)
+        self._end = scan.valid_bytes
+        self._start, self._groups, self.finished = list(scan.entries), list(scan.groups), scan.finished
+        self._number = max((int(group.key.rpartition("-")[2]) + 1 for group in scan.groups), default=0)
+
+    def _check_open(self) -> None:
+        if self._broken:
+            raise StoreError(self._broken)
+        if self._fd < 0 or self.finished:
+            raise StoreError(
+                f"{self.path}: is {'finished' if self.finished else 'closed'}; nothing more can be written"
+            )
+
+    def _append(self, data: bytes | bytearray, what: str) -> None:
+        """Write at the end and flush; on failure cut the file back to what was acknowledged."""
+        try:
+            write_at(self._fd, self._end, data)
+        except OSError as error:
+            try:
+                os.ftruncate(self._fd, self._end)
+            except OSError:
+                self._broken = f"{self.path}: unusable after a failed write"
+            raise StoreError(f"{self.path}: cannot {what}: {error.strerror or error}") from error
+        self._flush(what)
+        self._end += len(data)
+
+    def _flush(self, what: str) -> None:
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            # After a failed flush nobody knows which bytes arrived, and a second one may claim success: never go on.
+            self._broken = f"{self.path}: unusable after a failed flush ({error.strerror})"
+            raise StoreError(f"{self.path}: cannot {what}: {error.strerror or error}") from error
+
+    def _finish(self, metadata: dict[str, Any]) -> None:
+        full = {
+            **self._header,
+            **metadata,
+            "trajectories": self.trajectories,
+            "groups": len(self._groups),
+            "reward_mean": self.reward_mean,
+            "created_by": CREATED_BY,
+        }
+        before, after = file_pickle(full)
+        crc, size = zlib.crc32(before), len(before)
+        for group in self._groups:
+            crc = crc32_combine(crc, group.body_crc, group.body_length)
+            size += group.body_length
+        entry = make_entry(DATA_PKL, size + len(after), zlib.crc32(after, crc), self._end)
+        at = self._end
+        try:
+            at = write_at(self._fd, at, header_bytes(entry) + before)
+            for group in self._groups:
+                for start in range(0, group.body_length, CHUNK):
+                    count = min(CHUNK, group.body_length - start)
+                    at = write_at(self._fd, at, read_at(self._fd, group.body_offset + start, count))
+            at = write_at(self._fd, at, after)
+            at = write_at(self._fd, at, b"".join(directory_bytes([*self._entries(), entry], at)))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._end)
+            raise StoreError(f"{self.path}: cannot finish: {error.strerror or error}") from error
+        self._flush("finish")
+        self._end = at
+        self.finished = True
+
+    def _entries(self) -> Iterator[Entry]:
+        yield from self._start
+        for group in self._groups:
+            yield from group.storages
+            yield commit_entry(self._fd, group)
+
+
+def commit_entry(fd: int, group: GroupEntry) -> Entry:
+    """The entry of a rank's file that commits `group`."""
+    return parse_header_at(fd, group.storages[-1].end if group.storages else group.offset, group.end)
+
+
+def _group_bytes(
+    key: str, offset: int, task_index: int, trajectories: list[dict[str, Any]]
+) -> tuple[GroupEntry, bytearray]:
+    """The entries of one group as they will lie in the file from `offset`."""
+    pickler = GroupPickler(key)
+    for trajectory in trajectories:
+        pickler.add(trajectory)
+    body = pickler.body()
+    data, storages = bytearray(), []
+    for code, content in pickler.storages.items():
+        entry = make_entry(f"{DATA}{key}-{code}", len(content), zlib.crc32(content), offset + len(data))
+        data += header_bytes(entry) + content
+        storages.append(entry)
+    reward_sum = float(sum(trajectory["reward"] for trajectory in trajectories))
+    body_crc = zlib.crc32(body)
+    described = {
+        "task_index": task_index,
+        "task_id": str(trajectories[0]["task_id"]),
+        "trajectories": len(trajectories),
+        "reward_sum": reward_sum,
+        "body_crc": body_crc,
+        "storages": [[entry.name.removeprefix(DATA), entry.size, entry.crc] for entry in storages],
+    }
+    text = json.dumps(described).encode()
+    tail = text + FOOTER.pack(len(text), zlib.crc32(text))
+    commit = make_entry(
+        GROUPS + key, len(body) + len(tail), zlib.crc32(tail, body_crc), offset + len(data), align_end=True
+    )
+    data += header_bytes(commit) + body + tail
+    counted = (task_index, str(described["task_id"]), len(trajectories), offset, len(data), key, reward_sum)
+    return GroupEntry(*counted, tuple(storages), commit.data_offset, len(body), body_crc), data

@@ -1,0 +1,291 @@
+"""The zip container that torch.load opens, written by appending and read with suspicion; without torch.
+
+Every entry is stored uncompressed, with its size and CRC-32 in the header before the data, so a file that ends anywhere can
+be read up to its last whole entry; the central directory comes last. Data starts on 64 bytes. Sizes, offsets and counts that
+the classic fields cannot hold go into zip64 fields.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from fsbarrier.data.torchpickle import ALIGNMENT, FormatError
+
+ROOT = "archive/"
+HEADER_MAX = 1024  # bytes; a longer header is none of ours
+
+_FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
+ZIP64_SIZE_FROM = _FULL32  # tests lower these to see the zip64 fields in small files
+ZIP64_COUNT_FROM = _FULL16
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR64 = struct.Struct("<4sIQI")
+_DOS_DATE = (1 << 5) | 1  # 1980-01-01: the same bytes whenever they are written
+_PADDING_ID = struct.unpack("<H", b"FB")[0]  # the extra field that torch pads with, too
+
+
+class Entry(NamedTuple):
+    """One stored file inside the zip; offsets and sizes in bytes."""
+
+    name: str
+    offset: int  # of its local header
+    header_size: int
+    size: int
+    crc: int
+
+    @property
+    def data_offset(self) -> int:
+        return self.offset + self.header_size
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.header_size + self.size
+
+
+def make_entry(name: str, size: int, crc: int, offset: int, *, align_end: bool = False) -> Entry:
+    """Lay out an entry whose header starts at `offset`: its data (or its end) comes to lie on 64 bytes."""
+    header_size = _LOCAL.size + len(name.encode()) + (20 if size >= ZIP64_SIZE_FROM else 0) + 4
+    header_size += -(offset + header_size + (size if align_end else 0)) % ALIGNMENT
+    return Entry(name, offset, header_size, size, crc)
+
+
+def header_bytes(entry: Entry) -> bytes:
+    """The local header of `entry`, exactly `entry.header_size` bytes."""
+    name = entry.name.encode()
+    large = entry.size >= ZIP64_SIZE_FROM
+    extra = struct.pack("<2H2Q", 1, 16, entry.size, entry.size) if large else b""
+    padding = entry.header_size - _LOCAL.size - len(name) - len(extra) - 4
+    extra += struct.pack("<2H", _PADDING_ID, padding) + bytes(padding)
+    size = _FULL32 if large else entry.size
+    head = (b"PK\3\4", 45 if large else 20, 0, 0, 0, _DOS_DATE, entry.crc, size, size, len(name), len(extra))
+    return _LOCAL.pack(*head) + name + extra
+
+
+def parse_header(data: bytes, offset: int) -> Entry:
+    """Read the local header that `data` begins with. Raises FormatError where it is not one that `header_bytes` wrote."""
+    if len(data) < _LOCAL.size:
+        raise FormatError(f"no whole entry header at byte {offset}")
+    magic, _version, flags, method, _time, _date, crc, packed, size, name_size, extra_size = (
+        _LOCAL.unpack_from(data)
+    )
+    end = _LOCAL.size + name_size + extra_size
+    if magic != b"PK\3\4" or flags or method or packed != size or end > min(len(data), HEADER_MAX):
+        raise FormatError(f"no entry header at byte {offset}")
+    name, extra = data[_LOCAL.size : _LOCAL.size + name_size], data[_LOCAL.size + name_size : end]
+    if size == _FULL32:
+        if len(extra) < 20 or struct.unpack_from("<2H", extra) != (1, 16):
+            raise FormatError(f"no size in the entry header at byte {offset}")
+        (size,) = struct.unpack_from("<Q", extra, 4)
+    return Entry(_name(name), offset, end, size, crc)
+
+
+def _name(raw: bytes) -> str:
+    try:
+        return raw.decode("ascii")
+    except UnicodeDecodeError:
+        raise FormatError("an entry's name is not ASCII") from None
+
+
+def directory_bytes(entries: Iterable[Entry], offset: int) -> Iterator[bytes]:
+    """The central directory for `entries`, to be written at `offset` as the end of the file, in pieces."""
+    count = size = 0
+    for entry in entries:
+        name = entry.name.encode()
+        large, far = entry.size >= ZIP64_SIZE_FROM, entry.offset >= ZIP64_SIZE_FROM
+        wide = struct.pack("<2Q", entry.size, entry.size) if large else b""
+        wide += struct.pack("<Q", entry.offset) if far else b""
+        extra = struct.pack("<2H", 1, len(wide)) + wide if wide else b""
+        short, place = (_FULL32 if large else entry.size), (_FULL32 if far else entry.offset)
+        version = 45 if extra else 20
+        head = (
+            b"PK\1\2",
+            version,
+            version,
+            0,
+            0,
+            0,
+            _DOS_DATE,
+            entry.crc,
+            short,
+            short,
+            len(name),
+            len(extra),
+        )
+        piece = _CENTRAL.pack(*head, 0, 0, 0, 0, place) + name + extra
+        count += 1
+        size += len(piece)
+        yield piece
+    if count >= ZIP64_COUNT_FROM or offset >= ZIP64_SIZE_FROM or size >= ZIP64_SIZE_FROM:
+        yield _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, offset)
+        yield _LOCATOR64.pack(b"PK\6\7", 0, offset + size, 1)
+    short_count = _FULL16 if count >= ZIP64_COUNT_FROM else count
+    short_size = _FULL32 if size >= ZIP64_SIZE_FROM else size
+    short_offset = _FULL32 if offset >= ZIP64_SIZE_FROM else offset
+    yield _END.pack(b"PK\5\6", 0, 0, short_count, short_count, short_size, short_offset, 0)
+
+
+def read_directory(fd: int, size: int) -> list[Entry]:
+    """The entries of the finished file of `size` bytes, in the order of their offsets.
+
+    Reads what torch.save writes as well. Entries that overlap, are compressed or reach outside the file are refused: nothing
+    that is built from them can be larger than the file. Raises FormatError, OSError.
+    """
+    count, directory_size, offset = _find_directory(fd, size)
+    if directory_size < count * _CENTRAL.size or offset + directory_size > size:
+        raise FormatError("its directory does not fit into the file")
+    data = read_at(fd, offset, directory_size)
+    entries, position = [], 0
+    for _ in range(count):
+        position, entry = _parse_central(data, position)
+        header = read_at(fd, entry.offset, _LOCAL.size)
+        if header[:4] != b"PK\3\4":
+            raise FormatError(f"no entry header at byte {entry.offset}")
+        header_size = _LOCAL.size + sum(struct.unpack_from("<2H", header, 26))
+        entries.append(Entry(entry.name, entry.offset, header_size, entry.size, entry.crc))
+    if position != directory_size:
+        raise FormatError("bytes after the last record of its directory")
+    entries.sort(key=lambda entry: entry.offset)
+    last = 0
+    for entry in entries:
+        if entry.offset < last or entry.end > offset:
+            raise FormatError("its entries overlap")
+        last = entry.end
+    return entries
+
+
+def _find_directory(fd: int, size: int) -> tuple[int, int, int]:
+    if size < _END.size:
+        raise FormatError("it has no directory at its end")
+    magic, disk, _disk, _here, count, length, offset, comment = _END.unpack(
+        read_at(fd, size - _END.size, _END.size)
+    )
+    if magic != b"PK\5\6" or disk or comment:
+        raise FormatError("it has no directory at its end")
+    if count == _FULL16 or length == _FULL32 or offset == _FULL32:
+        where = size - _END.size - _LOCATOR64.size
+        magic, _disk, place, _disks = _LOCATOR64.unpack(read_at(fd, where, _LOCATOR64.size))
+        if magic != b"PK\6\7" or place > where - _END64.size:
+            raise FormatError("it has no zip64 directory at its end")
+        record = _END64.unpack(read_at(fd, place, _END64.size))
+        if record[0] != b"PK\6\6":
+            raise FormatError("it has no zip64 directory at its end")
+        count, length, offset = record[7:10]
+    return count, length, offset
+
+
+def _parse_central(data: bytes, position: int) -> tuple[int, Entry]:
+    if position + _CENTRAL.size > len(data):
+        raise FormatError("its directory is cut off")
+    record = _CENTRAL.unpack_from(data, position)
+    magic, flags, method, crc, packed, size = record[0], record[3], record[4], record[7], record[8], record[9]
+    name_size, extra_size, comment_size, offset = record[10], record[11], record[12], record[16]
+    start = position + _CENTRAL.size
+    end = start + name_size + extra_size + comment_size
+    if magic != b"PK\1\2" or end > len(data):
+        raise FormatError("its directory is damaged")
+    if method or flags & 0x41 or packed != size:
+        raise FormatError("an entry is compressed or encrypted")
+    extra = data[start + name_size : start + name_size + extra_size]
+    wide = _zip64_fields(extra)
+    try:
+        if size == _FULL32:
+            size = wide.pop(0)
+        if packed == _FULL32:
+            wide.pop(0)
+        if offset == _FULL32:
+            offset = wide.pop(0)
+    except IndexError:
+        raise FormatError("a zip64 field is missing in its directory") from None
+    return end, Entry(_name(data[start : start + name_size]), offset, 0, size, crc)
+
+
+def _zip64_fields(extra: bytes) -> list[int]:
+    position = 0
+    while position + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, position)
+        body = extra[position + 4 : position + 4 + length]
+        if kind == 1 and len(body) == length:
+            return [field for (field,) in struct.iter_unpack("<Q", body[: length - length % 8])]
+        position += 4 + length
+    return []
+
+
+def read_at(fd: int, offset: int, count: int) -> bytes:
+    """Exactly `count` bytes from `offset`. Raises FormatError where the file ends before, OSError."""
+    if offset < 0 or offset > 2**62:
+        raise FormatError(f"it points to byte {offset}")
+    data = os.pread(fd, count, offset)
+    if len(data) == count:
+        return data
+    pieces = [data]
+    missing = count - len(data)
+    while missing and pieces[-1]:
+        pieces.append(os.pread(fd, missing, offset + count - missing))
+        missing -= len(pieces[-1])
+    if missing:
+        raise FormatError(f"it ends before byte {offset + count}")
+    return b"".join(pieces)
+
+
+def write_at(fd: int, offset: int, data: bytes | bytearray | memoryview) -> int:
+    """Write all of `data` at `offset`; the offset after it. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+    return offset
+
+
+def crc32_combine(first: int, second: int, second_size: int) -> int:
+    """The CRC-32 of two byte strings joined, from the CRC-32 of each and the size of the second (as zlib's)."""
+    position = 0
+    while second_size:
+        if digit := second_size & 0xFF:
+            first = _multiply(_power(digit, position), first)
+        second_size >>= 8
+        position += 1
+    return first ^ second
+
+
+@functools.cache
+def _power(digit: int, position: int) -> int:
+    """x^(8 * digit * 256^position) modulo the CRC-32 polynomial, coefficients reflected."""
+    result, square = 1 << 31, _SQUARES[(3 + 8 * position) & 31]
+    while digit:
+        if digit & 1:
+            result = _multiply(square, result)
+        square = _multiply(square, square)
+        digit >>= 1
+    return result
+
+
+def _multiply(a: int, b: int) -> int:
+    """a * b modulo the CRC-32 polynomial, coefficients reflected (bit 31 is x^0); four bits of `a` at a time."""
+    b1 = (b >> 1) ^ _REDUCED[(b & 1) << 3]
+    b2 = (b >> 2) ^ _REDUCED[(b & 3) << 2]
+    b3 = (b >> 3) ^ _REDUCED[(b & 7) << 1]
+    low, high = (0, b3, b2, b2 ^ b3), (0, b1, b, b ^ b1)
+    product = 0
+    for shift in range(0, 32, 4):
+        four = a >> shift
+        product = (product >> 4) ^ _REDUCED[product & 15] ^ low[four & 3] ^ high[(four >> 2) & 3]
+    return product
+
+
+def _reduced(bits: int) -> int:
+    for _ in range(4):
+        bits = (bits >> 1) ^ (0xEDB88320 if bits & 1 else 0)
+    return bits
+
+
+_REDUCED = [_reduced(bits) for bits in range(16)]  # bits that a shift by x^4 pushes out, folded back
+_SQUARES = [1 << 30]  # x^(2^n); it repeats after 32
+for _ in range(31):
+    _SQUARES.append(_multiply(_SQUARES[-1], _SQUARES[-1]))

@@ -1,0 +1,1 @@
+"""A node's vLLM server: started, given new weights in place, released."""

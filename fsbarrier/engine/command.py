@@ -1,0 +1,136 @@
+"""The command and the environment with which the local vLLM server is started. Pure: everything it depends on is handed in.
+
+What a CPU needs was measured: the comments say what for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsbarrier
+from fsbarrier.engine.model import ModelFolder
+
+HOST = "127.0.0.1"
+SERVED_NAME = "policy"  # stays the same while weights and folders change
+MIB = 1 << 20
+PARAMETERS_PER_THREAD = 10_000_000
+CPU_CACHE_MIN = 64 * MIB
+CPU_CACHE_SEQUENCES = 16  # of full length, that the cache must hold at once
+CPU_CACHE_SHARE = 8  # at most one part in so many of the machine's memory
+
+# Of another launcher: vLLM's own processes must not take them for theirs. VLLM_PORT is set by Kubernetes for a service named
+# vllm, and is then no number; an empty VLLM_CPU_KVCACHE_SPACE ends the start.
+_FOREIGN = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("VLLM_PORT", "VLLM_CPU_KVCACHE_SPACE"),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one server is to be started. `settings` is the group `engine` of a run's settings."""
+
+    python: str
+    model: ModelFolder
+    settings: Mapping[str, Any]
+    port: int
+    seed: int
+    accelerated: bool
+    sleeps: bool
+    memory_bytes: int = 0  # of the machine; 0: not known
+    threads: int = 1  # at most, for computing on a CPU
+
+
+def max_model_len(plan: Plan) -> int:
+    """The longest sequence to serve: as set, but no more than the model can."""
+    wanted = int(plan.settings["max_model_len"])
+    return min(wanted, plan.model.max_positions or wanted)
+
+
+def cpu_cache_bytes(plan: Plan) -> int:
+    """The key-value cache on a CPU where none is set: enough for some full sequences, a small part of the memory."""
+    wanted = CPU_CACHE_SEQUENCES * max_model_len(plan) * plan.model.cache_bytes_per_token
+    limit = plan.memory_bytes // CPU_CACHE_SHARE if plan.memory_bytes else wanted
+    return max(CPU_CACHE_MIN, min(wanted, limit))
+
+
+def cpu_threads(plan: Plan) -> int:
+    """Threads for computing on a CPU. More than a small model can use only wait for each other, spinning: with two threads on
+    two cores the demonstration's model was 2 to 8 times slower than with one."""
+    useful = plan.model.parameters // PARAMETERS_PER_THREAD if plan.model.parameters else plan.threads
+    return max(1, min(plan.threads, useful))
+
+
+def argv(plan: Plan) -> list[str]:
+    """The server's command. The key is not in it: the arguments of a process are for everybody to see."""
+    settings = plan.settings
+    dtype = settings["dtype"]
+    if dtype == "auto":
+        dtype = "bfloat16" if plan.accelerated else "float32"
+    words = [
+        *(plan.python, "-m", "fsbarrier.workers.vllm_server"),
+        *("--model", str(plan.model.path), "--served-model-name", SERVED_NAME),
+        *("--host", HOST, "--port", str(plan.port)),
+        *("--middleware", "fsbarrier.workers.vllm_server.KeyGuard"),
+        *("--dtype", dtype, "--max-model-len", str(max_model_len(plan))),
+        *("--tensor-parallel-size", str(settings["tensor_parallel_size"])),
+        # Each start its own: with vLLM's fixed seed all nodes would sample with the same noise.
+        *("--seed", str(plan.seed)),
+        # A model's generation_config.json would change the sampling behind the settings' back.
+        *("--generation-config", "vllm"),
+        # Of the distribution that was sampled from, after temperature: what the trainer compares with.
+        *("--logprobs-mode", "processed_logprobs"),
+        *("--disable-uvicorn-access-log", "--disable-fastapi-docs", "--no-log-error-stack"),
+    ]
+    if plan.sleeps:
+        words += ["--enable-sleep-mode"]
+    if plan.accelerated:
+        words += ["--gpu-memory-utilization", str(settings["gpu_memory_utilization"])]
+    else:
+        words += ["--enforce-eager"]
+        if int(settings["tensor_parallel_size"]) == 1:
+            words += ["--distributed-executor-backend", "uni"]
+    if settings["kv_cache_mb"] is not None or not plan.accelerated:
+        cache = settings["kv_cache_mb"]
+        words += ["--kv-cache-memory-bytes", str(cpu_cache_bytes(plan) if cache is None else cache * MIB)]
+    return [*words, *settings["extra_args"]]
+
+
+def environment(plan: Plan, environ: Mapping[str, str], api_key: str) -> dict[str, str]:
+    """The server's environment: the daemon's, less what is meant for others, and what vLLM reads from there only."""
+    env = {name: value for name, value in environ.items() if name not in _FOREIGN}
+    env |= {
+        "VLLM_API_KEY": api_key,
+        "VLLM_SERVER_DEV_MODE": "1",  # reload_weights, sleep: on loopback, behind KeyGuard
+        "VLLM_HOST_IP": HOST,  # what its processes tell each other stays on this machine
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "NO_PROXY": _joined(environ.get("NO_PROXY", ""), HOST, "localhost", separator=","),
+        "PYTHONPATH": _joined(_package_parent(), *environ.get("PYTHONPATH", "").split(os.pathsep)),
+        "PYTHONUNBUFFERED": "1",
+    }
+    env["no_proxy"] = env["NO_PROXY"]
+    if not plan.accelerated:
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else every server of a machine binds to the same cores
+        # Sampling compiles a function for log-probabilities even with --enforce-eager: seconds in the first request, and an
+        # error in each where there is no C++ compiler.
+        env["TORCHDYNAMO_DISABLE"] = "1"
+        env.setdefault("OMP_NUM_THREADS", str(cpu_threads(plan)))
+        env.setdefault("VLLM_PLUGINS", "")
+        if int(plan.settings["tensor_parallel_size"]) == 1:
+            # One process fewer: the engine core computes itself. 17 s instead of 25 s to start on two cores.
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return env
+
+
+def _package_parent() -> str:
+    return str(Path(fsbarrier.__file__).resolve().parent.parent)
+
+
+def _joined(*parts: str, separator: str = os.pathsep) -> str:
+    return separator.join(dict.fromkeys(part for part in parts if part))

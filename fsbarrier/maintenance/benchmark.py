@@ -1,0 +1,153 @@
+"""How long a barrier takes here: the program `ping` on N real daemons, and beside it a bare loop of directory scans.
+
+The time of a barrier is from the last arrival to the last release, on the one monotonic clock of this host. The bare loop has no
+records, no membership and no heartbeats: each process creates a file for each round and scans the folder until
+all are there. `python -m fsbarrier.maintenance.benchmark FOLDER RANK N ROUNDS` is one process of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsbarrier import files
+from fsbarrier.errors import FsbarrierError, ProgramFailed
+
+PAUSE_MIN_S, PAUSE_MAX_S = 0.0001, 0.001
+START_S = 60.0  # what starting N Python processes may take
+ROUND_S = 10.0  # and one round of all of them
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Barrier times in seconds."""
+
+    barriers: int
+    median_s: float
+    p99_s: float
+    max_s: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Latency:
+        """The figures of several barriers. Raises ProgramFailed for none."""
+        if not seconds:
+            raise ProgramFailed("bench: no barrier was measured")
+        ordered = sorted(seconds)
+        return cls(
+            len(ordered), statistics.median(ordered), ordered[int(0.99 * (len(ordered) - 1))], ordered[-1]
+        )
+
+
+# --- ours ---------------------------------------------------------------------------------------------------------------
+
+
+def ping(folder: Path, nodes: int, iterations: int) -> Latency:
+    """Run `ping` for some iterations in `folder`, which must be new. Raises what a run raises, ProgramFailed."""
+    deadline_s = START_S + nodes + iterations * 14 * ROUND_S
+    command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "fsbarrier", "launch", "local"]
+    flags = [
+        "--nodes",
+        str(nodes),
+        "--program",
+        "ping",
+        "--iterations",
+        str(iterations),
+        "--log-path",
+        str(folder),
+    ]
+    try:
+        done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        raise ProgramFailed(f"bench: {nodes} nodes of ping did not end within {deadline_s:.0f} s") from None
+    if done.returncode:
+        error = FsbarrierError(f"bench: ping failed\n{done.stderr.strip()}")
+        error.exit_code = done.returncode
+        raise error
+    return Latency.of(barrier_times(folder))
+
+
+def barrier_times(log_path: Path) -> list[float]:
+    """The time of each barrier that a run passed, but for the first iteration's: there the nodes still start."""
+    from fsbarrier.node.journal import read_journal
+    from fsbarrier.paths import RunPaths
+    from fsbarrier.view.lines import parse
+    from fsbarrier.view.timings import read_spans, rows
+
+    journals = []
+    for path in sorted(RunPaths(log_path).events.glob("*.jsonl")):
+        lines = [parse(raw) for raw in read_journal(path)]
+        journals.append([line for line in lines if line is not None])
+    passed = rows(read_spans(journals))
+    return [row.coordination_s for row in passed if row.coordination_s is not None and row.iteration > 1]
+
+
+# --- the bare loop ------------------------------------------------------------------------------------------------------
+
+
+def bare(folder: Path, nodes: int, rounds: int) -> Latency:
+    """The same with nothing but file creation and directory scans. Raises ProgramFailed."""
+    files.make_dirs(folder)
+    python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
+    processes = [
+        subprocess.Popen(
+            [
+                *python,
+                "-m",
+                "fsbarrier.maintenance.benchmark",
+                str(folder),
+                str(rank),
+                str(nodes),
+                str(rounds),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(nodes)
+    ]
+    times: list[list[tuple[float, float]]] = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=START_S + nodes + rounds * ROUND_S)
+            if process.returncode:
+                raise ProgramFailed(f"bench: the bare loop failed\n{err.strip()}")
+            times.append(json.loads(out))
+    except subprocess.TimeoutExpired:
+        raise ProgramFailed("bench: the bare loop did not end in time") from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return Latency.of(
+        [max(t[1] for t in ones) - max(t[0] for t in ones) for ones in list(zip(*times, strict=True))[1:]]
+    )
+
+
+def bare_process(folder: Path, rank: int, nodes: int, rounds: int) -> list[tuple[float, float]]:
+    """One process: (arrival, release) of each round on the monotonic clock. Raises TimeoutError."""
+    deadline = time.monotonic() + START_S + nodes + rounds * ROUND_S
+    times, idle = [], threading.Event()
+    for number in range(rounds):
+        place = folder / f"round-{number:06d}"
+        place.mkdir(exist_ok=True)
+        os.close(files.open_new(place / f"node-{rank:04d}"))
+        arrived, pause = time.monotonic(), PAUSE_MIN_S
+        while len(os.listdir(place)) < nodes:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"round {number}: the others did not come")
+            idle.wait(pause)
+            pause = min(pause * 1.5, PAUSE_MAX_S)
+        times.append((arrived, time.monotonic()))
+    return times
+
+
+if __name__ == "__main__":
+    print(json.dumps(bare_process(Path(sys.argv[1]), *map(int, sys.argv[2:5]))))

@@ -1,0 +1,310 @@
+"""One node of a run: look, decide, act. The same code runs in the daemon and in the simulator.
+
+`Agent.tick(now)` looks at the shared directory, lets the state machine decide, and performs its actions in the stated order until
+nothing is left to do. It has no clock, no thread and no process of its own: time is passed in, work is handed to `Work`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from fsbarrier.errors import Fenced
+from fsbarrier.node.observer import Observer, decides, fact_name
+from fsbarrier.node.store import Store
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Payload, Position, encode
+from fsbarrier.protocol.machine import step
+from fsbarrier.protocol.membership import losses, silence
+from fsbarrier.protocol.state import (
+    Action,
+    Announce,
+    CancelWork,
+    Entered,
+    Exit,
+    Launch,
+    Node,
+    Note,
+    Part,
+    Propose,
+    Publish,
+    Recover,
+    Rules,
+    Stage,
+    View,
+    WorkReport,
+    changed,
+)
+
+
+class WorkRunner(Protocol):
+    """Does a node's work somewhere else than in the loop."""
+
+    def launch(self, node: Node, part: Part) -> None: ...
+
+    def cancel(self) -> None:
+        """End the work under way completely; its report is never given."""
+
+    def report(self) -> WorkReport | None:
+        """How the work launched last ended; None while it runs. The same answer until the next launch."""
+
+    def progress(self) -> Payload: ...
+
+
+#: how long a node waits for the others before it says once more that it is done: where two changes of a directory share one
+#: modification time, a client may not notice the second until there is a third
+REPEAT_S = 5.0
+
+#: (event, node as it is, fields)
+Recorder = Callable[[str, Node, Payload], None]
+
+
+@dataclass
+class Agent:
+    """A node's loop body. `join` describes this process; its incarnation is filled in at each joining."""
+
+    store: Store
+    observer: Observer
+    rules: Rules
+    work: WorkRunner
+    join: Join
+    record: Recorder
+    node: Node = field(init=False)
+    exit: Exit | None = None
+    counter: int = 0
+    _refused: bool = False
+    _idle: tuple[Node | None, View | None] = (None, None)
+    _pending: deque[Action] = field(default_factory=deque)
+    _ambiguous: int = 0  # the incarnation whose announcement ended in an error: it may be there
+    _said: tuple[float, Fact] | None = None
+    _suspected: set[tuple[int, int]] = field(default_factory=set)
+    _row_entered: float = 0.0
+
+    def start(self, now: float) -> None:
+        """Join the run as the next incarnation of this rank. Raises OSError, Fenced."""
+        self.observer.prepare()
+        newest = self.observer.newest
+        previous = self.observer.joins.get(self.join.rank)
+        incarnation = previous.incarnation if previous is not None else 0
+        baseline = newest.number if newest is not None else 0
+        while True:
+            incarnation += 1
+            if self._announce(incarnation):
+                break
+        self.node = Node(self.join.rank, incarnation, now, self.join.host, baseline=baseline)
+        self.record("node_joined", self.node, {"host": self.join.host, "pid": self.join.pid})
+
+    def tick(self, now: float) -> bool:
+        """Look once and do what follows from it. True if anything happened. Raises OSError when the filesystem fails.
+
+        What could not be done then is done first at the next tick: an action that was decided is never dropped.
+        """
+        busy = self._act(now)
+        while self.exit is None:
+            view = self.observer.view(self.node, now)
+            if self.node.part in (Part.EACH, Part.LEADER) and (report := self.work.report()) is not None:
+                view = changed(view, work=report)
+            if view is self._idle[1] and self.node is self._idle[0]:
+                break  # nothing new since the last look; what depends on time alone is asked at the next look at heartbeats
+            node, actions = step(self.node, view, now, self.rules)
+            if not actions and (node is self.node or node == self.node):
+                self._idle = node, view
+                break
+            busy = busy or node.position != self.node.position or bool(actions)
+            self.node = node
+            self._pending.extend(actions)
+            self._refused = False
+            self._act(now)
+            if self._refused:
+                break  # another's record is there and cannot be read yet: not now, again and again
+        self._note_suspects(now)
+        self._repeat(now)
+        return busy
+
+    def _act(self, now: float) -> bool:
+        busy = bool(self._pending)
+        while self._pending:
+            self._perform(self._pending[0], now)
+            self._pending.popleft()
+        return busy
+
+    def _repeat(self, now: float) -> None:
+        if self.node.part is not Part.ANNOUNCED or self._said is None or self.exit is not None:
+            return
+        when, fact = self._said
+        if now - when >= REPEAT_S:
+            self._put(fact, now)
+
+    def beat(self) -> Beat:
+        """The next heartbeat."""
+        self.counter += 1
+        node, position = self.node, self.node.position
+        state = self.exit.state if self.exit is not None else node.stage.value
+        return Beat(
+            rank=node.rank,
+            incarnation=node.incarnation,
+            counter=self.counter,
+            host=self.join.host,
+            pid=self.join.pid,
+            state=state,
+            progress=self.work.progress(),
+            **place(node, position, self.rules),
+        )
+
+    def _announce(self, incarnation: int) -> bool:
+        join = replace(self.join, incarnation=incarnation)
+        path = self.observer.paths.join(join.rank, incarnation)
+        try:
+            mine = self.store.create(path, encode(join))
+        except OSError:
+            self._ambiguous = incarnation
+            raise
+        if not mine and self._ambiguous == incarnation:
+            mine = self.observer.read(path, Join) == join  # done, although an error was returned
+        if mine:
+            self.observer.joins[join.rank] = join
+        return mine
+
+    def _perform(self, action: Action, now: float) -> None:
+        match action:
+            case Publish(fact):
+                self._publish(fact, now)
+            case Launch(part):
+                self.work.launch(self.node, part)
+            case CancelWork():
+                self.work.cancel()
+            case Propose(generation):
+                self._propose(generation)
+            case Announce(incarnation):
+                if not self._announce(incarnation):
+                    raise Fenced(
+                        f"node {self.node.rank}: another process took this rank (incarnation {incarnation})"
+                    )
+                self.observer.hurry()
+            case Recover():
+                self.observer.recovered = self.observer.recover(self.rules, now)
+            case Entered(position, generation, left, _):
+                self._entered(position, generation, left, now)
+            case Note(event, fields):
+                self.record(event, self.node, fields)
+            case Exit():
+                self.exit = action
+                self.record(
+                    "node_ended",
+                    self.node,
+                    {"state": action.state, "code": action.code, "reason": action.reason},
+                )
+
+    def _publish(self, fact: Fact, now: float) -> None:
+        node = self.node
+        events = fact.value.get("events", ())
+        fact = replace(fact, value={k: v for k, v in fact.value.items() if k != "events"})
+        self._put(fact, now)
+        event = "work_finished" if fact.status == "done" else "work_failed"
+        value = {k: v for k, v in fact.value.items() if k in ("error", "exit_code", "log")}
+        self.record(event, node, {"work_s": round(fact.work_s, 6), **value})
+        for line in events:
+            self.record(line["event"], node, {k: v for k, v in line.items() if k != "event"})
+        assert node.generation is not None
+        if node.generation.leader == node.rank and fact.value and fact.status == "done":
+            self.record("decision", node, {"value": summary(fact.value)})
+
+    def _put(self, fact: Fact, now: float) -> None:
+        """Write this node's fact about the row it is in. What the leader may have decided outlives a loss of power."""
+        node = self.node
+        assert node.generation is not None and node.position is not None
+        leads = node.generation.leader == node.rank
+        durable = leads and decides(self.rules.program.rows[node.position.phase])
+        path = self.observer.row_dir(node.generation.number, node.position) / fact_name(
+            node.rank, fact.status
+        )
+        self.store.put(path, encode(fact), durable=durable)
+        self._said = (now, fact)
+
+    def _propose(self, generation: Generation) -> None:
+        path = self.observer.paths.generation(generation.number)
+        if self.store.create(path, encode(generation)):
+            self.observer.learn(generation)
+            self.record(
+                "generation_proposed", self.node, {"number": generation.number, "reason": generation.reason}
+            )
+        else:
+            record = self.observer.read(path, Generation)
+            self.observer.learn(record)
+            self._refused = record is None
+        self.observer.hurry()
+
+    def _entered(self, position: Position, generation: Generation, left: Position | None, now: float) -> None:
+        self._suspected.clear() if left is None else None
+        if left is not None:
+            at = changed(self.node, position=left, generation=generation)
+            self.record("phase_finished", at, {"seconds": round(now - self._row_entered, 6)})
+            if left.phase == self.rules.span(generation.choices)[1]:
+                self.record("iteration_finished", at, {})
+        self._row_entered = now
+        if self.node.stage is not Stage.ENDED:
+            self.store.make_dir(self.observer.row_dir(generation.number, position))
+            self.record("phase_started", self.node, {})
+
+    def _note_suspects(self, now: float) -> None:
+        node = self.node
+        if node.generation is None or node.stage is not Stage.RUNNING:
+            return
+        limits, ledger = self.rules.limits, self.observer.ledger
+        for member in node.generation.members:
+            key = (member.rank, member.incarnation)
+            late = member.rank != node.rank and silence(member, ledger, node.since, now) >= limits.suspect_s
+            if late and key not in self._suspected and ledger.state(member) not in ("finished", "stopped"):
+                self._suspected.add(key)
+                age = silence(member, ledger, node.since, now)
+                self.record(
+                    "node_suspected",
+                    node,
+                    {"suspect": member.rank, "host": member.host, "silent_s": round(age, 3)},
+                )
+            elif not late and key in self._suspected:
+                self._suspected.discard(key)
+                self.record("node_recovered", node, {"suspect": member.rank, "host": member.host})
+
+    def waiting_for(self, now: float) -> list[int]:
+        """The members whose fact this node is waiting for in its row; empty where it works itself."""
+        node = self.node
+        if node.generation is None or node.part not in (Part.ANNOUNCED, Part.GATHER):
+            return []
+        view = self.observer.view(node, now)
+        lost = {
+            loss.member.rank
+            for loss in losses(
+                node.generation.members,
+                node.rank,
+                view.joins,
+                view.ledger,
+                node.since,
+                now,
+                self.rules.limits,
+            )
+        }
+        return [rank for rank in node.generation.ranks if rank not in view.arrived and rank not in lost]
+
+
+def place(node: Node, position: Position | None, rules: Rules) -> dict[str, Any]:
+    """Where a node is, in the fields that heartbeats and the journal share."""
+    if position is None or node.generation is None:
+        return {
+            "generation": node.generation.number if node.generation else 0,
+            "iteration": 0,
+            "phase": 0,
+            "phase_name": "",
+        }
+    return {
+        "generation": node.generation.number,
+        "iteration": position.iteration,
+        "phase": position.phase,
+        "phase_name": rules.program.rows[position.phase].name,
+    }
+
+
+def summary(value: Mapping[str, Any], limit: int = 400) -> dict[str, Any]:
+    """A decision as the journal shows it: long lists and texts are replaced by their size."""
+    return {k: v if len(str(v)) <= limit else f"<{type(v).__name__} of {len(v)}>" for k, v in value.items()}

@@ -1,0 +1,78 @@
+"""Builds the Context that a program's functions see, from what this node knows and what is on disk."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsbarrier import trajectories
+from fsbarrier.node.observer import Observer
+from fsbarrier.program import PHASE_NAMES, Context, PartOnDisk
+from fsbarrier.protocol.facts import Payload, Position
+from fsbarrier.protocol.state import Node
+from fsbarrier.start.runrecord import RunRecord
+
+
+@dataclass(frozen=True)
+class ContextMaker:
+    """Called with a node that is about to work; runs in the work's thread, so that looking at files holds nobody up."""
+
+    record: RunRecord
+    observer: Observer
+    accelerators: int
+
+    def __call__(self, node: Node) -> Context:
+        generation, position = node.generation, node.position
+        assert generation is not None and position is not None
+
+        def reports(phase_name: str) -> Mapping[int, Payload]:
+            at = Position(position.iteration, PHASE_NAMES.index(phase_name))
+            if at != position:
+                return self.observer.reports(generation.number, at, generation.ranks)
+            # in its own row the leader's result is not published yet: it goes on to the leader's work first
+            others = tuple(rank for rank in generation.ranks if rank != node.rank)
+            return {node.rank: node.result, **self.observer.reports(generation.number, at, others)}
+
+        def inventory(split: str) -> tuple[PartOnDisk, ...]:
+            return parts_on_disk(
+                self.record.paths.trajectories(split), self.record.paths.merged(split, position.iteration)
+            )
+
+        return Context(
+            run_id=self.record.run_id,
+            paths=self.record.paths,
+            settings={**self.record.settings, **generation.choices},
+            tasks=self.record.tasks,
+            model=Path(self.record.model) if self.record.model else None,
+            node_rank=node.rank,
+            incarnation=node.incarnation,
+            members=generation.members,
+            leader=generation.leader,
+            generation=generation.number,
+            iteration=position.iteration,
+            attempt=generation.attempt,
+            phase=self.observer.program.rows[position.phase],
+            decisions=node.decisions,
+            python=sys.executable,
+            joins=dict(self.observer.joins),
+            reports=reports,
+            newest=self.observer.newest_number,
+            inventory=inventory,
+            accelerators=self.accelerators,
+            cpus=len(os.sched_getaffinity(0)),
+        )
+
+
+def parts_on_disk(folder: Path, merged: Path) -> tuple[PartOnDisk, ...]:
+    """The part files of one iteration with what they durably hold, by name (oldest generation first within a rank)."""
+    found = []
+    for path in sorted(folder.glob(f"{merged.name}_rank_*.part")):
+        scan = trajectories.scan_shard(path)
+        if scan.groups:
+            version = int(scan.header.get("policy_version", -1))
+            tasks = tuple(group.task_index for group in scan.groups)
+            found.append(PartOnDisk(str(path), version, scan.valid_bytes, tasks))
+    return tuple(found)

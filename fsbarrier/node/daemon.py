@@ -1,0 +1,283 @@
+"""The daemon of one node: joins the run, beats, and loops (look, decide, act) until the run ends or a signal comes.
+
+Three threads: the loop, the heartbeat (so that a slow disk or a long clean-up does not look like death), and the work.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import fsbarrier
+from fsbarrier import files
+from fsbarrier.errors import EXIT_SIGINT, EXIT_SIGTERM, Fenced, StoreError
+from fsbarrier.loader import load_program
+from fsbarrier.node.agent import Agent, place
+from fsbarrier.node.context import ContextMaker
+from fsbarrier.node.guard_rank import hold_rank
+from fsbarrier.node.hints import Hints
+from fsbarrier.node.host import boot_id
+from fsbarrier.node.jobs import Jobs
+from fsbarrier.node.journal import Journal
+from fsbarrier.node.observer import Observer, Paces
+from fsbarrier.node.store import PosixStore
+from fsbarrier.program import SLICES
+from fsbarrier.protocol.facts import Join, Payload, encode
+from fsbarrier.protocol.membership import Limits
+from fsbarrier.protocol.state import Exit, Node, Rules, Stage
+from fsbarrier.start import ranks
+from fsbarrier.start.runrecord import CHOICES, RunRecord
+from fsbarrier.supervision import accelerators
+from fsbarrier.view.words import event_line
+
+POLL_MIN_S = 0.001
+POLL_GROWTH = 1.5
+JOINING_BEAT_S = 0.2
+DYING_S = 1.0  # what a last heartbeat may take on a filesystem that hangs
+
+
+def run_node(record: RunRecord, *, node_rank: int, until: int | None, console: bool) -> int:
+    """Be node `node_rank` of the run until it ends; the exit code of design section 2. `console`: print events as lines.
+
+    Raises UsageError (the rank is taken), StoreError, Fenced.
+    """
+    files.set_shared_group(bool(record.settings["shared_group"]))
+    with ExitStack() as stack:
+        stack.enter_context(hold_rank(record.paths, node_rank, record.settings["coordination"]["beat_s"]))
+        work_dir = Path(tempfile.mkdtemp(prefix=f"fsbarrier-{record.run_id[-8:]}-n{node_rank}-"))
+        stack.callback(shutil.rmtree, work_dir, ignore_errors=True)
+        daemon = Daemon(record, node_rank, until, console, work_dir)
+        stack.callback(daemon.close)
+        with daemon.signals():
+            return daemon.run()
+
+
+class Daemon:
+    """One incarnation of one node (it takes a new one by itself when it was fenced off and rejoins)."""
+
+    def __init__(
+        self, record: RunRecord, rank: int, until: int | None, console: bool, work_dir: Path
+    ) -> None:
+        self.record, self.console = record, console
+        self.settings: dict[str, Any] = dict(record.settings)
+        self._wake = threading.Event()
+        self._signal: int | None = None
+        self._ticked_at = time.monotonic()
+        self._journal: Journal | None = None
+        self._beating = threading.Event()
+        self._store = PosixStore()
+        self._hints = Hints(record.log_path, self._wake.set)
+        rules = make_rules(self.settings)
+        observer = Observer(self._store, record.paths, rules.program, make_paces(self.settings))
+        observer.prepare()
+        attempt = 1 + (observer.joins[rank].incarnation if rank in observer.joins else 0)
+        self.log_dir = record.paths.node_logs(attempt, rank)
+        files.make_dirs(self.log_dir)
+        self._log = os.fdopen(files.open_new(self.log_dir / "daemon.log"), "w")
+        self.engine = make_engine(record, self.log_dir, work_dir, rules.program.needs)
+        context = ContextMaker(record, observer, len(accelerators.detect()))
+        self.jobs = Jobs(
+            context=context,
+            engine=self.engine,
+            work_dir=work_dir,
+            log_dir=self.log_dir,
+            log_path=record.log_path,
+            wake=self._wake.set,
+            stall_timeout_s=self.settings["coordination"]["stall_timeout_s"],
+        )
+        join = Join(
+            rank=rank,
+            incarnation=0,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            boot_id=boot_id(),
+            addresses=tuple(ranks.candidate_addresses()),
+            until=until,
+            version=fsbarrier.__version__,
+            digest=record.settings_digest,
+            time=datetime.now(UTC).isoformat(timespec="seconds"),
+            choices={key: record.settings[key] for key in CHOICES},
+        )
+        self.agent = Agent(self._store, observer, rules, self.jobs, join, self._record_event)
+
+    def run(self) -> int:
+        """Join and loop to the end; gives the exit code. Raises StoreError, Fenced."""
+        try:
+            self.agent.start(time.monotonic())
+        except OSError as error:
+            raise StoreError(f"cannot join the run at {self.record.log_path}: {error}") from None
+        beats = threading.Thread(target=self._beat, name="beat", daemon=True)
+        beats.start()
+        try:
+            self._loop()
+        except Fenced as error:
+            self.agent.exit = Exit(error.exit_code, "left", str(error))
+        finally:
+            self._settle()
+            self._beating.set()
+            beats.join(DYING_S)
+        ended = self.agent.exit
+        assert ended is not None
+        if ended.code:
+            print(f"fsbarrier: {ended.reason}", file=sys.stderr, flush=True)
+        return ended.code
+
+    def _loop(self) -> None:
+        most, patience = self.settings["coordination"]["poll_max_s"], self.settings["coordination"]["dead_s"]
+        interval, failing_since = POLL_MIN_S, None
+        while self.agent.exit is None and self._signal is None:
+            now = self._ticked_at = time.monotonic()
+            try:
+                busy = self.agent.tick(now)
+                failing_since = None
+            except OSError as error:
+                failing_since = now if failing_since is None else failing_since
+                if now - failing_since >= patience:
+                    message = f"node {self.agent.node.rank}: {self.record.log_path} has failed for {patience:g} s: {error}"
+                    self.agent.exit = Exit(StoreError.exit_code, "left", message)
+                    return
+                busy = False
+            interval = POLL_MIN_S if busy else min(interval * POLL_GROWTH, most)
+            self._hints.watch(self._row_dir() if interval == most else None)
+            self._wake.wait(interval)
+            if self._wake.is_set():
+                self._wake.clear()
+                interval = POLL_MIN_S
+
+    def _row_dir(self) -> Path | None:
+        """The directory in which the facts appear that this node waits for."""
+        node = self.agent.node
+        if node.generation is None or node.position is None:
+            return None
+        return self.agent.observer.row_dir(node.generation.number, node.position)
+
+    def _settle(self) -> None:
+        """End all that this node runs, and say so in a last heartbeat."""
+        if self.agent.exit is None:
+            number = self._signal or signal.SIGTERM
+            code = EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM
+            self.agent.exit = Exit(code, "left", f"stopped by {signal.Signals(number).name}")
+            self._record_event(
+                "node_ended", self.agent.node, {"state": "left", "reason": self.agent.exit.reason}
+            )
+        self.jobs.grace_s = 0.5
+        self.jobs.cancel()
+        self.engine.stop()
+
+    def _beat(self) -> None:
+        """Beat until told otherwise. A loop that is stuck must not look alive: then the beats stop as well."""
+        coordination = self.settings["coordination"]
+        path = self.record.paths.beat(self.agent.node.rank)
+        while True:
+            last = self._beating.is_set()
+            stuck = time.monotonic() - self._ticked_at > coordination["dead_s"] and self.agent.exit is None
+            if not stuck:
+                try:
+                    self._store.put(path, encode(self.agent.beat()))
+                except OSError:
+                    pass  # the loop meets the same filesystem, and decides
+            if last:
+                return
+            joining = self.agent.node.stage is Stage.JOINING
+            self._beating.wait(JOINING_BEAT_S if joining else coordination["beat_s"])
+
+    def _record_event(self, event: str, node: Node, fields: Payload) -> None:
+        if self._journal is None:
+            path = self.record.paths.journal(node.rank, node.incarnation)
+            self._journal = Journal(path, run_id=self.record.run_id, node_rank=node.rank)
+        where = place(node, node.position, self.agent.rules)
+        line = self._journal.write(event, time.monotonic(), where, fields)
+        text = event_line(line)
+        if text is None:
+            return
+        self._log.write(f"{text}\n")
+        self._log.flush()
+        if self.console:
+            print(text, flush=True)
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """While this lasts, SIGINT, SIGTERM and SIGHUP end the node in order."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self._signal = number
+            self._wake.set()
+
+        chosen = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, handle) for number in chosen}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def close(self) -> None:
+        self._hints.close()
+        self._log.close()
+        if self._journal is not None:
+            self._journal.close()
+
+
+def make_rules(settings: Payload) -> Rules:
+    """The machine's rules from a run's resolved settings."""
+    coordination = settings["coordination"]
+    first, last = SLICES[settings["rl_phase"]]
+    return Rules(
+        program=load_program(settings["program"]),
+        first=first,
+        last=last,
+        num_nodes=settings["num_nodes"],
+        min_nodes=settings["min_nodes"],
+        on_node_failure=settings["on_node_failure"],
+        retries=coordination["retries"],
+        limits=Limits(
+            suspect_s=coordination["suspect_s"],
+            dead_s=coordination["dead_s"],
+            stagger_s=2 * coordination["beat_s"],
+            join_timeout_s=coordination["join_timeout_s"],
+            rejoin_timeout_s=coordination["rejoin_timeout_s"],
+        ),
+    )
+
+
+def make_paces(settings: Payload) -> Paces:
+    """How often to look for what; a large run looks less often, so that the metadata server's load stays bounded."""
+    beat_s = settings["coordination"]["beat_s"]
+    crowd = max(1.0, settings["num_nodes"] / 32)
+    return Paces(members_s=0.1 * crowd, beats_s=beat_s / 2, blind_s=1.5 * beat_s)
+
+
+def make_engine(record: RunRecord, log_dir: Path, work_dir: Path, needs: frozenset[str]) -> Any:
+    """The local engine of this node; a stand-in that refuses where the program has no model."""
+    if "model" not in needs:
+        return NoEngine()
+    from fsbarrier.engine.engine import Engine
+
+    return Engine(record.settings, log_file=log_dir / "vllm.log", work_dir=work_dir)
+
+
+class NoEngine:
+    """The engine of a program without a model."""
+
+    threads = 0
+
+    def ensure(self, weights: Path, policy_version: int, *, cancel: threading.Event) -> Any:
+        raise StoreError("this program has no engine")
+
+    def release(self, *, cancel: threading.Event) -> Payload:
+        return {}
+
+    def stop(self) -> None:
+        pass

@@ -1,0 +1,44 @@
+"""Which nodes of a run are alive now, for commands that are no node themselves: counters watched for a little over a beat."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from fsbarrier.node.store import PosixStore
+from fsbarrier.paths import RunPaths
+from fsbarrier.protocol.facts import Beat, CorruptRecord, decode
+from fsbarrier.protocol.membership import GONE
+
+LOOK_S = 0.05
+
+
+def read_beats(log_path: Path) -> dict[int, Beat]:
+    """The last heartbeat of every rank; unreadable ones are left out."""
+    paths, store, beats = RunPaths(log_path), PosixStore(), {}
+    for name in store.names(paths.beats):
+        try:
+            beat = decode(store.read(paths.beats / name) or b"", Beat)
+        except CorruptRecord:
+            continue
+        beats[beat.rank] = beat
+    return beats
+
+
+def live_nodes(log_path: Path, watch_s: float) -> list[Beat]:
+    """The nodes whose counter moves within `watch_s` seconds; returns as soon as every node is seen to be alive or gone."""
+    first = read_beats(log_path)
+    candidates = {rank for rank, beat in first.items() if beat.state not in GONE}
+    alive: dict[int, Beat] = {}
+    pause, deadline = threading.Event(), time.monotonic() + watch_s
+    while candidates - alive.keys() and time.monotonic() < deadline:
+        pause.wait(LOOK_S)
+        for rank, beat in read_beats(log_path).items():
+            old = first.get(rank)
+            if old is None or (beat.incarnation, beat.counter) != (old.incarnation, old.counter):
+                if beat.state in GONE:
+                    candidates.discard(rank)
+                else:
+                    alive[rank] = beat
+    return [alive[rank] for rank in sorted(alive)]

@@ -1,0 +1,342 @@
+"""Turns what lies in the shared directory into the View that the state machine decides from. Reads only; no clock of its own.
+
+Each kind of news is looked for at its own pace: the row's facts at every poll, generations, joins, beats and stop requests when
+a look at them is due. Immutable records are read once.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsbarrier.node.store import Store
+from fsbarrier.paths import RunPaths
+from fsbarrier.program import Phase, Program
+from fsbarrier.protocol.facts import (
+    Beat,
+    CorruptRecord,
+    Fact,
+    Generation,
+    Join,
+    Payload,
+    Position,
+    R,
+    StopRequest,
+    decode,
+)
+from fsbarrier.protocol.membership import Ledger
+from fsbarrier.protocol.state import Node, Part, Recovered, Rules, Stage, View, changed
+from fsbarrier.protocol.succession import with_decision
+
+_JOIN = re.compile(r"node-(\d{4,})\.inc-(\d{4,})\.json")
+_BEAT = re.compile(r"node-(\d{4,})\.json")
+_GENERATION = re.compile(r"gen-(\d{6,})\.json")
+_FAILED = re.compile(r"node-(\d{4,})\.failed")
+_ITERATION = re.compile(r"iter-(\d{6,})")
+_PHASE = re.compile(r"p(\d{2})-(\w+)")
+
+
+_NOTHING = View()
+
+
+@dataclass
+class Paces:
+    """How often to look, in seconds."""
+
+    members_s: float = 0.2  # generations, joins, stop requests
+    beats_s: float = 1.0
+    blind_s: float = 3.0  # of a gap between two looks, at most this much counts as somebody's silence
+    void_s: float = 10.0  # a generation's record that cannot be read for this long never will be
+
+
+@dataclass
+class Observer:
+    """One node's eyes. `joining` looks more often, since a start is worth waiting less for."""
+
+    store: Store
+    paths: RunPaths
+    program: Program
+    paces: Paces = field(default_factory=Paces)
+    newest: Generation | None = None
+    joins: dict[int, Join] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    stop: StopRequest | None = None
+    recovered: Recovered | None = None
+    void: int = 0
+    _unreadable: dict[int, float] = field(default_factory=dict)
+    _expected: dict[str, int] = field(default_factory=dict)
+    _expected_by: Generation | None = None
+    _common: View | None = None  # without what is known of a row
+    _whole: View = _NOTHING
+    _listed: tuple[Path, list[str]] | None = None
+    _arrived: tuple[frozenset[int], dict[int, Fact]] = (frozenset(), {})
+    _values: dict[tuple[int, Position], Payload] = field(default_factory=dict)
+    _known_beats: tuple[list[str], list[int]] = field(default_factory=lambda: ([], []))
+    _known_generations: list[str] = field(default_factory=list)
+    _known_joins: list[str] = field(default_factory=list)
+    _old_stops: frozenset[str] = frozenset()
+    _row: tuple[int, Position, Path] | None = None
+    _looked: float = float("-inf")
+    _looked_at_beats: float = float("-inf")
+
+    def prepare(self) -> None:
+        """Make the directories that will be listed, and note what was there before this start. Raises OSError."""
+        for directory in (self.paths.joins, self.paths.beats, self.paths.generations, self.paths.stops):
+            self.store.make_dir(directory)
+        self._old_stops = frozenset(self.store.names(self.paths.stops))
+        self._read_beats(None)
+        self._look_at_members(None)
+
+    def learn(self, generation: Generation | None) -> None:
+        """Take a generation's record for known, however it was come by."""
+        if generation is not None and (self.newest is None or generation.number > self.newest.number):
+            self.newest = generation
+
+    def newest_number(self) -> int:
+        """The number of the newest generation that can be seen now. Raises OSError."""
+        listed = _numbers(_GENERATION, self.store.names(self.paths.generations))
+        return max([*listed, self.newest.number if self.newest is not None else 0])
+
+    def hurry(self) -> None:
+        """Look at everything at the next view, whatever its pace."""
+        self._looked = self._looked_at_beats = float("-inf")
+
+    def view(self, node: Node, now: float) -> View:
+        """What the node can see at `now`; the same object while nothing is new. Raises OSError when the filesystem fails."""
+        joining = node.stage is Stage.JOINING
+        if now - self._looked >= self.paces.members_s / (4 if joining else 1):
+            self._look_at_members(now)
+            self._looked, self._common = now, None
+        if now - self._looked_at_beats >= self.paces.beats_s / (10 if joining else 1):
+            self._look_at_beats(node.rank, now)
+            self._looked_at_beats, self._common = now, None
+        if self._common is None or self._common.recovered is not self.recovered:
+            self._common = self._whole = changed(
+                _NOTHING,
+                newest=self.newest,
+                void=self.void,
+                joins=self.joins,
+                ledger=self.ledger,
+                stop=self.stop,
+                recovered=self.recovered,
+            )
+        if node.generation is None or node.part not in (Part.ANNOUNCED, Part.GATHER, Part.EACH):
+            return self._common
+        return self._with_row(self._common, node)
+
+    def _with_row(self, common: View, node: Node) -> View:
+        generation, position = node.generation, node.position
+        assert generation is not None and position is not None
+        directory = self.row_dir(generation.number, position)
+        names = self.store.names(directory)
+        if self._listed != (directory, names):
+            if self._expected_by is not generation:
+                self._expected_by = generation
+                self._expected = {fact_name(rank, "done"): rank for rank in generation.ranks}
+            arrived = frozenset(self._expected[name] for name in names if name in self._expected)
+            failed = {} if len(names) == len(arrived) else self._failed(directory, names, generation)
+            if failed is None:
+                return common
+            self._listed, self._arrived = (directory, names), (arrived, failed)
+            self._whole = common
+        arrived, failed = self._arrived
+        leaders_fact = None
+        if node.part is Part.ANNOUNCED and len(arrived) == len(generation.members):
+            leaders_fact = self.read(directory / fact_name(generation.leader, "done"), Fact)
+        elif self._whole is not common:
+            return self._whole
+        self._whole = changed(common, arrived=arrived, failed=failed, leaders_fact=leaders_fact)
+        return self._whole
+
+    def _failed(self, directory: Path, names: list[str], generation: Generation) -> dict[int, Fact] | None:
+        """The members' facts of failure; None while one of them cannot be read."""
+        failed = {}
+        for match in filter(None, map(_FAILED.fullmatch, names)):
+            fact = self.read(directory / match[0], Fact) if int(match[1]) in generation.ranks else None
+            if fact is not None:
+                failed[int(match[1])] = fact
+            elif int(match[1]) in generation.ranks:
+                return None
+        return failed
+
+    def phase_name(self, index: int) -> str:
+        return self.program.rows[index].name
+
+    def row_dir(self, generation: int, position: Position) -> Path:
+        """Where the facts about one row are."""
+        if self._row is None or self._row[0] != generation or self._row[1] != position:
+            name = self.phase_name(position.phase)
+            path = self.paths.phase(generation, position.iteration, position.phase, name)
+            self._row = (generation, position, path)
+        return self._row[2]
+
+    def reports(self, generation: int, position: Position, ranks: tuple[int, ...]) -> Mapping[int, Payload]:
+        """What each of `ranks` published about a row that this node has passed. Raises OSError, also for one that cannot be read."""
+        directory = self.row_dir(generation, position)
+        return {rank: self._must_read(directory / fact_name(rank, "done")).value for rank in ranks}
+
+    def read(self, path: Path, cls: type[R]) -> R | None:
+        """A record, or None while it cannot be had whole."""
+        data = self.store.read(path)
+        if data is None:
+            return None
+        try:
+            return decode(data, cls)
+        except CorruptRecord:
+            return None
+
+    def _must_read(self, path: Path) -> Fact:
+        """A fact that is known to be there. Raises OSError where it cannot be read (now): it is not to be taken for absent."""
+        fact = self.read(path, Fact)
+        if fact is None:
+            raise OSError(errno.EAGAIN, "this record cannot be read", str(path))
+        return fact
+
+    def _look_at_members(self, now: float | None) -> None:
+        names = self.store.names(self.paths.generations)
+        if names != self._known_generations and self._look_at_generations(names, now):
+            self._known_generations = names
+        names = self.store.names(self.paths.joins)
+        if names != self._known_joins:
+            matches = [match for match in map(_JOIN.fullmatch, names) if match]
+            if all([self._learn_join(int(match[1]), int(match[2])) for match in matches]):
+                self._known_joins = names
+        for name in self.store.names(self.paths.stops):
+            if name not in self._old_stops:
+                self.stop = self.read(self.paths.stops / name, StopRequest) or self.stop
+
+    def _look_at_generations(self, names: list[str], now: float | None) -> bool:
+        """Learn the newest of them that can be read; True if none is newer."""
+        numbers = sorted(_numbers(_GENERATION, names), reverse=True)
+        known = self.newest.number if self.newest is not None else 0
+        for number in numbers:
+            if number <= known:
+                break
+            record = self.read(self.paths.generation(number), Generation)
+            if record is not None and self._fits(record, number):
+                self.learn(record)
+                known = number
+            elif now is not None and now - self._unreadable.setdefault(number, now) >= self.paces.void_s:
+                self.void = max(self.void, number)
+        return max(numbers, default=0) <= known
+
+    def _fits(self, record: Generation, number: int) -> bool:
+        return record.number == number and record.start.phase < len(self.program.rows)
+
+    def _learn_join(self, rank: int, incarnation: int) -> bool:
+        known = self.joins.get(rank)
+        if known is not None and known.incarnation >= incarnation:
+            return True
+        join = self.read(self.paths.join(rank, incarnation), Join)
+        if join is None or (join.rank, join.incarnation) != (rank, incarnation):
+            return False
+        self.joins[rank] = join
+        return True
+
+    def _look_at_beats(self, me: int, now: float) -> None:
+        self.ledger = self.ledger.observe(self._read_beats(me), now, now, self.paces.blind_s)
+
+    def _read_beats(self, me: int | None) -> dict[int, Beat]:
+        """The others' heartbeats. What they have seen exists: it can be opened, however old this node's listings are."""
+        beats = {}
+        names = self.store.names(self.paths.beats)
+        if names != self._known_beats[0]:
+            self._known_beats = names, _numbers(_BEAT, names)
+        for rank in self._known_beats[1]:
+            beat = self.read(self.paths.beat(rank), Beat) if rank != me else None
+            if beat is None or beat.rank != rank:
+                continue
+            beats[rank] = beat
+            if rank not in self.joins or self.joins[rank].incarnation < beat.incarnation:
+                self._learn_join(rank, beat.incarnation)
+            if beat.generation > (self.newest.number if self.newest is not None else 0):
+                record = self.read(self.paths.generation(beat.generation), Generation)
+                if record is not None and self._fits(record, beat.generation):
+                    self.learn(record)
+        return beats
+
+    def recover(self, rules: Rules, now: float) -> Recovered:
+        """Where the newest generation is, or was when it ended, as far as its facts on disk tell. Raises OSError.
+
+        Whatever cannot be read is an error: to take it for absent would throw decisions away. A row that a later one follows was
+        passed; its leader's fact must be there.
+        """
+        generation = self.newest
+        if generation is None:
+            return Recovered(Position(1, rules.first), at=now)
+        first, last = span = rules.span(generation.choices)
+        reached = self._furthest(generation, span)
+        decisions = self._decisions(generation, reached, span)
+        while self._all_done(generation, reached):
+            row = self.program.rows[reached.phase]
+            value = self._decided(generation, reached) if decides(row) else None
+            if value:
+                decisions = with_decision(decisions, row.name, reached.iteration, value)
+            if reached.phase == last:
+                following = Position(reached.iteration + 1, first)
+                return Recovered(following, decisions, generation.number, now, span)
+            reached = Position(reached.iteration, reached.phase + 1)
+        resumed = max(first, rules.program.resume_index(reached.phase))
+        return Recovered(Position(reached.iteration, resumed), decisions, generation.number, now, span)
+
+    def _furthest(self, generation: Generation, span: tuple[int, int]) -> Position:
+        """The furthest row that a member is known to have entered: from what lies in the directory, and from heartbeats."""
+        beats = [beat for beat in self._read_beats(None).values() if beat.generation == generation.number]
+        known = [Position(beat.iteration, beat.phase) for beat in beats if beat.iteration > 0]
+        root = self.paths.facts_of(generation.number)
+        if root.name in self.store.names(self.paths.coordination):
+            iterations = _numbers(_ITERATION, self.store.names(root))
+            for iteration in sorted(iterations)[-1:]:
+                names = self.store.names(self.paths.iteration(generation.number, iteration))
+                phases = [n for n in _numbers(_PHASE, names) if span[0] <= n <= span[1]]
+                known.append(Position(iteration, max(phases, default=span[0])))
+        return max([generation.start, *known])
+
+    def _decisions(
+        self, generation: Generation, reached: Position, span: tuple[int, int]
+    ) -> Mapping[str, Payload]:
+        """Each row's last decision before `reached`, however many iterations ago, and below it one of an earlier iteration."""
+        decisions = generation.decisions
+        for row in filter(decides, self.program.rows[span[0] : span[1] + 1]):
+            found = []
+            for iteration in range(reached.iteration, generation.start.iteration - 1, -1):
+                position = Position(iteration, row.index)
+                value = (
+                    self._decided(generation, position) if generation.start <= position < reached else None
+                )
+                if value:
+                    found.append((iteration, value))
+                    if iteration < reached.iteration:
+                        break
+            for iteration, value in reversed(found):
+                decisions = with_decision(decisions, row.name, iteration, value)
+        return decisions
+
+    def _decided(self, generation: Generation, position: Position) -> Payload:
+        """What the leader published for a row that was passed. Read once: a fact does not change."""
+        key = generation.number, position
+        if key not in self._values:
+            directory = self.row_dir(generation.number, position)
+            self._values[key] = self._must_read(directory / fact_name(generation.leader, "done")).value
+        return self._values[key]
+
+    def _all_done(self, generation: Generation, position: Position) -> bool:
+        names = set(self.store.names(self.row_dir(generation.number, position)))
+        return all(fact_name(rank, "done") in names for rank in generation.ranks)
+
+
+def decides(row: Phase) -> bool:
+    """Whether the leader's fact about this row may hold a value: then it outlives a loss of power."""
+    return row.each is not None or row.leader is not None
+
+
+def fact_name(rank: int, status: str) -> str:
+    """The file name of a node's fact in its row's directory."""
+    return f"node-{rank:04d}.{status}"
+
+
+def _numbers(pattern: re.Pattern[str], names: list[str]) -> list[int]:
+    return [int(match[1]) for match in map(pattern.fullmatch, names) if match]

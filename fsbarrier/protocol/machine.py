@@ -1,0 +1,358 @@
+"""THE state machine: every transition of a node lives in this file, and nothing else does.
+
+`step(node, view, now, rules)` looks at what this node remembers, at the facts it can see and at the time it is given, and answers
+with the node's next state and the actions to perform. It does no I/O, reads no clock, draws no random number.
+
+A node's life:
+
+    JOINING --- a generation names my incarnation ---> RUNNING --- released from the last row, or told to end ---> ENDED
+       ^                                                  |
+       +---- a newer generation does not name me ---------+
+
+In RUNNING every row of the program is a barrier, passed in four steps:
+
+    enter row k -> do my work in it, if any -> publish my fact "done" -> released when every member's "done" is there
+
+A row may ask for work of each member, of the leader, or of the leader once all the others are done; the machine never asks what
+the work is. Everything unusual (a lost node, a failed program, a joining node, the end of a run) has one answer: a new
+generation. Its record is created exclusively, so that whatever two nodes believe, there is one truth per number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsbarrier.program import Phase
+from fsbarrier.protocol.facts import Fact, Generation, Member, Payload, Position, Verdict
+from fsbarrier.protocol.membership import Loss, live_joiners, losses, occupied
+from fsbarrier.protocol.state import (
+    Action,
+    Announce,
+    CancelWork,
+    Entered,
+    Exit,
+    Launch,
+    Node,
+    Note,
+    Part,
+    Propose,
+    Publish,
+    Recover,
+    Rules,
+    Stage,
+    Step,
+    View,
+    changed,
+)
+from fsbarrier.protocol.succession import (
+    all_done,
+    failed_tries,
+    first_of_session,
+    last_news,
+    leaders_word,
+    lost_as_fields,
+    lost_as_text,
+    opening,
+    successor,
+    with_decision,
+)
+
+
+def step(node: Node, view: View, now: float, rules: Rules) -> Step:
+    """One transition, or none: (the node as it is now, the actions to perform in order). The first rule that applies wins."""
+    if node.stage is Stage.ENDED:
+        return node, ()
+    for rule in (_fenced, _newer_generation, _stop):
+        result = rule(node, view, now, rules)
+        if result is not None:
+            return result
+    if node.stage is Stage.JOINING:
+        return _join(node, view, now, rules)
+    for rule in (_release, _failed_program, _lost_member, _work):
+        result = rule(node, view, now, rules)
+        if result is not None:
+            return result
+    return node, ()
+
+
+def _end(node: Node, code: int, state: str, reason: str) -> Step:
+    return changed(node, stage=Stage.ENDED), (CancelWork(), Exit(code, state, reason))
+
+
+def _fenced(node: Node, view: View, now: float, rules: Rules) -> Step | None:
+    """Another process took this rank."""
+    newest = view.joins.get(node.rank)
+    if newest is None or newest.incarnation <= node.incarnation:
+        return None
+    where = f"on {newest.host}, process {newest.pid}" if newest.host else "elsewhere"
+    return _end(node, 6, "left", f"node {node.rank} was started again {where}; this older one ends")
+
+
+def _newer_generation(node: Node, view: View, now: float, rules: Rules) -> Step | None:
+    """A newer generation exists: go with it, end with it, or rejoin."""
+    newest = view.newest
+    known = node.generation.number if node.generation else node.baseline
+    if newest is None or newest.number <= known:
+        return None
+    if newest.verdict is not None:
+        state = "broken" if newest.verdict.exit_code else "stopped"
+        return _end(node, newest.verdict.exit_code, state, newest.verdict.reason)
+    if newest.incarnation_of(node.rank) == node.incarnation:
+        return _enter_generation(node, newest, now)
+    if node.stage is Stage.JOINING:
+        return changed(node, baseline=newest.number), ()
+    renewed = Node(node.rank, node.incarnation + 1, now, node.host, baseline=newest.number)
+    note = Note("left_generation", {"newest": newest.number, "reason": newest.reason})
+    return renewed, (CancelWork(), note, Announce(renewed.incarnation))
+
+
+def _enter_generation(node: Node, generation: Generation, now: float) -> Step:
+    entered = changed(
+        node,
+        stage=Stage.RUNNING,
+        since=now,
+        generation=generation,
+        position=generation.start,
+        part=Part.NONE,
+        result={},
+        work_s=0.0,
+        decisions=dict(generation.decisions),
+        trouble_since=None,
+    )
+    fields = {"members": list(generation.ranks), "leader": generation.leader, "reason": generation.reason}
+    return entered, (
+        CancelWork(),
+        Note("generation_started", {"number": generation.number, **fields}),
+        Entered(generation.start, generation, None),
+    )
+
+
+def _stop(node: Node, view: View, now: float, rules: Rules) -> Step | None:
+    """Somebody asked the run to end: whoever sees it first, at the next start of an iteration or at once, decides it for all."""
+    if view.stop is None:
+        return None
+    if node.stage is Stage.JOINING:
+        return _end(node, 0, "stopped", f"stopped before it began, as {view.stop.who} asked")
+    generation, position = node.generation, node.position
+    assert generation is not None and position is not None
+    if not view.stop.now and position.phase != rules.span(generation.choices)[0]:
+        return None
+    when = "at once" if view.stop.now else f"before iteration {position.iteration}"
+    verdict = Verdict(0, f"stopped {when}, as {view.stop.who} asked")
+    return node, (Propose(successor(node, view, rules, generation.members, verdict.reason, verdict=verdict)),)
+
+
+# --- RUNNING ----------------------------------------------------------------------------------------------------------------
+
+
+def _row(node: Node, rules: Rules) -> Phase:
+    assert node.position is not None
+    return rules.program.rows[node.position.phase]
+
+
+def _release(node: Node, view: View, now: float, rules: Rules) -> Step | None:
+    """Every member is done with this row: on to the next one."""
+    generation, position = node.generation, node.position
+    assert generation is not None and position is not None
+    if (
+        node.part is not Part.ANNOUNCED
+        or not view.arrived.issuperset(generation.ranks)
+        or view.leaders_fact is None
+    ):
+        return None
+    value, decisions = view.leaders_fact.value, node.decisions
+    if value:
+        decisions = with_decision(decisions, _row(node, rules).name, position.iteration, value)
+    first, last = rules.span(generation.choices)
+    if position.phase < last:
+        following = Position(position.iteration, position.phase + 1)
+    elif generation.until is not None and position.iteration >= generation.until:
+        ended = changed(node, stage=Stage.ENDED, decisions=decisions)
+        done = f"{position.iteration} iterations are done"
+        return ended, (Entered(position, generation, position, True), Exit(0, "finished", done))
+    else:
+        following = Position(position.iteration + 1, first)
+    moved = changed(
+        node,
+        position=following,
+        part=Part.NONE,
+        result={},
+        work_s=0.0,
+        decisions=decisions,
+        trouble_since=None,
+    )
+    return moved, (Entered(following, generation, position, True),)
+
+
+def _failed_program(node: Node, view: View, now: float, rules: Rules) -> Step | None:
+    """A member's program failed: its attempt ends on all nodes; tried again in a new generation, or given up."""
+    generation, position = node.generation, node.position
+    assert generation is not None and position is not None
+    if not view.failed:
+        return None
+    rank, fact = min(view.failed.items())
+    row, attempt = _row(node, rules), failed_tries(generation, position) + 1
+    host = next((m.host for m in generation.members if m.rank == rank), "")
+    where = f"node {rank} ({host}), iteration {position.iteration}, phase {row.index} {row.name}"
+    cause = f"{where}: {fact.value.get('error', 'failed')}"
+    if attempt > rules.retries:
+        log = "".join(f"\n  | {line}" for line in fact.value.get("log", ()))
+        verdict = Verdict(4, f"{cause}; given up after {attempt} attempt{'s' if attempt > 1 else ''}{log}")
+        proposal = successor(node, view, rules, generation.members, "program failed", verdict=verdict)
+    else:
+        proposal = successor(node, view, rules, generation.members, f"again: {cause}", attempt=attempt)
+    gone = losses(generation.members, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
+    return _propose_in_turn(node, proposal, now, rules, gone, cancel=True)
+
+
+def _lost_member(node: Node, view: View, now: float, rules: Rules) -> Step | None:
+    """A member is gone: shrink, wait for it, or end the run."""
+    generation, position = node.generation, node.position
+    assert generation is not None and position is not None
+    gone = losses(generation.members, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
+    if not gone:  # a false alarm is over
+        return (changed(node, trouble_since=None), ()) if node.trouble_since is not None else None
+    names = lost_as_text(gone)
+    lost_ranks = {loss.member.rank for loss in gone}
+    living = tuple(m for m in generation.members if m.rank not in lost_ranks)
+    verdict, members = None, living
+    joiners = live_joiners(view.joins, view.ledger, now, rules.limits)
+    if rules.on_node_failure == "hold":  # a group of somebody's own: the caller is told, and decides
+        return None
+    if rules.on_node_failure == "regroup":
+        members = (*living, *(joiners[rank] for rank in joiners if rank not in {m.rank for m in living}))
+    elif rules.on_node_failure == "abort":
+        verdict = Verdict(5, f"{names}; --on-node-failure abort ends the run")
+    elif rules.on_node_failure == "wait":
+        waited = now - (node.trouble_since if node.trouble_since is not None else now)
+        if lost_ranks <= joiners.keys():
+            members = tuple(joiners[m.rank] if m.rank in lost_ranks else m for m in generation.members)
+        elif waited >= rules.limits.rejoin_timeout_s:
+            verdict = Verdict(5, f"{names}; not back within {rules.limits.rejoin_timeout_s:g} s")
+        elif node.trouble_since is None:
+            return changed(node, trouble_since=now), (
+                Note("node_lost", {"lost": lost_as_fields(gone), "waiting": True}),
+            )
+        else:
+            return None  # own work goes on; the barrier holds by itself
+    elif len(living) < rules.min_nodes:
+        verdict = Verdict(5, f"{names}; {len(living)} left, --min-nodes is {rules.min_nodes}")
+    attempt = failed_tries(generation, position)
+    proposal = successor(node, view, rules, members, names, verdict=verdict, attempt=attempt)
+    return _propose_in_turn(node, proposal, now, rules, gone)
+
+
+def _propose_in_turn(
+    node: Node, proposal: Generation, now: float, rules: Rules, gone: Sequence[Loss], cancel: bool = False
+) -> Step | None:
+    """Propose at once if this is the lowest living rank, later the more living ranks are below it.
+
+    The order only keeps nodes from racing; the exclusive create decides whoever comes first.
+    """
+    assert node.generation is not None
+    first = node.trouble_since is None
+    since = now if node.trouble_since is None else node.trouble_since
+    lost_ranks = {loss.member.rank for loss in gone}
+    below = sum(1 for m in node.generation.members if m.rank < node.rank and m.rank not in lost_ranks)
+    actions: list[Action] = []
+    if first and cancel:
+        actions.append(CancelWork())
+    if first and gone:
+        actions.append(Note("node_lost", {"lost": lost_as_fields(gone)}))
+    if now - since >= below * rules.limits.stagger_s:
+        actions.append(Propose(proposal))
+    if not actions and not cancel:
+        return None  # not this node's turn: its own work goes on meanwhile
+    return changed(node, trouble_since=since), actions
+
+
+def _work(node: Node, view: View, now: float, rules: Rules) -> Step | None:
+    """This node's own work in its row, up to its published fact."""
+    generation, position, row = node.generation, node.position, _row(node, rules)
+    assert generation is not None and position is not None
+    leads = generation.leader == node.rank
+    if node.part is Part.NONE:
+        first, _ = rules.span(generation.choices)
+        if leads and position.phase == first and rules.on_node_failure != "hold":
+            admitted = _admit(node, view, now, rules)
+            if admitted is not None:
+                return admitted
+        if row.each is not None:
+            return changed(node, part=Part.EACH), (Launch(Part.EACH),)
+        if row.leader is not None and leads:
+            return changed(node, part=Part.GATHER), ()
+        return _publish(node, {})
+    report = view.work
+    if node.part is Part.GATHER:
+        others = set(generation.ranks) - {node.rank}
+        if row.each is None or view.arrived.issuperset(others):
+            return changed(node, part=Part.LEADER), (Launch(Part.LEADER),)
+        return None
+    if report is None or report.part is not node.part:
+        return None
+    if not report.ok:
+        fact = Fact(node.rank, node.incarnation, "failed", report.value, report.seconds)
+        return changed(node, part=Part.ANNOUNCED), (Publish(fact),)
+    done = changed(node, result={**node.result, **report.value}, work_s=node.work_s + report.seconds)
+    if node.part is Part.EACH and leads and row.leader is not None:
+        return changed(done, part=Part.GATHER), ()
+    return _publish(done, done.result)
+
+
+def _publish(node: Node, value: Payload) -> Step:
+    fact = Fact(node.rank, node.incarnation, "done", value, node.work_s)
+    return changed(node, part=Part.ANNOUNCED), (Publish(fact),)
+
+
+def _admit(node: Node, view: View, now: float, rules: Rules) -> Step | None:
+    """Start of an iteration: nodes that came back are taken in, by a new generation."""
+    generation, position = node.generation, node.position
+    assert generation is not None and position is not None
+    joiners = live_joiners(view.joins, view.ledger, now, rules.limits)
+    new = [member for rank, member in joiners.items() if generation.incarnation_of(rank) is None]
+    if not new:
+        return None
+    names = ", ".join(f"node {m.rank} ({m.host})" for m in sorted(new, key=lambda m: m.rank))
+    proposal = successor(node, view, rules, (*generation.members, *new), f"joined: {names}")
+    return node, (Propose(proposal),)
+
+
+# --- JOINING ----------------------------------------------------------------------------------------------------------------
+
+
+def _join(node: Node, view: View, now: float, rules: Rules) -> Step:
+    """Wait to be admitted by a living generation, or form one with the others who are starting."""
+    if occupied(view.newest, node.rank, view.joins, view.ledger, node.since, now, rules.limits):
+        return node, ()  # it admits this node
+    found, newest = view.recovered, view.newest.number if view.newest else 0
+    if found is None or found.generation != newest or now - found.at > rules.limits.suspect_s:
+        return node, (Recover(),)
+    word = leaders_word(view)
+    if word is not None and all_done(opening(found, rules.span(word.choices)), word.until):
+        return _nothing_to_do(node, word.until)
+    me = Member(node.rank, node.incarnation, node.host)
+    live = {**live_joiners(view.joins, view.ledger, now, rules.limits), node.rank: me}
+    waited = now - node.since
+    missing = [rank for rank in range(rules.num_nodes) if rank not in live]
+    if missing:
+        if waited < rules.limits.join_timeout_s:
+            return node, ()
+        names = ", ".join(f"node {rank} ({last_news(view, rank, now)})" for rank in missing)
+        if rules.on_node_failure != "shrink" or len(live) < rules.min_nodes:
+            here = f"{len(live)} of {rules.num_nodes} nodes are here"
+            return _end(node, 5, "left", f"waited {waited:.0f} s for {names}; {here}")
+    below = sum(1 for rank in live if rank < node.rank)
+    overdue = waited - (rules.limits.join_timeout_s if missing else 0.0)
+    if below and overdue < below * rules.limits.stagger_s + rules.limits.dead_s:
+        return node, ()
+    if found.at != now:  # what an old member did in the meantime counts
+        return node, (Recover(),)
+    proposal = first_of_session(node, view, rules, live, found)
+    if all_done(proposal.start, proposal.until):  # as far as those who came know
+        return _nothing_to_do(node, proposal.until)
+    return node, (Propose(proposal),)
+
+
+def _nothing_to_do(node: Node, until: int | None) -> Step:
+    done = f"the run has already done its {until} iterations; a larger --iterations goes on"
+    return changed(node, stage=Stage.ENDED), (Exit(0, "finished", done),)

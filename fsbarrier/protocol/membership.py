@@ -1,0 +1,158 @@
+"""Who is alive, as one node can know it: heartbeat counters aged on this node's own clock. Pure.
+
+Rules. A node is called dead on evidence only: a newer incarnation of its rank joined, it said that it left, or its counter
+has not moved for `dead_s` of *this* node's time during which this node itself could see (invariants I7 and I10). No two hosts'
+clocks are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from fsbarrier.protocol.facts import Beat, Generation, Join, Member
+
+#: states in which a node has gone for good
+GONE = frozenset({"left", "finished", "stopped", "broken"})
+#: the one of them that leaves its peers without an answer. After the others, all that the peers wait for is already on disk: they
+#: have `dead_s` to find it
+DESERTED = frozenset({"left"})
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The last news of one rank: `since` is the local time just before the read that first showed this counter."""
+
+    beat: Beat
+    since: float
+    moved: bool  # the counter was seen to advance: this is a live process, not a leftover file
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What this node has seen of the others' heartbeats, and when it last looked."""
+
+    seen: Mapping[int, Seen] = field(default_factory=dict)
+    looked_at: float | None = None
+    blind: bool = False  # the time before the last look was too long
+
+    def observe(self, beats: Mapping[int, Beat], before: float, after: float, blind_s: float) -> Ledger:
+        """Take in what one look showed. `before`/`after`: local time around the reads.
+
+        If this node was blind for longer than `blind_s` (stopped, or its reads hung), that time does not count: a server's outage or
+        this node's own pause must not make it declare everybody dead. Of each further such time in a row `blind_s` do count: looks
+        that are slow for ever must not hide a death.
+        """
+        gap = max(before - self.looked_at if self.looked_at is not None else 0.0, after - before)
+        blind = gap > blind_s
+        pause = 0.0 if not blind else gap - blind_s if self.blind else gap
+        seen = {rank: replace(item, since=min(item.since + pause, after)) for rank, item in self.seen.items()}
+        for rank, beat in beats.items():
+            old = seen.get(rank)
+            if old is None or old.beat.incarnation != beat.incarnation:
+                if old is None or beat.incarnation > old.beat.incarnation:
+                    seen[rank] = Seen(beat, before, moved=False)
+            elif beat.counter > old.beat.counter:
+                seen[rank] = Seen(beat, before, moved=True)
+        return Ledger(seen, after, blind)
+
+    def age(self, member: Member, now: float) -> float | None:
+        """Seconds for which `member`'s counter has not moved; None while nothing was seen of this incarnation."""
+        item = self.seen.get(member.rank)
+        if item is None or item.beat.incarnation != member.incarnation:
+            return None
+        return max(0.0, now - item.since)
+
+    def state(self, member: Member) -> str:
+        item = self.seen.get(member.rank)
+        return item.beat.state if item is not None and item.beat.incarnation == member.incarnation else ""
+
+    def moved(self, member: Member) -> bool:
+        item = self.seen.get(member.rank)
+        return item is not None and item.beat.incarnation == member.incarnation and item.moved
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The timings of failure detection, in seconds."""
+
+    suspect_s: float = 6.0
+    dead_s: float = 15.0
+    stagger_s: float = 4.0
+    join_timeout_s: float = 1800.0
+    rejoin_timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One member that is gone, and how it is known."""
+
+    member: Member
+    why: str
+
+
+def losses(
+    members: Iterable[Member],
+    me: int,
+    joins: Mapping[int, Join],
+    ledger: Ledger,
+    since: float,
+    now: float,
+    limits: Limits,
+) -> tuple[Loss, ...]:
+    """The members that are gone. `since`: when this node began to watch this generation (a member never seen ages from there)."""
+    found = []
+    for member in members:
+        if member.rank == me:
+            continue
+        newest, item = joins.get(member.rank), ledger.seen.get(member.rank)
+        if newest is not None and newest.incarnation > member.incarnation:
+            found.append(Loss(member, f"restarted as incarnation {newest.incarnation}"))
+            continue
+        known = item is not None and item.beat.incarnation == member.incarnation
+        state, age = (item.beat.state, now - item.since) if item is not None and known else ("", now - since)
+        if state in DESERTED:
+            found.append(Loss(member, "it was stopped by hand or ended in an error"))
+        elif age >= limits.dead_s:
+            said = f"it {state}, and no" if state in GONE else "no"
+            found.append(Loss(member, f"{said} heartbeat for {age:.1f} s"))
+    return tuple(found)
+
+
+def silence(member: Member, ledger: Ledger, since: float, now: float) -> float:
+    """Seconds without news of `member`; one never seen has been silent since this node began to watch, or to look."""
+    age = ledger.age(member, now)
+    return now - since if age is None else age
+
+
+def live_joiners(joins: Mapping[int, Join], ledger: Ledger, now: float, limits: Limits) -> dict[int, Member]:
+    """The newest incarnation of each rank that was seen to be alive: its counter moved, and not long ago."""
+    live = {}
+    for rank, join in joins.items():
+        member = Member(rank, join.incarnation, join.host)
+        age = ledger.age(member, now)
+        fresh = age is not None and age < limits.suspect_s and ledger.moved(member)
+        if fresh and ledger.state(member) not in GONE:
+            live[rank] = member
+    return live
+
+
+def occupied(
+    newest: Generation | None,
+    me: int,
+    joins: Mapping[int, Join],
+    ledger: Ledger,
+    since: float,
+    now: float,
+    limits: Limits,
+) -> bool:
+    """Whether a member of the newest generation may still be alive: then it leads, and admits whoever joins."""
+    if newest is None or newest.verdict is not None:
+        return False
+    for member in newest.members:
+        if member.rank == me:
+            continue  # an older incarnation of mine: this process has taken its place
+        if losses((member,), me, joins, ledger, since, now, limits) or ledger.state(member) in GONE:
+            continue
+        return True
+    return False

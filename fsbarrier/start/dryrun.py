@@ -1,0 +1,156 @@
+"""What a run would do, without doing it: each command of each phase on each node, from the same functions that a run uses."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fsbarrier.loader import load_program
+from fsbarrier.program import (
+    SLICES,
+    Command,
+    Context,
+    OpenRendezvous,
+    Phase,
+    ProbeAddresses,
+    PublishFile,
+    PublishWeights,
+    ReleaseEngine,
+    ServeWeights,
+    Steps,
+    Value,
+    Work,
+)
+from fsbarrier.protocol.facts import Join, Member, Payload
+from fsbarrier.start.runrecord import RunRecord
+
+PORT = "PORT"
+
+
+def describe(record: RunRecord) -> Iterator[tuple[int, int, str, str]]:
+    """(node rank, phase index, phase name, what it would run) for the run's first iteration, row by row."""
+    program = load_program(record.settings["program"])
+    first, last = SLICES[record.settings["rl_phase"]]
+    ranks = range(record.settings["num_nodes"])
+    members = tuple(Member(rank, 1, f"node-{rank}") for rank in ranks)
+    joins = {
+        rank: Join(rank, 1, f"node-{rank}", 0, f"host-{rank}", (f"ADDRESS-OF-NODE-{rank}",)) for rank in ranks
+    }
+    decisions: dict[str, Payload] = {}
+    for row in program.rows[first : last + 1]:
+        reports: dict[int, dict[str, Any]] = {}
+        for rank in ranks:
+            context = _context(record, row, rank, members, joins, decisions, reports)
+            for builder in (row.each, row.leader if rank == 0 else None):
+                if builder is None:
+                    continue
+                if builder is row.leader and row.each is not None:
+                    context = replace(
+                        context, reports=_reports(_all_reports(record, row, members, joins, decisions))
+                    )
+                work = builder(context)
+                yield from ((rank, row.index, row.name, text) for text in describe_work(work))
+                reports.setdefault(rank, {}).update(expected(work))
+        if reports.get(0):
+            decisions[row.name] = {"iteration": 1, "value": reports[0]}
+
+
+def _all_reports(
+    record: RunRecord,
+    row: Phase,
+    members: tuple[Member, ...],
+    joins: Mapping[int, Join],
+    decisions: Mapping[str, Payload],
+) -> dict[int, dict[str, Any]]:
+    assert row.each is not None
+    works = {m.rank: row.each(_context(record, row, m.rank, members, joins, decisions, {})) for m in members}
+    return {rank: expected(work) for rank, work in works.items()}
+
+
+def _context(
+    record: RunRecord,
+    row: Phase,
+    rank: int,
+    members: tuple[Member, ...],
+    joins: Mapping[int, Join],
+    decisions: Mapping[str, Payload],
+    reports: Mapping[int, Payload],
+) -> Context:
+    return Context(
+        run_id=record.run_id,
+        paths=record.paths,
+        settings=record.settings,
+        tasks=record.tasks,
+        model=Path(record.model) if record.model else None,
+        node_rank=rank,
+        incarnation=1,
+        members=members,
+        leader=0,
+        generation=1,
+        iteration=1,
+        attempt=0,
+        phase=row,
+        decisions=dict(decisions),
+        python=sys.executable,
+        joins=joins,
+        reports=_reports(reports),
+    )
+
+
+def _reports(reports: Mapping[int, Payload]) -> Any:
+    return lambda _: reports
+
+
+def describe_work(work: Work) -> list[str]:
+    """What people read of a piece of work; commands as they could be typed, with placeholders for what a run decides."""
+    match work:
+        case Value(value):
+            return [f"decide {_short(value)}"] if value else []
+        case Steps(works):
+            return [text for one in works for text in describe_work(one)]
+        case ServeWeights(folder, version, _):
+            return [f"engine: serve {folder} as policy version {version}"]
+        case ReleaseEngine():
+            return ["engine: give the accelerator's memory back"]
+        case OpenRendezvous(loopback):
+            return [
+                f"listen on a free port ({'loopback only' if loopback else 'all interfaces'}) until torchrun takes it"
+            ]
+        case ProbeAddresses(addresses, port):
+            return [f"connect to {', '.join(addresses)} port {port}"]
+        case PublishWeights(folder, version, keep):
+            return [f"verify {folder}, publish it as policy version {version}, keep the newest {keep}"]
+        case PublishFile(source, name):
+            return [f"publish {source} as {name}"]
+        case Command(argv, _, _, env):
+            settings = [f"{name}={value}" for name, value in env.items()]
+            return [shlex.join([*settings, *(word.replace("{spec}", "SPEC.json") for word in argv)])]
+
+
+def expected(work: Work) -> dict[str, Any]:
+    """What the work's result would be, as far as it is known beforehand."""
+    match work:
+        case Value(value):
+            return dict(value)
+        case Steps(works):
+            return {key: value for one in works for key, value in expected(one).items()}
+        case OpenRendezvous():
+            return {"port": PORT}
+        case ProbeAddresses(addresses, _):
+            return {"reached": list(addresses)}
+        case PublishWeights(folder, version, _):
+            return {"folder": str(folder), "policy_version": version}
+        case Command(_, _, spec, _, _, extra):
+            known = {key: spec[key] for key in ("part", "batch", "out") if spec.get(key)}
+            return {**known, **extra}
+    return {}
+
+
+def _short(value: Payload, limit: int = 160) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,0 +1,278 @@
+"""What is checked before anything starts: run directory, model, task files, reward, trainer command.
+
+Each check raises UsageError with one line that names the flag, setting, file or line. Nothing is written, nothing imported
+that belongs to the user.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fsbarrier import files
+from fsbarrier.errors import UsageError
+from fsbarrier.start.given import Given, nearest
+
+Environ = Mapping[str, str]
+FREE_BYTES = 16 * 1024 * 1024
+REWARDS = ("exact", "numeric", "math")
+PLACEHOLDERS = (
+    *("node_rank", "num_nodes", "master_addr", "master_port"),
+    *("batch", "out", "model", "trainer_state", "spec"),
+)
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+# --- where things are ---------------------------------------------------------------------------------------------------
+
+
+def checkout() -> Path | None:
+    """The clone that this package runs from; None where it is installed."""
+    root = Path(__file__).resolve().parents[2]
+    return root if (root / "pyproject.toml").is_file() else None
+
+
+def default_log_path(environ: Environ) -> Path:
+    """$FSBARRIER_LOG_PATH, else runs/default in the clone (or, where there is none, below the current directory)."""
+    named = environ.get("FSBARRIER_LOG_PATH", "").strip()
+    return absolute(named) if named else (checkout() or Path.cwd()) / "runs" / "default"
+
+
+def cache_folder(environ: Environ) -> Path:
+    """Where what can be made again is kept for the next run."""
+    clone = checkout()
+    if clone is not None and os.access(clone, os.W_OK):
+        return clone / ".cache"
+    return absolute(environ.get("XDG_CACHE_HOME") or "~/.cache") / "fsbarrier"
+
+
+def absolute(path: str | Path) -> Path:
+    """`path` without `~`, `..` and dependence on the current directory; links are kept."""
+    return Path(os.path.abspath(Path(path).expanduser()))
+
+
+def with_absolute_paths(given: Iterable[Given]) -> list[Given]:
+    """The same values, paths made independent of the current directory. `model` is left: it may be a name."""
+    result = []
+    for item in given:
+        value = item.value
+        if isinstance(value, str) and value:
+            if item.key in ("data_path", "log_path") or (item.key == "program" and value.endswith(".py")):
+                value = str(absolute(value))
+            elif item.key == "reward.kind" and ":" in value:
+                file, _, function = value.rpartition(":")
+                value = f"{absolute(file)}:{function}"
+        result.append(Given(item.key, value, item.source))
+    return result
+
+
+# --- run directory ------------------------------------------------------------------------------------------------------
+
+
+def check_log_path(path: Path) -> None:
+    """The run directory can be made, or is there and can be written to; its filesystem has room."""
+    there = path
+    while not there.exists() and there.parent != there:
+        if there.is_symlink():
+            raise UsageError(f"--log-path {path}: {there} is a link to nowhere")
+        there = there.parent
+    if not there.is_dir():
+        raise UsageError(f"--log-path {path}: {there} is not a directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"--log-path {path}: {there} is not writable for you")
+    try:
+        status = os.statvfs(there)
+    except OSError as error:
+        raise UsageError(f"--log-path {path}: {there}: {error.strerror}") from None
+    free = status.f_bavail * status.f_frsize
+    if status.f_flag & os.ST_RDONLY:
+        raise UsageError(f"--log-path {path}: its filesystem is mounted read-only")
+    if status.f_blocks and free < FREE_BYTES:
+        raise UsageError(f"--log-path {path}: the disk is full ({free / 1e6:.0f} MB free)")
+
+
+# --- model --------------------------------------------------------------------------------------------------------------
+
+
+def find_model(name: str, data_path: Path | None, environ: Environ) -> Path:
+    """The folder of a Hugging Face model: a path, a folder below the data path, or a name in a local Hugging Face cache."""
+    candidates = [absolute(name)]
+    if data_path is not None:
+        candidates.append(data_path / name)
+    for candidate in candidates:
+        if candidate.is_dir():
+            _check_model(name, candidate)
+            return candidate
+        if candidate.is_file():
+            raise UsageError(f"--model {name}: {candidate} is a file; give the folder with config.json")
+    for cache in _caches(data_path, environ):
+        snapshot = _cached(cache, name)
+        if snapshot is not None:
+            _check_model(name, snapshot)
+            return snapshot
+    looked = ", ".join(str(candidate) for candidate in candidates)
+    raise UsageError(
+        f"--model {name}: no such folder (looked at {looked}, and in the local Hugging Face cache); nothing is "
+        "downloaded: give a folder with config.json, weights and tokenizer"
+    )
+
+
+def _caches(data_path: Path | None, environ: Environ) -> list[Path]:
+    home = absolute(environ.get("HF_HOME") or "~/.cache/huggingface")
+    hub = environ.get("HF_HUB_CACHE")
+    return [absolute(hub) if hub else home / "hub", *([data_path, data_path / "hub"] if data_path else [])]
+
+
+def _cached(cache: Path, name: str) -> Path | None:
+    folder = cache / f"models--{name.replace('/', '--')}"
+    try:
+        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    snapshot = folder / "snapshots" / revision
+    return snapshot if revision and snapshot.is_dir() else None
+
+
+def _check_model(name: str, folder: Path) -> None:
+    def require(holds: bool, what: str) -> None:
+        if not holds:
+            raise UsageError(f"--model {name}: {folder} {what}; give a Hugging Face model folder")
+
+    config_file = folder / "config.json"
+    require(config_file.is_file(), "has no config.json")
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--model {name}: {config_file} cannot be read: {error}") from None
+    require(isinstance(config, dict) and "model_type" in config, "has a config.json without a model_type")
+    weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    require(bool(weights), "has no weights (*.safetensors)")
+    require(any((folder / file).is_file() for file in _TOKENIZERS), "has no tokenizer")
+
+
+# --- data ---------------------------------------------------------------------------------------------------------------
+
+
+def needed_splits(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which task files the phases of a run read."""
+    if settings["rl_phase"] == "update":
+        return ()
+    return {"train-only": ("train",), "eval-only": ("test",)}.get(
+        settings["rollout_split"] or "", ("train", "test")
+    )
+
+
+def read_tasks(data_path: Path, splits: Collection[str], reward: str) -> dict[str, dict[str, Any]]:
+    """Split -> {"path", "count", "sha256"}; every line is checked, its answer for what `reward` can judge by.
+
+    Raises UsageError naming file and line number.
+    """
+    if not data_path.is_dir():
+        raise UsageError(
+            f"--data-path {data_path}: {'not a folder' if data_path.exists() else 'no such folder'}"
+        )
+    from fsbarrier.data import rewards, tasks  # can read parquet: not for commands that need no tasks
+
+    found = {}
+    for split in splits:
+        path = _task_file(data_path, split)
+        read = tasks.read_tasks(path)
+        if read.count == 0:
+            raise UsageError(f"{path}: has no task")
+        rewards.check_answers(reward, read.tasks.values(), path)
+        found[split] = {"path": str(path), "count": read.count, "sha256": files.sha256_file(path)}
+    return found
+
+
+def _task_file(data_path: Path, split: str) -> Path:
+    there = [
+        path for path in (data_path / f"{split}.jsonl", data_path / f"{split}.parquet") if path.is_file()
+    ]
+    if len(there) == 2:
+        raise UsageError(f"--data-path {data_path}: has both {there[0].name} and {there[1].name}; keep one")
+    if not there:
+        raise UsageError(f"--data-path {data_path}: has no {split}.jsonl or {split}.parquet")
+    if not os.access(there[0], os.R_OK):
+        raise UsageError(f"{there[0]}: not readable for you")
+    return there[0]
+
+
+# --- reward, engine, trainer -------------------------------------------------------------------------------------------------
+
+
+def check_reward(kind: str) -> None:
+    """The reward is a known kind, or a function that its file defines."""
+    if ":" not in kind:
+        if kind not in REWARDS:
+            raise UsageError(
+                f"reward.kind={kind}: must be {', '.join(REWARDS)} or path/file.py:function{nearest(kind, REWARDS)}"
+            )
+        if kind == "math" and importlib.util.find_spec("math_verify") is None:
+            raise UsageError("reward.kind=math: needs the package math-verify, which is not installed here")
+        return
+    file, _, function = kind.rpartition(":")
+    try:
+        tree = ast.parse(Path(file).read_bytes(), filename=file)
+    except OSError as error:
+        raise UsageError(f"reward.kind={kind}: {file} cannot be read: {error.strerror}") from None
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise UsageError(f"reward.kind={kind}: {file}{line}: {getattr(error, 'msg', error)}") from None
+    names = _defined(tree)
+    if function not in names:
+        raise UsageError(f"reward.kind={kind}: {file} defines no {function}{nearest(function, names)}")
+
+
+def _defined(tree: ast.Module) -> list[str]:
+    names: list[str] = []
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.append(name)
+            case ast.Assign(targets=targets):
+                names += [target.id for target in targets if isinstance(target, ast.Name)]
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names += [alias.asname or alias.name for alias in aliases]
+    return names
+
+
+def check_engine(settings: Mapping[str, Any], environ: Environ) -> None:
+    """A server that is there already has an address, and the variable that holds its key is set on this node."""
+    from fsbarrier.engine.client import normal_url
+
+    engine = settings["engine"]
+    if engine["url"] is not None:
+        normal_url(engine["url"])
+    if engine["api_key_env"] is not None and not environ.get(engine["api_key_env"]):
+        raise UsageError(f"engine.api_key_env={engine['api_key_env']}: this variable is not set here")
+
+
+def check_trainer(command: str | None) -> None:
+    """A trainer command can be split into words, exists on this node, and has only known placeholders."""
+    if command is None:
+        return
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"trainer.command={command}: {error}") from None
+    if not words or not (shutil.which(words[0]) or Path(words[0]).is_file()):
+        raise UsageError(
+            f"trainer.command={command}: {words[0] if words else 'nothing'!r} is not a program here"
+        )
+    placeholders = re.findall(r"\{([A-Za-z_]+)\}", command)
+    for name in placeholders:
+        if name not in PLACEHOLDERS:
+            hint = nearest(name, PLACEHOLDERS) or f"; there are {', '.join(PLACEHOLDERS)}"
+            raise UsageError(f"trainer.command={command}: unknown placeholder {{{name}}}{hint}")
+    if not {"out", "spec"}.intersection(placeholders):
+        raise UsageError(
+            f"trainer.command={command}: needs {{out}} (the folder to make) or {{spec}} (which names it)"
+        )

@@ -1,0 +1,308 @@
+"""Programs that the daemon starts, each under a guard: nothing of one outlives the daemon, or its `stop()`.
+
+    child = Child.start(["torchrun", ...], log_file=Path("update.log"), name="update")
+    code = child.wait(60.0)      # None while anything of it lives; -15: ended by SIGTERM
+    child.stop(grace_s=5.0)      # returns when nothing is left
+
+guard.py tells how the tree below is held together. A `Child` that is dropped is ended, for its guard sees the end
+of the line. Only processes that descend from ours are ever signalled, each by (pid, start time).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+from fsbarrier import files
+from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.supervision import leftovers, processes
+
+GUARD = Path(__file__).with_name("guard.py")
+START_S = 60.0  # a start takes 20 ms; this is for a machine that swaps, or Python on a slow mount
+KILL_S = 30.0  # SIGKILL takes milliseconds, unless a process hangs in the kernel (NFS, a driver)
+SNAPSHOT_S = (
+    5.0  # how old the list of descendants may be, which serves when both guards are killed (leftovers.py)
+)
+TAIL_BYTES = 64 * 1024
+
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
+_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), 127])
+
+
+class StartFailed(ProgramFailed):
+    """The program could not be started; `returncode` is 127 (not found) or 126, as a shell has it."""
+
+    def __init__(self, message: str, returncode: int) -> None:
+        super().__init__(message)
+        self.returncode = returncode
+
+
+class StillRunning(ProgramFailed):
+    """Something does not end on SIGKILL: it hangs in the kernel, or is another user's. `pids` names it."""
+
+    def __init__(self, message: str, pids: Iterable[int]) -> None:
+        super().__init__(message)
+        self.pids = tuple(pids)
+
+
+class Child:
+    """A running program with everything below it; any thread may call its methods.
+
+    `pid` is the main program's, which leads a session and a process group of its own. `guard_pid` is the
+    guard's, a child of this process.
+    """
+
+    def __init__(self, name: str, log_file: Path, log_start: int) -> None:
+        """For `start` alone."""
+        self.name = name
+        self.log_file = log_file
+        self.pid = 0
+        self.guard_pid = 0
+        self._log_start = log_start
+        self._lock = threading.RLock()
+        self._answers = b""
+        self._told: int | None = None  # the exit code as a guard told it
+        self._code: int | None = None  # the same, once everything has ended
+        self._failure: tuple[int, str] | None = None  # errno and stage of a start that failed
+        self._seen: dict[int, int] = {}  # descendants as pid -> start time, at _seen_at
+        self._seen_at = time.monotonic()
+        self._guard: subprocess.Popen[bytes]
+        self._line: socket.socket
+
+    @classmethod
+    def start(
+        cls,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | str | None = None,
+        log_file: Path,
+        name: str,
+    ) -> Self:
+        """Start `argv` with exactly `env` (None: ours) in `cwd` (None: ours), its output appended to `log_file`.
+
+        Raises StartFailed (no such program or folder), StoreError (the log cannot be written), ValueError (a NUL
+        byte or no argv).
+        """
+        program = _program(argv, os.environ if env is None else env, os.path.abspath(cwd or "."))
+        log_fd, log_start = _open_log(log_file, name, argv)
+        child = cls(name, log_file, log_start)
+        child._line, theirs = _line_ends()
+        try:
+            child._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(GUARD), str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log_fd,
+                stderr=log_fd,
+                cwd="/",
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        except OSError as error:
+            child._line.close()
+            message = f"{name}: cannot start a guard with {sys.executable!r}: {error.strerror}"
+            raise StartFailed(message, 126) from None
+        finally:
+            os.close(log_fd)
+            theirs.close()
+        child.guard_pid = child._guard.pid
+        child._begin(program, argv[0])
+        return child
+
+    def poll(self) -> int | None:
+        """The main program's exit code (-N: ended by signal N) once *nothing* of its tree is left, else None."""
+        with self._lock:
+            if self._code is None:
+                self._listen()
+            if self._code is None and time.monotonic() - self._seen_at >= SNAPSHOT_S:
+                self._remember(processes.below(self.guard_pid))
+            return self._code
+
+    def wait(self, timeout_s: float) -> int | None:
+        """`poll()`, waiting up to `timeout_s` for it to give a code."""
+        deadline = time.monotonic() + timeout_s
+        while (code := self.poll()) is None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return None
+            _until_readable(self._line, min(left_s, SNAPSHOT_S))
+        return code
+
+    def stop(self, grace_s: float = 5.0) -> int:
+        """SIGTERM to the program's group, SIGKILL to all that is left after `grace_s`; gives the exit code.
+
+        Returns when nothing is left; raises StillRunning where that takes KILL_S longer than the grace.
+        """
+        with self._lock:
+            if self.poll() is None:
+                with contextlib.suppress(OSError):  # the guard is ending already
+                    self._line.sendall(b"stop %f\n" % max(grace_s, 0.0))
+                self._guard.send_signal(signal.SIGCONT)  # in case somebody stopped it
+        code = self.wait(grace_s + KILL_S)
+        if code is None:
+            left = sorted(self.pids())
+            raise StillRunning(f"{self.name}: SIGKILL does not end {left}; do they hang in the kernel?", left)
+        return code
+
+    def pids(self) -> frozenset[int]:
+        """The processes that belong to it now: the main program and all below, without the guards."""
+        if self._code is not None:
+            return frozenset()
+        found = processes.scan()
+        tree = processes.below(self.guard_pid, found)
+        return frozenset(p for p in tree if found[p].session != self.guard_pid and found[p].state not in "ZX")
+
+    def fileno(self) -> int:
+        """For `selectors`: readable when `poll()` has news. -1 after the end."""
+        return self._line.fileno()
+
+    def tail(self, lines: int = 20) -> list[str]:
+        """The last lines of its log since this start, from at most the last 64 KiB, fit for a terminal."""
+        try:
+            with self.log_file.open("rb") as stream:
+                size = stream.seek(0, os.SEEK_END)
+                begin = self._log_start if self._log_start <= size else 0  # else somebody cut the log
+                cut = stream.seek(max(begin, size - TAIL_BYTES))
+                rows = stream.read(TAIL_BYTES).decode("utf-8", errors="replace").split("\n")
+        except OSError as error:
+            return [f"(cannot read {self.log_file}: {error.strerror})"]
+        if cut > begin and len(rows) > 1:
+            del rows[0]  # a part of a line
+        rows = [row.rstrip("\r").rpartition("\r")[2] for row in rows]  # of a progress bar only its last state
+        rows = [_ESCAPES.sub("", row).translate(_CONTROLS).rstrip() for row in rows]
+        return [row for row in rows if row][-lines:] if lines > 0 else []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _remember(self, tree: dict[int, int]) -> None:
+        if tree != self._seen:
+            leftovers.note(str(self.guard_pid), tree)
+        self._seen, self._seen_at = tree, time.monotonic()
+
+    def _begin(self, program: bytes, argv0: str) -> None:
+        """Hand the program to the guard and wait until it runs. Raises StartFailed."""
+        deadline = time.monotonic() + START_S
+        self._line.settimeout(START_S)
+        with contextlib.suppress(OSError):  # the guard ended or hangs: told below
+            self._line.sendall(program)
+        self._line.setblocking(False)
+        while not self.pid and self._failure is None and self._code is None:
+            if time.monotonic() >= deadline:
+                self._line.close()  # an inner guard ends all by this
+                self._guard.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._guard.wait(KILL_S)
+                raise StartFailed(f"{self.name}: the guard did not answer for {START_S:.0f} s", 126)
+            _until_readable(self._line, deadline - time.monotonic())
+            self._listen()
+        if self.pid:
+            return
+        if self._failure is None:
+            raise StartFailed(f"{self.name}: the guard ended at once: {' | '.join(self.tail(3))}", 126)
+        self.wait(KILL_S)
+        number, stage = self._failure
+        missing = number == errno.ENOENT and stage == "program"
+        what = "enter the folder to start" if stage == "folder" else "start"
+        message = f"{self.name}: cannot {what} {argv0!r}: {os.strerror(number)}"
+        raise StartFailed(message, 127 if missing else 126)
+
+    def _listen(self) -> None:
+        """Take in what the guards tell; at the end of the line settle the exit code."""
+        while True:
+            try:
+                data = self._line.recv(4096)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            *lines, self._answers = (self._answers + data).split(b"\n")
+            for line in lines:
+                match line.decode().split():
+                    case ["started", pid, start]:
+                        self.pid = int(pid)
+                        self._remember({self.pid: int(start)})
+                    case ["failed", number, stage]:
+                        self._failure, self._told = (int(number), stage), 127
+                    case ["ended", code] if self._told is None:
+                        self._told = int(code)
+            if not data:
+                self._guard.wait()  # it is exiting, else the line were open
+                if (
+                    self._told is None
+                ):  # both guards were killed: the kernel ended the main program, we the rest
+                    fresh = (
+                        time.monotonic() - self._seen_at < 2 * SNAPSHOT_S
+                    )  # its number cannot be reused yet
+                    leftovers.end(self._seen, KILL_S, session=self.pid if fresh else 0)
+                leftovers.forget(str(self.guard_pid))
+                self._code = -int(signal.SIGKILL) if self._told is None else self._told
+                self._line.close()
+                return
+
+
+def _program(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> bytes:
+    """What guard.py's `read_program` reads. Raises ValueError."""
+    fields = [cwd, str(len(argv)), *argv, *(f"{name}={value}" for name, value in env.items())]
+    if not argv or not argv[0] or any("\0" in field for field in fields):
+        raise ValueError(f"not a command, or a NUL byte in it or its environment: {list(argv)!r}")
+    body = b"\0".join(map(os.fsencode, fields))
+    return len(body).to_bytes(8, "little") + body
+
+
+def _line_ends() -> tuple[socket.socket, socket.socket]:
+    """Our end of the line and the guard's. Both are close-on-exec: a leaked copy of ours would keep the tree alive."""
+    ours, theirs = socket.socketpair()
+    if theirs.fileno() <= 2:  # a daemon without standard streams: the guard's own would go there
+        with theirs:
+            return ours, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3))
+    return ours, theirs
+
+
+def _open_log(path: Path, name: str, argv: Sequence[str]) -> tuple[int, int]:
+    """Open the log for appending, with a line that says what starts (no environment: it may hold keys).
+
+    Gives the descriptor and the offset after that line. Raises StoreError.
+    """
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    line = f"--- {now} start {name}: {shlex.join(argv)}\n"
+    if ended := leftovers.sweep():
+        line = f"--- {now} ended what a killed daemon had left: {', '.join(map(str, ended))}\n{line}"
+    try:
+        files.make_dirs(path.parent)
+        with contextlib.suppress(FileExistsError):
+            os.close(files.open_new(path))
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.write(fd, line.encode(errors="surrogateescape"))
+            return fd, os.lseek(fd, 0, os.SEEK_CUR)
+        except OSError:
+            os.close(fd)
+            raise
+    except OSError as error:
+        raise StoreError(f"{name}: cannot write its log {path}: {error.strerror}") from None
+
+
+def _until_readable(line: socket.socket, timeout_s: float) -> None:
+    poller = select.poll()
+    if line.fileno() >= 0:
+        poller.register(line, select.POLLIN)
+        poller.poll(max(timeout_s, 0.0) * 1000 + 1)

@@ -1,0 +1,250 @@
+"""What the journals say about time: how long each phase took, and how much of it was coordination. Pure arithmetic.
+
+A row (one phase of one iteration under one generation) lasts from the moment when its last member was in it to the moment when
+the last member was in the next row. It falls into two parts:
+
+    last member in row k ---- work ----> last member done with its work ---- coordination ----> last member in row k + 1
+
+so that work and coordination of an iteration's rows add up to the time the iteration took. A member without work is done when it
+enters. On one host all members share a monotonic clock; over several hosts their wall clocks are compared, for display only,
+and coordination is as exact as those agree.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fsbarrier.view.lines import Line, number
+
+#: a row was passed; its attempt was ended (by a new generation, a signal); the journal goes no further
+PASSED, CUT_SHORT, OPEN = "passed", "cut short", "open"
+
+Key = tuple[int, int, int]  # generation, iteration, phase
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One node's time in one row, by its own monotonic clock; `began_at` is when, by its wall clock.
+
+    `done_s`: when its work was done (its entry where it had none); None where that never came. `failed`: its program failed.
+    """
+
+    node_rank: int
+    generation: int
+    iteration: int
+    phase: int
+    phase_name: str
+    clock: str
+    began_at: float
+    began_s: float
+    ended_s: float
+    done_s: float | None = None
+    work_s: float = 0.0
+    outcome: str = OPEN
+    failed: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, self.ended_s - self.began_s)
+
+    @property
+    def wall_offset(self) -> float:
+        """What makes this node's monotonic times wall times."""
+        return self.began_at - self.began_s
+
+    @property
+    def key(self) -> Key:
+        return self.generation, self.iteration, self.phase
+
+
+class SpanReader:
+    """Makes spans of one journal's lines, in their order. `open`: the row that the node is in."""
+
+    def __init__(self) -> None:
+        self.open: Span | None = None
+
+    def feed(self, line: Line) -> Span | None:
+        """Take in the next line; gives the span that it ended, if any."""
+        span, ended = self.open, None
+        if line.event == "phase_started":
+            ended = replace(span, ended_s=line.mono_s, outcome=CUT_SHORT) if span else None
+            self.open = Span(
+                line.node_rank,
+                line.generation,
+                line.iteration,
+                line.phase,
+                line.phase_name,
+                line.clock,
+                line.at,
+                line.mono_s,
+                line.mono_s,
+            )
+        elif span is not None and line.event == "phase_finished" and self._same_row(span, line):
+            ended, self.open = replace(span, ended_s=line.mono_s, outcome=PASSED), None
+        elif span is not None and line.event in ("generation_started", "left_generation", "node_ended"):
+            ended, self.open = replace(span, ended_s=line.mono_s, outcome=CUT_SHORT), None
+        elif span is not None and self._same_row(span, line):
+            self.open = self._inside(span, line)
+        return ended
+
+    @staticmethod
+    def _same_row(span: Span, line: Line) -> bool:
+        return span.key == (line.generation, line.iteration, line.phase)
+
+    @staticmethod
+    def _inside(span: Span, line: Line) -> Span:
+        span = replace(span, ended_s=max(span.ended_s, line.mono_s))
+        if line.event not in ("work_finished", "work_failed"):
+            return span
+        work_s = number(line.fields, "work_s") or 0.0
+        done_s = line.mono_s if work_s > 0 else span.began_s
+        return replace(span, done_s=done_s, work_s=work_s, failed=line.event == "work_failed")
+
+
+def read_spans(journals: Iterable[Sequence[Line]]) -> list[Span]:
+    """The spans of whole journals; the row a journal ends in is OPEN."""
+    spans = []
+    for lines in journals:
+        reader = SpanReader()
+        spans += [span for span in map(reader.feed, lines) if span is not None]
+        if reader.open is not None:
+            spans.append(reader.open)
+    return spans
+
+
+@dataclass(frozen=True)
+class Row:
+    """One phase of one iteration under one generation, over all members. Seconds; `began_at` is a wall-clock time.
+
+    `coordination_s` is None where the row was not passed (yet); `cut_short`: nor will it be, under this generation.
+    `last_rank`: the member that all others waited for. `exact`: all times are of one clock.
+    """
+
+    generation: int
+    iteration: int
+    phase: int
+    phase_name: str
+    began_at: float
+    seconds: float
+    coordination_s: float | None
+    cut_short: bool
+    last_rank: int
+    exact: bool
+
+    @property
+    def work_s(self) -> float:
+        return self.seconds - (self.coordination_s or 0.0)
+
+
+def rows(spans: Iterable[Span]) -> list[Row]:
+    """The rows of a run in order of generation, iteration and phase."""
+    members: dict[Key, list[Span]] = defaultdict(list)
+    clocks: dict[int, set[str]] = defaultdict(set)
+    for span in spans:
+        members[span.key].append(span)
+        clocks[span.generation].add(span.clock)
+    keys = sorted(members)
+    found = []
+    for index, key in enumerate(keys):
+        exact = len(clocks[key[0]]) == 1
+        following = keys[index + 1] if index + 1 < len(keys) else None
+        follows = members[following] if following is not None and following[0] == key[0] else []
+        found.append(_row(members[key], follows, exact))
+    return found
+
+
+def _row(spans: Sequence[Span], following: Sequence[Span], exact: bool) -> Row:
+    def on_axis(span: Span, mono_s: float) -> float:
+        return mono_s if exact else mono_s + span.wall_offset
+
+    first = spans[0]
+    began = max(on_axis(span, span.began_s) for span in spans)
+    # one has passed: then all were done with the row, even one that wrote no more
+    passed = any(span.outcome == PASSED for span in spans)
+    if passed and following:
+        ended = max(on_axis(span, span.began_s) for span in following)
+    else:
+        ended = max(on_axis(span, span.ended_s) for span in spans)
+    done = {span.node_rank: on_axis(span, span.done_s) for span in spans if span.done_s is not None}
+    last_rank = max(done, key=lambda rank: (done[rank], -rank)) if done else first.node_rank
+    coordination = None
+    if passed and done:
+        coordination = min(max(0.0, ended - done[last_rank]), max(0.0, ended - began))
+    return Row(
+        *first.key,
+        first.phase_name,
+        began_at=max(span.began_at for span in spans),
+        seconds=max(0.0, ended - began),
+        coordination_s=coordination,
+        cut_short=not passed and any(span.outcome == CUT_SHORT for span in spans),
+        last_rank=last_rank,
+        exact=exact,
+    )
+
+
+@dataclass(frozen=True)
+class IterationTime:
+    """Where one iteration's time went, over all generations that worked on it. Seconds.
+
+    `phases`: (index, name) -> seconds, work and coordination together; `work`: without coordination. `cut_short_s`: of
+    `seconds`, spent in rows that a new generation had to begin again or to go on with. `complete`: its last row was passed.
+    """
+
+    iteration: int
+    began_at: float
+    seconds: float
+    coordination_s: float
+    cut_short_s: float
+    phases: dict[tuple[int, str], float]
+    work: dict[tuple[int, str], float]
+    complete: bool
+    exact: bool
+
+    @property
+    def share(self) -> float:
+        """Coordination's share of the iteration, 0 to 1."""
+        return self.coordination_s / self.seconds if self.seconds > 0 else 0.0
+
+
+def iteration_times(run_rows: Iterable[Row], last_phase: int | None = None) -> list[IterationTime]:
+    """The iterations in order. `last_phase`: the row that ends an iteration; None: the highest that was ever seen."""
+    by_iteration: dict[int, list[Row]] = defaultdict(list)
+    for row in run_rows:
+        by_iteration[row.iteration].append(row)
+    last = (
+        max((r.phase for rs in by_iteration.values() for r in rs), default=0)
+        if last_phase is None
+        else last_phase
+    )
+    found = []
+    for iteration, own in sorted(by_iteration.items()):
+        phases: dict[tuple[int, str], float] = defaultdict(float)
+        work: dict[tuple[int, str], float] = defaultdict(float)
+        for row in own:
+            phases[row.phase, row.phase_name] += row.seconds
+            work[row.phase, row.phase_name] += row.work_s
+        found.append(
+            IterationTime(
+                iteration=iteration,
+                began_at=min(row.began_at for row in own),
+                seconds=sum(row.seconds for row in own),
+                coordination_s=sum(row.coordination_s or 0.0 for row in own),
+                cut_short_s=sum(row.seconds for row in own if row.cut_short),
+                phases=dict(sorted(phases.items())),
+                work=dict(sorted(work.items())),
+                complete=any(row.phase == last and row.coordination_s is not None for row in own),
+                exact=all(row.exact for row in own),
+            )
+        )
+    return found
+
+
+def phase_totals(iterations: Iterable[IterationTime]) -> dict[tuple[int, str], float]:
+    """Seconds in each phase, over all the iterations given."""
+    totals: dict[tuple[int, str], float] = defaultdict(float)
+    for one in iterations:
+        for phase, seconds in one.phases.items():
+            totals[phase] += seconds
+    return dict(sorted(totals.items()))
