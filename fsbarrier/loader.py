@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from fsbarrier.errors import UsageError
 from fsbarrier.program import Program
@@ -47,15 +49,28 @@ def load_program(name: str) -> Program:
 def load_module(name: str) -> ModuleType:
     """The file of program `name` as a module, for a program that is derived from another. Raises UsageError."""
     path = program_path(name)
-    spec = importlib.util.spec_from_file_location(f"fsbarrier_program_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        return load_file(path, f"fsbarrier_program_{path.stem}")
     except UsageError:
         raise
     except Exception as error:  # whatever a user's file raises is the user's to see, in one line
         raise UsageError(
             f"--program {name}: {path} cannot be loaded: {type(error).__name__}: {error}"
         ) from None
+
+
+class _LeavesNothing(SourceFileLoader):
+    """Writes no __pycache__ beside other people's files."""
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        pass
+
+
+def load_file(path: Path, name: str) -> ModuleType:
+    """A Python file of the user's as a module called `name`. Raises whatever running it raises."""
+    loader = _LeavesNothing(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
     return module

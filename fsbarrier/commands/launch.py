@@ -144,6 +144,7 @@ def local(given: tuple[Given, ...], defaults: Mapping[str, Any], args: argparse.
             follow(start.record.log_path, children)
         except Interrupted as stopped:
             _stop(children)
+            _tell_end(start.record.log_path)
             return 128 + stopped.number
         except BaseException:
             _stop(children)
@@ -182,6 +183,13 @@ def follow(log_path: Path, children: Mapping[int, Child]) -> None:
         if code in (EXIT_INTERNAL, UsageError.exit_code):  # what it said, the journal does not know
             say(f"node {rank}: {' | '.join(children[rank].tail(1))}")
     console.print_summary(log_path)
+
+
+def _tell_end(log_path: Path) -> None:
+    from fsbarrier.view import console
+
+    console.print_summary(log_path)
+    say("everything that was started here has ended; the same command goes on from where it was")
 
 
 def outcome(codes: Mapping[int, int]) -> int:

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fsbarrier.engine import model
+from fsbarrier.engine.command import Plan, argv
 from fsbarrier.loader import load_program
 from fsbarrier.program import (
     SLICES,
@@ -28,6 +30,7 @@ from fsbarrier.program import (
 )
 from fsbarrier.protocol.facts import Join, Member, Payload
 from fsbarrier.start.runrecord import RunRecord
+from fsbarrier.supervision import accelerators
 
 PORT = "PORT"
 
@@ -54,7 +57,9 @@ def describe(record: RunRecord) -> Iterator[tuple[int, int, str, str]]:
                         context, reports=_reports(_all_reports(record, row, members, joins, decisions))
                     )
                 work = builder(context)
-                yield from ((rank, row.index, row.name, text) for text in describe_work(work))
+                yield from (
+                    (rank, row.index, row.name, text) for text in describe_work(work, record.settings)
+                )
                 reports.setdefault(rank, {}).update(expected(work))
         if reports.get(0):
             decisions[row.name] = {"iteration": 1, "value": reports[0]}
@@ -106,15 +111,16 @@ def _reports(reports: Mapping[int, Payload]) -> Any:
     return lambda _: reports
 
 
-def describe_work(work: Work) -> list[str]:
+def describe_work(work: Work, settings: Mapping[str, Any]) -> list[str]:
     """What people read of a piece of work; commands as they could be typed, with placeholders for what a run decides."""
     match work:
         case Value(value):
             return [f"decide {_short(value)}"] if value else []
         case Steps(works):
-            return [text for one in works for text in describe_work(one)]
-        case ServeWeights(folder, version, _):
-            return [f"engine: serve {folder} as policy version {version}"]
+            return [text for one in works for text in describe_work(one, settings)]
+        case ServeWeights(folder, version, threads):
+            serve = f"engine: serve {folder} as policy version {version}"
+            return [serve, *_server(folder, threads, settings)] if version == 0 else [serve]
         case ReleaseEngine():
             return ["engine: give the accelerator's memory back"]
         case OpenRendezvous(loopback):
@@ -128,8 +134,24 @@ def describe_work(work: Work) -> list[str]:
         case PublishFile(source, name):
             return [f"publish {source} as {name}"]
         case Command(argv, _, _, env):
-            settings = [f"{name}={value}" for name, value in env.items()]
-            return [shlex.join([*settings, *(word.replace("{spec}", "SPEC.json") for word in argv)])]
+            words = [f"{name}={value}" for name, value in env.items()]
+            return [shlex.join([*words, *(word.replace("{spec}", "SPEC.json") for word in argv)])]
+
+
+def _server(folder: Path, threads: int, settings: Mapping[str, Any]) -> list[str]:
+    """How this machine would start vLLM; later versions are reloaded into the running server."""
+    if settings["debug_mode"]:
+        return ["engine: --debug-mode, the server is yours"]
+    if not folder.is_dir():
+        return ["engine: start vLLM on the model that the run makes first"]
+    accelerated = bool(accelerators.detect())
+    plan = Plan(
+        sys.executable, model.inspect(folder), settings["engine"], 0, 0, accelerated, False, threads=threads
+    )
+    words = argv(plan)
+    for flag, placeholder in (("--port", PORT), ("--seed", "SEED")):
+        words[words.index(flag) + 1] = placeholder
+    return [shlex.join(words)]
 
 
 def expected(work: Work) -> dict[str, Any]:

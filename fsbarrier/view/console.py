@@ -21,7 +21,7 @@ __all__ = ["event_line", "follow", "frame", "print_summary"]
 
 FRAME_S = 0.25
 KEPT_ITERATIONS = 20
-RECENT_S = 10.0  # events older than this, when the following begins, are not told as lines
+RECENT_S = 10.0  # events older than this, when the following of a run begins, are not told as lines
 ENDED = frozenset({"finished", "stopped", "broken"})
 #: An end counts once it was seen for this long: a start right after one looks like it for a moment.
 LASTING_S = 1.0
@@ -55,7 +55,10 @@ def follow(
     console = output or Console(highlight=False)
     reader = RunReader(log_path, keep=KEPT_ITERATIONS)
     watched = list(processes.values() if isinstance(processes, Mapping) else processes or ())
-    view = _Live(console, reader) if console.is_terminal else _Plain(console, reader)
+    began = time.time() - (
+        RECENT_S if processes is None else 0.0
+    )  # what was started here tells nothing of before
+    view = _Live(console, reader) if console.is_terminal else _Plain(console, reader, began)
     stop = stop or threading.Event()
     try:
         with view:
@@ -121,9 +124,8 @@ class _Live:
 class _Plain:
     """One line an event, told once however many nodes report it."""
 
-    def __init__(self, console: Console, reader: RunReader) -> None:
-        self._console, self._reader = console, reader
-        self._since = time.time() - RECENT_S
+    def __init__(self, console: Console, reader: RunReader, since: float) -> None:
+        self._console, self._reader, self._since = console, reader, since
         self._told: dict[tuple[int, str], float] = {}
 
     def __enter__(self) -> _Plain:
