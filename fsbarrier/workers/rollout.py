@@ -12,20 +12,19 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-import time
-from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsbarrier import files
-from fsbarrier.data.rewards import DEFAULT_TIMEOUT_S, Reward, Score, check_answers, open_reward
+from fsbarrier.data.rewards import DEFAULT_TIMEOUT_S, Reward, check_answers, open_reward
 from fsbarrier.data.tasks import Task, read_tasks
 from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
 from fsbarrier.trajectories import ShardWriter
-from fsbarrier.workers.sampling import Group, Sample, Sampler, Server
-from fsbarrier.workers.spec import SHOW_S, Progress, run_worker
+from fsbarrier.workers.records import failed_group, judged_group
+from fsbarrier.workers.sampling import Group, Sampler, Server
+from fsbarrier.workers.spec import Progress, run_worker
+from fsbarrier.workers.tally import Shown, Tally
 
 SEQUENCES_PER_REQUEST = 128  # prompts times samples: see sampling.py
 BACKLOG = 4  # groups that may be sampled but not yet on disk, in units of `rollout.concurrency`
@@ -34,78 +33,6 @@ DEFAULT_ERROR_SHARE = 0.1
 HEADER = ("run_id", "split", "iteration", "generation", "node_rank", "policy_version")
 
 Spec = Mapping[str, Any]
-
-
-@dataclass
-class Tally:
-    """What has been done so far, by this start of the program."""
-
-    groups: int = 0
-    trajectories: int = 0
-    reward: float = 0.0
-    invalid: int = 0
-    truncated: int = 0
-    refused: int = 0
-    reward_errors: int = 0
-    prompt_tokens: int = 0
-    tokens: int = 0  # that have come, also of groups not finished
-    completion_tokens: int = 0  # of finished groups
-
-    def add(self, group: Group, made: Sequence[Mapping[str, Any]]) -> None:
-        self.groups += 1
-        self.trajectories += len(made)
-        self.reward += sum(item["reward"] for item in made)
-        self.invalid += sum(not item["valid"] for item in made)
-        self.truncated += sum(item["finish_reason"] == "length" for item in made)
-        self.refused += group.error is not None
-        self.reward_errors += sum("reward_error" in item["metadata"] for item in made)
-        self.prompt_tokens += len(group.prompt_ids)
-        self.completion_tokens += sum(len(sample.token_ids) for sample in group.samples)
-
-    def note(self) -> str:
-        counts = (
-            ("truncated", self.truncated),
-            ("refused", self.refused),
-            ("reward errors", self.reward_errors),
-        )
-        return ", ".join(f"{count} {what}" for what, count in counts if count)
-
-
-class Shown:
-    """The progress file, kept up with the tally: written when there is news, a few times a second at most, the last news too."""
-
-    def __init__(self, progress: Progress, total: int, tally: Tally) -> None:
-        self.progress, self.total, self.tally = progress, total, tally
-        self.begin = time.monotonic()
-        self._last = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def seconds(self) -> float:
-        return max(1e-9, time.monotonic() - self.begin)
-
-    def news(self) -> None:
-        if self._timer is None:
-            wait_s = max(0.0, self._last + SHOW_S - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self.write)
-
-    def write(self) -> None:
-        self.close()
-        self._last, tally = time.monotonic(), self.tally
-        self.progress.show(
-            tally.trajectories,
-            self.total,
-            "trajectories",
-            last=True,
-            reward_mean=tally.reward / tally.trajectories if tally.trajectories else None,
-            tokens_per_s=round(tally.tokens / self.seconds, 1),
-            note=tally.note(),
-        )
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class Rollout:
@@ -230,13 +157,10 @@ class Rollout:
     async def _judge_and_append(self, group: Group, writer: ShardWriter) -> None:
         if group.error is not None:
             print(f"task {group.task.index}: the engine refuses it: {group.error}", file=sys.stderr)
-            made = [self._failed(group, number) for number in range(self.samples)]
+            made = failed_group(self.spec, group, self.samples)
         else:
             scores = await asyncio.gather(*(self.reward.score(group.task, s.text) for s in group.samples))
-            made = [
-                self._trajectory(group, number, sample, score)
-                for number, (sample, score) in enumerate(zip(group.samples, scores, strict=True))
-            ]
+            made = judged_group(self.spec, group, scores)
         append = asyncio.ensure_future(asyncio.to_thread(writer.append_group, group.task.index, made))
         self.writing.add(append)
         append.add_done_callback(self.writing.discard)
@@ -263,49 +187,6 @@ class Rollout:
     def _on_tokens(self, count: int) -> None:
         self.tally.tokens += count
         self.shown.news()
-
-    # --- trajectories ---
-
-    def _trajectory(self, group: Group, number: int, sample: Sample, score: Score) -> dict[str, Any]:
-        valid = sample.finish_reason == "stop" and score.error is None
-        metadata = {**group.task.metadata, "answer": group.task.answer}
-        if score.info:
-            metadata["reward_info"] = dict(score.info)
-        if score.error is not None:
-            metadata["reward_error"] = score.error
-        before, after = len(group.prompt_ids), len(sample.token_ids)
-        return {
-            **self._identity(group.task, number),
-            "reward": score.reward if valid else min(0.0, score.reward),
-            "reward_parts": dict(score.parts),
-            "messages": [*group.task.messages, {"role": "assistant", "content": sample.text}],
-            "text": sample.text,
-            "token_ids": array("i", [*group.prompt_ids, *sample.token_ids]),
-            "prompt_tokens": before,
-            "loss_mask": array("B", bytes(before) + b"\1" * after),
-            "logprobs": array("f", [0.0] * before + sample.logprobs),
-            "finish_reason": sample.finish_reason,
-            "valid": valid,
-            "timings": {"generate_s": round(sample.seconds, 6), "reward_s": round(score.seconds, 6)},
-            "metadata": metadata,
-        }
-
-    def _failed(self, group: Group, number: int) -> dict[str, Any]:
-        """In the place of a sample that the engine refused: the task is accounted for, and there is nothing to learn from."""
-        sample = Sample("", [], [], "error", 0.0)
-        made = self._trajectory(group, number, sample, Score(0.0))
-        made["metadata"]["error"] = group.error
-        return made
-
-    def _identity(self, task: Task, number: int) -> dict[str, Any]:
-        names = ("policy_version", "node_rank", "generation", "iteration", "split")
-        return {
-            "task_id": task.task_id,
-            "task_index": task.index,
-            "sample": number,
-            **{name: self.spec[name] for name in names},
-            "prompt": task.prompt if isinstance(task.prompt, str) else task.messages,
-        }
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:
