@@ -79,7 +79,6 @@ class Agent:
     _ambiguous: int = 0  # the incarnation whose announcement ended in an error: it may be there
     _said: tuple[float, Fact] | None = None
     _suspected: set[tuple[int, int]] = field(default_factory=set)
-    _row_entered: float = 0.0
 
     def start(self, now: float) -> None:
         """Join the run as the next incarnation of this rank. Raises OSError, Fenced."""
@@ -185,9 +184,9 @@ class Agent:
             case Recover():
                 self.observer.recovered = self.observer.recover(self.rules, now)
             case Entered(position, generation, left, _):
-                self._entered(position, generation, left, now)
-            case Note(event, fields):
-                self.record(event, self.node, fields)
+                self._entered(position, generation, left)
+            case Note(event, fields, at):
+                self.record(event, at or self.node, fields)
             case Exit():
                 self.exit = action
                 self.record(
@@ -235,14 +234,13 @@ class Agent:
             self._refused = record is None
         self.observer.hurry()
 
-    def _entered(self, position: Position, generation: Generation, left: Position | None, now: float) -> None:
+    def _entered(self, position: Position, generation: Generation, left: Position | None) -> None:
         self._suspected.clear() if left is None else None
         if left is not None:
             at = changed(self.node, position=left, generation=generation)
-            self.record("phase_finished", at, {"seconds": round(now - self._row_entered, 6)})
+            self.record("phase_finished", at, {})
             if left.phase == self.rules.span(generation.choices)[1]:
                 self.record("iteration_finished", at, {})
-        self._row_entered = now
         if self.node.stage is not Stage.ENDED:
             self.store.make_dir(self.observer.row_dir(generation.number, position))
             self.record("phase_started", self.node, {})

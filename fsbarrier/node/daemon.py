@@ -5,6 +5,7 @@ Three threads: the loop, the heartbeat (so that a slow disk or a long clean-up d
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -33,6 +34,7 @@ from fsbarrier.node.jobs import Jobs
 from fsbarrier.node.journal import Journal
 from fsbarrier.node.observer import Observer, Paces
 from fsbarrier.node.store import PosixStore
+from fsbarrier.node.telling import told
 from fsbarrier.program import SLICES
 from fsbarrier.protocol.facts import Join, Payload, encode
 from fsbarrier.protocol.membership import Limits
@@ -40,7 +42,7 @@ from fsbarrier.protocol.state import Exit, Node, Rules, Stage
 from fsbarrier.start import ranks
 from fsbarrier.start.runrecord import CHOICES, RunRecord
 from fsbarrier.supervision import accelerators
-from fsbarrier.view.words import event_line
+from fsbarrier.supervision.lastlines import last_words
 
 POLL_MIN_S = 0.001
 POLL_GROWTH = 1.5
@@ -76,6 +78,7 @@ class Daemon:
         self._signal: int | None = None
         self._ticked_at = time.monotonic()
         self._journal: Journal | None = None
+        self._row_entered = self._ticked_at
         self._beating = threading.Event()
         self._store = PosixStore()
         self._hints = Hints(record.log_path, self._wake.set)
@@ -85,7 +88,7 @@ class Daemon:
         attempt = 1 + (observer.joins[rank].incarnation if rank in observer.joins else 0)
         self.log_dir = record.paths.node_logs(attempt, rank)
         files.make_dirs(self.log_dir)
-        self._log = os.fdopen(files.open_new(self.log_dir / "daemon.log"), "w")
+        self._log = files.open_new(self.log_dir / "daemon.log")
         self.engine = make_engine(record, self.log_dir, work_dir, rules.program.needs)
         context = ContextMaker(record, observer, len(accelerators.detect()))
         self.jobs = Jobs(
@@ -169,20 +172,24 @@ class Daemon:
             number = self._signal or signal.SIGTERM
             code = EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM
             self.agent.exit = Exit(code, "left", f"stopped by {signal.Signals(number).name}")
-            self._record_event(
-                "node_ended", self.agent.node, {"state": "left", "reason": self.agent.exit.reason}
-            )
+            with contextlib.suppress(OSError):
+                self._record_event(
+                    "node_ended", self.agent.node, {"state": "left", "reason": self.agent.exit.reason}
+                )
         self.jobs.grace_s = 0.5
         self.jobs.cancel()
         self.engine.stop()
 
     def _beat(self) -> None:
-        """Beat until told otherwise. A loop that is stuck must not look alive: then the beats stop as well."""
+        """Beat until told otherwise. A loop that is stuck must not look alive: then the beats stop as well, and soon, for
+        only from then on do the others count."""
         coordination = self.settings["coordination"]
         path = self.record.paths.beat(self.agent.node.rank)
         while True:
             last = self._beating.is_set()
-            stuck = time.monotonic() - self._ticked_at > coordination["dead_s"] and self.agent.exit is None
+            stuck = (
+                time.monotonic() - self._ticked_at > coordination["suspect_s"] / 2 and self.agent.exit is None
+            )
             if not stuck:
                 try:
                     self._store.put(path, encode(self.agent.beat()))
@@ -197,15 +204,25 @@ class Daemon:
         if self._journal is None:
             path = self.record.paths.journal(node.rank, node.incarnation)
             self._journal = Journal(path, run_id=self.record.run_id, node_rank=node.rank)
-        where = place(node, node.position, self.agent.rules)
-        line = self._journal.write(event, time.monotonic(), where, fields)
-        text = event_line(line)
-        if text is None:
-            return
-        self._log.write(f"{text}\n")
-        self._log.flush()
-        if self.console:
-            print(text, flush=True)
+        now, where = time.monotonic(), place(node, node.position, self.agent.rules)
+        if event == "phase_started":
+            self._row_entered = now
+        elif event == "phase_finished":
+            fields = {**fields, "seconds": round(now - self._row_entered, 6)}
+        elif event == "node_lost":
+            paths = self.record.paths
+            lost = [
+                {**item, "log": last_words(paths, item["node_rank"], item["incarnation"])}
+                for item in fields["lost"]
+            ]
+            fields = {**fields, "lost": lost}
+        line = self._journal.write(event, now, {"incarnation": node.incarnation, **where}, fields)
+        text = "".join(f"{one}\n" for one in told(line))
+        with contextlib.suppress(OSError):  # nobody need read along; the journal has it
+            os.write(self._log, text.encode(errors="surrogateescape"))
+        if self.console and text:
+            with contextlib.suppress(OSError):
+                print(text, end="", flush=True)
 
     @contextmanager
     def signals(self) -> Iterator[None]:
@@ -225,7 +242,7 @@ class Daemon:
 
     def close(self) -> None:
         self._hints.close()
-        self._log.close()
+        os.close(self._log)
         if self._journal is not None:
             self._journal.close()
 

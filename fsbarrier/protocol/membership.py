@@ -85,10 +85,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class Loss:
-    """One member that is gone, and how it is known."""
+    """One member that is gone, and how it is known; its last heartbeat (None: never seen) and how old that is here."""
 
     member: Member
     why: str
+    beat: Beat | None = None
+    age_s: float | None = None
+
+    @property
+    def text(self) -> str:
+        """Why, and where it was."""
+        if self.beat is None or not self.beat.phase_name:
+            return self.why
+        beat = self.beat
+        return f"{self.why}; last in iteration {beat.iteration}, phase {beat.phase} {beat.phase_name}"
 
 
 def losses(
@@ -106,16 +116,18 @@ def losses(
         if member.rank == me:
             continue
         newest, item = joins.get(member.rank), ledger.seen.get(member.rank)
-        if newest is not None and newest.incarnation > member.incarnation:
-            found.append(Loss(member, f"restarted as incarnation {newest.incarnation}"))
-            continue
         known = item is not None and item.beat.incarnation == member.incarnation
-        state, age = (item.beat.state, now - item.since) if item is not None and known else ("", now - since)
-        if state in DESERTED:
-            found.append(Loss(member, "it was stopped by hand or ended in an error"))
+        beat, age = (item.beat, now - item.since) if item is not None and known else (None, now - since)
+        state = beat.state if beat is not None else ""
+        if newest is not None and newest.incarnation > member.incarnation:
+            why = f"restarted as incarnation {newest.incarnation}"
+        elif state in DESERTED:
+            why = "it was stopped by hand or ended in an error"
         elif age >= limits.dead_s:
-            said = f"it {state}, and no" if state in GONE else "no"
-            found.append(Loss(member, f"{said} heartbeat for {age:.1f} s"))
+            why = f"{f'it {state}, and no' if state in GONE else 'no'} heartbeat for {age:.1f} s"
+        else:
+            continue
+        found.append(Loss(member, why, beat, age))
     return tuple(found)
 
 

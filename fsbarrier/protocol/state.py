@@ -178,10 +178,11 @@ class Exit:
 
 @dataclass(frozen=True)
 class Note:
-    """An event for the journal."""
+    """An event for the journal. `at`: the node as it was then, where it has moved on since."""
 
     event: str
     fields: Payload = field(default_factory=dict)
+    at: Node | None = None
 
 
 Action = Launch | CancelWork | Publish | Propose | Announce | Recover | Entered | Exit | Note

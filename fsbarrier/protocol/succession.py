@@ -131,11 +131,30 @@ def failed_tries(generation: Generation, position: Position) -> int:
 
 def lost_as_fields(gone: Sequence[Loss]) -> list[dict[str, object]]:
     """Lost members as the journal tells them."""
-    return [{"node_rank": loss.member.rank, "host": loss.member.host, "why": loss.why} for loss in gone]
+    return [
+        {
+            "node_rank": loss.member.rank,
+            "host": loss.member.host,
+            "incarnation": loss.member.incarnation,
+            "why": loss.text,
+            "iteration": loss.beat.iteration if loss.beat else None,
+            "phase": loss.beat.phase if loss.beat else None,
+            "phase_name": loss.beat.phase_name if loss.beat else "",
+            "beat_age_s": round(loss.age_s, 3) if loss.age_s is not None else None,
+        }
+        for loss in gone
+    ]
+
+
+def heard_of(member: Member, why: str, view: View, now: float) -> Loss:
+    """The loss of a member that another node found out."""
+    seen = view.ledger.seen.get(member.rank)
+    beat = seen.beat if seen is not None and seen.beat.incarnation == member.incarnation else None
+    return Loss(member, why, beat, view.ledger.age(member, now))
 
 
 def lost_as_text(gone: Sequence[Loss]) -> str:
-    return "; ".join(f"node {loss.member.rank} ({loss.member.host}) is lost: {loss.why}" for loss in gone)
+    return "; ".join(f"node {loss.member.rank} ({loss.member.host}) is lost: {loss.text}" for loss in gone)
 
 
 def last_news(view: View, rank: int, now: float) -> str:

@@ -14,7 +14,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import select
 import shlex
 import signal
@@ -30,7 +29,7 @@ from typing import Self
 
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.supervision import leftovers, processes
+from fsbarrier.supervision import lastlines, leftovers, processes
 
 GUARD = Path(__file__).with_name("guard.py")
 START_S = 60.0  # a start takes 20 ms; this is for a machine that swaps, or Python on a slow mount
@@ -38,10 +37,6 @@ KILL_S = 30.0  # SIGKILL takes milliseconds, unless a process hangs in the kerne
 SNAPSHOT_S = (
     5.0  # how old the list of descendants may be, which serves when both guards are killed (leftovers.py)
 )
-TAIL_BYTES = 64 * 1024
-
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
-_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), 127])
 
 
 class StartFailed(ProgramFailed):
@@ -173,19 +168,7 @@ class Child:
 
     def tail(self, lines: int = 20) -> list[str]:
         """The last lines of its log since this start, from at most the last 64 KiB, fit for a terminal."""
-        try:
-            with self.log_file.open("rb") as stream:
-                size = stream.seek(0, os.SEEK_END)
-                begin = self._log_start if self._log_start <= size else 0  # else somebody cut the log
-                cut = stream.seek(max(begin, size - TAIL_BYTES))
-                rows = stream.read(TAIL_BYTES).decode("utf-8", errors="replace").split("\n")
-        except OSError as error:
-            return [f"(cannot read {self.log_file}: {error.strerror})"]
-        if cut > begin and len(rows) > 1:
-            del rows[0]  # a part of a line
-        rows = [row.rstrip("\r").rpartition("\r")[2] for row in rows]  # of a progress bar only its last state
-        rows = [_ESCAPES.sub("", row).translate(_CONTROLS).rstrip() for row in rows]
-        return [row for row in rows if row][-lines:] if lines > 0 else []
+        return lastlines.tail(self.log_file, lines, self._log_start)
 
     def __enter__(self) -> Self:
         return self
