@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsbarrier.data.rewards import Score
 from fsbarrier.data.tasks import Task
-from fsbarrier.workers.sampling import Group, Sample
+from fsbarrier.workers.samples import Group, Sample
 
 ORIGIN = ("policy_version", "node_rank", "generation", "iteration", "split")
 
@@ -33,26 +32,22 @@ def failed_group(spec: Mapping[str, Any], group: Group, samples: int) -> list[Re
 
 
 def _record(spec: Mapping[str, Any], group: Group, number: int, sample: Sample, score: Score) -> Record:
-    valid = sample.finish_reason == "stop" and score.error is None
-    metadata = {**group.task.metadata, "answer": group.task.answer}
+    valid = sample.finish_reason == "stop" and sample.error is None and score.error is None
+    metadata = {**group.task.metadata, "answer": group.task.answer, **sample.metadata}
+    if sample.error is not None:
+        metadata["agent_error"] = sample.error
     if score.info:
         metadata["reward_info"] = dict(score.info)
     if score.error is not None:
         metadata["reward_error"] = score.error
-    before, after = len(group.prompt_ids), len(sample.token_ids)
     return {
         **_identity(spec, group.task, number),
         "reward": score.reward if valid else min(0.0, score.reward),
         "reward_parts": dict(score.parts),
-        "messages": [*group.task.messages, {"role": "assistant", "content": sample.text}],
-        "text": sample.text,
-        "token_ids": array("i", [*group.prompt_ids, *sample.token_ids]),
-        "prompt_tokens": before,
-        "loss_mask": array("B", bytes(before) + b"\1" * after),
-        "logprobs": array("f", [0.0] * before + sample.logprobs),
+        **sample.record(group),
         "finish_reason": sample.finish_reason,
         "valid": valid,
-        "timings": {"generate_s": round(sample.seconds, 6), "reward_s": round(score.seconds, 6)},
+        "timings": {**sample.timings, "reward_s": round(score.seconds, 6)},
         "metadata": metadata,
     }
 

@@ -22,7 +22,8 @@ from fsbarrier.data.tasks import Task, read_tasks
 from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
 from fsbarrier.trajectories import ShardWriter
 from fsbarrier.workers.records import failed_group, judged_group
-from fsbarrier.workers.sampling import Group, Sampler, Server
+from fsbarrier.workers.samples import Group
+from fsbarrier.workers.sampling import Sampler, Server
 from fsbarrier.workers.spec import Progress, run_worker
 from fsbarrier.workers.tally import Shown, Tally
 

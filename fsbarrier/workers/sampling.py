@@ -11,56 +11,39 @@ batch depend on what else is in it.
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
 import httpx
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from tenacity import (
+    AsyncRetrying,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_random_exponential,
+)
 
 from fsbarrier.data.tasks import Task
-from fsbarrier.engine.client import normal_url, refusal_text
-from fsbarrier.errors import ProgramFailed
+from fsbarrier.engine.client import normal_url
+from fsbarrier.workers.samples import Again, Emit, EngineGone, Group, Refusal, Sample, Stream, failure
 
 TOKENS_PER_CHUNK = 64  # of a sample; the answer's pieces
 LONGEST_PAUSE_S = 10.0  # between two tries
 KEEPALIVE_S = 2.0  # below the 5 s after which uvicorn closes an idle connection: a request must not meet that
-FINISHED = ("stop", "length")
 
 #: what tokens came from: the distribution that is sampled is the model's, changed by what the settings say and nothing else
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
 
-
-@dataclass(frozen=True)
-class Sample:
-    """One generation: what was sampled, exactly. An end token that was sampled is the last of `token_ids`.
-
-    `logprobs` has a number for each token, under the distribution that was sampled from (vLLM's `processed_logprobs`).
-    `seconds`: from the request to its last token.
-    """
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Group:
-    """All samples of a task. `error`: why the server does not serve this prompt; `samples` is then empty."""
-
-    task: Task
-    prompt_ids: list[int]
-    samples: tuple[Sample, ...]
-    error: str | None = None
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Server:
-    """Where to sample, how, and how patiently. `timeout_s`: without a sign of life of a request; `tries`: of one request."""
+    """Where to sample, how, and how patiently. `timeout_s`: without a sign of life of a request; `tries`: of one request.
+
+    `patience_s`: how long to wait for a server that is gone and that others start again; 0: nobody does, while this program runs.
+    """
 
     url: str
     api_key: str
@@ -72,35 +55,7 @@ class Server:
     max_tokens: int
     timeout_s: float
     tries: int
-
-
-class EngineGone(ProgramFailed):
-    """The server does not answer, or not as a vLLM server does. Groups that were handed out stay good."""
-
-
-class _Again(Exception):
-    """A request failed in a way that may pass. `answered`: the server did say something."""
-
-    def __init__(self, message: str, *, answered: bool) -> None:
-        super().__init__(message)
-        self.answered = answered
-
-
-class _Refusal(Exception):
-    """The server will not serve this request, however often it is asked."""
-
-
-@dataclass
-class _Growing:
-    """A sample of which pieces have come."""
-
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    sample: Sample | None = None
-
-
-Emit = Callable[[Group], None]
+    patience_s: float = 0.0
 
 
 class Sampler:
@@ -112,6 +67,7 @@ class Sampler:
         self.url = normal_url(server.url)
         self._model = server.model
         self._max_tokens = server.max_tokens
+        self.longest: int | None = None  # tokens of prompt and answer, once the server has said so
         self._chat_ids: dict[int, list[int]] = {}
         self._client = httpx.AsyncClient(
             base_url=self.url,
@@ -135,11 +91,13 @@ class Sampler:
             model = answer["data"][0]
             self._model = self.server.model or str(model["id"])
             longest = model.get("max_model_len")
-        except _Again as error:
+        except Again as error:
             raise self._gone(error) from None
-        except (_Refusal, KeyError, IndexError, TypeError) as error:
+        except (Refusal, KeyError, IndexError, TypeError) as error:
             raise EngineGone(f"the engine at {self.url} does not name its model: {error}") from None
-        if isinstance(longest, int):  # vLLM refuses to be asked for more than there is room for in all
+        if isinstance(longest, int):
+            self.longest = longest
+            # vLLM refuses to be asked for more than there is room for in all
             self._max_tokens = min(self.server.max_tokens, max(1, longest - 1))
 
     async def sample(self, tasks: Sequence[Task], emit: Emit) -> None:
@@ -158,11 +116,11 @@ class Sampler:
         try:
             await self._retried(lambda: self._request(list(pending.values()), done))
             return
-        except _Again as error:
+        except Again as error:
             if not error.answered:
                 raise self._gone(error) from None
             reason = f"{error} ({self.server.tries} tries)"
-        except _Refusal as refusal:
+        except Refusal as refusal:
             reason = str(refusal)
         if len(tasks) == 1:
             done(Group(tasks[0], self._chat_ids.get(tasks[0].index, []), (), reason))
@@ -170,9 +128,46 @@ class Sampler:
         for task in list(pending.values()):  # which of them is it?
             await self.sample([task], done)
 
-    async def _retried(self, call: Callable[[], Any]) -> Any:
+    async def turn(self, prompt_ids: Sequence[int], *, max_tokens: int, stop: Sequence[str] = ()) -> Sample:
+        """One answer to exactly these tokens. Raises EngineGone; Refusal where the server does not serve this prompt."""
+        groups: list[Group] = []
+        task = Task(0, "", "", None, {})
+        more = {"max_tokens": max_tokens, "stop": list(stop)}
+        try:
+            await self._retried(
+                lambda: self._complete([list(prompt_ids)], self._stream([task], groups.append, 1), more)
+            )
+        except Again as error:
+            if not error.answered:
+                raise self._gone(error) from None
+            raise Refusal(f"{error} ({self.server.tries} tries)") from None
+        return groups[0].samples[0]
+
+    async def tokens(self, **body: Any) -> list[int]:
+        """What the server makes tokens of: `prompt`, or `messages` by the model's chat template. Raises EngineGone, Refusal."""
+        try:
+            answer = await self._retried(
+                lambda: self._json("POST", "/tokenize", {"model": self._model, **body})
+            )
+            return [int(token) for token in answer["tokens"]]
+        except Again as error:
+            raise self._gone(error) from None
+        except (KeyError, TypeError, ValueError):
+            raise EngineGone(f"the engine at {self.url}/tokenize gives no tokens; is it vLLM?") from None
+
+    async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Try a few times, with back-off; where the server has gone and will be back, wait for it and try as often again."""
+        for _ in range(self.server.tries):
+            try:
+                return await self._tried(call)
+            except Again as error:
+                if error.answered or not await self._is_back():
+                    raise
+        return await self._tried(call)
+
+    async def _tried(self, call: Callable[[], Awaitable[T]]) -> T:
         async for attempt in AsyncRetrying(
-            retry=retry_if_exception_type(_Again),
+            retry=retry_if_exception_type(Again),
             stop=stop_after_attempt(self.server.tries),
             wait=wait_random_exponential(multiplier=0.2, max=LONGEST_PAUSE_S),
             reraise=True,
@@ -181,16 +176,44 @@ class Sampler:
                 return await call()
         raise AssertionError("unreachable")
 
+    async def _is_back(self) -> bool:
+        """Wait for a server that does not answer, `patience_s` at most; whether it answers."""
+        if not self.server.patience_s:
+            return False
+        self.on_tokens(0)  # waiting for it is a sign of life, too
+        try:
+            async for attempt in AsyncRetrying(
+                retry=retry_if_exception_type(Again),
+                stop=stop_after_delay(self.server.patience_s),
+                wait=wait_random_exponential(multiplier=0.5, max=LONGEST_PAUSE_S),
+                after=lambda _: self.on_tokens(0),
+                reraise=True,
+            ):
+                with attempt:
+                    await self._json("GET", "/v1/models")
+        except Again:
+            return False
+        return True
+
     def _gone(self, error: Exception) -> EngineGone:
         return EngineGone(f"the engine at {self.url} does not answer: {error} ({self.server.tries} tries)")
 
     # --- one request ---
 
     async def _request(self, tasks: list[Task], done: Emit) -> None:
+        prompts = [await self._prompt(task) for task in tasks]
+        await self._complete(prompts, self._stream(tasks, done, self.server.samples), {})
+
+    def _stream(self, tasks: list[Task], done: Emit, per_task: int) -> Stream:
+        return Stream(self.url, tasks, done, self.on_tokens, per_task)
+
+    async def _complete(
+        self, prompts: Sequence[str | list[int]], stream: Stream, more: Mapping[str, Any]
+    ) -> None:
         body = {
             "model": self._model,
-            "prompt": [await self._prompt(task) for task in tasks],
-            "n": self.server.samples,
+            "prompt": prompts,
+            "n": stream.per_task,
             "temperature": self.server.temperature,
             "top_p": self.server.top_p,
             "top_k": self.server.top_k,
@@ -200,19 +223,20 @@ class Sampler:
             "return_token_ids": True,
             "stream": True,
             "stream_interval": TOKENS_PER_CHUNK,
+            **more,
         }
-        stream = _Stream(self, tasks, done)
         try:
             async with self._client.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:
-                    raise self._failure(response.status_code, await response.aread())
+                    raise failure(self.url, response.status_code, await response.aread())
                 async for line in response.aiter_lines():
                     if line.startswith("data:"):
                         stream.take(line[5:].strip())
         except httpx.TransportError as error:
-            raise _Again(_reason(error), answered=False) from None
+            if not stream.complete:
+                raise Again(_reason(error), answered=False) from None
         if not stream.complete:
-            raise _Again("the answer broke off", answered=False)
+            raise Again("the answer broke off", answered=False)
 
     async def _prompt(self, task: Task) -> str | list[int]:
         """Text as it is: the server's tokenizer makes tokens of it. Chat messages through the model's template first."""
@@ -231,88 +255,13 @@ class Sampler:
         try:
             response = await self._client.request(method, path, json=body)
         except httpx.TransportError as error:
-            raise _Again(_reason(error), answered=False) from None
+            raise Again(_reason(error), answered=False) from None
         if response.status_code != 200:
-            raise self._failure(response.status_code, response.content)
+            raise failure(self.url, response.status_code, response.content)
         try:
             return response.json()
         except ValueError:
             raise EngineGone(f"the engine at {self.url}{path} does not answer in JSON; is it vLLM?") from None
-
-    def _failure(self, status: int, body: bytes) -> Exception:
-        message = f"HTTP {status}: {refusal_text(body)}"
-        if status in (401, 403, 404):
-            return EngineGone(f"the engine at {self.url} refuses: {message}")
-        if status in (408, 425, 429) or status >= 500:
-            return _Again(message, answered=True)
-        return _Refusal(message)
-
-
-class _Stream:
-    """The pieces of one request's answer, put together."""
-
-    def __init__(self, sampler: Sampler, tasks: list[Task], done: Emit) -> None:
-        self.sampler, self.tasks, self.done = sampler, tasks, done
-        self.per_task = sampler.server.samples
-        self.growing: dict[int, _Growing] = {}
-        self.prompt_ids: dict[int, list[int]] = {}
-        self.finished = [0] * len(tasks)
-        self.begin = time.monotonic()
-
-    @property
-    def complete(self) -> bool:
-        return all(count == self.per_task for count in self.finished)
-
-    def take(self, data: str) -> None:
-        """One event of the stream. Raises _Again, _Refusal, EngineGone."""
-        if data == "[DONE]" or not data:
-            return
-        try:
-            event = json.loads(data)
-            error, choices = event.get("error"), event.get("choices", ())
-        except (ValueError, AttributeError):
-            raise _Again(f"an answer that is no JSON: {data[:100]!r}", answered=False) from None
-        if error:
-            code = error.get("code") if isinstance(error, Mapping) else None
-            raise self.sampler._failure(code if isinstance(code, int) else 500, data.encode())
-        for choice in choices:
-            try:
-                self._piece(choice)
-            except (KeyError, TypeError, ValueError, IndexError):
-                raise EngineGone(
-                    f"the engine at {self.sampler.url} does not give token ids and log-probabilities "
-                    "(return_token_ids, logprobs): it must be a vLLM that knows them"
-                ) from None
-
-    def _piece(self, choice: Mapping[str, Any]) -> None:
-        index = choice["index"]
-        task = index // self.per_task
-        sample = self.growing.setdefault(index, _Growing())
-        if choice.get("prompt_token_ids") is not None:
-            self.prompt_ids[task] = choice["prompt_token_ids"]
-        ids = choice["token_ids"] or []
-        logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]] if ids else []
-        if len(ids) != len(logprobs):
-            raise ValueError("not one log-probability a token")
-        sample.text.append(choice["text"])
-        sample.token_ids += ids
-        sample.logprobs += logprobs
-        self.sampler.on_tokens(len(ids))
-        reason = choice.get("finish_reason")
-        if reason is None:
-            return
-        if reason not in FINISHED:
-            raise _Again(f"the server ended a generation ({reason})", answered=False)
-        seconds = time.monotonic() - self.begin
-        sample.sample = Sample("".join(sample.text), sample.token_ids, sample.logprobs, reason, seconds)
-        self.finished[task] += 1
-        if self.finished[task] == self.per_task:
-            self._group(task)
-
-    def _group(self, task: int) -> None:
-        numbers = range(task * self.per_task, (task + 1) * self.per_task)
-        samples = tuple(sample for number in numbers if (sample := self.growing.pop(number).sample))
-        self.done(Group(self.tasks[task], self.prompt_ids[task], samples))
 
 
 def _reason(error: Exception) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsbarrier.workers.sampling import Group
+from fsbarrier.workers.samples import Group
 from fsbarrier.workers.spec import SHOW_S, Progress
 
 
@@ -36,7 +36,7 @@ class Tally:
         self.refused += group.error is not None
         self.reward_errors += sum("reward_error" in item["metadata"] for item in made)
         self.prompt_tokens += len(group.prompt_ids)
-        self.completion_tokens += sum(len(sample.token_ids) for sample in group.samples)
+        self.completion_tokens += sum(sample.sampled_tokens for sample in group.samples)
 
     def note(self) -> str:
         counts = (
