@@ -110,6 +110,11 @@ def _published(line: Line) -> str:
     )
 
 
+def _engine(line: Line) -> str | None:
+    note = text(line.fields, "engine_note")
+    return f"node {line.node_rank}: {note}" if note else None
+
+
 def _policy(version: int | None) -> str:
     return "" if version is None else f" (policy version {version})"
 
@@ -145,6 +150,7 @@ _TELL: dict[str, Callable[[Line], str | None]] = {
     "evaluated": _evaluated,
     "updated": _updated,
     "weights_published": _published,
+    "engine_ready": _engine,
     "phase_started": _phase_started,
     "phase_finished": _phase_finished,
     "iteration_finished": lambda line: f"iteration {line.iteration} is done",
