@@ -68,7 +68,8 @@ def create_exclusive(path: Path, data: bytes, *, durable: bool = True) -> bool:
     """Put `data` at `path` unless something is there already; True where `path` now holds *our* file.
 
     A hard link decides, and then what is really there, never the error code: an NFS server may answer EEXIST to a request
-    that it carried out itself, and some filesystems answer EPERM to the loser of a race. Raises OSError for anything else.
+    that it carried out itself, and some filesystems answer EPERM to the loser of a race. Where hard links are not to be had, the
+    final name itself is created exclusively. Raises OSError for anything else.
     """
     temporary = _write_temporary(path, data, durable)
     try:
@@ -78,40 +79,71 @@ def create_exclusive(path: Path, data: bytes, *, durable: bool = True) -> bool:
             os.link(temporary, path)
         except OSError as error:
             failure = error
-        try:
-            there = os.stat(path)
-        except FileNotFoundError:
-            if failure is not None and failure.errno not in (errno.EEXIST, errno.EPERM):
-                raise failure from None
-            raise OSError(
-                errno.EOPNOTSUPP, "the filesystem cannot create a hard link exclusively", str(path)
-            ) from failure
-        won = (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+        there = _look(path)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+    if there is None:
+        if failure is None or failure.errno not in _NO_LINKS:
+            raise failure or OSError(errno.EIO, "a hard link was made and is not there", str(path))
+        won = _create_in_place(path, data, durable)
+    else:
+        won = (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
     if won and durable:
         fsync_dir(path.parent)
     return won
+
+
+#: what says that a filesystem has no hard links (and, on some, that somebody else was first: then the name is there)
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+
+
+def _look(path: Path) -> os.stat_result | None:
+    """What `path` is; None where nothing is there, and its parent's listing, freshly opened, does not know it either.
+
+    The listing makes an NFS client forget that the name was absent a moment ago.
+    """
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return os.stat(path) if path.name in os.listdir(path.parent) else None
+
+
+def _create_in_place(path: Path, data: bytes, durable: bool) -> bool:
+    """The same without hard links. Between creation and the last byte the record is torn, and readers take it for not there
+    yet; a process that dies in between leaves it so, and never is it removed: somebody may have read it whole by then."""
+    try:
+        fd = open_new(path)
+    except OSError as error:
+        if error.errno == errno.EEXIST or _look(path) is not None:
+            return False
+        raise
+    _fill(fd, data, durable)
+    return True
 
 
 def _write_temporary(path: Path, data: bytes, durable: bool) -> Path:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     fd = open_new(temporary)
     try:
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
-            if durable:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
+        _fill(fd, data, durable)
     except OSError:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
     return temporary
+
+
+def _fill(fd: int, data: bytes, durable: bool) -> None:
+    """Write all of `data` and close. Raises OSError, also for what only shows at the end."""
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        if durable:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def fsync_dir(path: Path) -> None:

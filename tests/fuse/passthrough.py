@@ -1,0 +1,382 @@
+"""A FUSE filesystem that shows a backing directory as one client of a shared filesystem would see it. Linux, standard library.
+
+The kernel's own caches are what makes it real: it is told to believe names, attributes and absences for as long as asked. On top of
+that it can keep listings, lose hard links and exclusive creation, and fail. `python passthrough.py BACKING MOUNTPOINT [flags]` serves
+until its standard input is closed, then unmounts. Several mounts of one backing directory are several nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import errno
+import os
+import random
+import stat
+import struct
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import mounting
+import wire
+
+ROOT = 1
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass
+class Inode:
+    """A file that the kernel knows: held open by a path-only descriptor, so that it stays this file whatever its name does."""
+
+    fd: int
+    key: tuple[int, int]
+    lookups: int = 0
+
+
+@dataclass
+class Fault:
+    """Fail a share of one kind of request; `after`: the request is carried out and then reported as failed (a lost reply)."""
+
+    error: int
+    share: float
+    after: bool
+
+
+@dataclass
+class Client:
+    """One mount. All times in seconds; `generator` draws the faults."""
+
+    backing: Path
+    entry_s: float = 0.0
+    attr_s: float = 0.0
+    negative_s: float = 0.0
+    listing_s: float = 0.0
+    links: bool = True
+    exchange: bool = True
+    exclusive: bool = True
+    faults: dict[str, Fault] = field(default_factory=dict)
+    generator: random.Random = field(default_factory=lambda: random.Random(0))
+    inodes: dict[int, Inode] = field(default_factory=dict)
+    numbers: dict[tuple[int, int], int] = field(default_factory=dict)
+    listings: dict[int, tuple[float, list[tuple[bytes, int, int]]]] = field(default_factory=dict)
+    opened: dict[int, list[tuple[bytes, int, int]]] = field(default_factory=dict)
+    next_number: int = ROOT
+
+    def __post_init__(self) -> None:
+        self._remember(os.open(self.backing, os.O_PATH | os.O_DIRECTORY))
+
+    def answer(self, request: bytes) -> bytes | None:
+        """The reply to one request; None where the kernel wants none."""
+        _, opcode, unique, node, *_ = wire.IN_HEADER.unpack_from(request)
+        body, name = request[wire.IN_HEADER.size :], wire.OPCODES.get(opcode, "")
+        handler = getattr(self, f"do_{name}", None)
+        if name in wire.SILENT:
+            if handler is not None:
+                handler(node, body)
+            return None
+        if handler is None:
+            return wire.reply(unique, errno.ENOSYS)
+        fault = self.faults.get(name)
+        hit = fault is not None and node != ROOT and self.generator.random() < fault.share
+        if hit and fault is not None and not fault.after:
+            return wire.reply(unique, fault.error)
+        try:
+            answer = handler(node, body)
+        except OSError as error:
+            return wire.reply(unique, error.errno or errno.EIO)
+        return wire.reply(unique, fault.error) if hit and fault is not None else wire.reply(unique, 0, answer)
+
+    # --- names --------------------------------------------------------------------------------------------------------
+
+    def do_init(self, node: int, body: bytes) -> bytes:
+        return wire.init_reply(struct.unpack_from("<I", body, 8)[0])
+
+    def do_lookup(self, node: int, body: bytes) -> bytes:
+        try:
+            return self._entry(node, text(body))
+        except FileNotFoundError:
+            if self.negative_s <= 0:
+                raise
+            return wire.entry(0, None, self.negative_s, 0)
+
+    def do_forget(self, node: int, body: bytes) -> None:
+        self._forget(node, struct.unpack_from("<Q", body)[0])
+
+    def do_batch_forget(self, node: int, body: bytes) -> None:
+        count = struct.unpack_from("<I", body)[0]
+        for number in range(count):
+            self._forget(*struct.unpack_from("<2Q", body, 8 + 16 * number))
+
+    def do_mkdir(self, node: int, body: bytes) -> bytes:
+        mode, name = struct.unpack_from("<I", body)[0], text(body[8:])
+        os.mkdir(name, mode, dir_fd=self._fd(node))
+        self.listings.pop(node, None)
+        return self._entry(node, name)
+
+    def do_mknod(self, node: int, body: bytes) -> bytes:
+        mode, name = struct.unpack_from("<I", body)[0], text(body[16:])
+        os.mknod(name, mode, dir_fd=self._fd(node))
+        self.listings.pop(node, None)
+        return self._entry(node, name)
+
+    def do_symlink(self, node: int, body: bytes) -> bytes:
+        name, target = (os.fsdecode(part) for part in body.split(b"\0")[:2])
+        os.symlink(target, name, dir_fd=self._fd(node))
+        self.listings.pop(node, None)
+        return self._entry(node, name)
+
+    def do_readlink(self, node: int, body: bytes) -> bytes:
+        return os.fsencode(os.readlink("", dir_fd=self._fd(node)))
+
+    def do_unlink(self, node: int, body: bytes) -> bytes:
+        os.unlink(text(body), dir_fd=self._fd(node))
+        self.listings.pop(node, None)
+        return b""
+
+    def do_rmdir(self, node: int, body: bytes) -> bytes:
+        os.rmdir(text(body), dir_fd=self._fd(node))
+        self.listings.pop(node, None)
+        return b""
+
+    def do_rename(self, node: int, body: bytes, header: int = 8, flags: int = 0) -> bytes:
+        target = struct.unpack_from("<Q", body)[0]
+        old, new = (part for part in body[header:].split(b"\0")[:2])
+        if flags & wire.EXCHANGE and not self.exchange:
+            raise OSError(errno.EINVAL, "no exchange here")
+        if LIBC.renameat2(self._fd(node), old, self._fd(target), new, flags):
+            raise OSError(ctypes.get_errno(), "rename")
+        self.listings.pop(node, None)
+        self.listings.pop(target, None)
+        return b""
+
+    def do_rename2(self, node: int, body: bytes) -> bytes:
+        return self.do_rename(node, body, header=16, flags=struct.unpack_from("<I", body, 8)[0])
+
+    def do_link(self, node: int, body: bytes) -> bytes:
+        if not self.links:
+            raise OSError(errno.EOPNOTSUPP, "no hard links here")
+        source, name = self._proc(struct.unpack_from("<Q", body)[0]), text(body[8:])
+        target = self._fd(node)
+        if self.exclusive:
+            os.link(source, name, dst_dir_fd=target)
+        else:  # like an upload: what another client put there is replaced
+            between = f".link-{os.getpid()}-{time.monotonic_ns()}"
+            os.link(source, between, dst_dir_fd=target)
+            os.rename(between, name, src_dir_fd=target, dst_dir_fd=target)
+        self.listings.pop(node, None)
+        return self._entry(node, name)
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def do_getattr(self, node: int, body: bytes) -> bytes:
+        return wire.attribute_reply(os.fstat(self._fd(node)), self.attr_s)
+
+    def do_setattr(self, node: int, body: bytes) -> bytes:
+        valid, _, _, size, _, atime, mtime, _, atime_ns, mtime_ns, _, mode, _, uid, gid, _ = (
+            wire.SETATTR.unpack_from(body)
+        )
+        path = self._proc(node)
+        if valid & wire.MODE:
+            os.chmod(path, stat.S_IMODE(mode))
+        if valid & (wire.UID | wire.GID):
+            os.chown(path, uid if valid & wire.UID else -1, gid if valid & wire.GID else -1)
+        if valid & wire.SIZE:
+            os.truncate(path, size)
+        if valid & (wire.ATIME | wire.MTIME):
+            now = time.time_ns()
+            before = os.fstat(self._fd(node))
+            new = (
+                now
+                if valid & wire.ATIME_NOW
+                else atime * 10**9 + atime_ns
+                if valid & wire.ATIME
+                else before.st_atime_ns,
+                now
+                if valid & wire.MTIME_NOW
+                else mtime * 10**9 + mtime_ns
+                if valid & wire.MTIME
+                else before.st_mtime_ns,
+            )
+            os.utime(path, ns=new)
+        return self.do_getattr(node, body)
+
+    def do_create(self, node: int, body: bytes) -> bytes:
+        flags, mode = struct.unpack_from("<2I", body)
+        name = text(body[16:])
+        if not self.exclusive:
+            flags &= ~os.O_EXCL
+        fd = os.open(name, flags | os.O_CREAT | os.O_CLOEXEC, mode, dir_fd=self._fd(node))
+        self.listings.pop(node, None)
+        return self._entry(node, name) + wire.OPENED.pack(fd, 0, 0)
+
+    def do_open(self, node: int, body: bytes) -> bytes:
+        flags = struct.unpack_from("<I", body)[0] & ~(os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL)
+        return wire.OPENED.pack(os.open(self._proc(node), flags | os.O_CLOEXEC), 0, 0)
+
+    def do_read(self, node: int, body: bytes) -> bytes:
+        fd, offset, size = struct.unpack_from("<2QI", body)
+        return os.pread(fd, size, offset)
+
+    def do_write(self, node: int, body: bytes) -> bytes:
+        fd, offset, size = struct.unpack_from("<2QI", body)
+        return struct.pack("<2I", os.pwrite(fd, body[40 : 40 + size], offset), 0)
+
+    def do_flush(self, node: int, body: bytes) -> bytes:
+        return b""
+
+    def do_fsync(self, node: int, body: bytes) -> bytes:
+        os.fsync(struct.unpack_from("<Q", body)[0])
+        return b""
+
+    def do_release(self, node: int, body: bytes) -> bytes:
+        os.close(struct.unpack_from("<Q", body)[0])
+        return b""
+
+    def do_statfs(self, node: int, body: bytes) -> bytes:
+        return wire.statfs_reply(os.statvfs(self.backing))
+
+    # --- directories --------------------------------------------------------------------------------------------------
+
+    def do_opendir(self, node: int, body: bytes) -> bytes:
+        when, listing = self.listings.get(node, (0.0, []))
+        if not listing or time.monotonic() - when >= self.listing_s:
+            when, listing = time.monotonic(), self._list(node)
+            if self.listing_s > 0:
+                self.listings[node] = when, listing
+        fd = os.open(self._proc(node), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.opened[fd] = listing
+        return wire.OPENED.pack(fd, 0, 0)
+
+    def do_readdir(self, node: int, body: bytes) -> bytes:
+        fd, offset, size = struct.unpack_from("<2QI", body)
+        return wire.dirents(self.opened[fd], offset, size)
+
+    def do_releasedir(self, node: int, body: bytes) -> bytes:
+        self.opened.pop(struct.unpack_from("<Q", body)[0], None)
+        return self.do_release(node, body)
+
+    do_fsyncdir = do_fsync
+
+    def _list(self, node: int) -> list[tuple[bytes, int, int]]:
+        found = [(b".", node, stat.S_IFDIR >> 12), (b"..", node, stat.S_IFDIR >> 12)]
+        with os.scandir(self._proc(node)) as entries:
+            for item in entries:
+                kind = stat.S_IFDIR if item.is_dir(follow_symlinks=False) else stat.S_IFREG
+                kind = stat.S_IFLNK if item.is_symlink() else kind
+                found.append((os.fsencode(item.name), item.inode(), kind >> 12))
+        return found
+
+    # --- inodes -------------------------------------------------------------------------------------------------------
+
+    def _entry(self, parent: int, name: str) -> bytes:
+        fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd(parent))
+        number = self._remember(fd)
+        return wire.entry(number, os.fstat(self._fd(number)), self.entry_s, self.attr_s)
+
+    def _remember(self, fd: int) -> int:
+        st = os.fstat(fd)
+        key = st.st_dev, st.st_ino
+        number = self.numbers.get(key)
+        if number is None:
+            number, self.next_number = self.next_number, self.next_number + 1
+            self.numbers[key], self.inodes[number] = number, Inode(fd, key)
+        else:
+            os.close(fd)
+        self.inodes[number].lookups += 1
+        return number
+
+    def _forget(self, number: int, count: int) -> None:
+        inode = self.inodes.get(number)
+        if inode is None or number == ROOT:
+            return
+        inode.lookups -= count
+        if inode.lookups <= 0:
+            os.close(inode.fd)
+            del self.inodes[number], self.numbers[inode.key]
+            self.listings.pop(number, None)
+
+    def _fd(self, number: int) -> int:
+        inode = self.inodes.get(number)
+        if inode is None:
+            raise OSError(errno.ESTALE, "forgotten")
+        return inode.fd
+
+    def _proc(self, number: int) -> str:
+        return f"/proc/self/fd/{self._fd(number)}"
+
+
+def text(body: bytes) -> str:
+    return os.fsdecode(body.partition(b"\0")[0])
+
+
+def serve(device: int, client: Client) -> None:
+    """Answer until unmounted."""
+    while True:
+        try:
+            request = os.read(device, wire.BUFFER)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EINTR, errno.EAGAIN):
+                continue
+            return  # ENODEV: unmounted
+        answer = client.answer(request)
+        if answer is not None:
+            with contextlib.suppress(OSError):  # the asker was killed meanwhile
+                os.write(device, answer)
+
+
+def unmount_when_alone(mountpoint: Path) -> None:
+    """Whoever started this process holds its standard input: when that ends, so does the mount, and with it the loop."""
+    while os.read(0, 1024):
+        pass
+    mounting.unmount(mountpoint)
+    os._exit(0)  # the loop hangs in its read until the last user of the mount has gone
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("backing", type=Path)
+    parser.add_argument("mountpoint", type=Path)
+    for name in ("entry", "attr", "negative", "listing"):
+        parser.add_argument(f"--{name}-s", type=float, default=0.0, help=f"how long a {name} is believed")
+    parser.add_argument("--no-links", action="store_true", help="hard links fail with EOPNOTSUPP")
+    parser.add_argument("--no-exchange", action="store_true", help="RENAME_EXCHANGE fails with EINVAL")
+    parser.add_argument("--two-winners", action="store_true", help="exclusive creation is not exclusive")
+    parser.add_argument(
+        "--fault", action="append", default=[], help="request:errno:share[:after], e.g. create:EIO:0.01"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> None:
+    args = parse(argv)
+    faults = {}
+    for spec in args.fault:
+        request, name, share, *when = spec.split(":")
+        faults[request] = Fault(getattr(errno, name), float(share), when == ["after"])
+    client = Client(
+        args.backing,
+        args.entry_s,
+        args.attr_s,
+        args.negative_s,
+        args.listing_s,
+        links=not args.no_links,
+        exchange=not args.no_exchange,
+        exclusive=not args.two_winners,
+        faults=faults,
+        generator=random.Random(args.seed),
+    )
+    device = mounting.mount(args.mountpoint)
+    threading.Thread(target=unmount_when_alone, args=(args.mountpoint,), daemon=True).start()
+    print("mounted", flush=True)
+    serve(device, client)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
