@@ -175,7 +175,7 @@ def _decode(data: bytes, expected: str) -> Any:
             raise CorruptRecord(f"a {kind} record where a {expected} was expected")
         if length != len(body) or hashlib.sha256(body).hexdigest()[:32] != digest:
             raise CorruptRecord("torn: length or digest differs")
-        return _build(_KINDS[kind], json.loads(body))
+        return _build(_KINDS[kind], json.loads(body.decode()))
     except CorruptRecord:
         raise
     except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
@@ -209,20 +209,19 @@ def _parse_header(header: bytes) -> tuple[str, int, str]:
 
 Convert = Callable[[Any], Any]
 _PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+_NONE = type(None)
 _LIMIT = 2**62
 
 
 def _plain(annotation: str) -> Convert:
     """A check that a value has the annotated plain type. JSON's numbers are taken as they are: no bool for an int."""
     base = annotation.removesuffix("| None").strip()
-    optional, allowed, is_bool = annotation.endswith("| None"), _PLAIN.get(base, (dict,)), base == "bool"
+    allowed = (*_PLAIN.get(base, (dict,)), *((_NONE,) if annotation.endswith("| None") else ()))
 
     def check(value: Any) -> Any:
-        if optional and value is None:
-            return None
-        if not isinstance(value, allowed) or (isinstance(value, bool) and not is_bool):
+        if type(value) not in allowed:
             raise CorruptRecord(f"{base} expected, {type(value).__name__} found")
-        if isinstance(value, int) and not -_LIMIT < value < _LIMIT:
+        if type(value) is int and not -_LIMIT < value < _LIMIT:
             raise CorruptRecord("number out of range")
         return value
 
