@@ -8,11 +8,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fsbarrier.node.journal import read_events
+from fsbarrier.node.liveness import read_beats
+from fsbarrier.paths import RunPaths
+from fsbarrier.protocol.facts import Beat
+from fsbarrier.supervision import processes
+from fsbarrier.trajectories import load, scan_shard
 
 REPO = Path(__file__).resolve().parent.parent
 Event = dict[str, Any]
@@ -99,6 +105,21 @@ class Cluster:
         place = ("phase_started", rank, iteration, phase)
         return self.wait_for(lambda e: (e["event"], e["node_rank"], e["iteration"], e["phase"]) == place)
 
+    def beating(self, rank: int, what: Callable[[Beat], bool], deadline_s: float = 60.0) -> Beat:
+        """The first heartbeat of a node that `what` accepts, waiting for it."""
+        end, pause = time.monotonic() + deadline_s, threading.Event()
+        while True:
+            beat = read_beats(self.log_path).get(rank)
+            if beat is not None and what(beat):
+                return beat
+            assert time.monotonic() < end, f"the awaited heartbeat does not come: {beat}\n{self.said(rank)}"
+            pause.wait(0.02)
+
+    def tree(self, rank: int) -> dict[int, int]:
+        """All that a node runs now, its daemon too: pid -> start time."""
+        pid = self.processes[rank].pid
+        return {pid: processes.Stat(pid).start, **processes.below(pid)}
+
     def said(self, rank: int) -> str:
         path = self.output / f"node_{rank}.txt"
         return (
@@ -106,6 +127,33 @@ class Cluster:
             if path.exists()
             else f"--- node {rank}: nothing"
         )
+
+
+def all_gone(tree: dict[int, int], deadline_s: float) -> bool:
+    """Whether all these processes end within the time given."""
+    end, pause = time.monotonic() + deadline_s, threading.Event()
+    while processes.alive(tree):
+        if time.monotonic() > end:
+            return False
+        pause.wait(0.02)
+    return True
+
+
+def assert_exactly_once(log_path: Path, iterations: int, tasks: int = 24, split: str = "train") -> None:
+    """Every task of every iteration is in the merged file once, sampled from the policy of that iteration."""
+    for iteration in range(1, iterations + 1):
+        merged = load(RunPaths(log_path).merged(split, iteration))
+        counts = Counter(t["task_index"] for t in merged["trajectories"])
+        assert counts == Counter(range(tasks)), f"{split}, iteration {iteration}"
+        assert {t["policy_version"] for t in merged["trajectories"]} == {iteration - 1}
+
+
+def rolled_out_twice(log_path: Path, iteration: int, split: str) -> list[int]:
+    """The tasks that more than one part durably holds: what was there was not used."""
+    folder, merged = RunPaths(log_path).trajectories(split), RunPaths(log_path).merged(split, iteration)
+    parts = folder.glob(f"{merged.name}_rank_*.part")
+    counts = Counter(group.task_index for part in parts for group in scan_shard(part).groups)
+    return sorted(task for task, count in counts.items() if count > 1)
 
 
 def leftovers(log_path: Path) -> list[int]:

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections import Counter
 from pathlib import Path
 
 import pytest
-from cluster import FAST, Cluster, leftovers
+from cluster import FAST, Cluster, assert_exactly_once, leftovers
 
 from fsbarrier.node.control import request_stop
-from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES
-from fsbarrier.trajectories import load
-
-TASKS = 24
-
-
-def assert_exactly_once(log_path: Path, iterations: int) -> None:
-    """Every task of every iteration is in the merged file once: invariant I5."""
-    for iteration in range(1, iterations + 1):
-        merged = load(RunPaths(log_path).merged("train", iteration))
-        counts = Counter(t["task_index"] for t in merged["trajectories"])
-        assert counts == Counter(range(TASKS)), f"iteration {iteration}"
-        assert {t["policy_version"] for t in merged["trajectories"]} == {iteration - 1}
 
 
 def test_clean_run_shows_every_phase_in_order(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""The toy program with one row that takes long in the first generation: there is time to strike a node in it.
+
+`custom.hold` is that row's number. Its work is slowed down where the toy has some, else there is a wait before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsbarrier.loader import load_module
+from fsbarrier.program import Builder, Command, Context, Phase, Steps, Value, Work
+
+LONG_S = 8.0
+toy = load_module("toy")
+
+
+def held(row: Phase) -> Phase:
+    builder = row.each or row.leader
+    if row.each is None and row.leader is not None and row.name in ("train_assign", "eval_decide"):
+        return replace(row, each=slow(None, row.index))
+    if row.each is None and row.leader is not None:
+        return replace(row, leader=slow(builder, row.index))
+    return replace(row, each=slow(row.each, row.index))
+
+
+def slow(builder: Builder | None, index: int) -> Builder:
+    def build(ctx: Context) -> Work:
+        work = builder(ctx) if builder is not None else Value({})
+        if (ctx.generation, ctx.settings["custom"]["hold"]) != (1, index):
+            return work
+        slowed, found = slowed_down(work)
+        return slowed if found else Steps((Command(("sleep", str(LONG_S)), "hold.log", result=False), work))
+
+    return build
+
+
+def slowed_down(work: Work) -> tuple[Work, bool]:
+    """The work with each of its toy programs taking long, and whether there was any."""
+    match work:
+        case Command(spec=spec) if "seconds" in spec:
+            return replace(work, spec={**spec, "seconds": LONG_S}), True
+        case Steps(works):
+            inner = [slowed_down(one) for one in works]
+            return Steps(tuple(one for one, _ in inner)), any(found for _, found in inner)
+    return work, False
+
+
+PROGRAM = replace(toy.PROGRAM, name="held", rows=tuple(held(row) for row in toy.PROGRAM.rows))

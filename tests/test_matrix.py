@@ -1,0 +1,101 @@
+"""Any node, any phase, killed or stopped: the run goes on, and every task is in every merged file once. Real daemons.
+
+A sample runs every day; the whole matrix, 84 cases: `python -m pytest tests/test_matrix.py -m "slow or not slow"`.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Cluster, all_gone, assert_exactly_once, leftovers, rolled_out_twice
+
+from fsbarrier.program import PHASE_NAMES
+
+HELD = Path(__file__).parent / "programs" / "held.py"
+DEAD_S = 2.0
+QUICK = (
+    "coordination.beat_s=0.15",
+    "coordination.suspect_s=0.8",
+    f"coordination.dead_s={DEAD_S:g}",
+    "toy.phase_s=0.05",
+    "toy.tasks=24",
+)
+ROLLOUTS = (2, 6)
+EVERY_DAY = {("SIGKILL", 0, 4), ("SIGKILL", 1, 2), ("SIGSTOP", 0, 11), ("SIGSTOP", 2, 6)}
+CASES = [
+    pytest.param(name, rank, phase, marks=[] if (name, rank, phase) in EVERY_DAY else pytest.mark.slow)
+    for phase in range(len(PHASE_NAMES))
+    for rank in range(3)
+    for name in ("SIGKILL", "SIGSTOP")
+]
+
+
+@pytest.mark.parametrize(("name", "rank", "phase"), CASES)
+def test_a_node_is_struck(tmp_path: Path, name: str, rank: int, phase: int) -> None:
+    iterations = 1 if name == "SIGKILL" and phase < 12 else 2
+    flags = ("--iterations", str(iterations), *QUICK, f"custom.hold={phase}")
+    with Cluster(tmp_path, 3, *flags, program=str(HELD)) as cluster:
+        cluster.start()
+        others = [other for other in range(3) if other != rank]
+        cluster.beating(rank, lambda beat: (beat.iteration, beat.phase) == (1, phase))
+        if phase in ROLLOUTS:  # with something durable, and something missing
+            cluster.beating(rank, lambda beat: beat.progress.get("done", 0) >= 2)
+        tree = cluster.tree(rank)
+        cluster.signal(rank, signal.Signals[name])
+        if name == "SIGKILL":
+            assert all_gone(tree, 5.0)
+            assert_the_others_end(cluster, others)
+            for split in ("train", "test"):
+                assert rolled_out_twice(cluster.log_path, 1, split) == []
+        else:
+            cluster.wait_for(
+                lambda e: (
+                    e["event"] == "generation_started" and e["node_rank"] != rank and e["generation"] == 2
+                )
+            )
+            cluster.signal(rank, signal.SIGCONT)
+            assert_the_others_end(cluster, others)
+            assert_the_zombie_says_so(cluster, rank)
+        assert_the_loss_is_named(cluster, rank, phase, others)
+        for split in ("train", "test"):
+            assert_exactly_once(cluster.log_path, iterations, split=split)
+        assert leftovers(cluster.log_path) == []
+
+
+def assert_the_others_end(cluster: Cluster, others: list[int]) -> None:
+    assert cluster.wait(*others) == dict.fromkeys(others, 0), "\n".join(map(cluster.said, range(3)))
+
+
+def assert_the_zombie_says_so(cluster: Cluster, rank: int) -> None:
+    """It ends what it was doing, joins anew, and takes part again or learns that all is done."""
+    assert cluster.wait(rank) == {rank: 0}, cluster.said(rank)
+    mine = [e for e in cluster.events() if e["node_rank"] == rank]
+    left = next(e for e in mine if e["event"] == "left_generation")
+    assert left["newest"] == 2 and f"node {rank}" in left["reason"]
+    assert not [e for e in mine[mine.index(left) + 1 :] if e["generation"] in (1, 2)]
+    assert [e["state"] for e in mine if e["event"] == "node_ended"] == ["finished"]
+    assert "it joins again" in cluster.said(rank)
+
+
+def assert_the_loss_is_named(cluster: Cluster, rank: int, phase: int, others: list[int]) -> None:
+    events = cluster.events()
+    for other in others:
+        told = [e for e in events if e["event"] == "node_lost" and e["node_rank"] == other]
+        lost: list[dict[str, Any]] = [item for e in told for item in e["lost"]]
+        assert [item["node_rank"] for item in lost] == [rank], told
+        assert (lost[0]["iteration"], lost[0]["phase"], lost[0]["phase_name"]) == (
+            1,
+            phase,
+            PHASE_NAMES[phase],
+        )
+        assert lost[0]["host"] and lost[0]["incarnation"] == 1 and lost[0]["beat_age_s"] > DEAD_S / 2
+        assert lost[0]["log"], "its last log lines"
+        said = cluster.said(other)
+        assert (
+            f"node {rank} ({lost[0]['host']}) is lost" in said
+            and f"phase {phase} {PHASE_NAMES[phase]}" in said
+        )
+        assert "last heartbeat seen" in said and f"| node {rank}: daemon.log: " in said
