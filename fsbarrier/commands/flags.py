@@ -1,9 +1,10 @@
-"""The flags that begin a run, shared by `run` and `launch`, and the flag that names one, shared by all the others."""
+"""What begins a run, shared by `run` and `launch`: flags, and a word on what takes long. The flag that names a run, for all the others."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from fsbarrier.start import preflight
@@ -80,3 +81,8 @@ def whole_number(text: str) -> int:
     if number < 0:
         raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
     return number
+
+
+def say(line: str) -> None:
+    """Tell the user what takes long."""
+    print(f"fsbarrier: {line}", file=sys.stderr, flush=True)

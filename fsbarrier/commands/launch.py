@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fsbarrier.commands import flags
-from fsbarrier.commands.run import say, show
+from fsbarrier.commands.flags import say
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
 from fsbarrier.paths import RunPaths
 from fsbarrier.start import preflight
@@ -133,7 +133,9 @@ def local(given: tuple[Given, ...], defaults: Mapping[str, Any], args: argparse.
     )
     start = startup.begin(request, say)
     if args.dry_run:
-        return show(start.record, as_json=args.json)
+        from fsbarrier.start import dryrun
+
+        return dryrun.show(start.record, as_json=args.json)
     with _signals():
         children: dict[int, Child] = {}
         try:

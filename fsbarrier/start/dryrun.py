@@ -29,10 +29,41 @@ from fsbarrier.program import (
     Work,
 )
 from fsbarrier.protocol.facts import Join, Member, Payload
+from fsbarrier.start.given import flatten
 from fsbarrier.start.runrecord import RunRecord
 from fsbarrier.supervision import accelerators
 
 PORT = "PORT"
+
+
+def show(record: RunRecord, *, as_json: bool) -> int:
+    """Print what a run would be and would start; nothing is written anywhere."""
+    commands = list(describe(record))
+    if as_json:
+        keys = ("node_rank", "phase", "phase_name", "command")
+        listed = [dict(zip(keys, row, strict=True)) for row in commands]
+        print(
+            json.dumps(
+                {
+                    "settings": record.settings,
+                    "tasks": record.tasks,
+                    "model": record.model,
+                    "commands": listed,
+                }
+            )
+        )
+        return 0
+    print(f"# settings (digest {record.settings_digest[:12]})")
+    for key, value in flatten(record.settings, ()).items():
+        print(f"{key} = {json.dumps(value)}")
+    for split, source in record.tasks.items():
+        print(f"# {split}: {source['count']} tasks in {source['path']}")
+    for node_rank in range(record.settings["num_nodes"]):
+        print(f"\n# node {node_rank}")
+        for rank, index, name, command in commands:
+            if rank == node_rank:
+                print(f"{index:2d} {name:<18} {command}")
+    return 0
 
 
 def describe(record: RunRecord) -> Iterator[tuple[int, int, str, str]]:
