@@ -23,7 +23,17 @@ class UsageError(FsbarrierError):
     exit_code = 2
 
 
-class StoreError(FsbarrierError):
+class NodeError(FsbarrierError):
+    """An error about one node: its `rank` and `host`, and `age`, the seconds for which nothing was heard of it; None: not known."""
+
+    def __init__(
+        self, message: str, rank: int | None = None, host: str = "", age: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.host, self.age = rank, host, age
+
+
+class StoreError(NodeError):
     """The shared filesystem failed (EIO, ENOSPC, a mount that went away) beyond what retrying can hide."""
 
     exit_code = 3
@@ -41,7 +51,19 @@ class TooFewNodes(FsbarrierError):
     exit_code = 5
 
 
-class Fenced(FsbarrierError):
-    """A newer incarnation took this node's rank."""
+class PeerLost(NodeError):
+    """A member of a group is dead, left, or was started anew; `Group.regroup()` goes on without it."""
+
+    exit_code = 5
+
+
+class BarrierTimeout(NodeError):
+    """A member of a group did not come in time."""
+
+    exit_code = 5
+
+
+class Fenced(NodeError):
+    """A newer incarnation took this node's rank, or the others went on without this node."""
 
     exit_code = 6

@@ -1,59 +1,41 @@
 """A barrier group for anybody's own scripts, on the same core as the daemon and named as torch.distributed names things.
 
-    with fsbarrier.join("/shared/run", node_rank=1, num_nodes=3, timeout_s=600) as group:
+    with fsbarrier.join("/shared/group", node_rank=1, num_nodes=3, timeout_s=600) as group:
         config = group.broadcast(config, src=0)
         group.barrier()
         sizes = group.all_gather(len(mine))
 
 Each collective is a row with one number, passed by all members of the current generation; what they exchange is JSON. A background
 thread beats and looks at the directory, so that a node that computes for an hour is not taken for dead. After PeerLost the
-living call `regroup()` and go on as the next generation. Standard library and the light dependencies only.
+living call `regroup()` and go on as the next generation. Standard library and the light dependencies only. See docs/group.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
-import threading
 import time
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fsbarrier.errors import Fenced, FsbarrierError, StoreError
+from fsbarrier.errors import NodeError, PeerLost, StoreError
 from fsbarrier.node.agent import Agent
 from fsbarrier.node.host import boot_id
-from fsbarrier.node.observer import Observer, Paces
+from fsbarrier.node.observer import Observer, Paces, fact_name
+from fsbarrier.node.patience import Patience
+from fsbarrier.node.presence import Offer, Presence
 from fsbarrier.node.store import PosixStore
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import Context, Phase, Program, Value
-from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position, encode
-from fsbarrier.protocol.membership import Limits, losses, silence
-from fsbarrier.protocol.state import Exit, Node, Part, Rules, Stage, WorkReport
+from fsbarrier.protocol.facts import CorruptRecord, Fact, Generation, Join, Payload, Position, decode
+from fsbarrier.protocol.membership import Limits
+from fsbarrier.protocol.state import Rules
 
-POLL_MIN_S, POLL_MAX_S, POLL_GROWTH = 0.001, 0.05, 1.5
-
-
-class PeerError(FsbarrierError):
-    """A collective that cannot end because of another node: `rank`, `host`, and `age_s`, the seconds without news of it."""
-
-    def __init__(self, message: str, rank: int = -1, host: str = "", age_s: float | None = None) -> None:
-        super().__init__(message)
-        self.rank, self.host, self.age_s = rank, host, age_s
-
-
-class PeerLost(PeerError):
-    """A member is dead, left, or was restarted; `regroup()` goes on without it."""
-
-    exit_code = 5
-
-
-class BarrierTimeout(PeerError):
-    """A member is alive but did not come within `timeout_s`."""
-
-    exit_code = 5
+MAX_OBJECT_BYTES = 24 * 1024 * 1024  # as JSON; a record that holds it, quoted, stays below facts.MAX_BYTES
+ROW = "collective"
 
 
 def _do_nothing(context: Context) -> Value:
@@ -67,104 +49,85 @@ class _OneRow(Program):
         pass
 
 
-_PROGRAM = _OneRow("group", (Phase(0, "collective", each=_do_nothing),))
-
-
-@dataclass
-class _Offer:
-    """The WorkRunner of a group: the work of row n is done once the caller offered a value for collective n."""
-
-    value: Payload | None = None
-    offered_at: Position | None = None
-    row: Position | None = None
-
-    def launch(self, node: Node, part: Part) -> None:
-        self.row = node.position
-
-    def cancel(self) -> None:
-        self.value = self.row = None
-
-    def report(self) -> WorkReport | None:
-        if self.value is None or self.offered_at != self.row:
-            return None
-        return WorkReport(Part.EACH, True, self.value, 0.0)
-
-    def progress(self) -> Payload:
-        return {}
-
-
-@dataclass
-class _Passed:
-    """A collective that was released: where."""
-
-    generation: Generation
-    position: Position
+_PROGRAM = _OneRow("group", (Phase(0, ROW, each=_do_nothing, transient=True),))
 
 
 class Group:
     """This process's membership. Use `fsbarrier.join`; not for use from several threads at once."""
 
-    def __init__(self, agent: Agent, timeout_s: float, beat_s: float) -> None:
-        self._agent, self._timeout_s, self._beat_s = agent, timeout_s, beat_s
-        self._offer: _Offer = agent.work  # type: ignore[assignment]
-        self._changed = threading.Condition()
-        self._failure: FsbarrierError | None = None
-        self._leaving = threading.Event()
-        self._hurry = threading.Event()
-        self._threads = [
-            threading.Thread(target=target, name=f"fsbarrier-{name}", daemon=True)
-            for name, target in (("look", self._look), ("beat", self._beat))
-        ]
+    def __init__(self, agent: Agent, offer: Offer, timeout_s: float, beat_s: float) -> None:
+        self._paths, self._join = agent.observer.paths, agent.join
+        self._store = PosixStore()
+        self._timeout_s = timeout_s
+        self._presence = Presence(agent, offer, beat_s)
+        self._generation: Generation | None = None  # the one that the caller knows of
+        self._at = Position(1, 0)  # the row of the caller's next collective
+        self._open: Payload | None = None  # what was offered there, while that collective has not ended
+        self._error: NodeError | None = None  # how it failed
+        self._left = False
 
     # --- what callers use ---
 
     @property
     def node_rank(self) -> int:
-        return self._agent.node.rank
+        return self._join.rank
 
     @property
     def generation(self) -> int:
         """The number of the generation that this node is in."""
-        return self._generation().number
+        return self._mine.number
 
     @property
     def members(self) -> tuple[int, ...]:
         """The node ranks of this generation, in order."""
-        return self._generation().ranks
+        return self._mine.ranks
+
+    @property
+    def joiners(self) -> tuple[int, ...]:
+        """The node ranks that are alive and wait to be taken in by a `regroup()`, as far as this node knows by now."""
+        return self._presence.sight.joiners
 
     def barrier(self) -> None:
         """Return once every member has called it. Raises PeerLost, BarrierTimeout, Fenced, StoreError."""
-        self._collective(None)
+        self._collective({"call": "barrier()"})
 
     def all_gather(self, obj: Any) -> list[Any]:
-        """Every member's object (JSON data), in the order of `members`. Raises as `barrier`."""
-        passed = self._collective(obj)
-        return [self._value(passed, rank) for rank in passed.generation.ranks]
+        """Every member's object (JSON data), in the order of `members`. Raises as `barrier`; TypeError, ValueError for an object
+        that cannot be sent."""
+        given = {"call": "all_gather()", "obj": _text(obj)}
+        generation, position = self._collective(given)
+        return [self._given(generation, position, rank, given) for rank in generation.ranks]
 
     def broadcast(self, obj: Any = None, src: int = 0) -> Any:
-        """The object of node rank `src` (JSON data), on every member. Raises as `barrier`; ValueError for a `src` that is no member."""
+        """The object of node rank `src` (JSON data), on every member. Raises as `all_gather`, and ValueError for a `src` that is no
+        member."""
         if src not in self.members:
             raise ValueError(f"src={src} is not a member of generation {self.generation}: {self.members}")
-        return self._value(self._collective(obj if src == self.node_rank else None), src)
+        given = {"call": f"broadcast(src={src})"}
+        generation, position = self._collective(
+            {**given, "obj": _text(obj)} if src == self.node_rank else given
+        )
+        return self._given(generation, position, src, given)
 
     def regroup(self) -> None:
-        """After PeerLost: the living form the next generation. Returns once this node is in it. Raises as `barrier`."""
-        before, deadline = self.generation, time.monotonic() + self._timeout_s
-        with self._changed:
-            if self._lost():
-                self._agent.rules = replace(self._agent.rules, on_node_failure="regroup")
-                self._hurry.set()
-                while self._agent.node.generation is None or self.generation == before:
-                    self._wait(deadline, "regroup")
-                self._agent.rules = replace(self._agent.rules, on_node_failure="hold")
+        """Go on as the next generation: the living, and whoever waits to join. Every member calls it, after PeerLost or as one.
+
+        Returns once this node is in it; the first to call makes it. Raises Fenced, BarrierTimeout, StoreError.
+        """
+        before = self._mine
+        self._check_usable()
+        self._presence.regroup(before.number)
+        try:
+            patience = Patience(self._presence, self._timeout_s, "regroup()")
+            while (now := self._presence.sight.node.generation) is before or now is None:
+                patience.wait()
+        finally:
+            self._presence.rest()
+        self._enter(now)
 
     def leave(self) -> None:
-        """End this membership; the others are told. Safe to call twice."""
-        if not self._leaving.is_set():
-            self._leaving.set()
-            self._hurry.set()
-            for thread in self._threads:
-                thread.join()
+        """End this membership; the others are told. Safe to call twice. Never raises."""
+        self._leave("")
 
     def __enter__(self) -> Self:
         return self
@@ -172,152 +135,164 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.leave()
+        self._leave("" if kind is None else f"{kind.__name__}: {error}"[:500])
+
+    # --- joining and leaving ---
+
+    def _begin(self) -> None:
+        self._presence.start()
+        try:
+            patience = Patience(self._presence, self._timeout_s, "join()")
+            while self._presence.sight.node.generation is None:
+                self._check_alike()
+                patience.wait()
+            self._check_alike()
+        except BaseException as error:
+            self._leave(f"{type(error).__name__} while joining")
+            raise
+        finally:
+            self._presence.rest()
+        assert self._presence.sight.node.generation is not None
+        self._enter(self._presence.sight.node.generation)
+
+    def _check_alike(self) -> None:
+        """All must have joined with the same arguments."""
+        sight = self._presence.sight
+        members = sight.node.generation.ranks if sight.node.generation is not None else sight.joiners
+        for rank in members:
+            join = sight.joins.get(rank)
+            for name, mine in self._join.choices.items():
+                if join is not None and (theirs := join.choices.get(name)) != mine:
+                    raise ValueError(
+                        f"node {rank} ({join.host}) joined {self._paths.root} with {name}={theirs}, "
+                        f"node {self.node_rank} with {name}={mine}: all must give the same"
+                    )
+
+    def _leave(self, why: str) -> None:
+        if not self._left:
+            self._left = True
+            self._presence.leave(why)
+
+    def _enter(self, generation: Generation) -> None:
+        self._generation, self._at = generation, generation.start
+        self._open = self._error = None
+
+    @property
+    def _mine(self) -> Generation:
+        assert self._generation is not None
+        return self._generation
+
+    def _check_usable(self) -> None:
+        if self._left:
+            raise RuntimeError(f"node {self.node_rank} has left the group at {self._paths.root}; join again")
+        if self._presence.sight.failure is not None:
+            raise self._presence.sight.failure
 
     # --- collectives ---
 
-    def _begin(self, num_nodes: int) -> None:
-        for thread in self._threads:
-            thread.start()
-        deadline = time.monotonic() + self._timeout_s
+    def _collective(self, given: Payload) -> tuple[Generation, Position]:
+        """Pass one row: all members came, and what each gave is there."""
+        self._check_usable()
+        generation, position, name = self._mine, self._at, f"{given['call']} no. {self._at.iteration}"
+        if self._open is None:
+            self._open = given
+            self._presence.offer(position, given)
+        elif self._open != given and self._error is not None:
+            raise self._error  # this node's answer to the others is given and stays: that collective, or regroup()
+        else:
+            self._presence.hurry()
         try:
-            with self._changed:
-                while self._agent.node.generation is None:
-                    self._wait(deadline, f"joining ({num_nodes} nodes expected)")
-        except FsbarrierError:
-            self.leave()
+            patience = Patience(self._presence, self._timeout_s, name)
+            while not self._passed(generation, position, name):
+                patience.wait()
+        except NodeError as error:
+            self._error = error
             raise
+        finally:
+            self._presence.rest()
+        self._open = self._error = None
+        self._at = Position(position.iteration + 1, 0)
+        self._clean(generation, position)
+        return generation, position
 
-    def _generation(self) -> Generation:
-        generation = self._agent.node.generation
-        if generation is None:
-            raise Fenced(f"node {self.node_rank} is in no generation now (it was taken for dead); join again")
-        return generation
-
-    def _collective(self, obj: Any) -> _Passed:
-        value = json.loads(
-            json.dumps({"obj": obj})
-        )  # what cannot be sent fails here, on the node that sends it
-        deadline = time.monotonic() + self._timeout_s
-        with self._changed:
-            if self._failure is not None:
-                raise self._failure
-            generation, position = self._generation(), self._agent.node.position
-            assert position is not None
-            self._offer.value, self._offer.offered_at = value, position
-            self._hurry.set()
-            while self._agent.node.generation is generation and self._agent.node.position == position:
-                self._raise_if_lost(position)
-                self._wait(deadline, f"collective {position.iteration}")
-            if self._agent.node.generation is not generation:
-                raise PeerLost(
-                    f"node {self.node_rank}: generation {generation.number} ended during a collective; regroup"
-                )
-            return _Passed(generation, position)
-
-    def _value(self, passed: _Passed, rank: int) -> Any:
-        try:
-            reports = self._agent.observer.reports(passed.generation.number, passed.position, (rank,))
-        except OSError as error:
-            raise StoreError(
-                f"node {self.node_rank}: what node {rank} gave to collective {passed.position.iteration} cannot be read: {error}"
-            ) from None
-        return reports[rank]["obj"]
-
-    def _wait(self, deadline: float, what: str) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if (
-            not self._changed.wait(max(0.0, min(self._beat_s, deadline - time.monotonic())))
-            and time.monotonic() >= deadline
-        ):
-            now = time.monotonic()
-            missing = self._missing(now)
-            names = ", ".join(
-                f"node {m.rank} ({m.host}, last heartbeat {age:.1f} s ago)" for m, age in missing
+    def _passed(self, generation: Generation, position: Position, name: str) -> bool:
+        """Whether all members have come. Raises PeerLost where one will not."""
+        sight = self._presence.sight
+        here = sight.node.generation is generation
+        if here and sight.node.position is not None and sight.node.position > position:
+            return True
+        missing = sight.missing[0] if sight.missing and sight.missing[0].why else None
+        if (here and missing is None) or sight.failure is not None or sight.node.generation is None:
+            return False
+        if self._all_there(generation, position):
+            return True  # nobody can have been told otherwise but who gave up before the last one came
+        if here and missing is not None:
+            member, age = missing.member, missing.age
+            raise PeerLost(
+                f"node {self.node_rank}: {name}: node {member.rank} ({member.host}) is lost: {missing.why}; regroup() goes on without it",
+                member.rank,
+                member.host,
+                age,
             )
-            first, age = missing[0] if missing else (Member(-1, 0), None)
-            message = f"node {self.node_rank}: {what} not passed within {self._timeout_s:g} s; waiting for {names or 'nobody known'}"
-            raise BarrierTimeout(message, first.rank, first.host, age)
+        raise self._superseded(generation, sight.node.generation, name)
 
-    def _missing(self, now: float) -> list[tuple[Member, float]]:
-        node, ledger = self._agent.node, self._agent.observer.ledger
-        if node.generation is None:  # joining
-            num_nodes, joins = self._agent.rules.num_nodes, self._agent.observer.joins
-            absent = [rank for rank in range(num_nodes) if rank not in joins and rank != node.rank]
-            return [(Member(rank, 0, "never seen"), now - node.since) for rank in absent]
-        waiting = self._agent.waiting_for(now)
-        members = node.generation.members if node.generation else ()
-        return [(m, silence(m, ledger, node.since, now)) for m in members if m.rank in waiting]
+    def _superseded(self, old: Generation, new: Generation, name: str) -> PeerLost:
+        """Another member regrouped before this one."""
+        hosts = {m.rank: m.host for m in (*old.members, *new.members)}
+        gone = [m for m in old.members if new.incarnation_of(m.rank) != m.incarnation]
+        ledger, now = self._presence.sight.ledger, time.monotonic()
+        maker = f"node {new.created_by} ({hosts.get(new.created_by, '')})"
+        names = ", ".join(f"node {m.rank} ({m.host})" for m in gone)
+        what = f"{maker} regrouped without {names}" if gone else f"{maker} regrouped"
+        message = (
+            f"node {self.node_rank}: {name}: generation {old.number} is over: {what}; regroup() goes along"
+        )
+        if gone:
+            return PeerLost(message, gone[0].rank, gone[0].host, ledger.age(gone[0], now))
+        return PeerLost(message, new.created_by, hosts.get(new.created_by, ""))
 
-    def _raise_if_lost(self, position: Position) -> None:
-        lost = self._lost()
-        if lost:
-            member, why, age = lost[0]
-            message = f"node {self.node_rank}: node {member.rank} ({member.host}) is lost: {why} (collective {position.iteration})"
-            raise PeerLost(message, member.rank, member.host, age)
+    def _row(self, generation: Generation, iteration: int) -> Path:
+        return self._paths.phase(generation.number, iteration, 0, ROW)
 
-    def _lost(self) -> list[tuple[Member, str, float]]:
-        """The members that are gone and had not passed the row that this node is in."""
-        node, observer, now = self._agent.node, self._agent.observer, time.monotonic()
-        if node.generation is None or node.position is None:
-            return []
-        ledger, limits, lost = observer.ledger, self._agent.rules.limits, []
-        for loss in losses(
-            node.generation.members, node.rank, observer.joins, ledger, node.since, now, limits
-        ):
-            seen = ledger.seen.get(loss.member.rank)
-            passed = seen is not None and seen.beat.iteration > node.position.iteration
-            if not passed:
-                lost.append((loss.member, loss.why, silence(loss.member, ledger, node.since, now)))
-        return lost
+    def _all_there(self, generation: Generation, position: Position) -> bool:
+        try:
+            names = set(self._store.names(self._row(generation, position.iteration)))
+        except OSError:
+            return False
+        return names.issuperset(fact_name(rank, "done") for rank in generation.ranks)
 
-    # --- background ---
+    def _given(self, generation: Generation, position: Position, rank: int, mine: Payload) -> Any:
+        """What node `rank` gave to a row that was passed."""
+        path = self._row(generation, position.iteration) / fact_name(rank, "done")
+        host = next(m.host for m in generation.members if m.rank == rank)
+        try:
+            given = decode(self._store.read(path) or b"", Fact).value
+        except (OSError, CorruptRecord) as error:
+            raise StoreError(
+                f"node {self.node_rank}: what node {rank} ({host}) gave cannot be read: {path}: {error}",
+                rank,
+                host,
+            ) from None
+        if given["call"] != mine["call"]:
+            raise RuntimeError(
+                f"the members are out of step: node {rank} ({host}) called {given['call']} as no. {position.iteration} "
+                f"of generation {generation.number}, node {self.node_rank} {mine['call']}"
+            )
+        return json.loads(given["obj"])
 
-    def _look(self) -> None:
-        interval = POLL_MIN_S
-        while not self._leaving.is_set():
-            busy = False
-            try:
-                with self._changed:
-                    before = self._agent.node
-                    busy = self._agent.tick(time.monotonic())
-                    if before.generation is not None and self._agent.node.generation is None:
-                        self._failure = Fenced(
-                            f"node {self.node_rank} was taken for dead and the others went on; join again"
-                        )
-                    elif self._agent.exit is not None:
-                        self._failure = _as_error(self._agent.exit, self.node_rank)
-                    self._changed.notify_all()
-            except (OSError, FsbarrierError) as error:
-                with self._changed:
-                    self._failure = (
-                        error
-                        if isinstance(error, FsbarrierError)
-                        else StoreError(f"node {self.node_rank}: {error}")
-                    )
-                    self._changed.notify_all()
-            if self._failure is not None:
-                return
-            interval = POLL_MIN_S if busy else min(interval * POLL_GROWTH, POLL_MAX_S)
-            if self._hurry.wait(interval):
-                self._hurry.clear()
-                interval = POLL_MIN_S
+    def _clean(self, generation: Generation, position: Position) -> None:
+        """Remove what nobody reads again: whoever came to this row had ended the one before it (I9).
 
-    def _beat(self) -> None:
-        path, store = self._agent.observer.paths.beat(self.node_rank), self._agent.store
-        while True:
-            last = self._leaving.is_set() or self._failure is not None
-            if last and self._agent.exit is None:
-                self._agent.exit = Exit(0, "left", "left")
-            try:
-                store.put(path, encode(self._agent.beat()))
-            except OSError:
-                pass  # the looking thread meets the same filesystem, and tells
-            if last:
-                return
-            joining = self._agent.node.stage is Stage.JOINING
-            self._leaving.wait(self._beat_s / 10 if joining else self._beat_s)
+        Each member takes its own fact away, and the leader the folder one row later, when all have done so.
+        """
+        start, before = generation.start.iteration, position.iteration - 1
+        with contextlib.suppress(OSError):
+            if before >= start:
+                (self._row(generation, before) / fact_name(self.node_rank, "done")).unlink()
+            if before > start and generation.leader == self.node_rank:
+                folder = self._row(generation, before - 1)
+                folder.rmdir()
+                folder.parent.rmdir()
 
 
 def join(
@@ -332,29 +307,58 @@ def join(
 ) -> Group:
     """Join the group of `num_nodes` nodes at `path` on a shared filesystem; returns once all of them are here.
 
-    `timeout_s` bounds this and every later wait. Raises BarrierTimeout (who is missing), StoreError, ValueError.
+    `timeout_s` bounds this and every later wait. Raises BarrierTimeout (who is missing), StoreError, Fenced, ValueError.
     """
     if not 0 <= node_rank < num_nodes:
         raise ValueError(f"node_rank={node_rank} is not in 0..{num_nodes - 1}")
     if not 0 < beat_s < suspect_s < dead_s:
-        raise ValueError(f"beat_s < suspect_s < dead_s must hold: {beat_s}, {suspect_s}, {dead_s}")
+        raise ValueError(f"0 < beat_s < suspect_s < dead_s must hold: {beat_s}, {suspect_s}, {dead_s}")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s} must be more than 0")
+    paths = RunPaths(Path(path).absolute())
+    if os.path.lexists(paths.record):
+        raise ValueError(f"{paths.root} is the directory of a run; give the group one of its own")
+    alike = {"num_nodes": num_nodes, "beat_s": beat_s, "suspect_s": suspect_s, "dead_s": dead_s}
+    here = Join(node_rank, 0, socket.gethostname(), os.getpid(), boot_id(), choices=alike)
     limits = Limits(suspect_s, dead_s, 2 * beat_s, join_timeout_s=float("inf"))
     rules = Rules(_PROGRAM, 0, 0, num_nodes, on_node_failure="hold", limits=limits)
-    paces = Paces(members_s=0.05, beats_s=beat_s / 2, blind_s=1.5 * beat_s)
-    store = PosixStore()
-    observer = Observer(store, RunPaths(Path(path).absolute()), _PROGRAM, paces)
-    here = Join(node_rank, 0, socket.gethostname(), os.getpid(), boot_id())
-    agent = Agent(store, observer, rules, _Offer(), here, lambda event, node, fields: None)
+    paces = Paces(members_s=min(0.05, beat_s / 2), beats_s=beat_s / 2, blind_s=1.5 * beat_s)
+    store, offer = PosixStore(), Offer()
+    observer = Observer(store, paths, _PROGRAM, paces)
+    agent = Agent(store, observer, rules, offer, here, lambda event, node, fields: None)
     try:
         agent.start(time.monotonic())
     except OSError as error:
-        raise StoreError(f"node {node_rank}: cannot join the group at {path}: {error}") from None
-    group = Group(agent, timeout_s, beat_s)
-    group._begin(num_nodes)
+        message = f"node {node_rank}: cannot join the group at {path}: {error}"
+        raise StoreError(message, node_rank, here.host, 0.0) from None
+    group = Group(agent, offer, timeout_s, beat_s)
+    group._begin()
     return group
 
 
-def _as_error(exit: Exit, rank: int) -> FsbarrierError:
-    if exit.code == Fenced.exit_code:
-        return Fenced(exit.reason)
-    return PeerError(f"node {rank}: {exit.reason}", rank)
+def _text(obj: Any) -> str:
+    """`obj` as JSON. Raises TypeError, ValueError: what cannot be sent fails here, on the node that sends it."""
+    hint = "a group exchanges JSON data: None, bool, int, float, str, lists, and dicts with str keys"
+    try:
+        text = json.dumps(obj, separators=(",", ":"))
+        same = json.loads(text)
+    except TypeError as error:
+        raise TypeError(f"{error}; {hint}. Write anything else to a file and send its path") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"this object cannot be sent: {error}; {hint}") from None
+    if not _alike(obj, same):
+        raise TypeError(f"JSON would change this object (dict keys that are no str?); {hint}")
+    if len(text) > MAX_OBJECT_BYTES:
+        raise ValueError(
+            f"this object is {len(text)} bytes of JSON, at most {MAX_OBJECT_BYTES} can be sent; write it to a file and send its path"
+        )
+    return text
+
+
+def _alike(obj: Any, same: Any) -> bool:
+    """Whether JSON keeps what it was given; tuples may come back as lists."""
+    if isinstance(obj, dict):
+        return obj.keys() == same.keys() and all(_alike(value, same[key]) for key, value in obj.items())
+    if isinstance(obj, list | tuple):
+        return all(map(_alike, obj, same))
+    return True

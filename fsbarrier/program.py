@@ -182,6 +182,8 @@ class Context:
     newest: Callable[[], int] = field(default=lambda: 0)
     #: part files of this iteration that are on disk: split -> parts, oldest generation first
     inventory: Callable[[str], tuple[PartOnDisk, ...]] = field(default=lambda _: ())
+    #: why nodes must not take over tasks of each other on this mount; "" where they may
+    claims_unsafe: Callable[[], str] = field(default=lambda: "")
     accelerators: int = 0  # on this node
     cpus: int = 1
 
@@ -266,6 +268,7 @@ Builder = Callable[[Context], Work]
 class Phase:
     """One row. `each` is every member's work; `leader` is the leader's, and where a row has both, it comes after all the
     others are done. A row with neither is a barrier. `resume`: where a new generation goes on when this row was under way.
+    `transient`: its results are no decisions; later generations do not adopt them, and they need not outlive a loss of power.
     """
 
     index: int
@@ -273,6 +276,7 @@ class Phase:
     each: Builder | None = None
     leader: Builder | None = None
     resume: str = ""
+    transient: bool = False
 
 
 @dataclass(frozen=True)

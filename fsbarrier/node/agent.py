@@ -76,6 +76,7 @@ class Agent:
     _refused: bool = False
     _idle: tuple[Node | None, View | None] = (None, None)
     _pending: deque[Action] = field(default_factory=deque)
+    _announced: int = 0  # no heartbeat bears an incarnation that may turn out to be another process's
     _ambiguous: int = 0  # the incarnation whose announcement ended in an error: it may be there
     _said: tuple[float, Fact] | None = None
     _suspected: set[tuple[int, int]] = field(default_factory=set)
@@ -142,7 +143,7 @@ class Agent:
         state = self.exit.state if self.exit is not None else node.stage.value
         return Beat(
             rank=node.rank,
-            incarnation=node.incarnation,
+            incarnation=self._announced,
             counter=self.counter,
             host=self.join.host,
             pid=self.join.pid,
@@ -162,6 +163,7 @@ class Agent:
         if not mine and self._ambiguous == incarnation:
             mine = self.observer.read(path, Join) == join  # done, although an error was returned
         if mine:
+            self._announced = incarnation
             self.observer.joins[join.rank] = join
         return mine
 

@@ -330,7 +330,7 @@ class Observer:
 
 def decides(row: Phase) -> bool:
     """Whether the leader's fact about this row may hold a value: then it outlives a loss of power."""
-    return row.each is not None or row.leader is not None
+    return (row.each is not None or row.leader is not None) and not row.transient
 
 
 def fact_name(rank: int, status: str) -> str:

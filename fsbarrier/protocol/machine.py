@@ -69,7 +69,7 @@ def step(node: Node, view: View, now: float, rules: Rules) -> Step:
             return result
     if node.stage is Stage.JOINING:
         return _join(node, view, now, rules)
-    for rule in (_release, _failed_program, _lost_member, _work):
+    for rule in (_release, _regroup, _failed_program, _lost_member, _work):
         result = rule(node, view, now, rules)
         if result is not None:
             return result
@@ -176,7 +176,7 @@ def _release(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     ):
         return None
     value, decisions = view.leaders_fact.value, node.decisions
-    if value:
+    if value and not _row(node, rules).transient:
         decisions = with_decision(decisions, _row(node, rules).name, position.iteration, value)
     first, last = rules.span(generation.choices)
     if position.phase < last:
@@ -234,9 +234,7 @@ def _lost_member(node: Node, view: View, now: float, rules: Rules) -> Step | Non
     joiners = live_joiners(view.joins, view.ledger, now, rules.limits)
     if rules.on_node_failure == "hold":  # a group of somebody's own: the caller is told, and decides
         return None
-    if rules.on_node_failure == "regroup":
-        members = (*living, *(joiners[rank] for rank in joiners if rank not in {m.rank for m in living}))
-    elif rules.on_node_failure == "abort":
+    if rules.on_node_failure == "abort":
         verdict = Verdict(5, f"{names}; --on-node-failure abort ends the run")
     elif rules.on_node_failure == "wait":
         waited = now - (node.trouble_since if node.trouble_since is not None else now)
@@ -255,6 +253,30 @@ def _lost_member(node: Node, view: View, now: float, rules: Rules) -> Step | Non
     attempt = failed_tries(generation, position)
     proposal = successor(node, view, rules, members, names, verdict=verdict, attempt=attempt)
     return _propose_in_turn(node, proposal, now, rules, gone)
+
+
+def _regroup(node: Node, view: View, now: float, rules: Rules) -> Step | None:
+    """A group's caller asked for the next generation: of the living, and of those who wait to be taken in.
+
+    A member that was started anew is given a moment to show that it lives; nobody takes turns, since only some may have asked.
+    """
+    generation = node.generation
+    assert generation is not None
+    if generation.number != rules.regroup:
+        return None
+    gone = losses(generation.members, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
+    lost_ranks = {loss.member.rank for loss in gone}
+    joiners = live_joiners(view.joins, view.ledger, now, rules.limits)
+    known = {m.rank: m.incarnation for m in generation.members}
+    restarted = {r for r, join in view.joins.items() if r in known and join.incarnation > known[r]}
+    since = now if node.trouble_since is None else node.trouble_since
+    if not restarted <= joiners.keys() and now - since < rules.limits.stagger_s:
+        return (changed(node, trouble_since=since), ()) if node.trouble_since is None else None
+    members = {m.rank: m for m in generation.members if m.rank not in lost_ranks}
+    proposal = successor(
+        node, view, rules, [*({**joiners, **members}).values()], lost_as_text(gone) or "regroup"
+    )
+    return node, (Propose(proposal),)
 
 
 def _propose_in_turn(

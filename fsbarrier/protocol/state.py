@@ -37,9 +37,10 @@ class Rules:
     last: int
     num_nodes: int
     min_nodes: int = 1
-    on_node_failure: str = "shrink"  # "shrink" | "wait" | "abort"; groups: "hold" | "regroup"
+    on_node_failure: str = "shrink"  # "shrink" | "wait" | "abort"; groups: "hold"
     retries: int = 2
     limits: Limits = field(default_factory=Limits)
+    regroup: int = 0  # groups: the caller asked that this generation be followed by the next
 
     def span(self, choices: Payload) -> tuple[int, int]:
         """The first and the last row of an iteration, as a generation's choices say."""
