@@ -113,14 +113,16 @@ def merge_by_hand(
             )
     with _converted(items, args) as usable:
         parts, expected = rankfiles.parts(usable), rankfiles.expected_tasks(usable)
-        plan = make_plan(parts, expected)
+        keep = rankfiles.groups_to_keep(usable)
+        plan = make_plan(parts, expected, keep=keep)
         known = {"expected": None if expected is None else len(expected), "missing": list(plan.missing)}
+        done = _already_there(out, set(plan.taken), set() if args.allow_partial else set(plan.missing))
+        if done is not None:
+            return {"report": asdict(done), **known}
         if plan.missing and not args.allow_partial:
             raise UsageError(
                 f"{out.name}: {missing_text(plan.missing)}. To merge without them: --allow-partial"
             )
-        if (done := _already_there(out, set(plan.taken))) is not None:
-            return {"report": asdict(done), **known}
         if args.dry_run:
             counts = {"groups": len(plan.taken), "duplicates_dropped": plan.duplicates}
             return {"report": None, "would_merge": {"out": str(out), **counts}, **known}
@@ -132,14 +134,15 @@ def merge_by_hand(
                 out,
                 metadata=metadata,
                 expected=expected,
+                keep=keep,
                 allow_partial=args.allow_partial,
                 on_progress=show,
             )
         return {"report": asdict(report), **known}
 
 
-def _already_there(out: Path, tasks: set[int]) -> AggregateReport | None:
-    """The report of an intact merged file that has every one of `tasks` already: what the run merged is not replaced."""
+def _already_there(out: Path, tasks: set[int], missing: set[int]) -> AggregateReport | None:
+    """The report of an intact merged file that has all of `tasks` already, and of `missing` says that the run cut them off."""
     try:
         if not out.exists():
             return None
@@ -150,12 +153,15 @@ def _already_there(out: Path, tasks: set[int]) -> AggregateReport | None:
         return None  # ours, but damaged: made anew
     if scan.damaged or not scan.merged or not tasks <= {group.task_index for group in scan.groups}:
         return None
-    missing = scan.header.get("missing")
+    cut_off = scan.header.get("cut_off")
+    if missing and not (isinstance(cut_off, list) and missing <= set(cut_off)):
+        return None
+    absent = scan.header.get("missing")
     return AggregateReport(
         out=str(out),
         trajectories=scan.trajectories,
         groups=len(scan.groups),
-        missing=tuple(missing) if isinstance(missing, list) else (),
+        missing=tuple(absent) if isinstance(absent, list) else (),
         duplicates_dropped=0,
         bytes=scan.valid_bytes,
         reward_mean=scan.reward_mean,
@@ -253,6 +259,7 @@ def work(spec_file: Path) -> int:
             Path(spec["out"]),
             metadata=spec["metadata"],
             expected=spec["expected"],
+            keep=spec.get("keep"),
             allow_partial=spec.get("allow_partial", False),
             on_progress=_progress_file(Path(spec["progress"])),
         )

@@ -63,6 +63,10 @@ class RunPaths:
     def phase(self, generation: int, iteration: int, index: int, name: str) -> Path:
         return self.iteration(generation, iteration) / f"p{index:02d}-{name}"
 
+    def claims(self, generation: int, iteration: int, split: str) -> Path:
+        """Who rolls out what, settled while it happens (fsbarrier/data/claims.py), and how far all are."""
+        return self.iteration(generation, iteration) / f"claims-{split}"
+
     def trajectories(self, split: str) -> Path:
         return self.root / f"{split}_trajectories"
 

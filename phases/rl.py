@@ -6,7 +6,9 @@ Fourteen rows, and for each row small pure functions that say what a node runs i
 
 from __future__ import annotations
 
+import math
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from fsbarrier.errors import UsageError
@@ -34,18 +36,37 @@ NOTHING = Value({})
 
 
 def assign_train(ctx: Context) -> Work:
-    """Leader: which tasks this iteration rolls out, and who does which. What is already on disk is adopted by name."""
+    """Leader: which tasks this iteration rolls out, and who starts with which. What is already on disk is adopted by name."""
     if ctx.settings["rollout_split"] == "eval-only":
         return NOTHING
     rollout = ctx.settings["rollout"]
-    wanted = sample_tasks(
-        ctx.tasks["train"]["count"], rollout["tasks"], seed=rollout["seed"], iteration=ctx.iteration
+    count, more = rollout["tasks"], rollout["oversample"]
+    sampled = sample_tasks(
+        ctx.tasks["train"]["count"], math.ceil(count * more), seed=rollout["seed"], iteration=ctx.iteration
     )
-    return Value(share_out(ctx, "train", wanted))
+    return Value(share_out_train(ctx, sampled, keep=count if more > 1 else None))
+
+
+def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -> dict[str, Any]:
+    """Train tasks to ranks, those that the last iteration cut off first. Of more than `keep` groups the merge keeps so many."""
+    carried = carried_over(ctx) if ctx.settings["rollout"]["carry_over"] else []
+    again = set(carried)
+    wanted = carried + [task for task in sampled if task not in again]
+    return {**share_out(ctx, "train", wanted), "keep": keep, "carried": carried}
+
+
+def carried_over(ctx: Context) -> list[int]:
+    """The tasks that were cut off at the end of the iteration before."""
+    last = ctx.decisions.get("train_aggregate")
+    cut_off = last["value"].get("cut_off", ()) if last and last["iteration"] == ctx.iteration - 1 else ()
+    return list(cut_off)
 
 
 def share_out(ctx: Context, split: str, wanted: list[int]) -> dict[str, Any]:
-    """Tasks to ranks by weight, less those whose groups an earlier attempt at this iteration left whole on disk."""
+    """Tasks to ranks by weight, less those whose groups an earlier attempt at this iteration left whole on disk.
+
+    `fixed_shares` says why each node does its own share and no more; "" where those that run out take over from the slowest.
+    """
     missing, adopted = set(wanted), []
     for part in ctx.inventory(split):
         useful = [task for task in part.tasks if task in missing]
@@ -53,32 +74,30 @@ def share_out(ctx: Context, split: str, wanted: list[int]) -> dict[str, Any]:
             missing.difference_update(useful)
             adopted.append({"path": part.path, "valid_bytes": part.valid_bytes, "tasks": useful})
     shares = split_by_weight([task for task in wanted if task in missing], ctx.weights)
+    fixed = "rollout.take_over is off" if not ctx.settings["rollout"]["take_over"] else ctx.claims_unsafe()
+    events = [{"event": "shares_fixed", "why": fixed}] if fixed and len(shares) > 1 else []
     return {
         "wanted": wanted,
         "shares": {str(rank): share for rank, share in zip(ctx.ranks, shares, strict=True)},
         "adopted": adopted,
+        "fixed_shares": fixed,
+        **({"events": events} if events else {}),
     }
 
 
 def rollout_train(ctx: Context) -> Work:
-    """Every node: its share of the tasks against the local vLLM."""
+    """Every node: its share of the tasks against the local vLLM, then what slower nodes have not begun."""
     return rollout(ctx, "train", ctx.decided("train_assign"), ctx.settings["rollout"])
 
 
 def rollout(ctx: Context, split: str, assigned: Payload | None, sampling: Payload) -> Work:
-    tasks = assigned["shares"][str(ctx.node_rank)] if assigned else []
-    if not tasks:
+    if not assigned or not assigned["shares"][str(ctx.node_rank)]:
         return NOTHING
     command = ctx.worker(
         "rollout",
         "rollout.log",
-        split=split,
-        tasks=tasks,
+        **share_of(ctx, split, assigned),
         task_file=ctx.tasks[split]["path"],
-        part=str(ctx.paths.part(split, ctx.iteration, ctx.node_rank, ctx.generation, ctx.incarnation)),
-        prefix=f"{split}-g{ctx.generation:04d}n{ctx.node_rank:04d}i{ctx.incarnation:04d}",
-        checkpoint=str(ctx.paths.rank_checkpoint(split, ctx.iteration, ctx.node_rank)),
-        policy_version=ctx.policy.version,
         model=str(ctx.policy.model),
         engine="{engine}",
         sampling={
@@ -86,6 +105,27 @@ def rollout(ctx: Context, split: str, assigned: Payload | None, sampling: Payloa
         },
     )
     return Steps((ServeWeights(ctx.policy.model, ctx.policy.version, ctx.threads), command))
+
+
+def share_of(ctx: Context, split: str, assigned: Payload) -> dict[str, Any]:
+    """What a rollout program is told of its share: where it begins, what it may take over, when it may end, where results go."""
+    settings, rank = ctx.settings["rollout"], ctx.node_rank
+    ends_early = split == "train" and settings["completion_threshold"] < 1
+    return {
+        "split": split,
+        "tasks": assigned["shares"][str(rank)],
+        "shares": assigned["shares"],
+        "fixed_shares": assigned["fixed_shares"],
+        "claims": str(ctx.paths.claims(ctx.generation, ctx.iteration, split)),
+        "completion_threshold": settings["completion_threshold"] if ends_early else 1.0,
+        "there": sum(len(part["tasks"]) for part in assigned["adopted"]),
+        "expected": assigned["wanted"],
+        "keep": assigned.get("keep"),
+        "part": str(ctx.paths.part(split, ctx.iteration, rank, ctx.generation, ctx.incarnation)),
+        "prefix": f"{split}-g{ctx.generation:04d}n{rank:04d}i{ctx.incarnation:04d}",
+        "checkpoint": str(ctx.paths.rank_checkpoint(split, ctx.iteration, rank)),
+        "policy_version": ctx.policy_version,
+    }
 
 
 def aggregate_train(ctx: Context) -> Work:
@@ -99,10 +139,16 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
     reports = ctx.reports(rolled_out_in)
     parts = [*assigned["adopted"]]
     parts += [
-        {"path": reports[rank]["part"], "valid_bytes": None, "tasks": assigned["shares"][str(rank)]}
+        {
+            "path": report["part"],
+            "valid_bytes": None,
+            "tasks": report.get("tasks", assigned["shares"][str(rank)]),
+        }
         for rank in ctx.ranks
-        if "part" in reports.get(rank, {})
+        if "part" in (report := reports.get(rank, {}))
     ]
+    cut_off = tasks_cut_off(ctx, assigned["wanted"], parts, reports)
+    without = set(cut_off)
     merged = ctx.paths.merged_by(split, ctx.iteration, ctx.generation)
     event = {"split": split, "policy_version": ctx.policy_version}
     command = Command(
@@ -112,18 +158,32 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
             **ctx.identity(),
             "parts": parts,
             "out": str(merged),
-            "expected": assigned["wanted"],
+            "expected": [task for task in assigned["wanted"] if task not in without],
+            "keep": assigned.get("keep"),
             "metadata": {
                 "run_id": ctx.run_id,
                 "iteration": ctx.iteration,
                 "generation": ctx.generation,
+                "cut_off": cut_off,
+                "carried": assigned.get("carried", []),
                 **event,
             },
         },
-        extra={"merged": str(merged), **event},
+        extra={"merged": str(merged), "cut_off": cut_off, **event},
         event="rolled_out" if split == "train" else "evaluated",
     )
     return Steps((command, PublishFile(merged, ctx.paths.merged(split, ctx.iteration))))
+
+
+def tasks_cut_off(
+    ctx: Context, wanted: list[int], parts: list[dict[str, Any]], reports: Mapping[int, Payload]
+) -> list[int]:
+    """What is in no part because the phase was ended before. Anything else that is missing, the merge will refuse to go without."""
+    done = {task for part in parts for task in part["tasks"]}
+    left = [task for task in wanted if task not in done]
+    enough = ctx.settings["rollout"]["completion_threshold"] * len(wanted)
+    ended = any(report.get("ended_early") for report in reports.values())
+    return left if ended and len(wanted) - len(left) >= enough else []
 
 
 def evaluates(ctx: Context) -> bool:

@@ -1,7 +1,7 @@
 """The default program's rows without a model: real trajectories through the same storage code, one deterministic record a task.
 
 For tests and for showing the protocol: `./run.sh --program toy --num-nodes 3 ...`. `toy.tasks` tasks, `toy.phase_s` seconds in
-each working phase; no vLLM, no torch.
+each working phase; `toy.speeds=1,1,0.33`: node 2 is three times slower than its weight says; no vLLM, no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def all_tasks(ctx: Context) -> list[int]:
 def assign_train(ctx: Context) -> Work:
     if ctx.settings["rollout_split"] == "eval-only":
         return Value({})
-    return Value(rl.share_out(ctx, "train", all_tasks(ctx)))
+    return Value(rl.share_out_train(ctx, all_tasks(ctx)))
 
 
 def rollout_train(ctx: Context) -> Work:
@@ -42,19 +42,11 @@ def rollout_eval(ctx: Context) -> Work:
 
 
 def rollout(ctx: Context, split: str, assigned: Payload | None) -> Work:
-    tasks = assigned["shares"][str(ctx.node_rank)] if assigned else []
-    if not tasks:
+    if not assigned or not assigned["shares"][str(ctx.node_rank)]:
         return Value({})
-    part = ctx.paths.part(split, ctx.iteration, ctx.node_rank, ctx.generation, ctx.incarnation)
-    checkpoint = ctx.paths.rank_checkpoint(split, ctx.iteration, ctx.node_rank)
-    prefix = f"{split}-g{ctx.generation:04d}n{ctx.node_rank:04d}i{ctx.incarnation:04d}"
-    fields = {
-        "part": str(part),
-        "checkpoint": str(checkpoint),
-        "prefix": prefix,
-        "policy_version": ctx.policy_version,
-    }
-    return toy(ctx, "rollout", "rollout.log", split=split, tasks=tasks, **fields)
+    speeds = ctx.settings["toy"]["speeds"]
+    speed = speeds[ctx.node_rank] if ctx.node_rank < len(speeds) else 1.0
+    return toy(ctx, "rollout", "rollout.log", **rl.share_of(ctx, split, assigned), speed=speed)
 
 
 def toy(ctx: Context, do: str, log: str, **fields: Any) -> Command:

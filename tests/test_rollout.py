@@ -86,6 +86,14 @@ def make_spec(folder: Path, url: str, prompts: list[Any], **changes: Any) -> Pat
         "policy_version": 4,
         "split": "train",
         "tasks": list(range(len(prompts))),
+        "shares": {"2": list(range(len(prompts)))},
+        "fixed_shares": "",
+        "claims": str(folder / "claims"),
+        "completion_threshold": 1.0,
+        "there": 0,
+        "expected": list(range(len(prompts))),
+        "keep": None,
+        "incarnation": 1,
         "task_file": str(folder / "train.jsonl"),
         "part": str(folder / "trajectories" / "part"),
         "prefix": "train-g0003n0002i0001",
@@ -307,7 +315,7 @@ def test_no_more_prompts_are_in_flight_than_set(tmp_path: Path, fake: Fake) -> N
 
 
 def test_no_task_is_a_finished_empty_file(tmp_path: Path, fake: Fake) -> None:
-    done = run(make_spec(tmp_path, fake.url, ["ba="], tasks=[]))
+    done = run(make_spec(tmp_path, fake.url, ["ba="], tasks=[], shares={"2": []}))
     assert done.code == 0 and done.result["groups"] == 0 and done.result["reward_mean"] is None
     assert (tmp_path / "trajectories" / "checkpoint").exists()
 
@@ -344,7 +352,7 @@ def test_a_reward_of_ones_own_and_its_failures(tmp_path: Path, fake: Fake) -> No
         ({"sampling": {"temperature": 0}}, "at temperature 0 would all be the same"),
         ({"reward.kind": "numeric"}, "task 0: reward.kind=numeric, but the answer has no number: 'ab'"),
         ({"reward.kind": "none.py:f"}, "there is no file none.py"),
-        ({"tasks": [0, 5]}, "train.jsonl: has 1 tasks, so none with index 5"),
+        ({"tasks": [0, 5], "shares": {"2": [0, 5]}}, "train.jsonl: has 1 tasks, so none with index 5"),
     ],
 )
 def test_what_the_user_must_mend_is_exit_code_2(

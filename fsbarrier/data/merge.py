@@ -58,6 +58,7 @@ class AggregateReport:
     damaged: tuple[str, ...] = ()  # groups dropped because their bytes do not match their checksums
     unexpected: int = 0  # groups dropped because their task is not among the expected
     fingerprint: str = ""  # names the groups that were merged; equal content, equal fingerprint
+    left_out: int = 0  # groups beyond those to keep: without signal, or surplus
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ def aggregate(
     *,
     metadata: dict[str, Any],
     expected: Collection[int] | None,
+    keep: int | None = None,
     allow_partial: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> AggregateReport:
@@ -83,12 +85,13 @@ def aggregate(
 
     Of a task that several parts hold, the first part in order wins; the next one stands in where its bytes are damaged.
     `expected`: the task indices that must be there (None: not known); others are left out. If one is missing, UsageError
-    names it and nothing is written, unless `allow_partial`: then the result's metadata lists it. If `out` holds these very
-    groups already and is intact, it is left untouched, whatever `metadata` says.
+    names it and nothing is written, unless `allow_partial`: then the result's metadata lists it. `keep`: of more groups
+    only the first so many whose rewards differ, in the order of `expected`, filled up with others; the metadata lists
+    what was left out. If `out` holds these very groups already and is intact, it is left untouched, whatever `metadata` says.
     Raises UsageError (missing tasks, parts that cannot be merged, a foreign file in the way), StoreError.
     """
     try:
-        return _aggregate(parts, out, metadata, expected, allow_partial, on_progress)
+        return _aggregate(parts, out, metadata, expected, keep, allow_partial, on_progress)
     except OSError as error:
         raise StoreError(f"{out}: cannot merge: {error.strerror or error}") from error
 
@@ -98,13 +101,14 @@ def _aggregate(
     out: Path,
     metadata: dict[str, Any],
     expected: Collection[int] | None,
+    keep: int | None,
     allow_partial: bool,
     on_progress: Callable[[Progress], None] | None,
 ) -> AggregateReport:
     excluded: set[tuple[int, str]] = set()
     damaged: list[str] = []
     while True:
-        plan = make_plan(parts, expected, excluded)
+        plan = make_plan(parts, expected, excluded, keep)
         plan.damaged = damaged
         if plan.missing and not allow_partial:
             why = f"; damaged: {', '.join(damaged)}" if damaged else ""
@@ -154,6 +158,7 @@ def _report(plan: Plan, out: Path, size: int, *, already_done: bool) -> Aggregat
         damaged=tuple(plan.damaged),
         unexpected=plan.unexpected,
         fingerprint=plan.fingerprint,
+        left_out=len(plan.without_signal) + len(plan.surplus),
     )
 
 
@@ -279,6 +284,7 @@ class _Merge:
                 "task_id": group.task_id,
                 "trajectories": group.trajectories,
                 "reward_sum": group.reward_sum,
+                "signal": group.signal,
                 "key": group.key,
                 "storages": [storage.name.removeprefix(DATA) for storage in group.storages],
                 "body": [self.body_places[group.task_index], group.body_length, group.body_crc],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,14 @@ class Plan:
     unexpected: int
     missing: tuple[int, ...]
     damaged: list[str] = field(default_factory=list)
+    without_signal: tuple[
+        int, ...
+    ] = ()  # tasks left out because their rewards are all equal, and others are enough
+    surplus: tuple[int, ...] = ()  # tasks left out because those before them are enough
+    rolled_out: tuple[int, float | None] = (
+        0,
+        None,
+    )  # trajectories and their mean reward, those left out included
 
     @property
     def by_task(self) -> list[GroupEntry]:
@@ -51,9 +59,15 @@ class Plan:
 
 
 def make_plan(
-    parts: Sequence[Part], expected: Collection[int] | None, excluded: Collection[tuple[int, str]] = ()
+    parts: Sequence[Part],
+    expected: Collection[int] | None,
+    excluded: Collection[tuple[int, str]] = (),
+    keep: int | None = None,
 ) -> Plan:
-    """Choose the groups to merge, reading headers only. Raises UsageError, StoreError."""
+    """Choose the groups to merge, reading headers only: of more than `keep` the first with signal, in the order of `expected`.
+
+    Raises UsageError, StoreError.
+    """
     plan = Plan([], {}, 0, 0, ())
     wanted = None if expected is None else frozenset(expected)
     for position, part in enumerate(parts):
@@ -80,7 +94,21 @@ def make_plan(
             "two parts were written with the same prefix and hold different tasks; they cannot be merged"
         )
     plan.missing = tuple(sorted(wanted - plan.taken.keys())) if wanted is not None else ()
+    _keep_first(plan, len(plan.taken) if keep is None else keep, plan.taken if expected is None else expected)
     return plan
+
+
+def _keep_first(plan: Plan, count: int, order: Iterable[int]) -> None:
+    """Leave out all but `count` groups: of those with signal the last ones, of the others as many as it takes."""
+    everything = plan.by_task
+    plan.rolled_out = sum(group.trajectories for group in everything), mean_reward(everything)
+    there = [task for task in dict.fromkeys(order) if task in plan.taken]
+    useful = [task for task in there if plan.taken[task][1].signal]
+    others = [task for task in there if not plan.taken[task][1].signal]
+    spare = max(0, count - len(useful))
+    plan.surplus, plan.without_signal = tuple(useful[count:]), tuple(others[spare:])
+    for task in (*plan.surplus, *plan.without_signal):
+        del plan.taken[task]
 
 
 def merged_metadata(plan: Plan, parts: Sequence[Part], metadata: dict[str, Any]) -> dict[str, Any]:
@@ -96,6 +124,9 @@ def merged_metadata(plan: Plan, parts: Sequence[Part], metadata: dict[str, Any])
             for part, scan in zip(parts, plan.scans, strict=True)
         ],
         "missing": list(plan.missing),
+        "without_signal": list(plan.without_signal),
+        "surplus": list(plan.surplus),
+        "rolled_out": {"trajectories": plan.rolled_out[0], "reward_mean": plan.rolled_out[1]},
         "damaged": list(plan.damaged),
         "created_by": f"fsbarrier {__version__}",
     }

@@ -165,17 +165,23 @@ def parts(found: Sequence[RankFile]) -> list[Part]:
     return [Part(item.path, item.scan.valid_bytes) for item in found if item.usable and item.scan]
 
 
-def expected_tasks(found: Sequence[RankFile]) -> frozenset[int] | None:
-    """The tasks that the writers of the files say there should be; None where none of them says."""
-    tasks: set[int] = set()
+def expected_tasks(found: Sequence[RankFile]) -> tuple[int, ...] | None:
+    """The tasks that the writers of the files say there should be, in their order; None where none of them says."""
+    tasks: dict[int, None] = {}
     known = False
-    for item in found:
-        header = item.scan.header if item.usable and item.scan else {}
-        for name in ("assigned", "expected"):
+    for name in ("expected", "assigned"):
+        for item in found:
+            header = item.scan.header if item.usable and item.scan else {}
             if isinstance(header.get(name), list):
                 known = True
-                tasks.update(task for task in header[name] if isinstance(task, int))
-    return frozenset(tasks) if known else None
+                tasks.update((task, None) for task in header[name] if isinstance(task, int))
+    return tuple(tasks) if known else None
+
+
+def groups_to_keep(found: Sequence[RankFile]) -> int | None:
+    """How many groups the merge keeps where more were rolled out than are wanted; None: all."""
+    counts = {item.scan.header.get("keep") for item in found if item.usable and item.scan}
+    return next((count for count in counts if isinstance(count, int) and count > 0), None)
 
 
 def common_metadata(found: Sequence[RankFile], split: str, iteration: int) -> dict[str, Any]:

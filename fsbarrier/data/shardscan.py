@@ -51,6 +51,9 @@ class GroupEntry(NamedTuple):
     body_offset: int = 0
     body_length: int = 0
     body_crc: int = 0
+    signal: bool = (
+        True  # whether its rewards differ; False: a group has nothing to learn from relative to itself
+    )
 
     @property
     def end(self) -> int:
@@ -289,6 +292,7 @@ def read_group(fd: int, entry: Entry, storages: tuple[Entry, ...]) -> GroupEntry
             entry.data_offset,
             body_length,
             int(described["body_crc"]),
+            bool(described.get("signal", True)),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise FormatError(f"the description of group {key} lacks {error}") from None
@@ -339,6 +343,7 @@ def _merged_group(record: dict[str, Any], entries: dict[str, Entry]) -> GroupEnt
         body_offset,
         body_length,
         body_crc,
+        bool(record.get("signal", True)),
     )
 
 

@@ -290,12 +290,14 @@ def _group_bytes(
         data += header_bytes(entry) + content
         storages.append(entry)
     reward_sum = float(sum(trajectory["reward"] for trajectory in trajectories))
+    signal = len({float(trajectory["reward"]) for trajectory in trajectories}) > 1
     body_crc = zlib.crc32(body)
     described = {
         "task_index": task_index,
         "task_id": str(trajectories[0]["task_id"]),
         "trajectories": len(trajectories),
         "reward_sum": reward_sum,
+        "signal": signal,
         "body_crc": body_crc,
         "storages": [[entry.name.removeprefix(DATA), entry.size, entry.crc] for entry in storages],
     }
@@ -306,4 +308,4 @@ def _group_bytes(
     )
     data += header_bytes(commit) + body + tail
     counted = (task_index, str(described["task_id"]), len(trajectories), offset, len(data), key, reward_sum)
-    return GroupEntry(*counted, tuple(storages), commit.data_offset, len(body), body_crc), data
+    return GroupEntry(*counted, tuple(storages), commit.data_offset, len(body), body_crc, signal), data

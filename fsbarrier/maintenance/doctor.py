@@ -71,6 +71,12 @@ def mount(path: Path) -> Check:
     return Check("mount", "ok", shown)
 
 
+def claims_unsafe(path: Path) -> str:
+    """Why two nodes may both win an exclusive create under `path`, going by its type; "" where one does. Raises OSError."""
+    found = mount(path)
+    return f"{found.finding}: {found.advice}" if found.level == "refused" else ""
+
+
 def mount_of(path: Path) -> tuple[str, str, tuple[str, ...]]:
     """(type, source, options) of the mount that holds `path`."""
     best, found = -1, ("unknown", "unknown", ())

@@ -6,9 +6,11 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fsbarrier import trajectories
+from fsbarrier.maintenance import doctor
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import PHASE_NAMES, Context, PartOnDisk
 from fsbarrier.protocol.facts import Payload, Position
@@ -61,6 +63,7 @@ class ContextMaker:
             reports=reports,
             newest=self.observer.newest_number,
             inventory=inventory,
+            claims_unsafe=partial(doctor.claims_unsafe, self.record.log_path),
             accelerators=self.accelerators,
             cpus=len(os.sched_getaffinity(0)),
         )

@@ -38,3 +38,12 @@ def split_by_weight(tasks: Sequence[int], weights: Sequence[float]) -> list[list
         shares.append(list(tasks[start : start + count]))
         start += count
     return shares
+
+
+LOTS = 128  # of a share, at most: the last one is then under a hundredth of the work
+
+
+def lots(share: Sequence[int], most: int = LOTS) -> list[tuple[int, ...]]:
+    """A share cut into consecutive lots of equal size (the last may be smaller): what one claim takes."""
+    size = -(-len(share) // most) or 1
+    return [tuple(share[start : start + size]) for start in range(0, len(share), size)]

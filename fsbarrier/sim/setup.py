@@ -44,13 +44,14 @@ def program() -> Program:
 def settings(nodes: int, phases: str) -> dict[str, Any]:
     """The settings that phases/rl.py looks at."""
     sampling = {"samples": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 8, "seed": 0}
+    tail = {"completion_threshold": 1.0, "grace_s": 0.0, "carry_over": False}
     return {
         "num_nodes": nodes,
         "rank_weights": None,
         "rollout_split": None,
         "rl_phase": phases,
         "eval_interval": 2,
-        "rollout": {"tasks": 6, **sampling},
+        "rollout": {"tasks": 6, **sampling, **tail, "take_over": True, "oversample": 1.0},
         "eval": {"tasks": 3, "samples": 1},
         "trainer": {"command": None, "processes_per_node": 1, "timeout_s": 1800},
         "checkpoint": {"keep": 3},

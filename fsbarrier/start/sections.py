@@ -61,6 +61,27 @@ class Rollout(Section):
     )
     retries: CountOrZero = setting(3, "How often a failed request is tried again, with back-off.")
     seed: CountOrZero = setting(0, "Decides which tasks are drawn when.")
+    take_over: bool = setting(
+        True, "A node that has run out of tasks takes over those that the slowest has not begun."
+    )
+    task_timeout_s: Seconds | None = setting(
+        None, "Seconds after which a task that was begun counts as failed; none: no limit."
+    )
+    completion_threshold: Share = setting(
+        1.0,
+        "Train rollouts end once this share of the tasks is done and `grace_s` has passed; 1: when all are done.",
+    )
+    grace_s: NotNegative = setting(
+        30.0, "Seconds that tasks get to be finished after `completion_threshold` is reached."
+    )
+    carry_over: bool = setting(
+        False,
+        "Tasks that were cut off at the end of an iteration are rolled out in the next one, beside its own.",
+    )
+    oversample: Annotated[float, Field(ge=1, le=100)] = setting(
+        1.0,
+        "Roll out this many times `rollout.tasks`, and keep the first `rollout.tasks` whose rewards are not all equal.",
+    )
 
 
 class Eval(Section):
@@ -187,3 +208,6 @@ class Toy(Section):
 
     tasks: Count = setting(64, "Tasks an iteration.")
     phase_s: NotNegative = setting(0.5, "Seconds that each working phase takes.")
+    speeds: Weights = setting(
+        (), "How fast each node is, beside what its weight says: 0.5 is half; not given: all 1."
+    )

@@ -2,6 +2,7 @@
 
 `python -m fsbarrier.workers.rollout --spec SPEC.json` (phases 2 and 6). Every group in the part file is durable on its own: after any
 end of this program, SIGKILL too, only what was in flight is lost, and started again with the same spec it does only what is missing.
+Tasks are claimed just before they are begun; when the own share is gone, tasks of slower nodes (fsbarrier/data/claims.py).
 
 A generation that was cut off by the token limit, or failed, is never a success: its trajectory has `valid` false and a reward of at
 most 0 (what the reward function would have given stays in `reward_parts`).
@@ -12,15 +13,18 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsbarrier import files
 from fsbarrier.data.rewards import DEFAULT_TIMEOUT_S, Reward, check_answers, open_reward
+from fsbarrier.data.tail import Tail
 from fsbarrier.data.tasks import Task, read_tasks
 from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
 from fsbarrier.trajectories import ShardWriter
+from fsbarrier.workers import share
 from fsbarrier.workers.records import failed_group, judged_group
 from fsbarrier.workers.samples import Group
 from fsbarrier.workers.sampling import Sampler, Server
@@ -31,7 +35,6 @@ SEQUENCES_PER_REQUEST = 128  # prompts times samples: see sampling.py
 BACKLOG = 4  # groups that may be sampled but not yet on disk, in units of `rollout.concurrency`
 ALL_REFUSED = 8  # so many prompts refused in a row from the start: it is not the prompts
 DEFAULT_ERROR_SHARE = 0.1
-HEADER = ("run_id", "split", "iteration", "generation", "node_rank", "policy_version")
 
 Spec = Mapping[str, Any]
 
@@ -49,14 +52,16 @@ class Rollout:
             )
         rollout = settings["rollout"]
         self.concurrency = int(rollout["concurrency"])
-        self.per_request = int(rollout.get("prompts_per_request") or 0) or max(
+        self.per_request = min(self.concurrency, int(rollout.get("prompts_per_request") or 0)) or max(
             1, min(SEQUENCES_PER_REQUEST // self.samples, self.concurrency // 2)
         )
+        self.task_timeout_s: float | None = rollout["task_timeout_s"]
         kind = settings["reward"]["kind"]
         self.error_share = float(settings["reward"].get("max_error_share", DEFAULT_ERROR_SHARE))
-        task_file = read_tasks(Path(spec["task_file"]), spec["tasks"])
-        self.tasks = [task_file.tasks[index] for index in spec["tasks"]]
-        check_answers(kind, self.tasks, task_file.path)
+        mine = [spec["tasks"]] if spec["fixed_shares"] else spec["shares"].values()
+        task_file = read_tasks(Path(spec["task_file"]), [index for indices in mine for index in indices])
+        self.tasks = task_file.tasks
+        check_answers(kind, list(self.tasks.values()), task_file.path)
         self.reward: Reward = open_reward(
             kind, timeout_s=float(settings["reward"].get("timeout_s", DEFAULT_TIMEOUT_S))
         )
@@ -70,7 +75,10 @@ class Rollout:
             tries=int(rollout["retries"]) + 1,
         )
         self.tally = Tally()
-        self.shown = Shown(progress, len(self.tasks) * self.samples, self.tally)
+        self.claims, self.tail = share.open_claims(spec), share.open_tail(spec)
+        self.ended_early = False
+        self.begun = 0
+        self.shown = Shown(progress, len(spec["tasks"]) * self.samples, self.tally)
         self.slots = asyncio.Semaphore(self.concurrency)  # groups being sampled
         self.unwritten = asyncio.Semaphore(BACKLOG * self.concurrency)
         self.writing: set[asyncio.Future[Any]] = set()
@@ -79,18 +87,17 @@ class Rollout:
         """Do all that the spec asks for; gives the result. Raises FsbarrierError."""
         spec, part = self.spec, Path(self.spec["part"])
         files.make_dirs(part.parent)
-        header = {name: spec[name] for name in HEADER}
-        assigned = {"assigned": list(spec["tasks"])}
         self.shown.write()
-        with ShardWriter(part, prefix=spec["prefix"], header={**header, **assigned}) as writer:
+        with ShardWriter(part, prefix=spec["prefix"], header=share.header(spec)) as writer:
             try:
-                await self._fill(writer)
+                await self._until_the_end(writer)
             finally:
                 if self.writing:  # what is under way in a thread uses the writer's descriptor
                     await asyncio.wait(self.writing)
                 self.shown.close()
                 await self.reward.close()
-            info = writer.finish({**header, "sampling": dict(spec["sampling"])})
+            info = writer.finish({**share.origin(spec), "sampling": dict(spec["sampling"])})
+            tasks = [group.task_index for group in writer.groups]
         files.link_or_copy(part, Path(spec["checkpoint"]))
         self.shown.write()
         seconds, tally = self.shown.seconds, self.tally
@@ -101,63 +108,101 @@ class Rollout:
             "trajectories": info.trajectories,
             "reward_mean": info.reward_mean,
             "resumed_groups": info.groups - tally.groups,
-            "invalid": tally.invalid,
-            "truncated": tally.truncated,
-            "refused": tally.refused,
-            "reward_errors": tally.reward_errors,
-            "prompt_tokens": tally.prompt_tokens,
-            "completion_tokens": tally.completion_tokens,
+            **tally.counts(),
             "seconds": round(seconds, 3),
             "tokens_per_s": round(tally.completion_tokens / seconds, 1),
+            **share.result(self.claims, tasks, ended_early=self.ended_early),
         }
 
+    async def _until_the_end(self, writer: ShardWriter) -> None:
+        """Roll out until nothing is left, or until the phase ends without its last few tasks."""
+        filling = asyncio.create_task(self._fill(writer))
+        watching = asyncio.create_task(self._watch_tail(self.tail, writer)) if self.tail else filling
+        try:
+            await asyncio.wait((filling, watching), return_when=asyncio.FIRST_COMPLETED)
+            if self.tail and filling.done():
+                self.tail.say(len(writer.groups))
+        finally:
+            for task in (filling, watching):
+                task.cancel()
+            ended = await asyncio.gather(filling, watching, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
+                raise error
+        self.ended_early = filling.cancelled()
+
+    async def _watch_tail(self, tail: Tail, writer: ShardWriter) -> None:
+        """Returns when the phase is to end."""
+        while True:
+            await asyncio.to_thread(tail.say, len(writer.groups))
+            if await asyncio.to_thread(tail.over):
+                return
+            await asyncio.sleep(tail.pause_s)
+
     async def _fill(self, writer: ShardWriter) -> None:
-        there = {group.task_index for group in writer.groups}  # of an earlier start that was cut off
-        todo = [task for task in self.tasks if task.index not in there]
-        if not todo or writer.finished:
+        if writer.finished:  # an earlier start was cut off between this and its result
             return
-        todo.sort(key=lambda task: isinstance(task.prompt, str))  # a request has prompts of one kind
+        there = {group.task_index for group in writer.groups}
         connections = self.concurrency + 4
         async with Sampler(self.server, connections=connections, on_tokens=self._on_tokens) as sampler:
-            await sampler.look()
+            looked = False
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    for batch in self._batches(todo):
-                        for _ in batch:
-                            await self.unwritten.acquire()
-                            await self.slots.acquire()
+                    queue: deque[Task] = deque()
+                    while batch := await self._next_batch(queue, there):
+                        if not looked:
+                            await sampler.look()
+                            looked = True
                         tasks.create_task(self._sample(sampler, batch, writer, tasks))
             except BaseExceptionGroup as group:
                 raise _first(group) from None
-        if self.tally.refused == self.tally.groups:
+        if self.tally.groups and self.tally.refused == self.tally.groups:
             raise ProgramFailed("the engine refused every prompt; the messages are above")
 
-    def _batches(self, todo: list[Task]) -> list[list[Task]]:
-        batches: list[list[Task]] = []
-        for task in todo:
-            last = batches[-1] if batches else []
-            if (
-                last
-                and len(last) < self.per_request
-                and isinstance(last[0].prompt, str) is isinstance(task.prompt, str)
-            ):
-                last.append(task)
-            else:
-                batches.append([task])
-        return batches
+    async def _next_batch(self, queue: deque[Task], there: set[int]) -> list[Task]:
+        """The prompts of the next request, once there is room for them; claimed no sooner. [] when nothing is left."""
+        for _ in range(self.per_request):
+            await self.unwritten.acquire()
+            await self.slots.acquire()
+        while len(queue) < self.per_request and (lot := await asyncio.to_thread(self.claims.take)):
+            queue += [self.tasks[index] for index in lot if index not in there]
+            self.begun += len(lot)
+        self.shown.total = (self.begun + self.claims.own_left) * self.samples
+        batch: list[Task] = []
+        for task in list(queue)[: self.per_request]:
+            if isinstance(task.prompt, str) is isinstance(
+                queue[0].prompt, str
+            ):  # a request has prompts of one kind
+                batch.append(task)
+        for task in batch:
+            queue.remove(task)
+        for _ in range(self.per_request - len(batch)):
+            self.unwritten.release()
+            self.slots.release()
+        return batch
 
     async def _sample(
         self, sampler: Sampler, batch: list[Task], writer: ShardWriter, tasks: asyncio.TaskGroup
     ) -> None:
-        def finished(group: Group) -> None:
+        under_way = {task.index: task for task in batch}
+
+        def finished(group: Group, *, late: bool = False) -> None:
+            del under_way[group.task.index]
             self.slots.release()
-            tasks.create_task(self._judge_and_append(group, writer))
+            tasks.create_task(self._judge_and_append(group, writer, late))
 
-        await sampler.sample(batch, finished)
+        try:
+            async with asyncio.timeout(self.task_timeout_s):
+                await sampler.sample(batch, finished)
+        except TimeoutError:
+            error = f"not finished within rollout.task_timeout_s={self.task_timeout_s:g}"
+            for task in list(under_way.values()):
+                finished(Group(task, [], (), error), late=True)
 
-    async def _judge_and_append(self, group: Group, writer: ShardWriter) -> None:
+    async def _judge_and_append(self, group: Group, writer: ShardWriter, late: bool) -> None:
         if group.error is not None:
-            print(f"task {group.task.index}: the engine refuses it: {group.error}", file=sys.stderr)
+            why = "" if late else "the engine refuses it: "
+            print(f"task {group.task.index}: {why}{group.error}", file=sys.stderr)
             made = failed_group(self.spec, group, self.samples)
         else:
             scores = await asyncio.gather(*(self.reward.score(group.task, s.text) for s in group.samples))
@@ -167,7 +212,7 @@ class Rollout:
         append.add_done_callback(self.writing.discard)
         await asyncio.shield(append)
         self.unwritten.release()
-        self.tally.add(group, made)
+        self.tally.add(group, made, late)
         self.shown.news()
         self._give_up_early(group, made)
 

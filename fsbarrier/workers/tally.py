@@ -22,26 +22,42 @@ class Tally:
     invalid: int = 0
     truncated: int = 0
     refused: int = 0
+    timed_out: int = 0
     reward_errors: int = 0
     prompt_tokens: int = 0
     tokens: int = 0  # that have come, also of groups not finished
     completion_tokens: int = 0  # of finished groups
 
-    def add(self, group: Group, made: Sequence[Mapping[str, Any]]) -> None:
+    def add(self, group: Group, made: Sequence[Mapping[str, Any]], late: bool = False) -> None:
         self.groups += 1
         self.trajectories += len(made)
         self.reward += sum(item["reward"] for item in made)
         self.invalid += sum(not item["valid"] for item in made)
         self.truncated += sum(item["finish_reason"] == "length" for item in made)
-        self.refused += group.error is not None
+        self.timed_out += late
+        self.refused += group.error is not None and not late
         self.reward_errors += sum("reward_error" in item["metadata"] for item in made)
         self.prompt_tokens += len(group.prompt_ids)
         self.completion_tokens += sum(sample.sampled_tokens for sample in group.samples)
+
+    def counts(self) -> dict[str, int]:
+        """What a result tells, beside what is in the file."""
+        names = (
+            "invalid",
+            "truncated",
+            "refused",
+            "timed_out",
+            "reward_errors",
+            "prompt_tokens",
+            "completion_tokens",
+        )
+        return {name: getattr(self, name) for name in names}
 
     def note(self) -> str:
         counts = (
             ("truncated", self.truncated),
             ("refused", self.refused),
+            ("timed out", self.timed_out),
             ("reward errors", self.reward_errors),
         )
         return ", ".join(f"{count} {what}" for what, count in counts if count)

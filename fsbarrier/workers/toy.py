@@ -10,12 +10,15 @@ import json
 import signal
 import sys
 import threading
+import time
 from array import array
 from pathlib import Path
 from typing import Any
 
 from fsbarrier import checkpoints, files
+from fsbarrier.data.tail import Tail
 from fsbarrier.trajectories import ShardWriter
+from fsbarrier.workers import share
 
 STEPS = 20  # how often a waiting phase shows progress
 
@@ -35,33 +38,49 @@ def main() -> int:
 
 def rollout(spec: dict[str, Any]) -> dict[str, Any]:
     """One group of one trajectory a task, durable as soon as it is there."""
-    tasks, total = spec["tasks"], 0.0
-    header = {
-        key: spec[key]
-        for key in ("run_id", "split", "iteration", "generation", "node_rank", "policy_version")
-    }
-    files.make_dirs(Path(spec["part"]).parent)
-    with ShardWriter(
-        Path(spec["part"]), prefix=spec["prefix"], header={**header, "assigned": tasks}
-    ) as writer:
-        for done, task in enumerate(tasks):
-            if stopped.wait(spec["seconds"] / len(tasks)):
-                return {}
-            record = trajectory(spec, task)
-            total += record["reward"]
-            writer.append_group(task, [record])
-            progress(spec, done + 1, len(tasks), "trajectories", total / (done + 1))
-        writer.finish({**header, "trajectories": len(tasks)})
-    files.link_or_copy(Path(spec["part"]), Path(spec["checkpoint"]))
-    size = Path(spec["part"]).stat().st_size
-    mean = total / len(tasks)
+    claims, tail = share.open_claims(spec), share.open_tail(spec)
+    pause_s = spec["seconds"] / len(spec["tasks"]) / spec["speed"]
+    part, total, cut = Path(spec["part"]), 0.0, False
+    files.make_dirs(part.parent)
+    with ShardWriter(part, prefix=spec["prefix"], header=share.header(spec)) as writer:
+        there = {group.task_index for group in writer.groups}  # of an earlier start that was cut off
+        while not cut and (lot := claims.take()):
+            todo = [task for task in lot if task not in there]
+            for number, task in enumerate(todo):
+                cut = pause(pause_s, tail)
+                if stopped.is_set():
+                    return {}
+                if cut:
+                    break
+                record = trajectory(spec, task)
+                total += record["reward"]
+                writer.append_group(task, [record])
+                done = len(writer.groups)
+                if tail:
+                    tail.say(done)
+                left = len(todo) - number - 1 + claims.own_left
+                progress(spec, done, done + left, "trajectories", total / done)
+        info = writer.finish(share.origin(spec))
+        tasks = [group.task_index for group in writer.groups]
+    files.link_or_copy(part, Path(spec["checkpoint"]))
     return {
         "part": spec["part"],
-        "bytes": size,
-        "groups": len(tasks),
-        "trajectories": len(tasks),
-        "reward_mean": mean,
+        "bytes": info.bytes,
+        "groups": info.groups,
+        "trajectories": info.trajectories,
+        "reward_mean": info.reward_mean,
+        **share.result(claims, tasks, ended_early=cut),
     }
+
+
+def pause(seconds: float, tail: Tail | None) -> bool:
+    """Let the time of one task pass; True where the phase ends meanwhile."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0 and not stopped.is_set():
+        if tail and tail.over():
+            return True
+        stopped.wait(min(left, tail.pause_s) if tail else left)
+    return False
 
 
 def trajectory(spec: dict[str, Any], task: int) -> dict[str, Any]:
