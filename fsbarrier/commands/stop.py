@@ -7,9 +7,12 @@ import argparse
 from fsbarrier.commands import flags
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.node.control import request_stop
+from fsbarrier.node.liveness import live_nodes
 from fsbarrier.start.runrecord import load
+from fsbarrier.view import words
 
 SUMMARY = "Ask all nodes of a run to end: at the next start of an iteration, or at once with --now. It can be started again."
+BEATS = 1.5  # so long a heartbeat may take to show that a node is alive
 EXAMPLE = "fsbarrier stop --log-path runs/default --now"
 
 
@@ -29,6 +32,11 @@ def main(args: argparse.Namespace) -> int:
         ) from None
     except OSError as error:
         raise StoreError(f"{log_path}: the request cannot be written: {error.strerror or error}") from None
-    when = "at once" if args.now else "before they begin another iteration (--now: at once)"
-    print(f"asked the nodes of run {record.run_id} to end {when}; `fsbarrier status` shows when they have")
+    alive = live_nodes(log_path, BEATS * record.settings["coordination"]["beat_s"])
+    if not alive:
+        print(f"no node of run {record.run_id} is alive: there is nothing to end; a later start is not affected")
+        return 0
+    who = f"node{'s' if len(alive) > 1 else ''} {words.ranks(beat.rank for beat in alive)}"
+    when = "at once" if args.now else "before another iteration begins (--now: at once)"
+    print(f"asked {who} of run {record.run_id} to end {when}; `fsbarrier status` shows when they have")
     return 0
