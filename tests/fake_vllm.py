@@ -9,12 +9,13 @@ Run as a script with vLLM's flags; other flags are ignored. FAKE_VLLM is a JSON 
 
 What a prompt contains decides too: `!400` refused · `!500` an error in the stream · `!cut` the first time the connection breaks when
 the other prompts are done · `!abort` aborted the first time · `!long` cut off by the limit · `!gate` waits for the file `gate` ·
-`!wrong` a wrong answer.
+`!wrong` a wrong answer · `!say ...!!` answered with what stands between, the last one in a prompt counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -60,8 +61,7 @@ class Handler(BaseHTTPRequestHandler):
             log.write(json.dumps({"path": self.path, **body}) + "\n")
         match self.path.partition("?")[0]:
             case "/tokenize":
-                text = "".join(f"{m['role'][0]}:{m['content']}\n" for m in body["messages"]) + "a:"
-                self.answer(200, {"tokens": [ord(letter) for letter in text]})
+                self.tokenize(body)
             case "/collective_rpc":
                 self.reload(body)
             case "/reset_prefix_cache":
@@ -84,6 +84,20 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+    def tokenize(self, body: dict[str, Any]) -> None:
+        text = body.get("prompt")
+        if text is None:
+            messages = body["messages"]
+            if "!strict" in str(messages[0]["content"]) and any(
+                m["role"] == "tool" and not before.get("tool_calls")
+                for before, m in itertools.pairwise(messages)
+            ):
+                self.answer(400, {"error": {"message": "a tool's result without a call", "code": 400}})
+                return
+            text = "".join(f"{m['role'][0]}:{m['content']}\n" for m in messages) + "a:"
+            text = f"{len(body['tools'])} tools\n{text}" if body.get("tools") else text
+        self.answer(200, {"tokens": [ord(letter) for letter in text]})
 
     def reload(self, body: dict[str, Any]) -> None:
         match MODE.get("reload"):
@@ -143,6 +157,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.event({"choices": []})
         text = "".join(sorted(prompt.partition("=")[0].partition("!")[0]))
         reason = "length" if "!long" in prompt else "stop"
+        if "!say " in prompt:
+            text = prompt.rpartition("!say ")[2].partition("!!")[0]
         if "!wrong" in prompt:
             text = text[::-1] + "?"
         for sample in range(samples):

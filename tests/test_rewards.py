@@ -192,7 +192,7 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path, file: Path) -> None:
     for kind, message in (
         ("exakt", "must be exact, numeric, math or path/file.py:function"),
         (f"{tmp_path}/none.py:f", "there is no file"),
-        (f"{file}:missing", "defines no function missing"),
+        (f"{file}:missing", "defines no missing"),
         (f"{broken}:f", "cannot be loaded: ModuleNotFoundError"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -13,7 +13,6 @@ than `reward.timeout_s`, the trajectory is marked and counted; above `reward.max
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import json
 import math
@@ -22,12 +21,13 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from fsbarrier.data.tasks import Task
+from fsbarrier.data.userfile import load_named
 from fsbarrier.errors import UsageError
 
 KINDS = ("exact", "numeric", "math")
@@ -48,10 +48,16 @@ class Score:
     seconds: float = 0.0
 
 
-class Reward(Protocol):
-    """What judges. `score` never raises: what goes wrong is in the Score. `close` ends what it started."""
+Messages = Sequence[Mapping[str, Any]] | None
 
-    async def score(self, task: Task, response: str) -> Score: ...
+
+class Reward(Protocol):
+    """What judges. `score` never raises: what goes wrong is in the Score. `close` ends what it started.
+
+    `messages`: the whole conversation, where an agent had one.
+    """
+
+    async def score(self, task: Task, response: str, messages: Messages = None) -> Score: ...
 
     async def close(self) -> None: ...
 
@@ -67,8 +73,10 @@ def open_reward(kind: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Reward:
             return MathReward(timeout_s)
     if ":" not in kind:
         raise UsageError(f"reward.kind={kind}: must be {', '.join(KINDS)} or path/file.py:function")
-    file, _, name = kind.rpartition(":")
-    return FunctionReward(name, _load(Path(file), name), timeout_s)
+    name, function = kind.rpartition(":")[2], load_named("reward.kind", kind)
+    if not callable(function):
+        raise UsageError(f"reward.kind={kind}: {name} is not a function")
+    return FunctionReward(name, function, timeout_s)
 
 
 def check_answers(kind: str, tasks: Iterable[Task], path: Path) -> None:
@@ -149,7 +157,7 @@ class BuiltIn:
     def __init__(self, kind: str, judge: Callable[[str, Any], float]) -> None:
         self.kind, self.judge = kind, judge
 
-    async def score(self, task: Task, response: str) -> Score:
+    async def score(self, task: Task, response: str, messages: Messages = None) -> Score:
         reward = self.judge(response, task.answer)
         return Score(reward, {self.kind: reward})
 
@@ -174,7 +182,7 @@ class MathReward:
         self._idle: list[asyncio.subprocess.Process] = []
         self._all: set[asyncio.subprocess.Process] = set()
 
-    async def score(self, task: Task, response: str) -> Score:
+    async def score(self, task: Task, response: str, messages: Messages = None) -> Score:
         async with self._free:
             started = time.monotonic()
             try:
@@ -237,10 +245,10 @@ class FunctionReward:
         self.name, self.function, self.timeout_s = name, function, timeout_s
         self._free = asyncio.Semaphore(THREADS)
 
-    async def score(self, task: Task, response: str) -> Score:
+    async def score(self, task: Task, response: str, messages: Messages = None) -> Score:
         started = time.monotonic()
         try:
-            value = await self._call(task, response)
+            value = await self._call(task, response, messages)
         except TimeoutError:
             score = Score(0.0, error=f"{self.name}: no reward within {self.timeout_s:g} s (reward.timeout_s)")
         except Exception as error:  # whatever the user's code raises
@@ -249,9 +257,12 @@ class FunctionReward:
             score = self._score(value)
         return Score(score.reward, score.parts, score.info, score.error, time.monotonic() - started)
 
-    async def _call(self, task: Task, response: str) -> Any:
+    async def _call(self, task: Task, response: str, messages: Messages) -> Any:
         prompt = task.prompt if isinstance(task.prompt, str) else task.messages
-        arguments = (prompt, response, task.answer, {"task_id": task.task_id, **task.metadata})
+        metadata = {"task_id": task.task_id, **task.metadata}
+        if messages is not None:
+            metadata["messages"] = [dict(message) for message in messages]
+        arguments = (prompt, response, task.answer, metadata)
         if inspect.iscoroutinefunction(self.function):
             return await asyncio.wait_for(self.function(*arguments), self.timeout_s)
         async with self._free:
@@ -312,24 +323,3 @@ async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
 
     threading.Thread(target=run, name="reward", daemon=True).start()
     return await future
-
-
-def _load(file: Path, name: str) -> Callable[..., Any]:
-    """The function `name` of a Python file; files beside it can be imported by it. Raises UsageError."""
-    kind = f"reward.kind={file}:{name}"
-    if not file.is_file():
-        raise UsageError(f"{kind}: there is no file {file}")
-    spec = importlib.util.spec_from_file_location("fsbarrier_reward_file", file)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{kind}: {file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.append(str(file.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's code raises
-        raise UsageError(f"{kind}: {file} cannot be loaded: {type(error).__name__}: {error}") from None
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UsageError(f"{kind}: {file} defines no function {name}")
-    return function  # type: ignore[no-any-return]

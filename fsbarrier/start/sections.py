@@ -24,6 +24,7 @@ Seconds = Annotated[float, Field(gt=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
+ShareOrZero = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_split_words), Field(strict=False)]
@@ -65,7 +66,17 @@ class Rollout(Section):
         True, "A node that has run out of tasks takes over those that the slowest has not begun."
     )
     task_timeout_s: Seconds | None = setting(
-        None, "Seconds after which a task that was begun counts as failed; none: no limit."
+        None,
+        "Seconds after which a task that was begun counts as failed, with an agent each of its episodes; none: no limit.",
+    )
+    turn_timeout_s: Seconds | None = setting(
+        None, "Seconds that one answer to an agent may take; none: as long as the engine shows signs of life."
+    )
+    agent: Name | None = setting(
+        None, "Your own agent for episodes of several turns, `path/file.py:Class`; none: one answer a task."
+    )
+    max_error_share: ShareOrZero = setting(
+        0.1, "The phase fails where the agent failed in more than this share of its trajectories."
     )
     completion_threshold: Share = setting(
         1.0,
@@ -101,7 +112,7 @@ class Reward(Section):
         "`exact` match, `numeric` match, `math` (math-verify, LaTeX), or your own `path/file.py:function`.",
     )
     timeout_s: Seconds = setting(60.0, "Seconds after which one call of a reward counts as failed.")
-    max_error_share: Annotated[float, Field(ge=0, le=1)] = setting(
+    max_error_share: ShareOrZero = setting(
         0.1,
         "The phase fails where the reward could not be computed for more than this share of its trajectories.",
     )

@@ -24,7 +24,7 @@ from fsbarrier.data.tail import Tail
 from fsbarrier.data.tasks import Task, read_tasks
 from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
 from fsbarrier.trajectories import ShardWriter
-from fsbarrier.workers import share
+from fsbarrier.workers import agents, share
 from fsbarrier.workers.records import failed_group, judged_group
 from fsbarrier.workers.samples import Group
 from fsbarrier.workers.sampling import Sampler, Server
@@ -55,9 +55,14 @@ class Rollout:
         self.per_request = min(self.concurrency, int(rollout.get("prompts_per_request") or 0)) or max(
             1, min(SEQUENCES_PER_REQUEST // self.samples, self.concurrency // 2)
         )
-        self.task_timeout_s: float | None = rollout["task_timeout_s"]
+        self.make_agent = agents.load_agent(rollout["agent"]) if rollout.get("agent") else None
+        if self.make_agent is not None:
+            self.per_request = 1
+        # an agent's episodes have the limit each
+        self.task_timeout_s: float | None = rollout["task_timeout_s"] if self.make_agent is None else None
         kind = settings["reward"]["kind"]
         self.error_share = float(settings["reward"].get("max_error_share", DEFAULT_ERROR_SHARE))
+        self.agent_error_share = float(rollout.get("max_error_share", DEFAULT_ERROR_SHARE))
         mine = [spec["tasks"]] if spec["fixed_shares"] else spec["shares"].values()
         task_file = read_tasks(Path(spec["task_file"]), [index for indices in mine for index in indices])
         self.tasks = task_file.tasks
@@ -73,6 +78,8 @@ class Rollout:
             **{name: sampling[name] for name in ("samples", "temperature", "top_p", "top_k", "max_tokens")},
             timeout_s=float(rollout["request_timeout_s"]),
             tries=int(rollout["retries"]) + 1,
+            # a server of ours is started again by the daemon, when this program has failed
+            patience_s=float(settings["engine"]["start_timeout_s"]) if others_server(settings) else 0.0,
         )
         self.tally = Tally()
         self.claims, self.tail = share.open_claims(spec), share.open_tail(spec)
@@ -143,8 +150,8 @@ class Rollout:
         if writer.finished:  # an earlier start was cut off between this and its result
             return
         there = {group.task_index for group in writer.groups}
-        connections = self.concurrency + 4
-        async with Sampler(self.server, connections=connections, on_tokens=self._on_tokens) as sampler:
+        opened = agents.open_sampler(self.make_agent, self.server, self.spec["settings"], self._on_tokens)
+        async with opened as sampler:
             looked = False
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -182,7 +189,11 @@ class Rollout:
         return batch
 
     async def _sample(
-        self, sampler: Sampler, batch: list[Task], writer: ShardWriter, tasks: asyncio.TaskGroup
+        self,
+        sampler: Sampler | agents.AgentSampler,
+        batch: list[Task],
+        writer: ShardWriter,
+        tasks: asyncio.TaskGroup,
     ) -> None:
         under_way = {task.index: task for task in batch}
 
@@ -205,7 +216,9 @@ class Rollout:
             print(f"task {group.task.index}: {why}{group.error}", file=sys.stderr)
             made = failed_group(self.spec, group, self.samples)
         else:
-            scores = await asyncio.gather(*(self.reward.score(group.task, s.text) for s in group.samples))
+            scores = await asyncio.gather(
+                *(agents.score(self.reward, group.task, sample) for sample in group.samples)
+            )
             made = judged_group(self.spec, group, scores)
         append = asyncio.ensure_future(asyncio.to_thread(writer.append_group, group.task.index, made))
         self.writing.add(append)
@@ -221,18 +234,27 @@ class Rollout:
         tally = self.tally
         if tally.refused == tally.groups >= ALL_REFUSED:
             raise ProgramFailed(f"the engine refuses every prompt: {group.error}")
-        if tally.reward_errors > self.error_share * self.shown.total:
-            told = next(
-                (item["metadata"]["reward_error"] for item in made if "reward_error" in item["metadata"]), ""
-            )
-            raise ProgramFailed(
-                f"the reward failed for {tally.reward_errors} of {self.shown.total} trajectories, more than "
-                f"reward.max_error_share={self.error_share:g} allows; the last: {' '.join(told.split())}"
-            )
+        for what, count, most, setting in (
+            ("reward", tally.reward_errors, self.error_share, "reward.max_error_share"),
+            ("agent", tally.agent_errors, self.agent_error_share, "rollout.max_error_share"),
+        ):
+            if count > most * self.shown.total:
+                told = next(
+                    (m["metadata"][f"{what}_error"] for m in made if f"{what}_error" in m["metadata"]), ""
+                )
+                raise ProgramFailed(
+                    f"the {what} failed for {count} of {self.shown.total} trajectories, more than "
+                    f"{setting}={most:g} allows; the last: {' '.join(told.split())}"
+                )
 
     def _on_tokens(self, count: int) -> None:
         self.tally.tokens += count
         self.shown.news()
+
+
+def others_server(settings: Mapping[str, Any]) -> bool:
+    """Whether the engine is one that the daemon does not manage."""
+    return bool(settings["debug_mode"]) or settings["engine"]["url"] is not None
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

@@ -35,6 +35,11 @@ class Sample:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def messages(self) -> list[dict[str, Any]] | None:
+        """The conversation of an episode; None for one answer."""
+        return None
+
+    @property
     def sampled_tokens(self) -> int:
         return len(self.token_ids)
 

@@ -24,6 +24,7 @@ class Tally:
     refused: int = 0
     timed_out: int = 0
     reward_errors: int = 0
+    agent_errors: int = 0
     prompt_tokens: int = 0
     tokens: int = 0  # that have come, also of groups not finished
     completion_tokens: int = 0  # of finished groups
@@ -37,7 +38,8 @@ class Tally:
         self.timed_out += late
         self.refused += group.error is not None and not late
         self.reward_errors += sum("reward_error" in item["metadata"] for item in made)
-        self.prompt_tokens += len(group.prompt_ids)
+        self.agent_errors += sum("agent_error" in item["metadata"] for item in made)
+        self.prompt_tokens += made[0]["prompt_tokens"] if made else 0
         self.completion_tokens += sum(sample.sampled_tokens for sample in group.samples)
 
     def counts(self) -> dict[str, int]:
@@ -48,6 +50,7 @@ class Tally:
             "refused",
             "timed_out",
             "reward_errors",
+            "agent_errors",
             "prompt_tokens",
             "completion_tokens",
         )
@@ -59,6 +62,7 @@ class Tally:
             ("refused", self.refused),
             ("timed out", self.timed_out),
             ("reward errors", self.reward_errors),
+            ("agent errors", self.agent_errors),
         )
         return ", ".join(f"{count} {what}" for what, count in counts if count)
 

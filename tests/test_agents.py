@@ -1,0 +1,388 @@
+"""Agents: several turns, recorded to the token; against a stand-in server (fake_vllm.py) whose tokens are letters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from test_rollout import KEY, SAMPLES, Fake, assert_one_line, make_spec, rolled_out, run, start_fake
+
+from fsbarrier.errors import UsageError
+from fsbarrier.workers.agent_http import Endpoint
+from fsbarrier.workers.agents import load_agent
+from fsbarrier.workers.episode import Client, Episode, Segment, Trajectory, TurnFailed, finished, tool_calls
+from fsbarrier.workers.sampling import Sampler, Server
+
+END = 1
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+]
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[Fake]:
+    server = start_fake(tmp_path / "fake")
+    yield server
+    server.process.kill()
+    server.process.communicate()
+
+
+def letters(text: str) -> list[int]:
+    return [*map(ord, text)]
+
+
+def talk(fake: Fake, conversation: Any, **options: Any) -> Client:
+    """Run `conversation(client)`; gives the client with what it recorded."""
+
+    async def go() -> Client:
+        server = Server(fake.url, KEY, "policy", 1, 1.0, 1.0, -1, options.pop("max_tokens", 100), 30.0, 2)
+        async with Sampler(server, connections=4, on_tokens=lambda _: None) as sampler:
+            if options.pop("look", False):
+                await sampler.look()
+            client, endpoint = Client(sampler, **options), Endpoint()
+            await endpoint.open()
+            with endpoint.serving(client):
+                await conversation(client)
+            await endpoint.close()
+            return client
+
+    return asyncio.run(go())
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def test_a_later_turn_extends_the_earlier_ones_to_the_token(fake: Fake) -> None:
+    async def three_turns(client: Client) -> None:
+        messages = [user("!say xy!!")]
+        for text in ("!say zz!!", "!say w!!", ""):
+            messages += [(await client.chat(messages)).message, user(text)]
+
+    client = talk(fake, three_turns)
+    (segment,) = client.segments
+    shown = ("u:!say xy!!\na:", "\nu:!say zz!!\na:", "\nu:!say w!!\na:")
+    said = [[*letters(text), END] for text in ("xy", "zz", "w")]
+    ids: list[int] = []
+    mask: list[int] = []
+    for before, answer in zip(shown, said, strict=True):
+        ids += [*letters(before), *answer]
+        mask += [0] * len(before) + [1] * len(answer)
+    assert (segment.token_ids, segment.loss_mask) == (ids, mask)
+    assert segment.logprobs == [-i / 1000 if m else 0.0 for i, m in zip(ids, mask, strict=True)]
+    assert segment.prompt_tokens == len(shown[0]) and client.turns == 3
+    prompts = [request["prompt"] for request in fake.requests()]
+    for earlier, answer, later in zip(prompts, said, prompts[1:], strict=False):
+        assert later[0][: len(earlier[0]) + len(answer)] == [*earlier[0], *answer]
+
+
+def test_tool_calls_are_read_and_their_results_follow(fake: Fake) -> None:
+    async def with_a_tool(client: Client) -> None:
+        messages = [user(f"!say {CALL}!!")]
+        reply = await client.chat(messages, tools=TOOLS)
+        (call,) = reply.tool_calls
+        assert call["function"] == {"name": "add", "arguments": '{"a": 2, "b": 3}'} and reply.text == CALL
+        messages += [
+            reply.message,
+            {"role": "tool", "tool_call_id": call["id"], "content": "5 !say five!!"},
+        ]
+        assert (await client.chat(messages, tools=TOOLS)).text == "five"
+
+    (segment,) = talk(fake, with_a_tool).segments
+    text = "".join(map(chr, segment.token_ids))
+    assert text == f"1 tools\nu:!say {CALL}!!\na:{CALL}\x01\nt:5 !say five!!\na:five\x01"
+
+
+def test_where_the_template_cannot_be_continued_a_segment_begins(fake: Fake) -> None:
+    async def strictly(client: Client) -> None:
+        messages = [user(f"!strict !say {CALL}!!")]
+        messages.append((await client.chat(messages, tools=TOOLS)).message)
+        messages.append({"role": "tool", "content": "5 !say five!!"})
+        await client.chat(messages, tools=TOOLS)
+
+    first, second = talk(fake, strictly).segments
+    assert first.token_ids[-1] == END and sum(second.loss_mask) == len("five") + 1
+    assert "".join(map(chr, second.token_ids)).startswith("1 tools\nu:!strict")
+
+
+def test_a_changed_history_and_calls_side_by_side_begin_segments(fake: Fake) -> None:
+    async def rewritten(client: Client) -> None:
+        first = await client.chat([user("!say ab!!")])
+        await client.chat([user("in short: !say c!!"), first.message, user("and?")])
+        history = [user("in short: !say c!!"), first.message, user("and?")]
+        assert client.segments[1].history[:3] == history
+        again = [*client.segments[1].history, user("!say d!!")]
+        await asyncio.gather(client.chat(again), client.chat(again))
+
+    client = talk(fake, rewritten)
+    assert len(client.segments) == 3 and client.turns == 4
+    assert [sum(segment.loss_mask) for segment in client.segments] == [3, 2 + 2, 2]
+    record = as_record(client)
+    assert record["segments"] == [0, *running(len(s.token_ids) for s in client.segments[:-1])]
+    assert len(record["token_ids"]) == sum(len(segment.token_ids) for segment in client.segments)
+    assert [len(messages) for messages in record["earlier_messages"]] == [2, 6]
+
+
+def running(lengths: Iterator[int]) -> list[int]:
+    total, sums = 0, []
+    for length in lengths:
+        total += length
+        sums.append(total)
+    return sums
+
+
+def as_record(client: Client) -> dict[str, Any]:
+    from fsbarrier.data.tasks import Task
+    from fsbarrier.workers.samples import Group
+
+    episode = finished(client, Trajectory(), error=None, seconds=1.0)
+    return episode.record(Group(Task(0, "t", "p", None, {}), [], (episode,)))
+
+
+def test_text_goes_on_from_its_tokens_too(fake: Fake) -> None:
+    async def text(client: Client) -> None:
+        first = await client.complete("q !say ab!! ")
+        await client.complete(f"q !say ab!! {first.text} !say c!! ")
+        await client.complete("something else = ")
+
+    first, second = talk(fake, text).segments
+    assert first.token_ids == [
+        *letters("q !say ab!! ab"),
+        END,
+        *letters(" !say c!! c"),
+        END,
+    ]
+    assert sum(first.loss_mask) == 3 + 2 and second.loss_mask[0] == 0
+
+
+def test_an_answer_that_was_cut_off_makes_the_episode_no_success(fake: Fake) -> None:
+    async def cut(client: Client) -> None:
+        reply = await client.chat([user("!long !say ab!!")])
+        assert reply.finish_reason == "length"
+        await client.chat([user("!long !say ab!!"), reply.message, user("on")])
+
+    client = talk(fake, cut)
+    assert finished(client, Trajectory(), error=None, seconds=0.0).finish_reason == "length"
+    assert client.segments[0].token_ids.count(END) == 0 and len(client.segments) == 1
+
+
+def test_no_room_for_an_answer_is_said(fake: Fake) -> None:
+    async def full(client: Client) -> None:
+        with pytest.raises(
+            TurnFailed, match=r"turn 1: 73 tokens leave no room .* \(engine.max_model_len=64\)"
+        ):
+            await client.chat([user("x" * 68)])
+
+    assert talk(fake, full, look=True).cut_off
+
+
+def test_a_turn_has_a_time_limit(fake: Fake) -> None:
+    async def late(client: Client) -> None:
+        with pytest.raises(TurnFailed, match=r"no answer within 0.2 s \(rollout.turn_timeout_s\)"):
+            await client.chat([user("!gate")])
+
+    talk(fake, late, turn_timeout_s=0.2)
+
+
+def test_any_client_can_be_used_and_is_recorded(fake: Fake) -> None:
+    async def over_http(client: Client) -> None:
+        key = {"Authorization": f"Bearer {client.api_key}"}
+        async with httpx.AsyncClient(base_url=client.base_url, headers=key, trust_env=False) as http:
+            body = {"model": "any", "messages": [user(f"!say {CALL}!!")], "tools": TOOLS, "temperature": 1.0}
+            answer = (await http.post("/chat/completions", json=body)).json()
+            (choice,) = answer["choices"]
+            assert choice["finish_reason"] == "tool_calls" and answer["usage"]["completion_tokens"] == 70
+            body["messages"] += [choice["message"], {"role": "tool", "content": "!say 5!!"}]
+            answer = (await http.post("/chat/completions", json=body)).json()
+            assert answer["choices"][0]["message"] == {"role": "assistant", "content": "5"}
+            for wrong, status, said in (
+                ({"temperature": 0.2}, 400, "temperature=0.2: sampling is the run's"),
+                ({"n": 2}, 400, "n=2: sampling is the run's"),
+                ({"stream": True}, 400, "not streamed"),
+            ):
+                refused = await http.post("/chat/completions", json={**body, **wrong})
+                assert refused.status_code == status and said in refused.text
+            models = await http.get("/models")
+            assert models.json()["data"][0]["id"] == client.model
+            other = await http.get("/models", headers={"Authorization": "Bearer x"})
+            assert (other.status_code, (await http.get("/files")).status_code) == (401, 404)
+
+    client = talk(fake, over_http)
+    assert len(client.segments) == 1 and client.turns == 2
+
+
+def test_with_the_openai_package(fake: Fake) -> None:
+    openai = pytest.importorskip("openai")
+
+    async def talks(client: Client) -> None:
+        async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as theirs:
+            messages: list[Any] = [user(f"!say {CALL}!!")]
+            answer = await theirs.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+            message = answer.choices[0].message
+            assert message.tool_calls[0].function.name == "add"
+            messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "5"}]
+            await theirs.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+
+    assert [len(client.segments) for client in [talk(fake, talks)]] == [1]
+
+
+def test_what_is_no_tool_call_is_none() -> None:
+    assert tool_calls("<tool_call>{bad}</tool_call><tool_call>[1]</tool_call>") == []
+    assert tool_calls('<tool_call>{"name": "f", "arguments": 3}') == [{"name": "f", "arguments": {}}]
+
+
+# --- the whole program ------------------------------------------------------------------------------------------------------
+
+AGENT = """
+import asyncio
+from fsbarrier.workers.agents import Trajectory
+
+class Twice:
+    async def run(self, task, client):
+        messages = list(task.messages)
+        reply = await client.chat(messages)
+        messages += [reply.message, {"role": "user", "content": f"again: {client.custom['word']}"}]
+        await client.chat(messages)
+        if "!raise" in messages[0]["content"]:
+            raise KeyError("no\\nsuch thing")
+        if "!hang" in messages[0]["content"]:
+            await asyncio.Event().wait()
+        if "!own" in messages[0]["content"]:
+            return client.trajectory(reward=0.25, text="mine", turns_wanted=2)
+        if "!none" in messages[0]["content"]:
+            return Trajectory()
+
+class Stubborn:
+    async def run(self, task, client):
+        try:
+            await client.chat(task.messages)
+        except Exception:
+            pass
+
+class Plain:
+    def run(self, task, client): pass
+
+class Few:
+    async def run(self): pass
+
+class Needs:
+    def __init__(self, x): pass
+    async def run(self, task, client): pass
+
+class Nothing: pass
+
+def function(): pass
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(AGENT)
+    return tmp_path / "mine.py"
+
+
+def agent_spec(folder: Path, fake: Fake, prompts: list[str], agent: str, **changes: Any) -> Path:
+    defaults = {
+        "rollout.agent": agent,
+        "rollout.max_tokens": 8,
+        "reward.kind": "exact",
+        "custom.word": "!say ok!!",
+    }
+    return make_spec(folder, fake.url, prompts, **{**defaults, **changes})
+
+
+def test_episodes_become_trajectories(tmp_path: Path, fake: Fake, file: Path) -> None:
+    spec = agent_spec(tmp_path, fake, ["ab!own", "ab!none"], f"{file}:Twice")
+    done = run(spec)
+    assert (done.code, done.stderr) == (0, "")
+    own, judged = rolled_out(tmp_path)[0][0], rolled_out(tmp_path)[1][0]
+    assert (own["reward"], own["text"], own["valid"]) == (0.25, "mine", True)
+    assert own["reward_parts"] == {"agent": 0.25} and own["metadata"]["turns_wanted"] == 2
+    assert own["turns"] == 2 and "segments" not in own
+    assert [message["role"] for message in own["messages"]] == ["user", "assistant", "user", "assistant"]
+    assert "".join(map(chr, own["token_ids"])).endswith("u:again: !say ok!!\na:ok\x01")
+    assert len(own["token_ids"]) == len(own["loss_mask"]) == len(own["logprobs"])
+    assert own["prompt_tokens"] == len("u:ab!own\na:") and set(own["timings"]) == {
+        "generate_s",
+        "episode_s",
+        "reward_s",
+    }
+    assert (judged["text"], judged["reward_parts"]) == ("ok", {"exact": 0.0})
+    assert done.result["completion_tokens"] == sum(
+        sum(t["loss_mask"]) for g in rolled_out(tmp_path).values() for t in g
+    )
+    assert sorted(rolled_out(tmp_path)) == [0, 1] and len(rolled_out(tmp_path)[1]) == SAMPLES
+
+
+def test_an_agent_that_raises_or_hangs_is_marked_counted_and_ends_the_phase_above_a_share(
+    tmp_path: Path, fake: Fake, file: Path
+) -> None:
+    limits = {"rollout.task_timeout_s": 1.0, "rollout.max_error_share": 0.5}
+    done = run(agent_spec(tmp_path, fake, ["ab=", "ab!raise", "ab!hang", "dc="], f"{file}:Twice", **limits))
+    assert (
+        done.code == 0
+        and done.result["agent_errors"] == 2 * SAMPLES
+        and done.result["invalid"] == 2 * SAMPLES
+    )
+    groups = rolled_out(tmp_path)
+    for item, said in (
+        (groups[1][0], "KeyError: 'no\\nsuch thing'"),
+        (groups[2][0], "not finished within 1 s"),
+    ):
+        assert (item["valid"], item["reward"], item["finish_reason"]) == (False, 0.0, "error")
+        assert said in item["metadata"]["agent_error"] and sum(item["loss_mask"]) > 0
+    progress = json.loads((tmp_path / "progress.json").read_text())
+    assert progress["note"] == f"{2 * SAMPLES} agent errors"
+    more = tmp_path / "more"
+    more.mkdir()
+    done = run(agent_spec(more, fake, ["ab!raise", "ab="], f"{file}:Twice"))
+    assert done.code == 1
+    assert_one_line(
+        done.stderr, "the agent failed for 4 of 8 trajectories", "rollout.max_error_share=0.1", "KeyError"
+    )
+
+
+def test_an_engine_that_is_gone_is_no_agents_error(tmp_path: Path, fake: Fake, file: Path) -> None:
+    spec = agent_spec(tmp_path, fake, ["ab!gate"], f"{file}:Stubborn", **{"rollout.retries": 0})
+    from test_rollout import finish, start
+
+    process = start(spec)
+    while process.poll() is None and not (fake.folder / "at-gate").exists():
+        pass
+    fake.process.kill()
+    done = finish(process, spec)
+    assert done.code == 1
+    assert_one_line(done.stderr, f"the engine at {fake.url} does not answer")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Plain", "its method run is not async"),
+        ("Few", r"an agent is called as run\(task, client\): too many positional arguments"),
+        ("Needs", "an agent is made without arguments: missing a required argument: 'x'"),
+        ("Nothing", "has no method run"),
+        ("Absent", "defines no Absent"),
+        ("function", "is not a class"),
+    ],
+)
+def test_what_is_no_agent_is_refused(file: Path, name: str, said: str) -> None:
+    with pytest.raises(UsageError, match=rf"rollout\.agent=.*mine\.py:{name}: .*{said}"):
+        load_agent(f"{file}:{name}")
+
+
+def test_an_agent_that_asked_nothing_has_failed(fake: Fake) -> None:
+    async def silent(client: Client) -> None:
+        pass
+
+    episode = finished(talk(fake, silent), Trajectory(), error=None, seconds=0.0)
+    assert (
+        isinstance(episode, Episode) and episode.error == "the agent ended without one answer of the policy"
+    )
+    assert Segment().token_ids == []
