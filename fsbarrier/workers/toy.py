@@ -38,6 +38,7 @@ def main() -> int:
 
 def rollout(spec: dict[str, Any]) -> dict[str, Any]:
     """One group of one trajectory a task, durable as soon as it is there."""
+    begin = time.monotonic()
     claims, tail = share.open_claims(spec), share.open_tail(spec)
     pause_s = spec["seconds"] / len(spec["tasks"]) / spec["speed"]
     part, total, cut = Path(spec["part"]), 0.0, False
@@ -69,6 +70,7 @@ def rollout(spec: dict[str, Any]) -> dict[str, Any]:
         "groups": info.groups,
         "trajectories": info.trajectories,
         "reward_mean": info.reward_mean,
+        "seconds": round(time.monotonic() - begin, 6),
         **share.result(claims, tasks, ended_early=cut),
     }
 

@@ -1,0 +1,303 @@
+"""Taking over from slow nodes, and ending a phase before its last few tasks: the claims themselves, real toy rollouts, whole runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import FAST, REPO, Cluster
+
+from fsbarrier import files
+from fsbarrier.aggregate import Part, aggregate
+from fsbarrier.data.claims import Claims
+from fsbarrier.data.tail import CUT, Tail
+from fsbarrier.errors import StoreError
+from fsbarrier.maintenance import doctor
+from fsbarrier.paths import RunPaths
+from fsbarrier.protocol.assign import lots, split_by_weight
+from fsbarrier.trajectories import load, scan_shard
+from scripts.bench_take_over import roll_out, toy_spec
+
+DEADLINE_S = 60.0
+
+
+def claims(folder: Path, shares: list[list[int]], rank: int, incarnation: int = 1) -> Claims:
+    return Claims(dict(enumerate(shares)), rank, folder=folder, incarnation=incarnation)
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------
+
+
+def test_lots_are_the_share_in_order_and_few() -> None:
+    assert lots([]) == [] and lots([7]) == [(7,)]
+    for count in (1, 127, 128, 129, 1000, 100_000):
+        cut = lots(range(count))
+        assert [task for lot in cut for task in lot] == list(range(count))
+        assert len(cut) <= 128 and len({len(lot) for lot in cut[:-1]}) <= 1
+
+
+def test_the_owner_takes_from_the_head_and_others_from_the_tail_of_the_fullest(tmp_path: Path) -> None:
+    shares = [[0], [10, 11, 12, 13], [20, 21, 22]]
+    first, second = claims(tmp_path, shares, 0), claims(tmp_path, shares, 1)
+    assert [second.take(), second.take()] == [(10,), (11,)]
+    assert first.take() == (0,) and (first.made, first.listings) == (
+        1,
+        1,
+    )  # no listing while there is a share
+    assert [first.take() for _ in range(3)] == [(22,), (13,), (21,)]
+    assert first.taken_over == [22, 13, 21]
+    third = claims(tmp_path, shares, 2)
+    assert third.take() == (20,)
+    assert second.take() == (12,)
+    assert [node.take() for node in (first, second, third)] == [(), (), ()]
+    assert first.summary()["taken_over"] == 3 and third.summary()["taken_over"] == 0
+
+
+def test_many_nodes_at_once_take_each_task_once(tmp_path: Path) -> None:
+    shares = split_by_weight(range(1000), [5, 1, 1, 1, 1, 1])
+    taken: list[list[int]] = [[] for _ in shares]
+    nodes = [claims(tmp_path, shares, rank) for rank in range(len(shares))]
+    begin = threading.Barrier(len(shares))
+
+    def work(rank: int) -> None:
+        begin.wait()
+        while lot := nodes[rank].take():
+            taken[rank] += lot
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(shares))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert Counter(task for tasks in taken for task in tasks) == Counter(range(1000))
+    others = [[task for task in taken[rank] if task not in shares[rank]] for rank in range(len(shares))]
+    assert [sorted(node.taken_over) for node in nodes] == [sorted(tasks) for tasks in others] and any(others)
+
+
+def test_a_share_that_is_fixed_is_taken_without_a_trace(tmp_path: Path) -> None:
+    alone = Claims({0: [1, 2], 1: [3]}, 0, folder=None)
+    assert [alone.take(), alone.take(), alone.take()] == [(1,), (2,), ()]
+    assert alone.summary()["claims"] == 0 and list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_starts_again_gets_what_it_had_claimed(tmp_path: Path) -> None:
+    shares = [[0, 1], [10, 11, 12]]
+    before = claims(tmp_path, shares, 0)
+    assert [before.take() for _ in range(3)] == [(0,), (1,), (12,)]
+    again = claims(tmp_path, shares, 0)
+    assert again.own_left == 3 and again.take() == (0, 1, 12)
+    assert again.take() == (11,) and again.summary()["taken_over"] == 2
+    newer = claims(tmp_path, shares, 0, incarnation=2)  # another start of the node is another owner
+    assert newer.take() == (10,)
+
+
+def test_an_answer_that_is_lost_on_its_way_is_no_lost_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, create, asked = claims(tmp_path, [[0, 1]], 0), files.create_exclusive, []
+
+    def unreliable(path: Path, data: bytes, **more: Any) -> bool:
+        asked.append(path.name)
+        won = create(path, data, **more)
+        if len(asked) == 1:
+            raise OSError(5, "Input/output error")
+        return won
+
+    monkeypatch.setattr(files, "create_exclusive", unreliable)
+    monkeypatch.setattr("fsbarrier.data.claims.PAUSE_S", 0.001)
+    assert node.take() == (0,) and asked == ["lot-0000-000000"] * 2 and node.lost == 0
+    monkeypatch.setattr(files, "create_exclusive", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "gone")))
+    with pytest.raises(StoreError, match=r"lot-0000-000001: cannot be claimed: gone"):
+        node.take()
+
+
+def test_an_object_store_forbids_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.claims_unsafe(tmp_path) == ""
+    monkeypatch.setattr(doctor, "mount_of", lambda _: ("fuse.blobfuse2", "blobfuse2", ("rw",)))
+    assert "fuse.blobfuse2 from blobfuse2: an object store" in doctor.claims_unsafe(tmp_path)
+
+
+# --- the tail ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_tail_ends_after_its_grace_and_all_see_it(tmp_path: Path) -> None:
+    now = [100.0]
+
+    def tail(rank: int) -> Tail:
+        return Tail(
+            tmp_path, rank, wanted=100, there=10, share=0.975, grace_s=5.0, clock=lambda: now[0]
+        )  # 98 are enough, 88 of them by these nodes
+
+    first, second = tail(0), tail(1)
+    first.say(60)
+    second.say(27)
+    assert not first.over() and not second.over()
+    now[0] += 1000
+    second.say(28)
+    assert not first.over()  # its grace begins now
+    now[0] += 4.9
+    assert not first.over() and not second.over()
+    now[0] += 0.1
+    assert first.over() and (tmp_path / CUT).exists()
+    assert second.over() and tail(2).over()
+
+
+def test_a_count_that_is_being_replaced_stands(tmp_path: Path) -> None:
+    tail = Tail(tmp_path, 0, wanted=4, there=0, share=0.5, grace_s=0.0)
+    (tmp_path / "durable-0001").write_text("1\n")
+    assert not tail.over()
+    (tmp_path / "durable-0001").write_text("")
+    tail.say(1)
+    assert tail.over()
+
+
+# --- real rollouts ----------------------------------------------------------------------------------------------------
+
+
+def test_a_node_three_times_slower_costs_little(tmp_path: Path) -> None:
+    """Within a tenth of what these nodes could do at best; the same with fixed shares, to see that this could fail."""
+    speeds, weights = (1.0, 1.0, 1 / 3), (1.0, 1.0, 1.0)
+    outcome = roll_out(tmp_path, 150, 3.0, speeds, weights, take_over=True)
+    assert sorted(outcome.tasks) == list(range(150))
+    assert outcome.over_ideal <= 1.1
+    groups = [result["groups"] for result in outcome.results]
+    assert groups[2] < 35 and [result["taken_over"] > 5 for result in outcome.results] == [True, True, False]
+    (tmp_path / "fixed").mkdir()
+    fixed = roll_out(tmp_path / "fixed", 30, 0.6, speeds, weights, take_over=False)
+    assert fixed.over_ideal > 1.5 and [result["groups"] for result in fixed.results] == [10, 10, 10]
+
+
+def test_a_toy_rollout_that_is_killed_and_started_again_goes_on(tmp_path: Path) -> None:
+    shares = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    spec = toy_spec(tmp_path, 0, shares, seconds=0.4, speed=1.0)
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    command = [sys.executable, "-m", "fsbarrier.workers.toy", "--spec", str(tmp_path / "spec.json")]
+    part = Path(spec["part"])
+    process = subprocess.Popen(command, cwd=REPO)
+    pause = threading.Event()
+    while not (part.exists() and len(scan_shard(part).groups) >= 5):  # one of the other's is among them
+        assert process.poll() is None
+        pause.wait(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = len(scan_shard(part).groups)
+    subprocess.run(command, cwd=REPO, check=True, timeout=DEADLINE_S)
+    assert 5 <= kept <= 8
+    assert sorted(group.task_index for group in scan_shard(part).groups) == list(range(8))
+    result = json.loads((tmp_path / "result-0.json").read_text())
+    assert (result["taken_over"], sorted(result["tasks"])) == (4, list(range(8)))
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+TRAIN_ONLY = ("--rl-phase", "rollout", "--rollout-split", "train-only")
+
+
+def merged(log_path: Path, iteration: int = 1) -> dict[str, Any]:
+    return load(RunPaths(log_path).merged("train", iteration))
+
+
+def test_a_node_killed_while_it_takes_over_costs_nothing(tmp_path: Path) -> None:
+    slow = ("toy.tasks=48", "toy.phase_s=1.5", "toy.speeds=1,1,0.2")
+    with Cluster(tmp_path, 3, "--iterations", "1", *TRAIN_ONLY, *FAST, *slow) as cluster:
+        cluster.start()
+        folder = RunPaths(cluster.log_path).claims(1, 1, "train")
+        # One task after the other: who takes the second has finished the first.
+        wait_until(lambda: folder.is_dir() and max(taken_over(folder, 2).values(), default=0) >= 2, cluster)
+        ((victim, _),) = taken_over(folder, 2).most_common(1)
+        cluster.kill(victim)
+        survivors = [rank for rank in range(3) if rank != victim]
+        assert cluster.wait(*survivors) == dict.fromkeys(survivors, 0), cluster.said(survivors[0])
+        done = merged(cluster.log_path)["trajectories"]
+        assert Counter(item["task_index"] for item in done) == Counter(range(48))
+        stolen = [item for item in done if item["task_index"] >= 32 and item["node_rank"] == victim]
+        assert stolen  # what the dead node had taken over and finished is not done again
+        assert {item["generation"] for item in done} == {1, 2}
+
+
+def taken_over(folder: Path, owner: int) -> Counter[int]:
+    """How many lots of `owner`'s share each other node has claimed."""
+    names = [name for name in os.listdir(folder) if name.startswith(f"lot-{owner:04d}-")]
+    claimed = [int((folder / name).read_text().split()[0]) for name in names]
+    return Counter(rank for rank in claimed if rank != owner)
+
+
+def wait_until(what: Any, cluster: Cluster) -> None:
+    pause = threading.Event()
+    for _ in range(round(DEADLINE_S / 0.01)):
+        if what():
+            return
+        pause.wait(0.01)
+    raise AssertionError("\n".join(cluster.said(rank) for rank in cluster.processes))
+
+
+def test_the_log_says_why_shares_are_fixed(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2, "--iterations", "1", *TRAIN_ONLY, *FAST, "rollout.take_over=false") as cluster:
+        cluster.start()
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said(0)
+        said = [event for event in cluster.events() if event["event"] == "shares_fixed"]
+        assert [(event["node_rank"], event["why"]) for event in said] == [(0, "rollout.take_over is off")]
+        (log,) = cluster.log_path.glob("logs/*/node_1/rollout.log")
+        assert "does its own share and no more: rollout.take_over is off" in log.read_text()
+        assert not RunPaths(cluster.log_path).claims(1, 1, "train").exists()
+        ranks = {item["task_index"]: item["node_rank"] for item in merged(cluster.log_path)["trajectories"]}
+        assert ranks == {task: task // 12 for task in range(24)}
+
+
+def test_stragglers_are_cut_off_named_and_carried_over(tmp_path: Path) -> None:
+    tail = ("rollout.completion_threshold=0.8", "rollout.grace_s=0.2", "rollout.carry_over=true")
+    slow = ("toy.speeds=1,0.02", "rollout.take_over=false", *tail)
+    with Cluster(
+        tmp_path, 2, "--iterations", "2", *TRAIN_ONLY, "--rank-weights", "9,1", *FAST, *slow
+    ) as cluster:
+        cluster.start()
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said(0)
+        first, second = (merged(cluster.log_path, iteration) for iteration in (1, 2))
+        cut_off = first["metadata"]["cut_off"]
+        assert 1 <= len(cut_off) <= 4 and first["metadata"]["missing"] == []
+        there = [item["task_index"] for item in first["trajectories"]]
+        assert sorted(there + cut_off) == list(range(24))
+        assert second["metadata"]["carried"] == cut_off
+        assert set(cut_off) <= {
+            item["task_index"] for item in second["trajectories"]
+        }  # first in line, for the fast node
+
+
+# --- more than is wanted ----------------------------------------------------------------------------------------------
+
+
+def test_of_more_groups_the_first_with_signal_are_kept(tmp_path: Path) -> None:
+    from trajectory_files import trajectory
+
+    from fsbarrier.trajectories import ShardWriter
+
+    flat, order = {1, 4, 5}, [5, 4, 3, 2, 1, 0]
+    path = tmp_path / "part"
+    with ShardWriter(path, prefix="p", header={"run_id": "r"}) as writer:
+        for task in range(6):
+            rewards = (1.0, 1.0) if task in flat else (0.0, 1.0)
+            writer.append_group(
+                task, [trajectory(task, number) | {"reward": value} for number, value in enumerate(rewards)]
+            )
+
+    def merge(keep: int) -> tuple[list[int], dict[str, Any]]:
+        out = tmp_path / f"merged-{keep}"
+        report = aggregate([Part(path)], out, metadata={}, expected=order, keep=keep)
+        again = aggregate([Part(path)], out, metadata={}, expected=order, keep=keep)
+        assert again.already_done and again.left_out == report.left_out == 6 - report.groups
+        there = load(out)
+        return sorted({item["task_index"] for item in there["trajectories"]}), there["metadata"]
+
+    tasks, metadata = merge(2)
+    assert tasks == [2, 3] and (metadata["surplus"], metadata["without_signal"]) == ([0], [5, 4, 1])
+    assert metadata["rolled_out"] == {"trajectories": 12, "reward_mean": 0.75}
+    assert merge(4)[0] == [0, 2, 3, 5]  # too few with signal: filled up
+    assert merge(100)[0] == list(range(6))
