@@ -320,6 +320,39 @@ def test_no_task_is_a_finished_empty_file(tmp_path: Path, fake: Fake) -> None:
     assert (tmp_path / "trajectories" / "checkpoint").exists()
 
 
+def test_what_another_has_not_begun_is_taken_over(tmp_path: Path, fake: Fake) -> None:
+    prompts = [f"{letter}a=" for letter in "abcdef"]
+    shares = {"tasks": [0, 1], "shares": {"1": [2, 3, 4, 5], "2": [0, 1]}}
+    (tmp_path / "claims").mkdir()
+    (tmp_path / "claims" / "lot-0001-000000").write_text("1 1\n")
+    done = run(make_spec(tmp_path, fake.url, prompts, **shares))
+    assert done.code == 0 and sorted(done.result["tasks"]) == [0, 1, 3, 4, 5] == sorted(rolled_out(tmp_path))
+    assert (done.result["taken_over"], done.result["claims"], done.result["ended_early"]) == (3, 5, False)
+    progress = json.loads((tmp_path / "progress.json").read_text())
+    assert progress["done"] == progress["total"] == 5 * SAMPLES
+    assert scan_shard(tmp_path / "trajectories" / "part").header["expected"] == list(range(6))
+
+
+def test_the_phase_ends_without_its_last_tasks(tmp_path: Path, fake: Fake) -> None:
+    ends = {"completion_threshold": 0.6, "rollout.grace_s": 0.1}
+    done = run(make_spec(tmp_path, fake.url, ["ba=", "dc=", "fe!gate="], **ends))
+    assert done.code == 0, done.stderr
+    assert (sorted(done.result["tasks"]), done.result["ended_early"]) == ([0, 1], True)
+    assert scan_shard(tmp_path / "trajectories" / "checkpoint").finished
+    assert (tmp_path / "claims" / "cut").exists()
+
+
+def test_a_task_that_takes_too_long_is_accounted_for(tmp_path: Path, fake: Fake) -> None:
+    limit = {"rollout.task_timeout_s": 1.5}
+    done = run(make_spec(tmp_path, fake.url, ["ba=", "dc=", "fe!gate="], **limit))
+    assert done.code == 0
+    assert_one_line(done.stderr, "task 2: not finished within rollout.task_timeout_s=1.5")
+    assert (done.result["timed_out"], done.result["refused"], done.result["invalid"]) == (1, 0, SAMPLES)
+    groups = rolled_out(tmp_path)
+    assert [item["reward"] for item in groups[0] + groups[1]] == [1.0] * 2 * SAMPLES
+    assert [(item["valid"], item["finish_reason"]) for item in groups[2]] == [(False, "error")] * SAMPLES
+
+
 REWARD = """
 def reward(prompt, response, answer, metadata):
     if "d" in response:
