@@ -34,6 +34,10 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "empty").mkdir()
     (tmp_path / "reward.py").write_text("def reward(task, text):\n    return 1.0\n")
     (tmp_path / "broken.py").write_text("def reward(:\n")
+    agents = "class Agent:\n async def run(self, task, client): pass\nclass Empty: pass\n"
+    (tmp_path / "agent.py").write_text(
+        agents + "class Plain:\n def run(self, task, client): pass\ndef f(): pass\n"
+    )
     (tmp_path / "raises.py").write_text("raise RuntimeError('no')\n")
     (tmp_path / "nothing.py").write_text("x = 1\n")
     (tmp_path / "bad.toml").write_text("[rollout\n")
@@ -215,6 +219,18 @@ CASES = {
     "unknown reward": (RL + "reward.kind=exakt", ["reward.kind=exakt", "did you mean exact?"]),
     "reward file is missing": (RL + "reward.kind=none.py:reward", ["none.py", "No such file"]),
     "reward function is missing": (RL + "reward.kind=reward.py:rewrd", ["rewrd", "did you mean reward?"]),
+    "agent is no file's class": (
+        RL + "rollout.agent=mine",
+        ["rollout.agent=mine: must be path/file.py:Class"],
+    ),
+    "agent file is missing": (RL + "rollout.agent=none.py:A", ["none.py", "No such file"]),
+    "agent is missing": (
+        RL + "rollout.agent=agent.py:Agnt",
+        ["agent.py defines no Agnt", "did you mean Agent?"],
+    ),
+    "agent has no run": (RL + "rollout.agent=agent.py:Empty", ["Empty: has no method run"]),
+    "agent is not async": (RL + "rollout.agent=agent.py:Plain", ["Plain: its method run is not async"]),
+    "agent is a function": (RL + "rollout.agent=agent.py:f", ["f is a function, not a class"]),
     "reward file is no Python": (RL + "reward.kind=broken.py:reward", ["broken.py, line 1"]),
     "engine address is none": (RL + "engine.url=ftp://x", ["engine.url=ftp://x", "http://"]),
     "engine key is not set": (

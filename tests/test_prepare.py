@@ -168,3 +168,28 @@ def test_a_plan_deals_out_every_trajectory_once(
     for micro in (micro for rank in planned for micro in rank):
         assert len(micro) <= most
         assert len(micro) <= 1 or len(micro) * max(lengths[i] for i in micro) <= most_tokens
+
+
+def test_segments_are_sequences_of_their_own(tmp_path: Path) -> None:
+    """An agent's history that was changed: what followed was sampled without the tokens before."""
+    two = group(0, [0, 1])
+    two[1] |= {"segments": [0, 2], "loss_mask": two[1]["loss_mask"][:1] + two[1]["loss_mask"][3:] * 3}
+    two[1]["logprobs"] = two[0]["logprobs"][:1] + two[0]["logprobs"][2:] + two[0]["logprobs"][3:]
+    _, batch = prepared(Bench(tmp_path, settings()), [two])
+    assert batch["offsets"].tolist() == [0, 4, 6, 8]
+    assert batch["weights"].tolist() == pytest.approx([-0.7071, 0.7071, 0.7071], abs=1e-4)
+    assert batch["loss_mask"].tolist() == [0, 0, 1, 1, 0, 1, 0, 1]
+    (tmp_path / "merged").unlink()
+    two[1]["segments"] = [0, 9]
+    with pytest.raises(UsageError, match=r"task t0, sample 1: its segments .* \(\[0, 9\]\)"):
+        prepared(Bench(tmp_path, settings()), [two])
+
+
+def test_what_nobody_could_judge_is_left_out(tmp_path: Path) -> None:
+    four = group(0, [1, 0, 0, 0])
+    four[2] |= {"valid": False, "metadata": {"agent_error": "KeyError"}}
+    four[3] |= {"valid": False, "metadata": {"reward_error": "late"}}
+    result, batch = prepared(Bench(tmp_path, settings()), [four])
+    assert result["trajectories"] == 2 and batch["weights"].tolist() == pytest.approx(
+        [0.7071, -0.7071], abs=1e-4
+    )

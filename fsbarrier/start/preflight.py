@@ -67,9 +67,9 @@ def with_absolute_paths(given: Iterable[Given]) -> list[Given]:
         if isinstance(value, str) and value:
             if item.key in ("data_path", "log_path") or (item.key == "program" and value.endswith(".py")):
                 value = str(absolute(value))
-            elif item.key == "reward.kind" and ":" in value:
-                file, _, function = value.rpartition(":")
-                value = f"{absolute(file)}:{function}"
+            elif item.key in ("reward.kind", "rollout.agent") and ":" in value:
+                file, _, name = value.rpartition(":")
+                value = f"{absolute(file)}:{name}"
         result.append(Given(item.key, value, item.source))
     return result
 
@@ -218,17 +218,49 @@ def check_reward(kind: str) -> None:
         if kind == "math" and importlib.util.find_spec("math_verify") is None:
             raise UsageError("reward.kind=math: needs the package math-verify, which is not installed here")
         return
-    file, _, function = kind.rpartition(":")
+    _defining("reward.kind", kind)
+
+
+def check_agent(agent: str | None) -> None:
+    """The agent is a class that its file defines, with a method `run` that is async."""
+    if agent is None:
+        return
+    said, name = f"rollout.agent={agent}", agent.rpartition(":")[2]
+    if ":" not in agent:
+        raise UsageError(f"{said}: must be path/file.py:Class")
+    for node in _defining("rollout.agent", agent).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            raise UsageError(f"{said}: {name} is a function, not a class")
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            runs = [
+                n
+                for n in node.body
+                if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == "run"
+            ]
+            if not runs and not node.bases:
+                raise UsageError(
+                    f"{said}: has no method run; an agent has `async def run(self, task, client)`"
+                )
+            if runs and isinstance(runs[-1], ast.FunctionDef):
+                raise UsageError(
+                    f"{said}: its method run is not async; an agent has `async def run(self, task, client)`"
+                )
+
+
+def _defining(setting: str, value: str) -> ast.Module:
+    """The file of `value` ("path/file.py:name"), parsed, which defines the name. Raises UsageError."""
+    file, _, name = value.rpartition(":")
     try:
         tree = ast.parse(Path(file).read_bytes(), filename=file)
     except OSError as error:
-        raise UsageError(f"reward.kind={kind}: {file} cannot be read: {error.strerror}") from None
+        raise UsageError(f"{setting}={value}: {file} cannot be read: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise UsageError(f"reward.kind={kind}: {file}{line}: {getattr(error, 'msg', error)}") from None
+        raise UsageError(f"{setting}={value}: {file}{line}: {getattr(error, 'msg', error)}") from None
     names = _defined(tree)
-    if function not in names:
-        raise UsageError(f"reward.kind={kind}: {file} defines no {function}{nearest(function, names)}")
+    if name not in names:
+        raise UsageError(f"{setting}={value}: {file} defines no {name}{nearest(name, names)}")
+    return tree
 
 
 def _defined(tree: ast.Module) -> list[str]:

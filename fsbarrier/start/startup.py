@@ -142,6 +142,7 @@ def _check_own(nested: Mapping[str, Any], program: Program, environ: Mapping[str
     """What belongs to the user beside data and model."""
     if "data" in program.needs:
         preflight.check_reward(nested["reward"]["kind"])
+        preflight.check_agent(nested["rollout"]["agent"])
     if "model" in program.needs:
         preflight.check_engine(nested, environ)
     preflight.check_trainer(nested["trainer"]["command"])

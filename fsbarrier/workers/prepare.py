@@ -29,7 +29,7 @@ Trajectory = Mapping[str, Any]
 
 @dataclass
 class Batch:
-    """Trajectories laid end to end. `weights` [trajectories]: advantages (grpo) or 1 for successes (rft)."""
+    """Sequences laid end to end: a trajectory each, or each segment of one. `weights`: advantages (grpo), rewards (rft)."""
 
     token_ids: list[Tensor] = field(default_factory=list)
     loss_mask: list[Tensor] = field(default_factory=list)
@@ -46,15 +46,19 @@ class Batch:
             raise UsageError(f"{where}: token_ids, loss_mask and logprobs have different lengths")
         if not bool(torch.isfinite(logprobs[mask.bool()]).all()):
             raise UsageError(f"{where}: a log-probability is not a finite number")
-        mask = mask.clone()
-        mask[:1] = 0  # nothing predicts the first token
-        if int(mask.sum()) == 0:
-            return
-        self.token_ids.append(tokens)
-        self.loss_mask.append(mask)
-        self.logprobs.append(logprobs)
-        self.weights.append(weight)
-        self.rewards.append(float(trajectory["reward"]))
+        starts = [int(start) for start in trajectory.get("segments", (0,))]
+        for begin, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+            if not 0 <= begin <= end:
+                raise UsageError(f"{where}: its segments do not begin one after the other ({starts})")
+            sampled = mask[begin:end].clone()
+            sampled[:1] = 0  # nothing predicts the first token
+            if int(sampled.sum()) == 0:
+                continue
+            self.token_ids.append(tokens[begin:end])
+            self.loss_mask.append(sampled)
+            self.logprobs.append(logprobs[begin:end])
+            self.weights.append(weight)
+            self.rewards.append(float(trajectory["reward"]))
 
 
 def main(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -111,6 +115,11 @@ def counted_reward(trajectory: Trajectory) -> float:
     return reward if trajectory["valid"] else min(reward, 0.0)
 
 
+def was_judged(trajectory: Trajectory) -> bool:
+    """Whether it is known how good it was: not where the reward or the agent failed, which is no fault of the policy."""
+    return not {"reward_error", "agent_error"} & trajectory.get("metadata", {}).keys()
+
+
 def groups_of(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
     """Consecutive trajectories of one task and policy version; a merged file holds each group together."""
     group: list[Trajectory] = []
@@ -127,7 +136,11 @@ def add_group(batch: Batch, group: list[Trajectory], algorithm: Mapping[str, Any
     """Add what of a group there is to learn from; False if nothing.
 
     grpo: a failed or cut-off trajectory stays in its group, as no success. rft: successes only, weighted by their rewards.
+    One that nobody could judge is left out, and nothing is compared with it.
     """
+    group = [trajectory for trajectory in group if was_judged(trajectory)]
+    if not group:
+        return False
     rewards = torch.tensor([counted_reward(t) for t in group], dtype=torch.float64)
     before = len(batch.weights)
     if algorithm["loss"] == "rft":
