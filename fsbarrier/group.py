@@ -30,7 +30,7 @@ from fsbarrier.node.presence import Offer, Presence
 from fsbarrier.node.store import PosixStore
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import Context, Phase, Program, Value
-from fsbarrier.protocol.facts import CorruptRecord, Fact, Generation, Join, Payload, Position, decode
+from fsbarrier.protocol.facts import CorruptRecord, Fact, Generation, Join, Member, Payload, Position, decode
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Rules
 
@@ -156,13 +156,15 @@ class Group:
         self._enter(self._presence.sight.node.generation)
 
     def _check_alike(self) -> None:
-        """All must have joined with the same arguments."""
-        sight = self._presence.sight
-        members = sight.node.generation.ranks if sight.node.generation is not None else sight.joiners
-        for rank in members:
-            join = sight.joins.get(rank)
-            for name, mine in self._join.choices.items():
-                if join is not None and (theirs := join.choices.get(name)) != mine:
+        """All must have joined with the same arguments: those in this generation, and those that were seen to be about."""
+        sight, known = self._presence.sight, self._presence.known
+        generation = sight.node.generation
+        for rank, join in sight.joins.items():
+            member = Member(rank, join.incarnation)
+            about = known.get(rank) != join or sight.ledger.moved(member)
+            concerns = about if generation is None else rank in generation.ranks
+            for name, mine in self._join.choices.items() if concerns else ():
+                if (theirs := join.choices.get(name)) != mine:
                     raise ValueError(
                         f"node {rank} ({join.host}) joined {self._paths.root} with {name}={theirs}, "
                         f"node {self.node_rank} with {name}={mine}: all must give the same"
@@ -310,7 +312,7 @@ def join(
     `timeout_s` bounds this and every later wait. Raises BarrierTimeout (who is missing), StoreError, Fenced, ValueError.
     """
     if not 0 <= node_rank < num_nodes:
-        raise ValueError(f"node_rank={node_rank} is not in 0..{num_nodes - 1}")
+        raise ValueError(f"node_rank={node_rank} is not in 0..{num_nodes - 1} (num_nodes={num_nodes})")
     if not 0 < beat_s < suspect_s < dead_s:
         raise ValueError(f"0 < beat_s < suspect_s < dead_s must hold: {beat_s}, {suspect_s}, {dead_s}")
     if not timeout_s > 0:

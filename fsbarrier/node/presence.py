@@ -75,6 +75,7 @@ class Presence:
     def __init__(self, agent: Agent, offer: Offer, beat_s: float) -> None:
         self.beat_s = beat_s
         self.changed = threading.Condition()
+        self.known = dict(agent.observer.joins)  # what was there before this node looked again
         self.root, self.here, self.rules = agent.observer.paths.root, agent.join, agent.rules
         self._agent, self._offer = agent, offer
         self.sight = Sight(agent.node, time.monotonic())
