@@ -127,6 +127,7 @@ def merge_by_hand(
             counts = {"groups": len(plan.taken), "duplicates_dropped": plan.duplicates}
             return {"report": None, "would_merge": {"out": str(out), **counts}, **known}
         metadata = rankfiles.common_metadata(usable, split, args.iteration)
+        metadata["allow_partial"] = args.allow_partial
         size = sum(part.valid_bytes or 0 for part in parts)
         with _bar(out.name, size) as show:
             report = aggregate(

@@ -6,10 +6,12 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from fsbarrier import aggregate, trajectories
+from fsbarrier import aggregate
 from fsbarrier.commands import flags
-from fsbarrier.errors import UsageError
+from fsbarrier.data import rankfiles
+from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.maintenance import recovery
 from fsbarrier.node import liveness
 from fsbarrier.paths import SPLITS, RunPaths
@@ -27,10 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-partial",
         action="store_true",
-        help="merge although tasks are missing; recorded in the result",
+        help="with --aggregate: merge although tasks are missing; recorded in the result",
     )
     parser.add_argument("--dry-run", action="store_true", help="show, change nothing")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(
+        trust_pickle=False
+    )  # as `fsbarrier aggregate` has it: foreign files are put aside here
 
 
 def main(args: argparse.Namespace) -> int:
@@ -38,24 +43,30 @@ def main(args: argparse.Namespace) -> int:
     record = runrecord.load(log_path)
     if args.iteration < 1:
         raise UsageError(f"--iteration {args.iteration}: iterations count from 1")
-    found = recovery.inspect(log_path, args.iteration)
+    if args.allow_partial and not args.aggregate:
+        raise UsageError("--allow-partial: only with --aggregate")
     if not args.dry_run:
         refuse_if_live(log_path, record.settings["coordination"]["beat_s"])
+    found = recovery.inspect(log_path, args.iteration)
     aside = recovery.useless(found)
-    outcome: dict[str, object] = {
+    outcome: dict[str, Any] = {
         "log_path": str(log_path),
         "iteration": args.iteration,
         "dry_run": args.dry_run,
+        "files": [{**asdict(item), "path": str(item.path)} for item in found],
+        "would_quarantine" if args.dry_run else "quarantined": [str(item.path) for item in aside],
     }
-    outcome["files"] = [{**asdict(item), "path": str(item.path)} for item in found]
-    if args.dry_run:
-        outcome["would_quarantine"] = [str(item.path) for item in aside]
-    else:
-        outcome["quarantined_in"] = str(recovery.quarantine(log_path, aside) or "")
-    if args.aggregate and not args.dry_run:
-        outcome["merged"] = [
-            merge(log_path, split, args) for split in SPLITS if any(f.split == split for f in found)
-        ]
+    try:
+        plan = [merge(log_path, split, found, args, dry_run=True) for split in SPLITS]
+        refused = [split["refused"] for split in plan if "refused" in split]
+        if refused and not args.dry_run:
+            raise UsageError(refused[0])  # before anything is changed
+        if not args.dry_run:
+            outcome["quarantined_in"] = str(recovery.quarantine(log_path, aside) or "")
+            plan = [merge(log_path, split, found, args, dry_run=False) for split in SPLITS]
+        outcome["splits"] = plan
+    except OSError as error:
+        raise StoreError(f"{error.filename or log_path}: {error.strerror or error}") from None
     print(json.dumps(outcome, indent=2) if args.json else as_text(outcome, found))
     return 0
 
@@ -70,47 +81,68 @@ def refuse_if_live(log_path: Path, beat_s: float) -> None:
         )
 
 
-def merge(log_path: Path, split: str, args: argparse.Namespace) -> dict[str, object]:
-    """Merge the valid files of one split; the parts that a merged file is made of win over finished copies of them."""
-    items = [
-        f for f in recovery.inspect(log_path, args.iteration) if f.split == split and f.node_rank is not None
-    ]
-    parts = [f for f in items if f.usable and f.is_part] or [f for f in items if f.usable]
-    expected = {task for f in parts for task in f.missing}
-    expected |= {group.task_index for f in parts for group in trajectories.scan_shard(f.path).groups}
-    report = aggregate.aggregate(
-        [aggregate.Part(f.path, f.valid_bytes, None) for f in parts],
-        RunPaths(log_path).merged(split, args.iteration),
-        metadata={
-            "run_id": runrecord.load(log_path).run_id,
-            "split": split,
-            "iteration": args.iteration,
-            "recovered": True,
-        },
-        expected=expected,
-        allow_partial=args.allow_partial,
-    )
-    return {"split": split, **asdict(report)}
+def merge(
+    log_path: Path, split: str, found: list[recovery.Found], args: argparse.Namespace, *, dry_run: bool
+) -> dict[str, Any]:
+    """What became, or would become, of one split's merged file; "refused" says why nothing would. Raises StoreError, OSError."""
+    gone = recovery.gone(log_path, split, args.iteration, found)
+    outcome: dict[str, Any] = {"split": split, "gone": [str(path) for path in gone]}
+    usable = {item.path for item in found if item.usable}
+    ranks = [item for item in rankfiles.find(log_path, split, args.iteration) if item.path in usable]
+    if not ranks:
+        return outcome
+    expected = rankfiles.expected_tasks(ranks)
+    there = {group.task_index for item in ranks if item.scan for group in item.scan.groups}
+    outcome["expected"] = None if expected is None else len(expected)
+    outcome["missing"] = [task for task in expected or () if task not in there]
+    if not args.aggregate:
+        return outcome
+    how = argparse.Namespace(**{**vars(args), "dry_run": dry_run})
+    try:
+        outcome |= aggregate.merge_by_hand(log_path, split, ranks, how)
+    except UsageError as error:
+        return outcome | {"refused": str(error)}
+    if not dry_run:
+        merged = RunPaths(log_path).merged(split, args.iteration)
+        outcome["restored"] = [str(path) for path in recovery.restore(merged, gone)]
+    return outcome
 
 
-def as_text(outcome: dict[str, object], found: list[recovery.Found]) -> str:
+def as_text(outcome: dict[str, Any], found: list[recovery.Found]) -> str:
     lines = [f"iteration {outcome['iteration']} in {outcome['log_path']}"]
     for item in found:
         who = "merged" if item.node_rank is None else f"node {item.node_rank}"
         note = f"  ({item.note})" if item.note else ""
-        lines.append(
-            f"  {item.split:5}  {who:8} {item.state:10} {item.groups:6} groups {item.trajectories:7} trajectories  {item.path.name}{note}"
-        )
+        count = f"{item.groups:6} groups {item.trajectories:7} trajectories"
+        lines.append(f"  {item.split:5}  {who:8} {item.state:10} {count}  {item.path.name}{note}")
     if not found:
         lines.append("  nothing is there")
     if outcome.get("would_quarantine"):
-        lines.append(f"would move {len(outcome['would_quarantine'])} file(s) to quarantine/")  # type: ignore[arg-type]
+        lines.append(f"would move {len(outcome['would_quarantine'])} file(s) to quarantine/")
     if outcome.get("quarantined_in"):
         lines.append(f"moved what cannot be used to {outcome['quarantined_in']}")
-    for merged in outcome.get("merged", ()):  # type: ignore[attr-defined]
-        lines.append(
-            f"merged {merged['split']}: {merged['trajectories']} trajectories, {len(merged['missing'])} tasks missing"
-        )
-    if not outcome["dry_run"]:
-        lines.append("the normal command goes on from here")
+    for split in outcome["splits"]:
+        lines += _merged_as_text(split)
+    lines.append("nothing was changed" if outcome["dry_run"] else "the normal command goes on from here")
     return "\n".join(lines)
+
+
+def _merged_as_text(split: dict[str, Any]) -> list[str]:
+    name, lines = split["split"], []
+    missing = f", {len(split['missing'])} tasks missing" if split.get("missing") else ""
+    if split.get("expected"):
+        lines.append(
+            f"{name}: the nodes left {split['expected'] - len(split['missing'])} of {split['expected']} tasks"
+        )
+    if split.get("report"):
+        report = split["report"]
+        verb = "already merged" if report["already_done"] else "merged"
+        lines.append(f"{verb} {name}: {report['trajectories']} trajectories{missing}: {report['out']}")
+    elif "refused" in split:
+        lines.append(f"would not merge {name}: {split['refused']}")
+    elif "would_merge" in split:
+        lines.append(f"would merge {name}: {split['would_merge']['groups']} groups{missing}")
+    if split["gone"] and not split.get("restored"):
+        names = ", ".join(Path(path).name for path in split["gone"])
+        lines.append(f"the run counts on {names}, which is not there: --aggregate makes it anew")
+    return lines

@@ -1,105 +1,156 @@
 """After a disaster: what each rank left of an iteration, and how to make the directory fit to go on.
 
 Nothing is deleted: what cannot be used is moved to <log-path>/quarantine/. The normal command needs no recovery in order to go
-on; this is for people who want to see, to merge by hand, or to get foreign files out of the way.
+on; this is for people who want to see, to merge by hand, or to get foreign and damaged files out of the way.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fsbarrier import files, trajectories
+from fsbarrier import files
+from fsbarrier.data import rankfiles
+from fsbarrier.data.rankfiles import RankFile
+from fsbarrier.data.shardscan import scan_shard
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.paths import SPLITS, RunPaths
+from fsbarrier.protocol.facts import CorruptRecord, Fact, decode
 from fsbarrier.start import runrecord
 
-_FILE = re.compile(r"(train|test)_trajectories\.pt\.iteration(\d+)(?:_rank_(\d+)\.checkpoint(\..*\.part)?)?")
+#: of a file's state, whether it is moved out of the way
+STATES = {
+    "complete": False,
+    "partial": False,
+    "torn": False,
+    "copy": False,
+    "damaged": True,
+    "foreign": True,
+    "unreadable": True,
+    "temporary": True,
+}
 
 
 @dataclass(frozen=True)
 class Found:
-    """One trajectory file of the iteration. `state`: complete, partial, torn, foreign or unreadable; `missing`: task indices."""
+    """One trajectory file of the iteration. `state`: one of STATES."""
 
     path: Path
     split: str
     node_rank: int | None  # None: a merged file
     state: str
-    groups: int
-    trajectories: int
-    valid_bytes: int
-    torn_bytes: int
-    missing: tuple[int, ...]
-    note: str
+    groups: int = 0
+    trajectories: int = 0
+    valid_bytes: int = 0
+    torn_bytes: int = 0
+    note: str = ""
 
     @property
     def usable(self) -> bool:
-        return self.state in ("complete", "partial", "torn") and self.groups > 0
-
-    @property
-    def is_part(self) -> bool:
-        return self.path.name.endswith(".part")
+        return not STATES[self.state]
 
 
 def inspect(log_path: Path, iteration: int) -> list[Found]:
-    """What is there of `iteration`, in the order of split, rank and age. Raises UsageError where there is no run."""
-    record, paths = runrecord.load(log_path), RunPaths(log_path)
-    found = []
+    """What is there of `iteration`, in the order in which a merge takes from it. Raises UsageError where there is no run."""
+    run_id = runrecord.load(log_path).run_id
+    found: list[Found] = []
     for split in SPLITS:
-        folder = paths.trajectories(split)
-        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-            match = _FILE.fullmatch(path.name)
-            if match is None or int(match[2]) != iteration:
-                continue
-            found.append(_look_at(path, split, int(match[3]) if match[3] else None, record.run_id))
+        merged = RunPaths(log_path).merged(split, iteration)
+        found += [_as_found(item, split) for item in rankfiles.find(log_path, split, iteration)]
+        mine = re.compile(re.escape(merged.name) + r"(\.g\d{4,})?")
+        unfinished = re.compile(r"\." + re.escape(merged.name) + r"(?!\d).*")
+        for path in sorted(merged.parent.iterdir()) if merged.parent.is_dir() else ():
+            if mine.fullmatch(path.name):
+                found.append(_merged(path, split, run_id))
+            elif unfinished.fullmatch(path.name):
+                found.append(Found(path, split, None, "temporary", note="left by a program that was killed"))
     return found
 
 
-def _look_at(path: Path, split: str, rank: int | None, run_id: str) -> Found:
+def _as_found(item: RankFile, split: str) -> Found:
+    scan = item.scan
+    if scan is None or item.state == "other run":
+        state = "foreign" if item.state in ("foreign", "other run") else "unreadable"
+        return Found(item.path, split, item.node_rank, state, note=item.note)
+    if not scan.header and scan.torn_bytes:
+        return Found(item.path, split, item.node_rank, "unreadable", note="nothing in it can be read")
+    notes = [item.note] if item.note else []
+    if scan.torn_bytes:
+        notes.append(f"{scan.torn_bytes} bytes at its end are dropped")
+    state = {"finished": "complete", "growing": "partial"}.get(item.state, item.state)
+    sizes = len(scan.groups), scan.trajectories, scan.valid_bytes, scan.torn_bytes
+    return Found(item.path, split, item.node_rank, state, *sizes, note="; ".join(notes))
+
+
+def _merged(path: Path, split: str, run_id: str) -> Found:
     try:
-        scan = trajectories.scan_shard(path)
+        scan = scan_shard(path)
     except (FsbarrierError, OSError) as error:
-        return Found(path, split, rank, "unreadable", 0, 0, 0, path.stat().st_size, (), str(error))
-    count = sum(group.trajectories for group in scan.groups)
-    there = {group.task_index for group in scan.groups}
-    assigned = scan.header.get("assigned") or ()
-    missing = tuple(task for task in assigned if task not in there)
-    owner = scan.header.get("run_id", run_id)
-    if owner != run_id:
-        state, note = "foreign", f"made by run {owner}"
-    elif scan.torn_bytes:
-        state, note = "torn", f"{scan.torn_bytes} bytes at its end are dropped"
-    elif missing or (rank is not None and not scan.finished):
-        state, note = (
-            "partial",
-            f"{len(missing)} of {len(assigned)} tasks missing" if assigned else "unfinished",
-        )
-    else:
-        state, note = "complete", ""
-    return Found(
-        path, split, rank, state, len(scan.groups), count, scan.valid_bytes, scan.torn_bytes, missing, note
-    )
+        return Found(path, split, None, "damaged", note=str(error).removeprefix(f"{path}: "))
+    absent = tuple(scan.header.get("missing") or ())
+    sizes = len(scan.groups), scan.trajectories, scan.valid_bytes, scan.torn_bytes
+    if scan.header.get("run_id", run_id) != run_id:
+        return Found(path, split, None, "foreign", *sizes, note=f"made by run {scan.header['run_id']}")
+    if scan.damaged or scan.torn_bytes or not scan.finished:
+        return Found(path, split, None, "damaged", *sizes, note="; ".join(scan.damaged) or "cut off")
+    note = f"merged without {len(absent)} tasks" if absent else ""
+    return Found(path, split, None, "partial" if absent else "complete", *sizes, note)
 
 
 def useless(found: Iterable[Found]) -> list[Found]:
-    """The files that no merge may use."""
+    """The files that nothing may use."""
     return [item for item in found if not item.usable]
 
 
+def gone(log_path: Path, split: str, iteration: int, found: Iterable[Found]) -> list[Path]:
+    """The merged files of a split that the run's own decisions name and that are not there, or not whole."""
+    paths = RunPaths(log_path)
+    whole = {item.path.name for item in found if item.node_rank is None and item.usable}
+    ours = {name for name in _decided(paths, iteration) if name.startswith(f"{split}_")}
+    return [paths.trajectories(split) / name for name in sorted(ours - whole)]
+
+
+def _decided(paths: RunPaths, iteration: int) -> Iterator[str]:
+    """The names of the merged files in the facts of an iteration."""
+    for path in sorted(paths.coordination.glob(f"gen-*/iter-{iteration:06d}/p*/node-*.done")):
+        try:
+            merged = decode(path.read_bytes(), Fact).value.get("merged")
+        except (OSError, CorruptRecord):
+            continue
+        if isinstance(merged, str):
+            yield Path(merged).name
+
+
+def restore(merged: Path, names: Iterable[Path]) -> list[Path]:
+    """Give a merged file the names that decisions know it by, so that the run goes on from it. Raises OSError."""
+    chosen = [name for name in names if not name.exists()]
+    for name in chosen:
+        files.link_or_copy(merged, name)
+    return chosen
+
+
 def quarantine(log_path: Path, items: Iterable[Found]) -> Path | None:
-    """Move files out of the way, keeping their names; gives the folder. Raises OSError, UsageError."""
-    chosen = list(items)
+    """Move files out of the way, with their other names, keeping the names; gives the folder. Raises OSError, UsageError."""
+    chosen = [name for item in items for name in _all_names(item.path)]
     if not chosen:
         return None
     folder = log_path / "quarantine" / datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     files.make_dirs(folder)
-    for item in chosen:
-        target = folder / item.path.name
+    for path in dict.fromkeys(chosen):
+        target = folder / path.name
         if target.exists():
             raise UsageError(f"{target} is there already; nothing was moved over it")
-        os.rename(item.path, target)
+        os.rename(path, target)
+        files.fsync_dir(path.parent)
+    files.fsync_dir(folder)
     return folder
+
+
+def _all_names(path: Path) -> list[Path]:
+    """A file's names in its folder: a finished part has that of the rank's checkpoint too."""
+    inode = path.lstat().st_ino
+    return [other for other in sorted(path.parent.iterdir()) if other.lstat().st_ino == inode]

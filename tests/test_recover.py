@@ -1,0 +1,155 @@
+"""`fsbarrier recover` after a disaster: shows, keeps, merges, puts aside; and the normal command goes on afterwards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import FAST, REPO, Cluster, assert_exactly_once, rolled_out_twice
+
+from fsbarrier.paths import RunPaths
+from fsbarrier.trajectories import ShardWriter, load, scan_shard
+
+
+def recover(log_path: Path, *flags: str, code: int = 0) -> str:
+    argv = [
+        sys.executable,
+        "-m",
+        "fsbarrier",
+        "recover",
+        "--log-path",
+        str(log_path),
+        "--iteration",
+        "1",
+        *flags,
+    ]
+    result = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert result.returncode == code, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stdout if code == 0 else result.stderr
+
+
+def everything(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file below, with its size and the time of its last change."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+def states(shown: str) -> dict[str, str]:
+    return {Path(item["path"]).name: item["state"] for item in json.loads(shown)["files"]}
+
+
+def leave_a_mess(paths: RunPaths) -> dict[str, str]:
+    """Files that a disaster and other people left in iteration 1; their names with the state they should be found in."""
+    rank_0 = sorted(paths.trajectories("train").glob("*_rank_0*.part"))[0]
+    rank_0.write_bytes(rank_0.read_bytes()[:-100])
+    record = {
+        "task_id": "0",
+        "task_index": 0,
+        "sample": 0,
+        "reward": 1.0,
+        "policy_version": 0,
+        "node_rank": 5,
+    }
+    other_run = paths.rank_checkpoint("train", 1, 5)
+    with ShardWriter(other_run, prefix="x", header={"run_id": "another", "assigned": [0]}) as writer:
+        writer.append_group(0, [record])
+        writer.finish({})
+    garbage = paths.rank_checkpoint("train", 1, 6)
+    garbage.write_bytes(b"\x80\x04not one of ours")
+    empty = paths.rank_checkpoint("train", 1, 7)
+    empty.write_bytes(b"")  # as of a node that was killed before its first group
+    unfinished = paths.trajectories("train") / f".{paths.merged('train', 1).name}.0123456789ab.tmp"
+    unfinished.write_bytes(b"half")
+    return {
+        rank_0.name: "torn",
+        other_run.name: "foreign",
+        garbage.name: "foreign",
+        empty.name: "partial",
+        unfinished.name: "temporary",
+    }
+
+
+@pytest.fixture
+def halted(tmp_path: Path) -> Any:
+    """Two nodes, killed in the middle of their first rollout."""
+    held = str(Path(__file__).parent / "programs" / "held.py")
+    with Cluster(tmp_path, 2, "--iterations", "1", *FAST, "custom.hold=2", program=held) as cluster:
+        cluster.start()
+        for rank in (0, 1):
+            cluster.beating(rank, lambda beat: beat.phase == 2 and beat.progress.get("done", 0) >= 4)
+        said = recover(cluster.log_path, code=2)
+        assert "is held by node 0 (" in said and "node 1 (" in said and "fsbarrier stop --now" in said
+        assert "partial" in recover(cluster.log_path, "--dry-run")
+        for rank in (0, 1):
+            cluster.kill(rank)
+        yield cluster
+
+
+def test_recovery_and_the_normal_command_afterwards(halted: Cluster) -> None:
+    log_path, paths = halted.log_path, RunPaths(halted.log_path)
+    expected = leave_a_mess(paths)
+    mess = {name for name, state in expected.items() if state in ("foreign", "unreadable", "temporary")}
+    before = everything(log_path)
+
+    found = states(recover(log_path, "--dry-run", "--aggregate", "--json"))
+    assert expected.items() <= found.items()
+    rank_1 = next(name for name in found if "_rank_1" in name)
+    assert found[rank_1] == "partial"
+    shown = recover(log_path, "--dry-run", "--aggregate")
+    assert "would not merge train" in shown and "of 24 tasks" in shown
+    assert "missing" in recover(log_path, "--aggregate", code=2)
+    assert "only with --aggregate" in recover(log_path, "--allow-partial", code=2)
+    assert everything(log_path) == before
+
+    said = recover(log_path, "--aggregate", "--allow-partial")
+    assert "merged train" in said and "tasks missing" in said
+    merged = load(paths.merged("train", 1))
+    durable = {
+        group.task_index
+        for part in paths.trajectories("train").glob("*.part")
+        for group in scan_shard(part).groups
+    }
+    assert {t["task_index"] for t in merged["trajectories"]} == durable
+    assert set(merged["metadata"]["missing"]) == set(range(24)) - durable
+    assert merged["metadata"]["allow_partial"] is True
+    aside = {path.name: path for path in (log_path / "quarantine").rglob("*") if path.is_file()}
+    assert set(aside) == mess
+    assert all(
+        before[str(paths.trajectories("train") / name)][0] == aside[name].stat().st_size for name in mess
+    )
+
+    halted.start()
+    assert halted.wait() == {0: 0, 1: 0}, halted.said(0)
+    for split in ("train", "test"):
+        assert_exactly_once(log_path, 1, split=split)
+        assert rolled_out_twice(log_path, 1, split) == []
+    assert "complete" in recover(log_path)
+
+
+def test_a_damaged_merged_file_is_made_anew_where_the_run_counts_on_it(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2, "--iterations", "1", *FAST) as cluster:
+        cluster.start()
+        assert cluster.wait() == {0: 0, 1: 0}
+        paths = RunPaths(cluster.log_path)
+        damaged = paths.merged_by("train", 1, 1)
+        whole = load(damaged)["trajectories"]
+        data = damaged.read_bytes()
+        damaged.write_bytes(data[: len(data) // 2])  # the plain name is a link to it
+        assert states(recover(cluster.log_path, "--dry-run", "--json"))[damaged.name] == "damaged"
+        said = recover(cluster.log_path)
+        assert f"counts on {damaged.name}" in said and not damaged.exists()
+        recover(cluster.log_path, "--aggregate")
+        assert sorted(t["task_index"] for t in load(damaged)["trajectories"]) == sorted(
+            t["task_index"] for t in whole
+        )
+        assert_exactly_once(cluster.log_path, 1)
+        assert "already merged train" in recover(cluster.log_path, "--aggregate")
+
+
+def test_nothing_there_is_said(tmp_path: Path) -> None:
+    assert "no run" in recover(tmp_path / "nowhere", code=2)
