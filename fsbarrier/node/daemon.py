@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -34,7 +33,7 @@ from fsbarrier.node.jobs import Jobs
 from fsbarrier.node.journal import Journal
 from fsbarrier.node.observer import Observer, Paces
 from fsbarrier.node.store import PosixStore
-from fsbarrier.node.telling import told
+from fsbarrier.node.telling import Console, told
 from fsbarrier.program import SLICES
 from fsbarrier.protocol.facts import Join, Payload, encode
 from fsbarrier.protocol.membership import Limits
@@ -72,7 +71,7 @@ class Daemon:
     def __init__(
         self, record: RunRecord, rank: int, until: int | None, console: bool, work_dir: Path
     ) -> None:
-        self.record, self.console = record, console
+        self.record, self.console = record, Console() if console else None
         self.settings: dict[str, Any] = dict(record.settings)
         self._wake = threading.Event()
         self._signal: int | None = None
@@ -133,8 +132,10 @@ class Daemon:
             beats.join(DYING_S)
         ended = self.agent.exit
         assert ended is not None
+        console = self.console or Console()
         if ended.code:
-            print(f"fsbarrier: {ended.reason}", file=sys.stderr, flush=True)
+            console.say(f"fsbarrier: {ended.reason}\n", to=2)
+        console.close(DYING_S)
         return ended.code
 
     def _loop(self) -> None:
@@ -220,9 +221,8 @@ class Daemon:
         text = "".join(f"{one}\n" for one in told(line))
         with contextlib.suppress(OSError):  # nobody need read along; the journal has it
             os.write(self._log, text.encode(errors="surrogateescape"))
-        if self.console and text:
-            with contextlib.suppress(OSError):
-                print(text, end="", flush=True)
+        if self.console is not None and text:
+            self.console.say(text)
 
     @contextmanager
     def signals(self) -> Iterator[None]:

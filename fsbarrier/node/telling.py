@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import queue
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fsbarrier.view.words import event_line
 
 AGAIN = "again: "  # how the reason of a generation begins that tries a failed program once more
+
+
+class Console:
+    """Prints in a thread of its own: a terminal that somebody stopped, or a full disk behind it, must not hold a node up."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._print, name="console", daemon=True)
+        self._thread.start()
+
+    def say(self, text: str, *, to: int = 1) -> None:
+        """Print to standard output (1) or standard error (2), soon."""
+        self._waiting.put((to, text))
+
+    def close(self, timeout_s: float) -> None:
+        """Wait until all is printed, or can be printed no more."""
+        self._waiting.put(None)
+        self._thread.join(timeout_s)
+
+    def _print(self) -> None:
+        sys.stdout.flush()
+        while (item := self._waiting.get()) is not None:
+            fd, text = item
+            with contextlib.suppress(OSError):  # nobody need read along; the journal has it
+                os.write(fd, text.encode(errors="surrogateescape"))
 
 
 def told(line: Mapping[str, Any]) -> list[str]:
