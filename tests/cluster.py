@@ -38,6 +38,8 @@ class Cluster:
         self.log_path, self.nodes = folder / "run", nodes
         self.flags = ("--program", program, *flags)
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.prefix: dict[int, tuple[str, ...]] = {}  # of a node's command
+        self.env: dict[int, dict[str, str]] = {}
         self.output = folder / "output"
         self.output.mkdir(parents=True, exist_ok=True)
 
@@ -62,6 +64,8 @@ class Cluster:
             argv = [sys.executable, "-m", "fsbarrier", "run", "--log-path", str(self.log_path), *who]
             with (self.output / f"node_{rank}.txt").open("ab") as out:
                 env = {k: v for k, v in os.environ.items() if "RANK" not in k} | {"PYTHONPATH": str(REPO)}
+                env |= self.env.get(rank, {})
+                argv = [*self.prefix.get(rank, ()), *argv]
                 process = subprocess.Popen(
                     argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
                 )

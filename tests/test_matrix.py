@@ -51,11 +51,12 @@ def test_a_node_is_struck(tmp_path: Path, name: str, rank: int, phase: int) -> N
             for split in ("train", "test"):
                 assert rolled_out_twice(cluster.log_path, 1, split) == []
         else:
-            cluster.wait_for(
-                lambda e: (
-                    e["event"] == "generation_started" and e["node_rank"] != rank and e["generation"] == 2
+            for other in others:
+                cluster.wait_for(
+                    lambda e, other=other: (
+                        (e["event"], e["node_rank"], e["generation"]) == ("generation_started", other, 2)
+                    )
                 )
-            )
             cluster.signal(rank, signal.SIGCONT)
             assert_the_others_end(cluster, others)
             assert_the_zombie_says_so(cluster, rank)

@@ -1,0 +1,177 @@
+"""Every way in which a node can fail is found, named and acted on within 20 s at default settings; and nobody is buried alive."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cluster import FAST, REPO, Cluster, Event, all_gone, assert_exactly_once, leftovers
+
+sys.path.insert(0, str(Path(__file__).parent / "fuse"))
+import mounting
+
+WITHIN_S = 20.0
+VICTIM = 1
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def without_the_victim(event: Event) -> bool:
+    return event["event"] == "generation_started" and VICTIM not in event["members"]
+
+
+def assert_found(cluster: Cluster, struck_at: float, what: str = "no heartbeat for") -> None:
+    """Both others go on without it in time, and say who is lost, where it was, since when, and its last log lines."""
+    for other in (0, 2):
+        went_on = cluster.wait_for(
+            lambda e, other=other: without_the_victim(e) and e["node_rank"] == other, deadline_s=60
+        )
+        assert went_on["mono_s"] - struck_at < WITHIN_S
+        lost = cluster.wait_for(lambda e, other=other: e["event"] == "node_lost" and e["node_rank"] == other)
+        (item,) = lost["lost"]
+        assert item["node_rank"] == VICTIM and item["host"] and item["phase_name"] == "train_rollout"
+        assert item["beat_age_s"] > 5 and item["log"]
+    said = cluster.said(0) + cluster.said(2)
+    assert what in said and "phase 2 train_rollout" in said and f"| node {VICTIM}: daemon.log: " in said
+
+
+@contextlib.contextmanager
+def rolling_out(folder: Path, prepare: Callable[[Cluster], None] = lambda _: None) -> Iterator[Cluster]:
+    """Three nodes with default timings in the middle of a long rollout."""
+    with Cluster(folder, 3, "toy.phase_s=120", "toy.tasks=600") as cluster:
+        prepare(cluster)
+        cluster.start()
+        for rank in range(3):
+            cluster.beating(rank, lambda beat: beat.phase == 2 and beat.progress.get("done", 0) >= 2)
+        yield cluster
+
+
+@pytest.mark.slow
+def test_a_killed_daemon(tmp_path: Path) -> None:
+    with rolling_out(tmp_path) as cluster:
+        tree, struck_at = cluster.tree(VICTIM), time.monotonic()
+        cluster.kill(VICTIM)
+        assert all_gone(tree, 5.0)
+        assert_found(cluster, struck_at)
+
+
+@pytest.mark.slow
+def test_a_stopped_daemon(tmp_path: Path) -> None:
+    with rolling_out(tmp_path) as cluster:
+        struck_at = time.monotonic()
+        cluster.signal(VICTIM, signal.SIGSTOP)
+        assert_found(cluster, struck_at)
+        cluster.signal(VICTIM, signal.SIGCONT)
+        cluster.wait_for(lambda e: e["event"] == "left_generation" and e["node_rank"] == VICTIM)
+
+
+@pytest.mark.slow
+def test_a_node_that_cannot_write(tmp_path: Path) -> None:
+    """A file size limit of nothing, for all that the node runs: every write fails, as on a full disk or past a quota."""
+    with rolling_out(tmp_path) as cluster:
+        struck_at = time.monotonic()
+        for pid in cluster.tree(VICTIM):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
+        assert_found(cluster, struck_at)
+        assert cluster.wait(VICTIM) == {VICTIM: 3}
+
+
+@pytest.mark.slow
+def test_a_daemon_whose_reads_hang(tmp_path: Path) -> None:
+    stuck = tmp_path / "stuck"
+
+    def prepare(cluster: Cluster) -> None:
+        path = os.pathsep.join((str(PROGRAMS / "stuck"), str(REPO)))
+        cluster.env[VICTIM] = {"PYTHONPATH": path, "STUCK": str(stuck)}
+
+    with rolling_out(tmp_path, prepare) as cluster:
+        struck_at = time.monotonic()
+        stuck.touch()
+        assert_found(cluster, struck_at)
+        stuck.unlink()
+        cluster.wait_for(lambda e: e["event"] == "left_generation" and e["node_rank"] == VICTIM)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(mounting.missing() is not None or os.geteuid() != 0, reason="needs FUSE, as root")
+def test_a_mount_that_hangs(tmp_path: Path) -> None:
+    """One node sees the run directory through a filesystem of its own, whose server is stopped."""
+    mount, shared = tmp_path / "mount", tmp_path / "run"
+
+    def prepare(cluster: Cluster) -> None:
+        inside = Path(mounting.__file__).with_name("inside.py")
+        cluster.prefix[VICTIM] = (sys.executable, str(inside), str(mount), str(shared))
+
+    with mounting.mounted(shared, mount), rolling_out(tmp_path, prepare) as cluster:
+        (server,) = [pid for pid in leftovers(mount) if pid not in cluster.tree(VICTIM)]
+        struck_at = time.monotonic()
+        os.kill(server, signal.SIGSTOP)
+        try:
+            assert_found(cluster, struck_at)
+        finally:
+            os.kill(server, signal.SIGCONT)
+        cluster.wait_for(lambda e: e["event"] == "left_generation" and e["node_rank"] == VICTIM)
+
+
+def test_a_program_without_progress_is_a_failed_attempt(tmp_path: Path) -> None:
+    flags = ("--iterations", "1", *FAST, "toy.phase_s=1.5", "coordination.stall_timeout_s=2")
+    with Cluster(tmp_path, 3, *flags) as cluster:
+        cluster.start()
+        cluster.beating(VICTIM, lambda beat: beat.phase == 2 and beat.progress.get("done", 0) >= 2)
+        (worker,) = [pid for pid in cluster.tree(VICTIM) if b"workers.toy" in command_line(pid)]
+        os.kill(worker, signal.SIGSTOP)
+        assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said(VICTIM)
+        failed = cluster.wait_for(lambda e: e["event"] == "work_failed")
+        assert (failed["node_rank"], failed["phase"]) == (VICTIM, 2)
+        assert "no progress for 2 s (coordination.stall_timeout_s)" in failed["error"]
+        for other in (0, 2):
+            assert f"| node {VICTIM} (" in cluster.said(other) and "no progress for 2 s" in cluster.said(
+                other
+            )
+        assert not [e for e in cluster.events() if e["event"] == "node_lost"]
+        assert_exactly_once(cluster.log_path, 1)
+        assert leftovers(cluster.log_path) == []
+
+
+@pytest.mark.slow
+def test_nobody_is_taken_for_dead_under_load_and_pauses(tmp_path: Path) -> None:
+    """All CPUs busy twice over, and now and then a daemon is paused for 5 s, for a minute and a half."""
+    generator, pause = random.Random(1), threading.Event()
+    burn = [sys.executable, "-c", "while True: pass"]
+    burners = [subprocess.Popen(burn) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        with Cluster(tmp_path, 3, "toy.phase_s=1", "toy.tasks=24") as cluster:
+            cluster.start()
+            cluster.in_phase(0, 2)
+            end = time.monotonic() + 90
+            while time.monotonic() < end:
+                chosen = generator.sample(range(3), generator.choice((1, 1, 2, 3)))
+                for rank in chosen:
+                    cluster.signal(rank, signal.SIGSTOP)
+                pause.wait(5.0)
+                for rank in chosen:
+                    cluster.signal(rank, signal.SIGCONT)
+                pause.wait(generator.uniform(0.0, 3.0))
+            events = cluster.events()
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+    assert not [e for e in events if e["event"] in ("node_lost", "left_generation")]
+    assert max(e["iteration"] for e in events) >= 2
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
