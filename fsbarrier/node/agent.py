@@ -16,7 +16,7 @@ from fsbarrier.node.observer import Observer, decides, fact_name
 from fsbarrier.node.store import Store
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Payload, Position, encode
 from fsbarrier.protocol.machine import step
-from fsbarrier.protocol.membership import losses, silence
+from fsbarrier.protocol.membership import Ledger, losses, silence
 from fsbarrier.protocol.state import (
     Action,
     Announce,
@@ -73,7 +73,8 @@ class Agent:
     node: Node = field(init=False)
     exit: Exit | None = None
     counter: int = 0
-    _refused: bool = False
+    _enough: bool = False  # nothing more can come of this look
+    _weighed: Ledger | None = None  # the heartbeats that were last looked through for suspects
     _idle: tuple[Node | None, View | None] = (None, None)
     _pending: deque[Action] = field(default_factory=deque)
     _announced: int = 0  # no heartbeat bears an incarnation that may turn out to be another process's
@@ -114,11 +115,13 @@ class Agent:
             busy = busy or node.position != self.node.position or bool(actions)
             self.node = node
             self._pending.extend(actions)
-            self._refused = False
+            self._enough = False
             self._act(now)
-            if self._refused:
-                break  # another's record is there and cannot be read yet: not now, again and again
-        self._note_suspects(now)
+            if self._enough:
+                break
+        if self.observer.ledger is not self._weighed:
+            self._weighed = self.observer.ledger
+            self._note_suspects(now)
         self._repeat(now)
         return busy
 
@@ -173,6 +176,7 @@ class Agent:
                 self._publish(fact, now)
             case Launch(part):
                 self.work.launch(self.node, part)
+                self._enough = True
             case CancelWork():
                 self.work.cancel()
             case Propose(generation):
@@ -200,7 +204,8 @@ class Agent:
     def _publish(self, fact: Fact, now: float) -> None:
         node = self.node
         events = fact.value.get("events", ())
-        fact = replace(fact, value={k: v for k, v in fact.value.items() if k != "events"})
+        if events:
+            fact = replace(fact, value={k: v for k, v in fact.value.items() if k != "events"})
         self._put(fact, now)
         event = "work_finished" if fact.status == "done" else "work_failed"
         value = {k: v for k, v in fact.value.items() if k in ("error", "exit_code", "log")}
@@ -233,7 +238,9 @@ class Agent:
         else:
             record = self.observer.read(path, Generation)
             self.observer.learn(record)
-            self._refused = record is None
+            self._enough = (
+                record is None
+            )  # another's record is there, and cannot be read yet: not now, again and again
         self.observer.hurry()
 
     def _entered(self, position: Position, generation: Generation, left: Position | None) -> None:

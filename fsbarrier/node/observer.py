@@ -74,7 +74,7 @@ class Observer:
     _listed: tuple[Path, list[str]] | None = None
     _arrived: tuple[frozenset[int], dict[int, Fact]] = (frozenset(), {})
     _values: dict[tuple[int, Position], Payload] = field(default_factory=dict)
-    _known_beats: tuple[list[str], list[int]] = field(default_factory=lambda: ([], []))
+    _known_beats: tuple[list[str], list[tuple[int, Path]]] = field(default_factory=lambda: ([], []))
     _known_generations: list[str] = field(default_factory=list)
     _known_joins: list[str] = field(default_factory=list)
     _old_stops: frozenset[str] = frozenset()
@@ -93,7 +93,7 @@ class Observer:
     def learn(self, generation: Generation | None) -> None:
         """Take a generation's record for known, however it was come by."""
         if generation is not None and (self.newest is None or generation.number > self.newest.number):
-            self.newest = generation
+            self.newest, self._common = generation, None
 
     def newest_number(self) -> int:
         """The number of the newest generation that can be seen now. Raises OSError."""
@@ -103,13 +103,14 @@ class Observer:
     def hurry(self) -> None:
         """Look at everything at the next view, whatever its pace."""
         self._looked = self._looked_at_beats = float("-inf")
+        self._common = None
 
     def view(self, node: Node, now: float) -> View:
         """What the node can see at `now`; the same object while nothing is new. Raises OSError when the filesystem fails."""
         joining = node.stage is Stage.JOINING
         if now - self._looked >= self.paces.members_s / (4 if joining else 1):
             self._look_at_members(now)
-            self._looked, self._common = now, None
+            self._looked = now
         if now - self._looked_at_beats >= self.paces.beats_s / (10 if joining else 1):
             self._look_at_beats(node.rank, now)
             self._looked_at_beats, self._common = now, None
@@ -167,11 +168,12 @@ class Observer:
 
     def row_dir(self, generation: int, position: Position) -> Path:
         """Where the facts about one row are."""
-        if self._row is None or self._row[0] != generation or self._row[1] != position:
+        row = self._row
+        if row is None or row[0] != generation or (row[1] is not position and row[1] != position):
             name = self.phase_name(position.phase)
             path = self.paths.phase(generation, position.iteration, position.phase, name)
-            self._row = (generation, position, path)
-        return self._row[2]
+            self._row = row = (generation, position, path)
+        return row[2]
 
     def reports(self, generation: int, position: Position, ranks: tuple[int, ...]) -> Mapping[int, Payload]:
         """What each of `ranks` published about a row that this node has passed. Raises OSError, also for one that cannot be read."""
@@ -207,6 +209,7 @@ class Observer:
         for name in self.store.names(self.paths.stops):
             if name not in self._old_stops:
                 self.stop = self.read(self.paths.stops / name, StopRequest) or self.stop
+                self._common = None
 
     def _look_at_generations(self, names: list[str], now: float | None) -> bool:
         """Learn the newest of them that can be read; True if none is newer."""
@@ -220,7 +223,7 @@ class Observer:
                 self.learn(record)
                 known = number
             elif now is not None and now - self._unreadable.setdefault(number, now) >= self.paces.void_s:
-                self.void = max(self.void, number)
+                self.void, self._common = max(self.void, number), None
         return max(numbers, default=0) <= known
 
     def _fits(self, record: Generation, number: int) -> bool:
@@ -233,7 +236,7 @@ class Observer:
         join = self.read(self.paths.join(rank, incarnation), Join)
         if join is None or (join.rank, join.incarnation) != (rank, incarnation):
             return False
-        self.joins[rank] = join
+        self.joins[rank], self._common = join, None
         return True
 
     def _look_at_beats(self, me: int, now: float) -> None:
@@ -244,9 +247,9 @@ class Observer:
         beats = {}
         names = self.store.names(self.paths.beats)
         if names != self._known_beats[0]:
-            self._known_beats = names, _numbers(_BEAT, names)
-        for rank in self._known_beats[1]:
-            beat = self.read(self.paths.beat(rank), Beat) if rank != me else None
+            self._known_beats = names, [(rank, self.paths.beat(rank)) for rank in _numbers(_BEAT, names)]
+        for rank, path in self._known_beats[1]:
+            beat = self.read(path, Beat) if rank != me else None
             if beat is None or beat.rank != rank:
                 continue
             beats[rank] = beat

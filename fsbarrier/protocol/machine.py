@@ -63,13 +63,13 @@ def step(node: Node, view: View, now: float, rules: Rules) -> Step:
     """One transition, or none: (the node as it is now, the actions to perform in order). The first rule that applies wins."""
     if node.stage is Stage.ENDED:
         return node, ()
-    for rule in (_fenced, _newer_generation, _stop):
+    for rule in _ALWAYS:
         result = rule(node, view, now, rules)
         if result is not None:
             return result
     if node.stage is Stage.JOINING:
         return _join(node, view, now, rules)
-    for rule in (_release, _regroup, _failed_program, _lost_member, _work):
+    for rule in _RUNNING:
         result = rule(node, view, now, rules)
         if result is not None:
             return result
@@ -196,7 +196,11 @@ def _release(node: Node, view: View, now: float, rules: Rules) -> Step | None:
         decisions=decisions,
         trouble_since=None,
     )
-    return moved, (Entered(following, generation, position, True),)
+    entered = Entered(following, generation, position, True)
+    if following.phase == first:  # here a stop may take effect, and nodes be admitted
+        return moved, (entered,)
+    at_work = _work(moved, view, now, rules)
+    return (at_work[0], (entered, *at_work[1])) if at_work is not None else (moved, (entered,))
 
 
 def _failed_program(node: Node, view: View, now: float, rules: Rules) -> Step | None:
@@ -393,3 +397,7 @@ def _join(node: Node, view: View, now: float, rules: Rules) -> Step:
 def _nothing_to_do(node: Node, until: int | None) -> Step:
     done = f"the run has already done its {until} iterations; a larger --iterations goes on"
     return changed(node, stage=Stage.ENDED), (Exit(0, "finished", done),)
+
+
+_ALWAYS = (_fenced, _newer_generation, _stop)
+_RUNNING = (_release, _regroup, _failed_program, _lost_member, _work)

@@ -46,7 +46,9 @@ class Ledger:
         gap = max(before - self.looked_at if self.looked_at is not None else 0.0, after - before)
         blind = gap > blind_s
         pause = 0.0 if not blind else gap - blind_s if self.blind else gap
-        seen = {rank: replace(item, since=min(item.since + pause, after)) for rank, item in self.seen.items()}
+        seen = dict(self.seen)
+        if pause:
+            seen = {rank: replace(item, since=min(item.since + pause, after)) for rank, item in seen.items()}
         for rank, beat in beats.items():
             old = seen.get(rank)
             if old is None or old.beat.incarnation != beat.incarnation:

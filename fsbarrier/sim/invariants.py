@@ -282,7 +282,7 @@ def i11_no_wait_on_a_missing_name(history: History) -> Iterator[str]:
 def i12_operations(history: History) -> float:
     """Operations a node and row, beyond the listings by which it waits: making the directory, its own fact (a temporary file that
     is renamed: two), reading the others'."""
-    cost = {"make_dir": 1, "put": 2, "read": 1, "create": 3, "names": 0}
+    cost = {"make_dir": 1, "put": 2, "read": 1, "create": 3}
     passages = len(history.passed())
     return sum(count * cost[verb] for verb, count in history.operations.items()) / max(1, passages)
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from fsbarrier.sim.world import World
 
 BEAT_S = 2.0
+POLL_S = 0.1  # the longest time between two polls, which are simulated only where they see something new
+RARELY_S = 1.9  # the time between two looks at what changes seldom; whoever changes it wakes the others
+IDLE_S = 2.8  # the longest time between two looks at heartbeats: less than what counts as blind
 
 
 class Process:
@@ -41,11 +44,12 @@ class Process:
         self.failing_since: float | None = None
         self.mishap: Mishap | None = None
         self.watching: Any = ""
+        self.news_at: float | None = None  # when it is going to see something new beside its row
         clocks = world.setup.clocks
         self.offset = world.clocks.uniform(0, 1e6) if clocks else 0.0
         self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
         paths = RunPaths(cast(Any, ROOT))
-        observer = Observer(cast(Any, client), paths, world.rules.program, Paces(0.1, BEAT_S / 2, BLIND_S))
+        observer = Observer(cast(Any, client), paths, world.rules.program, Paces(RARELY_S, RARELY_S, BLIND_S))
         self.work = SimWork(world, self)
         host = f"{client.host}"
         join = Join(
@@ -66,11 +70,29 @@ class Process:
         due.append(at)
         self.world.at(at, self._tick)
 
+    def notice(self, at: float) -> None:
+        """Something beside this node's row (a generation, a join, a request to stop) can be seen from `at` on."""
+        self.news_at = at if self.news_at is None else max(at, self.news_at)
+        self.wake(at + self.world.rng.random() * POLL_S, at)
+
+    def idle(self) -> None:
+        """Plan the next look, unless one is due: polls between two changes would see nothing new and are left out. Heartbeats
+        must be looked at before the time since the last look counts as blindness.
+        """
+        if not self.due:
+            seen_at = self.agent.observer.ledger.looked_at
+            blind_s = (
+                (self.clock - seen_at) / self.rate
+                if self.failing_since is None and seen_at is not None
+                else 1.8
+            )
+            self.wake(self.world.now + max(POLL_S, IDLE_S - self.world.rng.random() - blind_s))
+
     def _tick(self) -> None:
-        due, now = self.due, self.world.now
-        if not self.up or not due or min(due) > now:
+        now = self.world.now
+        if not self.up or now not in self.due:
             return
-        self.due = [time for time in due if time > now]
+        self.due = [time for time in self.due if time > now]
         if not self.paused and self.strand is None:
             self.world.look(self)
 
@@ -83,7 +105,10 @@ class Process:
 
     def loop(self) -> str:
         """One look of the daemon's loop (or its start), and how it went; never raises."""
-        self.ticked_at = self.world.now
+        now = self.ticked_at = self.world.now
+        if self.news_at is not None and self.news_at <= now and self.joined:
+            self.news_at = None
+            self.agent.observer.hurry()
         try:
             if not self.joined:
                 self.agent.observer.prepare()

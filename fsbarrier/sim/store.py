@@ -186,7 +186,7 @@ class Client:
         self.disk, self.host, self.habits = disk, host, habits
         self.left = NEVER  # operations until `alarm` is asked what becomes of the next one
         self.alarm: Alarm = lambda verb, path: None
-        self.ops = dict.fromkeys(("make_dir", "names", "read", "put", "create"), 0)  # on rows (invariant I12)
+        self.ops = dict.fromkeys(("make_dir", "read", "put", "create"), 0)  # on rows (invariant I12)
         self.misses: dict[str, int] = {}  # reads of names that did not exist (invariant I11)
         self._caching = habits != Habits() or bool(disk.coarse_s)
         self._lists: dict[str, _Listed] = {}
@@ -213,8 +213,8 @@ class Client:
             raise after
 
     def names(self, directory: SimPath) -> list[str]:
-        after = self._trouble("names", directory)
-        if after is not None:
+        self.left -= 1
+        if self.left <= 0 and (after := self.alarm("names", directory)) is not None:
             raise after
         if not self._caching:
             found = self.disk.dirs.get(directory)
@@ -305,6 +305,11 @@ class Client:
         """When this client will look at a directory again rather than answer from memory."""
         known = self._lists.get(directory)
         return self.disk.now if known is None else max(self.disk.now, known.until)
+
+    def fresh_at(self, path: str) -> float:
+        """The same for a file's content."""
+        known = self._contents.get(path)
+        return self.disk.now if known is None else max(self.disk.now, known[1])
 
     def drop_caches(self) -> None:
         """The host was restarted."""

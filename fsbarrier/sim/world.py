@@ -26,7 +26,6 @@ from fsbarrier.sim.store import NEVER, Client, Disk, Habits, SimPath
 from fsbarrier.sim.strand import Strand
 
 SETTLE_S = 900.0  # virtual time, for each iteration, within which all must end after the faults stopped
-IDLE_S = 1.9  # the longest time between two looks: less than what counts as blind
 Action = Callable[[], None]
 
 
@@ -266,12 +265,9 @@ class World:
             return
         if how == "joined":
             self._beat(process)
-        if how == "joined":
             process.wake(self.now + 0.001)
-        elif not process.due:  # polls between two changes would see nothing new: they are left out
-            joining = not process.joined or process.agent.node.stage is Stage.JOINING
-            young = self.now - process.started < 5.0
-            process.wake(self.now + (0.5 if joining and young else IDLE_S))
+        else:
+            process.idle()
 
     def _failed_look(self, process: Process, how: str) -> None:
         """The filesystem failed: tried again for a while, as the daemon does; its start is not."""
@@ -322,12 +318,12 @@ class World:
 
     def resume(self, process: Process) -> None:
         if process.up and process.paused:
-            process.paused = False
+            process.paused, process.news_at = False, self.now
             self.say(f"node {process.rank} wakes up")
             waiting, process.deferred = process.deferred, []
             for action in waiting:
                 self.after(self.short() / 10, action)
-            process.wake(self.now + self.short() / 10)
+            process.wake(self.now + self.short())
 
     # --- heartbeats, and what others notice ---
 
@@ -366,7 +362,7 @@ class World:
                     and process.agent.node.stage is Stage.JOINING
                     and process.client.host != host
                 ):
-                    process.wake(self.now + self.rng.random() * 0.1, self.now)
+                    process.notice(max(process.client.visible_at(path.parent), process.client.fresh_at(path)))
             return
         self.history.writes.append(Write(self.now, host, path, data))
         directory = path.rpartition("/")[0]
@@ -382,7 +378,7 @@ class World:
                     visible = process.client.visible_at(directory)
                     process.wake(visible + self.rng.random() * 0.05, visible)
             elif "/iter-" not in path:
-                process.wake(self.now + 0.05 + self.rng.random() * 0.1)
+                process.notice(process.client.visible_at(directory))
 
     def say(self, text: str, mark: str = "!") -> None:
         self.history.said.append(Said(self.now, text, len(self.history.events), mark))
