@@ -25,6 +25,10 @@ _HELP = {
     "--rank-weights": ("w0,w1,...", "one positive weight a node, its share of the tasks (default: equal)"),
     "--min-nodes": ("M", "end with exit code 5 when fewer nodes are left (default 1)"),
     "--on-node-failure": ("shrink|wait|abort", "go on with the others (default), wait for the node, or end"),
+    "--rejoin-timeout": (
+        "S",
+        "with --on-node-failure wait: seconds until the run ends without it (default 1800)",
+    ),
     "--iterations": ("N", "stop after iteration N (default: endless)"),
     "--debug-mode": ("", "do not manage vLLM: use the server that is there (engine.url)"),
     "--shared-group": ("", "let the group read and write the run directory"),

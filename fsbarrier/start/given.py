@@ -28,6 +28,7 @@ FLAGS = {
     "--rank-weights": "rank_weights",
     "--min-nodes": "min_nodes",
     "--on-node-failure": "on_node_failure",
+    "--rejoin-timeout": "coordination.rejoin_timeout_s",
     "--iterations": "iterations",
     "--debug-mode": "debug_mode",
     "--shared-group": "shared_group",
