@@ -24,6 +24,7 @@ from fsbarrier.start.sections import (
     Count,
     Engine,
     Eval,
+    Judge,
     Name,
     Nodes,
     Optimizer,
@@ -72,6 +73,7 @@ class Settings(Section):
     rollout: Rollout = Field(default_factory=Rollout)
     eval: Eval = Field(default_factory=Eval)
     reward: Reward = Field(default_factory=Reward)
+    judge: Judge = Field(default_factory=Judge)
     algorithm: Algorithm = Field(default_factory=Algorithm)
     optimizer: Optimizer = Field(default_factory=Optimizer)
     trainer: Trainer = Field(default_factory=Trainer)

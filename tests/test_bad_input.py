@@ -32,7 +32,9 @@ def place(tmp_path: Path) -> Path:
     (model / "model.safetensors").write_bytes(b"")
     (tmp_path / "file").write_text("not a folder\n")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "reward.py").write_text("def reward(task, text):\n    return 1.0\n")
+    (tmp_path / "reward.py").write_text(
+        "def reward(task, text):\n    return 1.0\ndef judged(a, b, c, d, judge): pass\n"
+    )
     (tmp_path / "broken.py").write_text("def reward(:\n")
     agents = "class Agent:\n async def run(self, task, client): pass\nclass Empty: pass\n"
     (tmp_path / "agent.py").write_text(
@@ -231,6 +233,19 @@ CASES = {
     "agent has no run": (RL + "rollout.agent=agent.py:Empty", ["Empty: has no method run"]),
     "agent is not async": (RL + "rollout.agent=agent.py:Plain", ["Plain: its method run is not async"]),
     "agent is a function": (RL + "rollout.agent=agent.py:f", ["f is a function, not a class"]),
+    "judge without an address": (
+        RL + "reward.kind=judge",
+        ["reward.kind=judge", "give judge.url and judge.model"],
+    ),
+    "function without its judge": (RL + "reward.kind=reward.py:judged", ["judge.url is not set"]),
+    "judge's address": (
+        RL + "reward.kind=judge judge.model=m judge.url=here",
+        ["judge.url=here: not an address like https://host/v1"],
+    ),
+    "judge's key": (
+        RL + "reward.kind=judge judge.model=m judge.url=http://h/v1 judge.api_key_env=NOT_SET",
+        ["judge.api_key_env=NOT_SET: this variable is not set here"],
+    ),
     "reward file is no Python": (RL + "reward.kind=broken.py:reward", ["broken.py, line 1"]),
     "engine address is none": (RL + "engine.url=ftp://x", ["engine.url=ftp://x", "http://"]),
     "engine key is not set": (

@@ -54,10 +54,10 @@ def fake(tmp_path: Path) -> Iterator[Fake]:
     server.process.communicate()
 
 
-def start_fake(folder: Path, **mode: Any) -> Fake:
+def start_fake(folder: Path, *, port: int = 0, **mode: Any) -> Fake:
     folder.mkdir()
     environ = {**os.environ, "VLLM_API_KEY": KEY, "FAKE_VLLM": json.dumps({"dir": str(folder), **mode})}
-    command = [sys.executable, str(HERE / "fake_vllm.py"), "--model", "/models/m"]
+    command = [sys.executable, str(HERE / "fake_vllm.py"), "--model", "/models/m", "--port", str(port)]
     process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:

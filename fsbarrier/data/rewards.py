@@ -6,7 +6,8 @@
 
 for each trajectory, and it may be `async`. `prompt` is as the task file has it (text or chat messages), `metadata` holds the task's
 other fields and its `task_id`. Further numbers of a dict become the trajectory's `reward_parts`, other values its metadata. A plain
-function runs in up to THREADS threads at once, so it may block, and must be fit for threads. Where it raises, or takes longer
+function runs in up to THREADS threads at once, so it may block, and must be fit for threads. One with a parameter `judge` gets the
+model of the settings `judge.*` (fsbarrier/workers/judge.py). Where it raises, or takes longer
 than `reward.timeout_s`, the trajectory is marked and counted; above `reward.max_error_share` of them the phase fails.
 """
 
@@ -23,14 +24,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.data.userfile import load_named
 from fsbarrier.errors import UsageError
 
+if TYPE_CHECKING:
+    from fsbarrier.workers.judge import Judge
+
 KINDS = ("exact", "numeric", "math")
+JUDGE = "judge"
 TOLERANCE = 1e-6  # relative, between numbers
 THREADS = 8  # calls of a plain reward function at once
 MATH_PROCESSES = 4  # at most; they are started when the first answer is there
@@ -62,8 +68,11 @@ class Reward(Protocol):
     async def close(self) -> None: ...
 
 
-def open_reward(kind: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Reward:
-    """The reward that `reward.kind` names. Raises UsageError where its file or function is missing or broken."""
+def open_reward(
+    kind: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, judge: Mapping[str, Any] | None = None
+) -> Reward:
+    """The reward that `reward.kind` names; `judge`: the settings of that name. Raises UsageError where its file or function is missing
+    or broken, or a judge is wanted and none is set."""
     match kind:
         case "exact":
             return BuiltIn(kind, exact)
@@ -71,12 +80,25 @@ def open_reward(kind: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Reward:
             return BuiltIn(kind, numeric)
         case "math":
             return MathReward(timeout_s)
+        case "judge":
+            from fsbarrier.workers.judge import JudgeReward
+
+            return JudgeReward(_open_judge(kind, judge))
     if ":" not in kind:
-        raise UsageError(f"reward.kind={kind}: must be {', '.join(KINDS)} or path/file.py:function")
+        raise UsageError(f"reward.kind={kind}: must be {', '.join(KINDS)}, {JUDGE} or path/file.py:function")
     name, function = kind.rpartition(":")[2], load_named("reward.kind", kind)
     if not callable(function):
         raise UsageError(f"reward.kind={kind}: {name} is not a function")
-    return FunctionReward(name, function, timeout_s)
+    asks = JUDGE in inspect.signature(function).parameters
+    return FunctionReward(name, function, timeout_s, _open_judge(kind, judge) if asks else None)
+
+
+def _open_judge(kind: str, settings: Mapping[str, Any] | None) -> Judge:
+    from fsbarrier.workers.judge import Judge
+
+    if not settings or not settings.get("url") or not settings.get("model"):
+        raise UsageError(f"reward.kind={kind}: asks a judge; give judge.url and judge.model")
+    return Judge(settings)
 
 
 def check_answers(kind: str, tasks: Iterable[Task], path: Path) -> None:
@@ -241,9 +263,14 @@ class MathReward:
 class FunctionReward:
     """`file.py:function` as a Reward."""
 
-    def __init__(self, name: str, function: Callable[..., Any], timeout_s: float) -> None:
-        self.name, self.function, self.timeout_s = name, function, timeout_s
-        self._free = asyncio.Semaphore(THREADS)
+    def __init__(
+        self, name: str, function: Callable[..., Any], timeout_s: float, judge: Judge | None = None
+    ) -> None:
+        self.name, self.function, self.judge = name, function, judge
+        # Waiting for its turn is not the function's time: no more run at once than the judge answers.
+        self.timeout_s = timeout_s + (judge.patience_s if judge else 0.0)
+        self._more = {} if judge is None else {JUDGE: judge}
+        self._free = asyncio.Semaphore(THREADS if judge is None else int(judge.settings["concurrency"]))
 
     async def score(self, task: Task, response: str, messages: Messages = None) -> Score:
         started = time.monotonic()
@@ -263,10 +290,14 @@ class FunctionReward:
         if messages is not None:
             metadata["messages"] = [dict(message) for message in messages]
         arguments = (prompt, response, task.answer, metadata)
+        call = partial(self.function, *arguments, **self._more)
         if inspect.iscoroutinefunction(self.function):
-            return await asyncio.wait_for(self.function(*arguments), self.timeout_s)
+            if self.judge is None:
+                return await asyncio.wait_for(call(), self.timeout_s)
+            async with self._free:
+                return await asyncio.wait_for(call(), self.timeout_s)
         async with self._free:
-            value = await asyncio.wait_for(_in_thread(self.function, *arguments), self.timeout_s)
+            value = await asyncio.wait_for(_in_thread(call), self.timeout_s)
         return await asyncio.wait_for(value, self.timeout_s) if inspect.isawaitable(value) else value
 
     def _score(self, value: Any) -> Score:
@@ -284,7 +315,8 @@ class FunctionReward:
         return Score(reward, {self.name: reward, **numbers}, info)
 
     async def close(self) -> None:
-        pass
+        if self.judge is not None:
+            await self.judge.close()
 
 
 def _number(value: Any) -> float | None:

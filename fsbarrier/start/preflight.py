@@ -23,7 +23,7 @@ from fsbarrier.start.given import Given, nearest
 
 Environ = Mapping[str, str]
 FREE_BYTES = 16 * 1024 * 1024
-REWARDS = ("exact", "numeric", "math")
+REWARDS = ("exact", "numeric", "math", "judge")
 PLACEHOLDERS = (
     *("node_rank", "num_nodes", "master_addr", "master_port"),
     *("batch", "out", "model", "trainer_state", "spec"),
@@ -219,6 +219,27 @@ def check_reward(kind: str) -> None:
             raise UsageError("reward.kind=math: needs the package math-verify, which is not installed here")
         return
     _defining("reward.kind", kind)
+
+
+def check_judge(settings: Mapping[str, Any], environ: Environ) -> None:
+    """A judge that is asked has an address and a name, and the variable that holds its key is set on this node."""
+    kind, judge = settings["reward"]["kind"], settings["judge"]
+    name, asked = kind.rpartition(":")[2], kind == "judge"
+    if ":" in kind:
+        for node in _defining("reward.kind", kind).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+                asked = "judge" in {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+    if not asked:
+        return
+    for key in ("url", "model"):
+        if not judge[key]:
+            raise UsageError(
+                f"reward.kind={kind}: asks a judge; give judge.url and judge.model (judge.{key} is not set)"
+            )
+    if not judge["url"].startswith(("http://", "https://")):
+        raise UsageError(f"judge.url={judge['url']}: not an address like https://host/v1")
+    if judge["api_key_env"] is not None and not environ.get(judge["api_key_env"]):
+        raise UsageError(f"judge.api_key_env={judge['api_key_env']}: this variable is not set here")
 
 
 def check_agent(agent: str | None) -> None:

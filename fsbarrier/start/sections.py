@@ -109,13 +109,25 @@ class Reward(Section):
 
     kind: Name = setting(
         "exact",
-        "`exact` match, `numeric` match, `math` (math-verify, LaTeX), or your own `path/file.py:function`.",
+        "`exact` match, `numeric` match, `math` (math-verify, LaTeX), `judge` (a language model), or your own "
+        "`path/file.py:function`.",
     )
     timeout_s: Seconds = setting(60.0, "Seconds after which one call of a reward counts as failed.")
     max_error_share: ShareOrZero = setting(
         0.1,
         "The phase fails where the reward could not be computed for more than this share of its trajectories.",
     )
+
+
+class Judge(Section):
+    """A language model that judges answers, behind an OpenAI-compatible address (`reward.kind=judge`, or a function that asks it)."""
+
+    url: Name | None = setting(None, "Its base address, like https://host/v1.")
+    model: Name | None = setting(None, "Its name there.")
+    api_key_env: Name | None = setting(None, "Environment variable with its key; none: no key.")
+    concurrency: Count = setting(16, "Requests to it under way at once, on each node.")
+    timeout_s: Seconds = setting(60.0, "Seconds after which one request counts as failed.")
+    retries: CountOrZero = setting(3, "How often a failed request is tried again, with back-off.")
 
 
 class Algorithm(Section):

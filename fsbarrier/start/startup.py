@@ -142,6 +142,7 @@ def _check_own(nested: Mapping[str, Any], program: Program, environ: Mapping[str
     """What belongs to the user beside data and model."""
     if "data" in program.needs:
         preflight.check_reward(nested["reward"]["kind"])
+        preflight.check_judge(nested, environ)
         preflight.check_agent(nested["rollout"]["agent"])
     if "model" in program.needs:
         preflight.check_engine(nested, environ)
@@ -187,6 +188,9 @@ def _join(request: Request, given: Mapping[str, Given], record: RunRecord) -> St
         raise UsageError(_no_rank(num_nodes, request.environ))
     if "model" in load_program(record.settings["program"]).needs:
         preflight.check_engine(record.settings, request.environ)  # variables are each node's own
+        preflight.check_judge(
+            {**settings.Settings().model_dump(mode="json"), **record.settings}, request.environ
+        )
     runrecord.check_tasks(record)
     record = replace(record, settings={**record.settings, **_choices(given, resolved.nested)})
     return Start(record, rank.value if rank else 0, resolved.settings.iterations, created=False)

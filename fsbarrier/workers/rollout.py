@@ -68,7 +68,9 @@ class Rollout:
         self.tasks = task_file.tasks
         check_answers(kind, list(self.tasks.values()), task_file.path)
         self.reward: Reward = open_reward(
-            kind, timeout_s=float(settings["reward"].get("timeout_s", DEFAULT_TIMEOUT_S))
+            kind,
+            timeout_s=float(settings["reward"].get("timeout_s", DEFAULT_TIMEOUT_S)),
+            judge=settings.get("judge"),
         )
         engine = spec["engine"]
         self.server = Server(

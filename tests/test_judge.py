@@ -1,0 +1,147 @@
+"""A judge model: asked side by side but not too often at once, again where that may help, and its failures are in the score."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsbarrier.data.rewards import Score, open_reward
+from fsbarrier.data.tasks import Task
+from fsbarrier.errors import UsageError
+from fsbarrier.settings import Settings
+
+KEY = "of the judge"
+
+
+class StandIn(ThreadingHTTPServer):
+    """Answers with what stands after "say " in a question; the first time 503 where it has "busy", never where it has "hang"."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.lock, self.now, self.most, self.asked = threading.Lock(), 0, 0, list[dict[str, Any]]()
+        self.together, self.over = threading.Barrier(2), threading.Event()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def settings(self, **changes: Any) -> dict[str, Any]:
+        own = {"url": f"http://127.0.0.1:{self.server_port}/v1", "model": "wise", "api_key_env": "JUDGE_KEY"}
+        return {**Settings().judge.model_dump(), **own, "retries": 1, **changes}
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: StandIn
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        question = body["messages"][-1]["content"]
+        with server.lock:
+            again = question in [each["messages"][-1]["content"] for each in server.asked]
+            server.asked.append(body)
+            server.now += 1
+            server.most = max(server.most, server.now)
+        if "together" in question:
+            server.together.wait(30)
+        if "hang" in question:
+            server.over.wait(30)
+        with server.lock:
+            server.now -= 1
+        status = 503 if "busy" in question and not again else 400 if "refuse" in question else 200
+        if self.headers["Authorization"] != f"Bearer {KEY}":
+            status = 401
+        text = question.rpartition("say ")[2].partition("\n")[0]
+        value = {"choices": [{"message": {"role": "assistant", "content": f"Well.\n{text}"}}]}
+        data = json.dumps(value if status == 200 else {"error": {"message": "not now"}}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    server = StandIn()
+    yield server
+    server.over.set()
+    server.shutdown()
+    server.server_close()
+
+
+def scores(kind: str, settings: dict[str, Any], *responses: str, timeout_s: float = 60.0) -> list[Score]:
+    async def run() -> list[Score]:
+        reward = open_reward(kind, timeout_s=timeout_s, judge=settings)
+        try:
+            task = Task(0, "t", "how much?", "4", {})
+            return await asyncio.gather(*(reward.score(task, response) for response in responses))
+        finally:
+            await reward.close()
+
+    return asyncio.run(run())
+
+
+def test_its_grade_is_the_reward(judge: StandIn) -> None:
+    right, half = scores("judge", judge.settings(), "say 1", "say 0.5")
+    assert (right.reward, half.reward, right.parts) == (1.0, 0.5, {"judge": 1.0})
+    assert right.info == {"judge": "Well.\n1"} and right.error is None
+    question = judge.asked[0]
+    assert (question["model"], question["temperature"]) == ("wise", 0)
+    assert all(part in question["messages"][0]["content"] for part in ("how much?", "4", "say "))
+
+
+def test_what_it_does_not_say_clearly_is_no_reward(judge: StandIn) -> None:
+    for score in scores("judge", judge.settings(), "say perhaps", "say 7"):
+        assert score.reward == 0.0 and score.error is not None and "no number from 0 to 1" in score.error
+
+
+def test_it_is_asked_again_where_that_may_help(judge: StandIn) -> None:
+    busy, refused = scores("judge", judge.settings(), "busy, say 1", "refuse")
+    assert (busy.reward, busy.error) == (1.0, None)
+    assert refused.error == "the judge refuses: HTTP 400: not now"
+    assert len(judge.asked) == 3
+
+
+def test_it_has_a_time_limit_and_a_key(judge: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    (late,) = scores("judge", judge.settings(timeout_s=0.1), "hang")
+    assert late.error is not None and "does not answer" in late.error and len(judge.asked) == 2
+    monkeypatch.delenv("JUDGE_KEY")
+    (locked,) = scores("judge", judge.settings(), "say 1")
+    assert locked.error == "the judge refuses: HTTP 401: not now"
+
+
+def test_no_more_requests_are_under_way_than_set(judge: StandIn) -> None:
+    found = scores("judge", judge.settings(concurrency=2), *(f"{n} together, say 1" for n in range(6)))
+    assert [score.reward for score in found] == [1.0] * 6 and judge.most == 2
+
+
+MINE = """
+async def asks(prompt, response, answer, metadata, judge):
+    said = await judge.ask(f"{response} together, say {answer}")
+    return {"reward": float(said.split()[-1]) / 8, "said": said}
+
+def plain(prompt, response, answer, metadata):
+    return 1.0
+"""
+
+
+def test_a_function_of_ones_own_may_ask_it(judge: StandIn, tmp_path: Path) -> None:
+    """Waiting for its turn does not count: six questions, two at once, each as long as the limit allows."""
+    (tmp_path / "mine.py").write_text(MINE)
+    settings = judge.settings(concurrency=2)
+    found = scores(f"{tmp_path}/mine.py:asks", settings, *map(str, range(6)), timeout_s=1.0)
+    assert [score.reward for score in found] == [0.5] * 6 and judge.most == 2
+    assert scores(f"{tmp_path}/mine.py:plain", {}, "x")[0].reward == 1.0
+    for kind in ("judge", f"{tmp_path}/mine.py:asks"):
+        with pytest.raises(UsageError, match=r"asks a judge; give judge.url and judge.model"):
+            open_reward(kind, judge=Settings().judge.model_dump())
