@@ -1,64 +1,125 @@
-"""`fsbarrier doctor PATH`: can this directory carry a run? Exit code 3 where it cannot."""
+"""`fsbarrier doctor PATH`: can this directory carry a run? Exit code 3 where it cannot. Started on several nodes, they ask together."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
+from fsbarrier.commands import flags
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.maintenance import doctor
+from fsbarrier.maintenance.doctor import examine
+from fsbarrier.maintenance.doctor.findings import Report
+from fsbarrier.start import ranks
 
-SUMMARY = "probe a directory: can it carry a run?"
-EXAMPLE = "fsbarrier doctor /shared/runs"
+SUMMARY = "Probe a directory: can it carry a run? On several nodes at once: what do they see of each other, and how late?"
+EXAMPLE = "fsbarrier doctor /shared/runs\n  fsbarrier doctor /shared/runs --num-nodes 3      (on each of three nodes)"
 MARKS = {"ok": "[green]ok[/]", "note": "note", "warning": "[yellow]warning[/]", "refused": "[red]refused[/]"}
-ALONE = (
-    "Proven from this node alone. What other nodes see, and how late, takes several nodes to measure: "
-    "not part of this version."
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="an existing directory on the filesystem in question")
+    parser.add_argument(
+        "--num-nodes",
+        metavar="N",
+        type=flags.whole_number,
+        help="how many nodes run this at about the same time, on the same directory",
+    )
+    parser.add_argument("--master", action="store_true", help="this is node 0")
+    parser.add_argument(
+        "--worker",
+        "--node-rank",
+        metavar="R",
+        type=flags.whole_number,
+        help="this is node R; without it, ranks are given in the order of arrival and a missing node has no name",
+    )
+    parser.add_argument(
+        "--wait",
+        metavar="S",
+        type=float,
+        default=examine.WAIT_S,
+        help="how long to wait for the others (default 60)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(args: argparse.Namespace) -> int:
     if not args.path.is_dir():
         raise UsageError(f"{args.path} is not an existing directory")
+    if not 0 < args.wait <= 86400:
+        raise UsageError(f"--wait {args.wait:g}: must be seconds, more than 0 and at most a day")
+    rank = ranks.node_rank(
+        master=args.master, worker=args.worker, environ=os.environ, num_nodes=args.num_nodes
+    )
+    count = args.num_nodes
+    if count is None and (found := ranks.count_nodes(rank, os.environ)) is not None:
+        count = found.value
+    if count is None and (args.master or args.worker is not None):
+        raise UsageError("--num-nodes: how many nodes are there? a rank alone does not say")
+    if count == 0:
+        raise UsageError("--num-nodes 0: must be 1 or more")
     try:
-        checks = doctor.examine(args.path)
+        with ended_in_order():
+            if count is None or count == 1:
+                report = examine.alone(args.path)
+            else:
+                report = examine.together(args.path, count, rank.value if rank else None, args.wait, say)
     except PermissionError as error:
         raise UsageError(f"{args.path}: not writable ({error.strerror})") from None
     except OSError as error:
         raise StoreError(f"{args.path}: {error}") from None
-    refused = [check for check in checks if check.level == "refused"]
     if args.json:
-        report = {
-            "path": str(args.path),
-            "fit": not refused,
-            "checks": [asdict(check) for check in checks],
-            "note": ALONE,
-        }
-        print(json.dumps(report, indent=2))
+        print(json.dumps(report.as_json(), indent=2))
     else:
-        show(args.path, checks, fit=not refused)
-    return StoreError.exit_code if refused else 0
+        show(report)
+    return StoreError.exit_code if report.refused else 0
 
 
-def show(path: Path, checks: list[doctor.Check], *, fit: bool) -> None:
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """While this lasts, SIGTERM and SIGHUP end the command as Ctrl-C does: what it made is removed."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def say(line: str) -> None:
+    """Tell the user what takes long."""
+    print(f"fsbarrier: {line}", file=sys.stderr, flush=True)
+
+
+def show(report: Report) -> None:
+    """The table for people."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=f"fsbarrier doctor {path}", title_justify="left")
+    table = Table(title=f"fsbarrier doctor {escape(report.path)}", title_justify="left")
     for name in ("check", "", "finding"):
         table.add_column(name, overflow="fold")
-    for check in checks:
+    for check in report.checks:
         advice = f"\n→ {check.advice}" if check.advice else ""
         table.add_row(check.name, MARKS[check.level], escape(check.finding + advice))
     console = Console()
     console.print(table)
-    console.print("This directory can carry a run." if fit else "[red]This directory cannot carry a run.[/]")
-    console.print(ALONE)
+    console.print(f"Class: {report.kind}. Proven {report.proven}.", markup=False)
+    if report.refused:
+        names = ", ".join(check.name for check in report.refused)
+        console.print(f"[red]This directory cannot carry a run[/]: {escape(names)}.")
+        return
+    settings = " ".join(f"{name}={value:g}" for name, value in report.timeouts.items())
+    console.print("[green]This directory can carry a run.[/]")
+    console.print(f"Timeouts that fit: {settings}", markup=False, soft_wrap=True)

@@ -66,6 +66,7 @@ class Client:
     numbers: dict[tuple[int, int], int] = field(default_factory=dict)
     listings: dict[int, tuple[float, list[tuple[bytes, int, int]]]] = field(default_factory=dict)
     opened: dict[int, list[tuple[bytes, int, int]]] = field(default_factory=dict)
+    absent: dict[tuple[int, str], float] = field(default_factory=dict)
     next_number: int = ROOT
 
     def __post_init__(self) -> None:
@@ -98,9 +99,13 @@ class Client:
         return wire.init_reply(struct.unpack_from("<I", body, 8)[0])
 
     def do_lookup(self, node: int, body: bytes) -> bytes:
+        name = text(body)
         try:
-            return self._entry(node, text(body))
+            if not self.exclusive and time.monotonic() < self.absent.get((node, name), 0.0):
+                raise FileNotFoundError(errno.ENOENT, "remembered by the client", name)
+            return self._entry(node, name)
         except FileNotFoundError:
+            self.absent.setdefault((node, name), time.monotonic() + self.negative_s)
             if self.negative_s <= 0:
                 raise
             return wire.entry(0, None, self.negative_s, 0)
@@ -275,6 +280,7 @@ class Client:
     # --- inodes -------------------------------------------------------------------------------------------------------
 
     def _entry(self, parent: int, name: str) -> bytes:
+        self.absent.pop((parent, name), None)
         fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd(parent))
         number = self._remember(fd)
         return wire.entry(number, os.fstat(self._fd(number)), self.entry_s, self.attr_s)
@@ -346,7 +352,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}-s", type=float, default=0.0, help=f"how long a {name} is believed")
     parser.add_argument("--no-links", action="store_true", help="hard links fail with EOPNOTSUPP")
     parser.add_argument("--no-exchange", action="store_true", help="RENAME_EXCHANGE fails with EINVAL")
-    parser.add_argument("--two-winners", action="store_true", help="exclusive creation is not exclusive")
+    parser.add_argument(
+        "--two-winners", action="store_true", help="creation is an upload, exclusive for nobody"
+    )
     parser.add_argument(
         "--fault", action="append", default=[], help="request:errno:share[:after], e.g. create:EIO:0.01"
     )
