@@ -51,6 +51,14 @@ def open_new(path: Path) -> int:
     return fd
 
 
+def open_append(path: Path) -> int:
+    """A descriptor that writes at the end of `path`, which is created with the run's file mode if need be. Raises OSError."""
+    try:
+        return open_new(path)
+    except FileExistsError:
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
 def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Put `data` at `path` in one step, replacing what is there. `durable`: it also survives a power loss. Raises OSError."""
     temporary = _write_temporary(path, data, durable)
