@@ -36,8 +36,9 @@ from fsbarrier.errors import (
     UsageError,
 )
 from fsbarrier.paths import SPLITS, RunPaths
+from fsbarrier.trajectories import iter_trajectories, load
 
-__all__ = ["AggregateReport", "Part", "Progress", "aggregate"]
+__all__ = ["AggregateReport", "Part", "Progress", "aggregate", "iter_trajectories", "load"]
 
 SUMMARY = "merge what the ranks saved in one iteration, finished or not, into one file"
 EXAMPLE = "fsbarrier aggregate --log-path runs/default --iteration 5 --dry-run"

@@ -34,7 +34,7 @@ COMMANDS = {
     "stop": "end a run on all its nodes, from any machine that sees it",
     "recover": "after a disaster: what each rank left, and the way on",
     "aggregate": "merge what the ranks saved, by hand",
-    "export": "copy a policy out of a run as a Hugging Face folder",
+    "export": "copy a policy out of a run as a Hugging Face folder, or its trajectories as a table",
     "report": "a run's figures as a file to read and to send",
     "doctor": "whether this filesystem and these nodes can carry a run",
     "bench": "how fast barriers are here, beside a bare directory scan",

@@ -1,4 +1,7 @@
-"""`fsbarrier export DIR`: copies a policy version out of a run, as a Hugging Face model folder that other tools load."""
+"""`fsbarrier export DIR`: copies a policy version out of a run, as a Hugging Face model folder that other tools load.
+
+`fsbarrier export FILE.jsonl` (or .parquet) writes its trajectories as a table instead (fsbarrier/data/tables.py).
+"""
 
 from __future__ import annotations
 
@@ -12,33 +15,65 @@ from pathlib import Path
 
 from fsbarrier import checkpoints, files
 from fsbarrier.commands import flags
+from fsbarrier.data import tables
 from fsbarrier.errors import ProgramFailed, StoreError, UsageError
-from fsbarrier.paths import RunPaths
+from fsbarrier.paths import SPLITS, RunPaths
 from fsbarrier.start import preflight
 from fsbarrier.start.runrecord import RunRecord, load
 
 SUMMARY = (
-    "Copy a policy out of a run as a Hugging Face model folder; every file is checked against its SHA-256."
+    "Copy a policy out of a run as a Hugging Face model folder, every file checked against its SHA-256; or its trajectories "
+    "as JSON lines or parquet."
 )
-EXAMPLE = "fsbarrier export ./my-model --policy-version 6"
+EXAMPLE = "fsbarrier export ./my-model --policy-version 6; fsbarrier export ./five.parquet --iteration 5"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("to", metavar="DIR", type=Path, help="the folder to make")
+    parser.add_argument(
+        "to",
+        metavar="DIR|FILE",
+        type=Path,
+        help="the folder (a policy) or the .jsonl or .parquet file to make",
+    )
     parser.add_argument(
         "--policy-version",
         metavar="V",
         type=flags.whole_number,
         help="which (default: what the run serves now; 0: the start)",
     )
+    rows = parser.add_argument_group("trajectories, to a .jsonl or .parquet file")
+    rows.add_argument(
+        "--iteration",
+        metavar="N",
+        type=flags.whole_number,
+        action="append",
+        help="which; may be given several times (default: all that are on disk)",
+    )
+    rows.add_argument("--split", choices=SPLITS, default="train", help="train (default) or test")
+    rows.add_argument(
+        "--file", metavar="F", type=Path, action="append", help="trajectory files to take, instead of a run's"
+    )
+    rows.add_argument(
+        "--no-tokens", action="store_true", help="leave token ids, masks and log-probabilities out"
+    )
     flags.add_log_path(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(args: argparse.Namespace) -> int:
-    log_path = flags.find_log_path(args)
+    log_path, target = flags.find_log_path(args), preflight.absolute(args.to)
+    if target.suffix in tables.SUFFIXES:
+        return export_table(args, log_path, target)
+    for flag, given in (
+        ("--iteration", args.iteration),
+        ("--file", args.file),
+        ("--no-tokens", args.no_tokens),
+    ):
+        if given:
+            raise UsageError(
+                f"{flag}: only for trajectories; name a file that ends in {' or '.join(tables.SUFFIXES)}"
+            )
     record = load(log_path)
-    target = preflight.absolute(args.to)
     if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
         raise UsageError(f"{target}: is there already; name a new folder")
     version, model, known = find(record, args.policy_version)
@@ -54,6 +89,30 @@ def main(args: argparse.Namespace) -> int:
         )
     else:
         print(f"policy version {version} of run {record.run_id} is in {target}")
+    return 0
+
+
+def export_table(args: argparse.Namespace, log_path: Path, target: Path) -> int:
+    """Write trajectories as a table. Raises UsageError, StoreError."""
+    if args.policy_version is not None:
+        raise UsageError("--policy-version: only for a policy; name a folder")
+    aside: list[str] = []
+    if args.file:
+        found = [preflight.absolute(path) for path in args.file]
+    else:
+        found, aside = tables.sources(log_path, args.split, args.iteration)
+    done = tables.export(found, target, tokens=not args.no_tokens)
+    if args.json:
+        sources = [str(path) for path in done.files]
+        print(
+            json.dumps(
+                {"file": str(target), "trajectories": done.trajectories, "from": sources, "aside": aside}
+            )
+        )
+    else:
+        for note in aside:
+            print(f"left aside: {note}")
+        print(f"{done.trajectories} trajectories of {len(done.files)} files are in {target}")
     return 0
 
 

@@ -1,0 +1,212 @@
+"""Trajectories as JSON lines or parquet, for analysis: one row a trajectory, written as they are read, a group in memory at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fsbarrier import files
+from fsbarrier.data import rankfiles
+from fsbarrier.data.shardscan import NotOurs, reading, scan_shard
+from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.paths import SPLITS, RunPaths
+from fsbarrier.trajectories import read_trajectories
+
+SUFFIXES = (".jsonl", ".parquet")
+ARRAYS = ("token_ids", "loss_mask", "logprobs")
+ROWS = 512  # of parquet that are written at a time
+#: parquet's columns and their types; of everything else, and of what has no fixed shape, the column holds JSON
+COLUMNS = {
+    **dict.fromkeys(("task_id", "split", "finish_reason", "text"), "string"),
+    **dict.fromkeys(
+        ("task_index", "sample", "iteration", "generation", "node_rank", "policy_version"), "int64"
+    ),
+    **dict.fromkeys(("prompt_tokens", "turns"), "int64"),
+    "reward": "float64",
+    "valid": "bool",
+    **dict.fromkeys(("prompt", "messages", "reward_parts", "timings", "metadata"), "json"),
+    "token_ids": "list<int32>",
+    "loss_mask": "list<uint8>",
+    "logprobs": "list<float>",
+    "other": "json",
+}
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and from which files."""
+
+    path: Path
+    trajectories: int
+    files: tuple[Path, ...]
+
+
+class _Writer(Protocol):
+    def add(self, row: Row) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def sources(log_path: Path, split: str, iterations: Sequence[int] | None) -> tuple[list[Path], list[str]]:
+    """The files of a run that hold its trajectories, and what is left aside: merged files, where there are none the ranks' own.
+
+    Raises UsageError where there is nothing, or a rank's file cannot be read.
+    """
+    there = _iterations(log_path, split)
+    chosen = sorted(there) if iterations is None else list(iterations)
+    found: list[Path] = []
+    aside: list[str] = []
+    for iteration in chosen:
+        merged = RunPaths(log_path).merged(split, iteration)
+        if merged.is_file():
+            found.append(merged)
+            continue
+        for item in rankfiles.find(log_path, split, iteration):
+            if item.state in ("foreign", "unreadable"):
+                raise UsageError(
+                    f"{item.path.name}: {item.note}; move it away, or merge by hand (fsbarrier aggregate)"
+                )
+            if item.usable:
+                found.append(item.path)
+            else:
+                aside.append(f"{item.path.name}: {item.state} ({item.note})")
+    if not found:
+        which = "" if iterations is None else f" of iteration {', '.join(map(str, chosen))}"
+        raise UsageError(
+            f"--log-path {log_path}: no {split} trajectories{which} in {RunPaths(log_path).trajectories(split)}"
+        )
+    return found, aside
+
+
+def _iterations(log_path: Path, split: str) -> set[int]:
+    assert split in SPLITS
+    folder = RunPaths(log_path).trajectories(split)
+    start = RunPaths(log_path).merged(split, 0).name.removesuffix("0")
+    names = (path.name.removeprefix(start) for path in folder.glob(f"{start}*")) if folder.is_dir() else ()
+    numbers = (name.partition("_rank_")[0] for name in names)
+    return {int(number) for number in numbers if number.isdecimal()}
+
+
+def export(found: Iterable[Path], out: Path, *, tokens: bool = True) -> Exported:
+    """Write the trajectories of these files to `out` (.jsonl or .parquet), which appears whole, or not at all.
+
+    Of a task that several files of one iteration hold, the first in order counts. `tokens` False leaves token ids, masks and
+    log-probabilities out. Raises UsageError (another suffix, a file that is no trajectory file, `out` is there), StoreError.
+    """
+    if out.suffix not in SUFFIXES:
+        raise UsageError(f"{out}: must end in {' or '.join(SUFFIXES)}")
+    if out.exists():
+        raise UsageError(f"{out}: is there already; name a new file")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
+    open_writer: Callable[[Path], _Writer] = _JsonLines if out.suffix == ".jsonl" else _Parquet
+    used, count, seen = [], 0, set[tuple[Any, ...]]()
+    try:
+        with contextlib.closing(open_writer(temporary)) as writer:
+            for path in found:
+                used.append(path)
+                for row in _rows(path, seen):
+                    writer.add(row if tokens else {k: v for k, v in row.items() if k not in ARRAYS})
+                    count += 1
+        os.replace(temporary, out)
+    except NotOurs as error:
+        raise UsageError(f"{error}; only files that fsbarrier wrote are exported") from None
+    except OSError as error:
+        raise StoreError(f"{error.filename or out}: {error.strerror or error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return Exported(out, count, tuple(used))
+
+
+def _rows(path: Path, seen: set[tuple[Any, ...]]) -> Iterator[Row]:
+    scan = scan_shard(path)
+    for note in scan.damaged:
+        raise UsageError(f"{path}: {note}; merge what is whole by hand (fsbarrier aggregate)")
+    iteration = scan.header.get("iteration")
+    with reading(path) as fd:
+        for group in scan.groups:
+            trajectories = read_trajectories(fd, group)
+            key = (scan.header.get("run_id"), scan.header.get("split"), iteration, group.task_index)
+            if key not in seen:
+                seen.add(key)
+                yield from trajectories
+
+
+class _JsonLines:
+    """One JSON object a line; arrays as lists."""
+
+    def __init__(self, path: Path) -> None:
+        self._stream = os.fdopen(files.open_new(path), "w", encoding="utf-8")
+
+    def add(self, row: Row) -> None:
+        self._stream.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+
+    def close(self) -> None:
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+
+
+class _Parquet:
+    """Columns as COLUMNS has them; a row group every ROWS rows."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import pyarrow
+            from pyarrow import parquet
+        except ImportError:
+            raise UsageError(
+                f"{path.suffix}: writing parquet needs the package pyarrow; export .jsonl instead"
+            ) from None
+        kinds = {
+            **{name: getattr(pyarrow, name)() for name in ("string", "int64", "float64")},
+            **{"bool": pyarrow.bool_(), "json": pyarrow.string()},
+            "list<int32>": pyarrow.list_(pyarrow.int32()),
+            "list<uint8>": pyarrow.list_(pyarrow.uint8()),
+            "list<float>": pyarrow.list_(pyarrow.float32()),
+        }
+        self._schema = pyarrow.schema([(name, kinds[kind]) for name, kind in COLUMNS.items()])
+        self._table = pyarrow.Table
+        self._stream = os.fdopen(files.open_new(path), "wb")
+        self._writer = parquet.ParquetWriter(self._stream, self._schema, compression="zstd")
+        self._held: list[dict[str, Any]] = []
+
+    def add(self, row: Row) -> None:
+        made = {name: _cell(row.get(name), kind) for name, kind in COLUMNS.items() if name != "other"}
+        other = {name: value for name, value in row.items() if name not in COLUMNS}
+        self._held.append({**made, "other": _cell(other or None, "json")})
+        if len(self._held) >= ROWS:
+            self._write()
+
+    def _write(self) -> None:
+        self._writer.write_table(self._table.from_pylist(self._held, schema=self._schema))
+        self._held.clear()
+
+    def close(self) -> None:
+        if self._held:
+            self._write()
+        self._writer.close()
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+
+
+def _cell(value: Any, kind: str) -> Any:
+    if value is None:
+        return None
+    if kind == "json":
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
+    return value.tolist() if isinstance(value, array) else value
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, array) else str(value)
