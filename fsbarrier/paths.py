@@ -54,6 +54,10 @@ class RunPaths:
         """Requests to stop, written by `fsbarrier stop`."""
         return self.coordination / "stops"
 
+    def filesystem(self, rank: int) -> Path:
+        """What a node found out about the filesystem at its last start."""
+        return self.coordination / "filesystem" / f"node-{rank:04d}.json"
+
     def facts_of(self, generation: int) -> Path:
         return self.coordination / f"gen-{generation:06d}"
 

@@ -56,5 +56,7 @@ def main(args: argparse.Namespace) -> int:
 
         return dryrun.show(start.record, as_json=args.json)
     from fsbarrier.node.daemon import run_node
+    from fsbarrier.start import filesystem
 
+    filesystem.record(start.mount, start.record.paths, start.node_rank)
     return run_node(start.record, node_rank=start.node_rank, until=start.until, console=True)

@@ -14,9 +14,10 @@ from typing import Any
 from fsbarrier import files, settings
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
+from fsbarrier.maintenance.doctor.findings import Report
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import Program
-from fsbarrier.start import demo, demo_task, preflight, ranks, runrecord
+from fsbarrier.start import demo, demo_task, filesystem, preflight, ranks, runrecord
 from fsbarrier.start.given import Given
 from fsbarrier.start.runrecord import RunRecord
 
@@ -38,12 +39,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Start:
-    """A node that can begin. `until`: the last iteration asked for; `created`: this start made the run's record."""
+    """A node that can begin. `until`: the last iteration asked for; `created`: this start made the run's record;
+    `mount`: what this node found out about the run's filesystem."""
 
     record: RunRecord
     node_rank: int
     until: int | None
     created: bool
+    mount: Report
 
 
 def begin(request: Request, say: Say = lambda line: None) -> Start:
@@ -55,6 +58,7 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     said = settings.resolve(given.values(), cross_checks=False).settings
     log_path = Path(said.log_path) if said.log_path else preflight.default_log_path(request.environ)
     preflight.check_log_path(log_path)
+    mount = filesystem.admit(log_path, write=not request.dry_run)
     known = said.num_nodes if "num_nodes" in given else None
     rank = ranks.node_rank(
         master=request.master, worker=request.worker, environ=request.environ, num_nodes=known
@@ -63,18 +67,23 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     if request.resume and not there:
         raise UsageError(f"--resume: no run in {log_path} to go on with (no run.json); drop it to begin one")
     if there:
-        return _join(request, given, runrecord.load(log_path))
+        return _join(request, given, runrecord.load(log_path), mount)
     if rank is None or rank.value == 0 or request.dry_run:
-        return _create(request, given, log_path, rank, say)
+        return _create(request, given, log_path, rank, mount, say)
     patience_s = said.coordination.join_timeout_s
-    return _join(request, given, runrecord.wait(log_path, patience_s, on_wait=say))
+    return _join(request, given, runrecord.wait(log_path, patience_s, on_wait=say), mount)
 
 
 # --- node 0, first start ------------------------------------------------------------------------------------------------
 
 
 def _create(
-    request: Request, given: dict[str, Given], log_path: Path, rank: ranks.Choice | None, say: Say
+    request: Request,
+    given: dict[str, Given],
+    log_path: Path,
+    rank: ranks.Choice | None,
+    mount: Report,
+    say: Say,
 ) -> Start:
     count = ranks.count_nodes(rank, request.environ) if "num_nodes" not in given else None
     if count is not None:
@@ -86,7 +95,7 @@ def _create(
     if is_demo:
         folder = RunPaths(log_path).demo
         fixed |= {"data_path": str(folder), "model": str(folder / "model")}
-    resolved = settings.resolve(given.values(), {**defaults, **fixed})
+    resolved = settings.resolve(given.values(), {**filesystem.limits(mount, given), **defaults, **fixed})
     if rank is None and resolved.settings.num_nodes > 1 and not request.dry_run:
         raise UsageError(_no_rank(resolved.settings.num_nodes, request.environ))
     nested = dict(resolved.nested)
@@ -95,7 +104,7 @@ def _create(
     nested["model"] = model
     record = runrecord.new(log_path, nested, settings.digest(nested), tasks=tasks, model=model)
     if request.dry_run:
-        return Start(record, 0, nested["iterations"], created=False)
+        return Start(record, 0, nested["iterations"], created=False, mount=mount)
     files.set_shared_group(nested["shared_group"])
     if is_demo:
         demo_task.make(RunPaths(log_path).demo, preflight.cache_folder(request.environ), say)
@@ -103,8 +112,8 @@ def _create(
         record = runrecord.new(log_path, nested, settings.digest(nested), tasks=made, model=model)
     published = runrecord.publish(record)
     if published.run_id != record.run_id:  # another process was first
-        return _join(request, given, published)
-    return Start(record, 0, nested["iterations"], created=True)
+        return _join(request, given, published, mount)
+    return Start(record, 0, nested["iterations"], created=True, mount=mount)
 
 
 def _program(request: Request, given: Mapping[str, Given]) -> Program:
@@ -175,7 +184,7 @@ def _inputs(
 # --- every other start --------------------------------------------------------------------------------------------------
 
 
-def _join(request: Request, given: Mapping[str, Given], record: RunRecord) -> Start:
+def _join(request: Request, given: Mapping[str, Given], record: RunRecord, mount: Report) -> Start:
     """A node of a run that has its record."""
     num_nodes = int(record.settings["num_nodes"])
     stated = _comparable(given, record, request.environ)
@@ -193,7 +202,7 @@ def _join(request: Request, given: Mapping[str, Given], record: RunRecord) -> St
         )
     runrecord.check_tasks(record)
     record = replace(record, settings={**record.settings, **_choices(given, resolved.nested)})
-    return Start(record, rank.value if rank else 0, resolved.settings.iterations, created=False)
+    return Start(record, rank.value if rank else 0, resolved.settings.iterations, created=False, mount=mount)
 
 
 def _choices(given: Mapping[str, Given], resolved: Mapping[str, Any]) -> dict[str, Any]:

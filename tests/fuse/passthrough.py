@@ -158,6 +158,7 @@ class Client:
             raise OSError(ctypes.get_errno(), "rename")
         self.listings.pop(node, None)
         self.listings.pop(target, None)
+        self.absent.pop((target, os.fsdecode(new)), None)
         return b""
 
     def do_rename2(self, node: int, body: bytes) -> bytes:

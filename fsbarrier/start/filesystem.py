@@ -1,0 +1,60 @@
+"""The short form of `fsbarrier doctor` at each start: refuses a filesystem that cannot carry the run, and records what was found."""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fsbarrier import files
+from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.maintenance.doctor import examine, verdict
+from fsbarrier.maintenance.doctor.findings import Report
+from fsbarrier.paths import RunPaths
+
+#: what a mount says that is there and does not work
+FAILING = frozenset({errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENXIO})
+LIMITS = ("coordination.beat_s", "coordination.suspect_s", "coordination.dead_s")
+
+
+def admit(log_path: Path, *, write: bool) -> Report:
+    """What this node can tell in a moment of the filesystem under `log_path`, which need not exist yet. `write`: try it too.
+
+    Raises StoreError where it cannot carry a run or fails, UsageError where it is not for this user to write.
+    """
+    try:
+        report = examine.short(log_path, write=write)
+    except OSError as error:
+        if error.errno in FAILING:
+            raise StoreError(f"--log-path {log_path}: {error.strerror}") from None
+        raise UsageError(f"--log-path {log_path}: cannot be written: {error.strerror or error}") from None
+    if report.refused:
+        found = report.refused[0]
+        advice = f"; {found.advice}" if found.advice else ""
+        raise StoreError(
+            f"--log-path {log_path}: its filesystem cannot carry a run: {found.finding}{advice} (fsbarrier doctor shows more)"
+        )
+    return report
+
+
+def limits(report: Report, given: Mapping[str, Any]) -> dict[str, float]:
+    """Longer timeouts where this filesystem is known to show things late, unless some were given; else none."""
+    if report.stale_s < verdict.FRESH_S or any(name in given for name in LIMITS):
+        return {}
+    return dict(report.timeouts)
+
+
+def record(report: Report, paths: RunPaths, node_rank: int) -> None:
+    """Put what this node found into the run, in place of what it found at an earlier start. Raises StoreError."""
+    about = {"host": socket.gethostname(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    body = json.dumps({"node_rank": node_rank, **about, **report.as_json()}, indent=2)
+    path = paths.filesystem(node_rank)
+    try:
+        files.make_dirs(path.parent)
+        files.write_atomic(path, body.encode() + b"\n")
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror or error}") from None
