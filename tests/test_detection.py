@@ -122,6 +122,33 @@ def test_a_mount_that_hangs(tmp_path: Path) -> None:
         cluster.wait_for(lambda e: e["event"] == "left_generation" and e["node_rank"] == VICTIM)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a filesystem of its own, as root")
+def test_a_full_disk_of_its_own_makes_a_node_leave(tmp_path: Path) -> None:
+    """Where its programs' private files go nothing can be written: the program fails, the next cannot begin, the others go on."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=False)
+    if mount.returncode:
+        pytest.skip("cannot mount here")
+    try:
+        flags = ("--iterations", "1", *FAST, "toy.phase_s=1.5")
+        with Cluster(tmp_path, 3, *flags) as cluster:
+            cluster.env[VICTIM] = {"TMPDIR": str(disk)}
+            cluster.start()
+            cluster.beating(VICTIM, lambda beat: beat.phase == 2 and beat.progress.get("done", 0) >= 2)
+            with contextlib.suppress(OSError):
+                (disk / "full").write_bytes(b"x" * (1 << 20))
+            assert cluster.wait() == {0: 0, VICTIM: 3, 2: 0}, cluster.said(VICTIM)
+            assert f"temporary folder {disk}" in cluster.said(VICTIM)
+            for other in (0, 2):
+                assert f"| node {VICTIM}: daemon.log: " in cluster.said(other)
+                assert "cannot be written to: No space left on device" in cluster.said(other)
+            assert_exactly_once(cluster.log_path, 1)
+            assert leftovers(cluster.log_path) == []
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
 def test_a_program_without_progress_is_a_failed_attempt(tmp_path: Path) -> None:
     flags = ("--iterations", "1", *FAST, "toy.phase_s=1.5", "coordination.stall_timeout_s=2")
     with Cluster(tmp_path, 3, *flags) as cluster:

@@ -77,6 +77,21 @@ def test_a_second_daemon_of_a_rank_is_refused(tmp_path: Path) -> None:
         first.wait()
 
 
+def test_two_daemons_of_one_rank_that_do_not_see_each_other(tmp_path: Path) -> None:
+    """As on two hosts, where no lock tells them apart: the newer incarnation stays, the older one ends with code 6."""
+    with Cluster(tmp_path, 2, "--iterations", "2", *FAST, "toy.phase_s=0.5") as cluster:
+        cluster.start()
+        cluster.in_phase(1, 2)
+        first = cluster.processes[1]
+        (tmp_path / "elsewhere").mkdir()
+        cluster.env[1] = {"TMPDIR": str(tmp_path / "elsewhere")}
+        cluster.start(1)
+        assert first.wait(60) == 6, cluster.said(1)
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said(1)
+        assert "node 1 was started again on " in cluster.said(1)
+        assert_exactly_once(cluster.log_path, 2)
+
+
 def test_rollouts_and_updates_can_be_started_apart(tmp_path: Path) -> None:
     def phases(cluster: Cluster, generation: int) -> list[tuple[int, int]]:
         events = [e for e in cluster.events() if e["event"] == "phase_started" and e["node_rank"] == 0]

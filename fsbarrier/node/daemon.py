@@ -22,7 +22,7 @@ from typing import Any
 
 import fsbarrier
 from fsbarrier import files
-from fsbarrier.errors import EXIT_SIGINT, EXIT_SIGTERM, Fenced, StoreError
+from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, EXIT_SIGTERM, Fenced, StoreError
 from fsbarrier.loader import load_program
 from fsbarrier.node.agent import Agent, place
 from fsbarrier.node.context import ContextMaker
@@ -52,7 +52,7 @@ DYING_S = 1.0  # what a last heartbeat may take on a filesystem that hangs
 def run_node(record: RunRecord, *, node_rank: int, until: int | None, console: bool) -> int:
     """Be node `node_rank` of the run until it ends; the exit code of design section 2. `console`: print events as lines.
 
-    Raises UsageError (the rank is taken), StoreError, Fenced.
+    Raises UsageError (the rank is taken), StoreError.
     """
     files.set_shared_group(bool(record.settings["shared_group"]))
     with ExitStack() as stack:
@@ -87,7 +87,7 @@ class Daemon:
         attempt = 1 + (observer.joins[rank].incarnation if rank in observer.joins else 0)
         self.log_dir = record.paths.node_logs(attempt, rank)
         files.make_dirs(self.log_dir)
-        self._log = files.open_new(self.log_dir / "daemon.log")
+        self._log = files.open_append(self.log_dir / "daemon.log")  # there, if a start before was killed early
         self.engine = make_engine(record, self.log_dir, work_dir, rules.program.needs)
         context = ContextMaker(record, observer, len(accelerators.detect()))
         self.jobs = Jobs(
@@ -115,7 +115,7 @@ class Daemon:
         self.agent = Agent(self._store, observer, rules, self.jobs, join, self._record_event)
 
     def run(self) -> int:
-        """Join and loop to the end; gives the exit code. Raises StoreError, Fenced."""
+        """Join and loop to the end; gives the exit code. Raises StoreError (it cannot join)."""
         try:
             self.agent.start(time.monotonic())
         except OSError as error:
@@ -124,8 +124,11 @@ class Daemon:
         beats.start()
         try:
             self._loop()
-        except Fenced as error:
-            self.agent.exit = Exit(error.exit_code, "left", str(error))
+        except (Fenced, StoreError) as error:
+            self._leave(error.exit_code, str(error))
+        except Exception as error:
+            self._leave(EXIT_INTERNAL, f"internal error: {type(error).__name__}: {error}")
+            raise
         finally:
             self._settle()
             self._beating.set()
@@ -149,10 +152,11 @@ class Daemon:
             except OSError as error:
                 failing_since = now if failing_since is None else failing_since
                 if now - failing_since >= patience:
-                    message = f"node {self.agent.node.rank}: {self.record.log_path} has failed for {patience:g} s: {error}"
-                    self.agent.exit = Exit(StoreError.exit_code, "left", message)
-                    return
+                    where = f"node {self.agent.node.rank}: {self.record.log_path}"
+                    raise StoreError(f"{where} has failed for {patience:g} s: {error}") from None
                 busy = False
+            if self.jobs.unfit is not None:
+                raise self.jobs.unfit
             interval = POLL_MIN_S if busy else min(interval * POLL_GROWTH, most)
             self._hints.watch(self._row_dir() if interval == most else None)
             self._wake.wait(interval)
@@ -172,14 +176,19 @@ class Daemon:
         if self.agent.exit is None:
             number = self._signal or signal.SIGTERM
             code = EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM
-            self.agent.exit = Exit(code, "left", f"stopped by {signal.Signals(number).name}")
-            with contextlib.suppress(OSError):
-                self._record_event(
-                    "node_ended", self.agent.node, {"state": "left", "reason": self.agent.exit.reason}
-                )
+            self._leave(code, f"stopped by {signal.Signals(number).name}")
         self.jobs.grace_s = 0.5
-        self.jobs.cancel()
+        with contextlib.suppress(StoreError):  # what hangs in the kernel is left to its guard
+            self.jobs.cancel()
         self.engine.stop()
+
+    def _leave(self, code: int, reason: str) -> None:
+        """This node ends and the run does not: its peers are to act on that."""
+        with contextlib.suppress(OSError):
+            self._record_event(
+                "node_ended", self.agent.node, {"state": "left", "code": code, "reason": reason}
+            )
+        self.agent.exit = Exit(code, "left", reason)
 
     def _beat(self) -> None:
         """Beat until told otherwise. A loop that is stuck must not look alive: then the beats stop as well, and soon, for

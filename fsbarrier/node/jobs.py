@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fsbarrier import checkpoints, files
-from fsbarrier.errors import FsbarrierError, ProgramFailed
+from fsbarrier.errors import FsbarrierError, ProgramFailed, StoreError
 from fsbarrier.node.rendezvous import Rendezvous, probe
 from fsbarrier.program import (
     Command,
@@ -40,6 +40,7 @@ from fsbarrier.supervision.supervisor import Child
 LOG_LINES = 20
 T = TypeVar("T")
 DIRECTORY_S = 15.0  # for how long a failing directory is asked for what a piece of work needs to know
+CANCEL_S = 60.0  # more than ending a program takes that hangs in the kernel (supervisor.KILL_S)
 WATCH_S = 0.25  # how often a running program's progress is looked at
 
 
@@ -51,6 +52,10 @@ class EngineLike(Protocol):
     def ensure(self, weights: Path, policy_version: int, *, cancel: threading.Event) -> Any: ...
 
     def release(self, *, cancel: threading.Event) -> Mapping[str, Any]: ...
+
+
+class Unfit(StoreError):
+    """This node cannot begin any work; another could."""
 
 
 class Cancelled(Exception):
@@ -69,6 +74,8 @@ class Jobs:
     wake: Callable[[], None]
     stall_timeout_s: float
     grace_s: float = 2.0
+    #: why no work can be done on this node, whatever the program: then it is the node that has failed
+    unfit: StoreError | None = None
     _cancel: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _report: WorkReport | None = None
@@ -91,13 +98,17 @@ class Jobs:
         self._thread.start()
 
     def cancel(self) -> None:
-        """End the work under way; returns when nothing of it is left."""
+        """End the work under way; returns when nothing of it is left. Raises StoreError where it cannot be ended."""
         thread = self._thread
         if thread is None:
             return
         self._cancel.set()
-        thread.join()
         self._thread = self._report = None
+        thread.join(CANCEL_S)
+        if thread.is_alive():
+            raise StoreError(
+                f"the work of this node does not end within {CANCEL_S:g} s; does {self.log_path} hang?"
+            )
 
     def report(self) -> WorkReport | None:
         return self._report
@@ -126,6 +137,10 @@ class Jobs:
             work = self._patiently(partial(builder, context), cancel)
             value, ok = self._do(work, context, cancel), True
         except Cancelled:
+            return
+        except Unfit as error:
+            self.unfit = error
+            self.wake()
             return
         except FsbarrierError as error:
             value, ok = failure(str(error)), False
@@ -209,7 +224,6 @@ class Jobs:
         self._close_rendezvous()  # torchrun takes the port over
         self._number += 1
         folder = self.work_dir / f"job-{self._number:05d}"
-        files.make_dirs(folder)
         spec_file, result_file, progress_file = (
             folder / "spec.json",
             folder / "result.json",
@@ -218,7 +232,13 @@ class Jobs:
         engine = self._engine_info
         spec = {key: engine if value == "{engine}" else value for key, value in work.spec.items()}
         spec |= {"result": str(result_file), "progress": str(progress_file)}
-        files.write_atomic(spec_file, json.dumps(spec).encode())
+        try:
+            files.make_dirs(folder)
+            files.write_atomic(spec_file, json.dumps(spec).encode())
+        except OSError as error:
+            raise Unfit(
+                f"node {context.node_rank}: its temporary folder {self.work_dir} cannot be written to: {error.strerror}"
+            ) from None
         argv = [word.replace("{spec}", str(spec_file)) for word in work.argv]
         self._progress_file = progress_file
         child = Child.start(
