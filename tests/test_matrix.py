@@ -66,6 +66,45 @@ def test_a_node_is_struck(tmp_path: Path, name: str, rank: int, phase: int) -> N
         assert leftovers(cluster.log_path) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", [2, 4, 10, 11])
+def test_the_leader_and_then_the_next_one_are_struck(tmp_path: Path, phase: int) -> None:
+    """Node 0 dies, node 1 takes over and dies as soon as it leads: node 2 does the rest alone."""
+    flags = ("--iterations", "1", *QUICK, f"custom.hold={phase}")
+    with Cluster(tmp_path, 3, *flags, program=str(HELD)) as cluster:
+        cluster.start()
+        for rank in range(3):
+            cluster.beating(rank, lambda beat: (beat.iteration, beat.phase) == (1, phase))
+        cluster.kill(0)
+        cluster.wait_for(lambda e: e["event"] == "generation_proposed" and e["number"] == 2)
+        cluster.kill(1)
+        assert cluster.wait(2) == {2: 0}, cluster.said(2)
+        lost = [item for e in cluster.events() if e["event"] == "node_lost" for item in e["lost"]]
+        assert {item["node_rank"] for item in lost} == {0, 1}
+        for split in ("train", "test"):
+            assert_exactly_once(cluster.log_path, 1, split=split)
+            assert rolled_out_twice(cluster.log_path, 1, split) == []
+        assert leftovers(cluster.log_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", [2, 10])
+def test_two_are_struck_at_once_one_of_them_wakes(tmp_path: Path, phase: int) -> None:
+    flags = ("--iterations", "2", *QUICK, f"custom.hold={phase}")
+    with Cluster(tmp_path, 3, *flags, program=str(HELD)) as cluster:
+        cluster.start()
+        for rank in range(3):
+            cluster.beating(rank, lambda beat: (beat.iteration, beat.phase) == (1, phase))
+        cluster.signal(0, signal.SIGSTOP)
+        cluster.kill(1)
+        cluster.wait_for(lambda e: e["event"] == "generation_started" and e["members"] == [2])
+        cluster.signal(0, signal.SIGCONT)
+        assert cluster.wait(0, 2) == {0: 0, 2: 0}, cluster.said(2)
+        for split in ("train", "test"):
+            assert_exactly_once(cluster.log_path, 2, split=split)
+        assert leftovers(cluster.log_path) == []
+
+
 def assert_the_others_end(cluster: Cluster, others: list[int]) -> None:
     assert cluster.wait(*others) == dict.fromkeys(others, 0), "\n".join(map(cluster.said, range(3)))
 
