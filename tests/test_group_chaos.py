@@ -66,7 +66,7 @@ def test_whoever_lives_goes_on(
         for end in ends.values():
             for generation, index, given in end["passed"]:
                 assert seen.setdefault((generation, index), given) == given
-        assert len(seen) > strikes
+        assert len(seen) > 2 and max(seen)[0] > 1
 
 
 def test_the_survivors_of_every_instant_agree(tmp_path: Path) -> None:

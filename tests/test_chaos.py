@@ -1,0 +1,197 @@
+"""Real daemons under random strikes (scripts/chaos.py), and that their judge (outside_checker.py) sees what is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import outside_checker
+import pytest
+from cluster import FAST, REPO, Cluster
+
+from fsbarrier import files
+from fsbarrier.paths import RunPaths
+
+TASKS = 24
+
+
+def chaos(folder: Path, *arguments: str) -> Path:
+    """Strike; the run that is left. The script itself lets the judge read it."""
+    argv = [sys.executable, str(REPO / "scripts" / "chaos.py"), "--path", str(folder), *arguments]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    [run] = folder.glob("chaos-*/run")
+    return run
+
+
+@pytest.fixture(scope="module")
+def struck(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six nodes that were struck for a third of a minute."""
+    folder = tmp_path_factory.mktemp("chaos")
+    arguments = (
+        "--nodes",
+        "6",
+        "--minutes",
+        "0.33",
+        "--seed",
+        "5",
+        "--tasks",
+        str(TASKS),
+        "--phase-s",
+        "0.1",
+    )
+    return chaos(folder, *arguments)
+
+
+def test_six_daemons_survive_random_strikes(struck: Path) -> None:
+    assert len(list((struck / "coordination" / "generations").iterdir())) > 2
+    assert list((struck / "train_trajectories").glob("*.iteration1"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("program", ["toy", "ping"])
+def test_sixty_four_daemons_survive_three_minutes(tmp_path: Path, program: str) -> None:
+    chaos(tmp_path, "--nodes", "64", "--minutes", "3", "--program", program, "--tasks", "128")
+
+
+def test_a_start_after_one_that_was_killed_before_it_joined(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 1, *FAST, "--iterations", "1", program="ping") as cluster:
+        left = RunPaths(cluster.log_path).node_logs(1, 0) / "daemon.log"
+        files.make_dirs(left.parent)
+        left.write_text("what it said\n")
+        cluster.start()
+        assert cluster.wait() == {0: 0}, cluster.said(0)
+        assert left.read_text().startswith("what it said\n")
+
+
+# --- the judge ----------------------------------------------------------------------------------------------------------------
+
+
+def journal(run: Path) -> Path:
+    """The journal of some node that finished an iteration."""
+    return next(p for p in sorted((run / "events").iterdir()) if "iteration_finished" in p.read_text())
+
+
+def edit_lines(path: Path, change: Callable[[list[str]], list[str]]) -> None:
+    path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+
+
+def drop_a_phase(run: Path) -> None:
+    edit_lines(journal(run), lambda lines: [line for line in lines if '"phase":3,' not in line])
+
+
+def swap_two_phases(run: Path) -> None:
+    edit_lines(journal(run), lambda lines: lines[::-1])
+
+
+def leave_too_early(run: Path) -> None:
+    def early(line: str) -> str:
+        return re.sub(r'"mono_s":[0-9.]+', '"mono_s":0.5', line) if '"phase_finished"' in line else line
+
+    edit_lines(journal(run), lambda lines: [early(line) for line in lines])
+
+
+def decide_without_leading(run: Path) -> None:
+    def usurp(line: str) -> str:
+        record = json.loads(line)
+        return json.dumps({**record, "node_rank": 99}) + "\n" if record["event"] == "decision" else line
+
+    for path in (run / "events").iterdir():
+        edit_lines(path, lambda lines: [usurp(line) for line in lines])
+
+
+def rewrite_generation(run: Path, change: Callable[[dict[str, object]], None], number: int = 2) -> None:
+    path = run / "coordination" / "generations" / f"gen-{number:06d}.json"
+    record = json.loads(path.read_bytes().partition(b"\n")[2])
+    change(record)
+    body = json.dumps(record).encode() + b"\n"
+    header = f"fsbarrier/1 generation {len(body)} {hashlib.sha256(body).hexdigest()[:32]}\n"
+    path.write_bytes(header.encode() + body)
+
+
+def another_leader(run: Path) -> None:
+    rewrite_generation(run, lambda record: record.update(leader=max(m["rank"] for m in record["members"])))  # type: ignore[attr-defined]
+
+
+def a_number_twice(run: Path) -> None:
+    rewrite_generation(run, lambda record: record.update(number=1))
+
+
+def a_torn_record(run: Path) -> None:
+    path = run / "coordination" / "generations" / "gen-000001.json"
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def merged(run: Path) -> Path:
+    return run / "train_trajectories" / "train_trajectories.pt.iteration1"
+
+
+def rewrite_merged(run: Path, old: bytes, new: bytes) -> None:
+    """Change the pickle in a merged file, with checksums that fit."""
+    with zipfile.ZipFile(merged(run)) as source:
+        entries = {name: source.read(name) for name in source.namelist()}
+    index = next(name for name in entries if name.endswith("data.pkl"))
+    assert entries[index].count(old) >= 1 and len(old) == len(new)
+    entries[index] = entries[index].replace(old, new)
+    merged(run).unlink()
+    with zipfile.ZipFile(merged(run), "w") as target:
+        for name, data in entries.items():
+            target.writestr(name, data)
+
+
+def task_twice(run: Path) -> None:
+    rewrite_merged(run, b"task_indexq\x02K\x01", b"task_indexq\x02K\x02")
+
+
+def unadopted_part(run: Path) -> None:
+    rewrite_merged(run, b".checkpoint.g0", b".checkpoint.g9")
+
+
+def flip_a_byte(run: Path) -> None:
+    data = bytearray(merged(run).read_bytes())
+    data[len(data) // 2] ^= 1
+    merged(run).write_bytes(data)
+
+
+def lose_a_file(run: Path) -> None:
+    merged(run).unlink()
+
+
+def spoil_the_policy(run: Path) -> None:
+    some = next(path for path in (run / "model.pt").resolve().rglob("*") if path.is_file())
+    some.write_bytes(some.read_bytes() + b" ")
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (drop_a_phase, "follows|went through|finished with the phases"),
+        (swap_two_phases, "after"),
+        (leave_too_early, "before .* entered it"),
+        (decide_without_leading, "does not lead"),
+        (another_leader, "under|does not lead"),
+        (a_number_twice, "holds generation 1"),
+        (a_torn_record, "not the header"),
+        (task_twice, "twice|lost"),
+        (unadopted_part, "merged from"),
+        (flip_a_byte, "damaged|cannot be read"),
+        (lose_a_file, "cannot be read"),
+        (spoil_the_policy, "manifest"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_judge_sees(struck: Path, tmp_path: Path, harm: Callable[[Path], None], words: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(struck, run, symlinks=True)
+    assert outside_checker.judge(run, TASKS) == []
+    harm(run)
+    wrong = outside_checker.judge(run, TASKS)
+    assert any(re.search(words, line) for line in wrong), wrong
