@@ -45,7 +45,9 @@ class Artifacts:
     batches: set[str] = field(default_factory=set)
     checkpoints: dict[str, tuple[int, int]] = field(default_factory=dict)  # folder -> (version, generation)
     served: str = ""
-    public: dict[str, int] = field(default_factory=dict)  # a name for people -> stamp of the merge behind it
+    public: dict[str, tuple[float, int]] = field(
+        default_factory=dict
+    )  # a name for people -> (when, stamp of its merge)
     meetings: dict[tuple[str, str], Meeting] = field(default_factory=dict)
     stamps: int = 0
     ports: int = 40000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -28,7 +29,8 @@ class Verdict:
 
 def judge(seed: int, setup: Setup) -> Verdict:
     """Run one schedule and check every invariant. Whatever the code under test raises unasked is a violation too."""
-    world = World(seed, setup)
+    world, collecting = World(seed, setup), gc.isenabled()
+    gc.disable()  # a schedule leaves nothing behind but itself
     try:
         world.run()
         found = tuple(check(world))
@@ -36,6 +38,9 @@ def judge(seed: int, setup: Setup) -> Verdict:
         where = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error} ({where.filename.rpartition('/')[2]}:{where.lineno})"
         found = (Violation("error", what),)
+    finally:
+        if collecting:
+            gc.enable()
     return Verdict(seed, found, world.now, frozenset(world.history.faults))
 
 

@@ -104,6 +104,7 @@ class History:
     last: int
     dead_s: float = 15.0
     hidden_s: float = 0.0  # the longest that a heartbeat may stay unseen on this schedule's mounts
+    lag_s: float = 0.0  # the longest that a new name may stay unseen by whoever looks
     caches: bool = False  # whether this schedule's mounts remember anything
     events: list[Event] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)

@@ -86,9 +86,21 @@ def _adopted(history: History, read: Mapping[Place, Payload]) -> Iterator[str]:
                 latest[PHASE_NAMES[phase]] = (iteration, read[(number - 1, iteration, phase)])
         for name, (iteration, value) in latest.items():
             entry = record.decisions.get(name)
-            if entry is None or (entry["iteration"], entry["value"]) != (iteration, value):
+            if entry is None or (
+                (entry["iteration"], entry["value"]) != (iteration, value)
+                and not _published(history, number - 1, name, entry, iteration)
+            ):
                 yield f"generation {number} does not adopt {name} of iteration {iteration}, which was read"
         latest = {name: (entry["iteration"], entry["value"]) for name, entry in record.decisions.items()}
+
+
+def _published(history: History, number: int, name: str, entry: Payload, after: int) -> bool:
+    """Whether `entry` is a later decision, published for all to read by a leader that died before anybody did."""
+    place = number, entry["iteration"], PHASE_NAMES.index(name)
+    previous = history.generations.get(number)
+    if previous is None or entry["iteration"] <= after or not _all_done(place, previous[1], history):
+        return False
+    return history.facts[place][previous[1].leader][1].value == entry["value"]
 
 
 def i3_only_forward(history: History) -> Iterator[str]:
@@ -124,7 +136,7 @@ def start_positions(history: History, program: Program) -> Iterator[str]:
         reached = [place for time, place in furthest.get(number - 1, ()) if time <= write.time]
         most = max(reached, default=(start.iteration, start.phase))
         floor = _resumed(_before(most, history, (start.iteration, start.phase)), program, history)
-        ceiling = _after(most, history) if _all_done(number - 1, most, previous[1], history) else most
+        ceiling = _after(most, history) if _all_done((number - 1, *most), previous[1], history) else most
         if not floor <= (record.start.iteration, record.start.phase) <= ceiling:
             now = (record.start.iteration, record.start.phase)
             yield f"generation {number} starts at {now}; generation {number - 1} had reached {most}"
@@ -141,8 +153,8 @@ def _after(place: tuple[int, int], history: History) -> tuple[int, int]:
     return (iteration + 1, history.first) if phase == history.last else (iteration, phase + 1)
 
 
-def _all_done(number: int, place: tuple[int, int], generation: Generation, history: History) -> bool:
-    done = history.facts.get((number, *place), {})
+def _all_done(place: Place, generation: Generation, history: History) -> bool:
+    done = history.facts.get(place, {})
     return all(member.rank in done for member in generation.members)
 
 
@@ -169,13 +181,16 @@ def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
             yield f"node {used.node.rank} made a batch of generation {other}'s merge, not of the one that was decided"
 
 
-def public_names(history: History, public: Mapping[str, int]) -> Iterator[str]:
-    """Under the name that people know lies the newest generation's merge."""
+def public_names(history: History, public: Mapping[str, tuple[float, int]]) -> Iterator[str]:
+    """Under the name that people know lies the newest generation's merge, unless whoever put another there could not see that
+    generation: `lag_s` is the age that listings may have.
+    """
     stamps = {merged.stamp: merged for merged in history.merges}
-    for name, stamp in public.items():
+    for name, (time, stamp) in public.items():
         found = stamps[stamp]
         same = [m for m in history.merges if (m.split, m.iteration) == (found.split, found.iteration)]
-        if any(other.generation > found.generation and name in other.out for other in same):
+        newer = [m.generation for m in same if m.generation > found.generation and name in m.out]
+        if any(time - history.generations[number][0].time > history.lag_s for number in newer):
             yield f"{name} is generation {found.generation}'s, though a newer one merged"
 
 
@@ -220,8 +235,11 @@ def outcomes(world: World) -> Iterator[str]:
 
 
 def _finished(world: World) -> bool:
-    end = (world.setup.iterations, world.rules.last)
-    return any(place[1:] == end for _, place in world.history.passed())
+    """Whether all members of some generation did the last row, even if nobody lived to see it."""
+    end, history = (world.setup.iterations, world.rules.last), world.history
+    return any(
+        _all_done((number, *end), record, history) for number, (_, record) in history.generations.items()
+    )
 
 
 def i7_no_false_death(history: History) -> Iterator[str]:

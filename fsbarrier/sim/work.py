@@ -152,7 +152,7 @@ class SimWork:
             case PublishFile(source, name):
                 yield self.world.short()
                 yield from self._still_newest(context)
-                self.artifacts.public[str(name)] = self.artifacts.merged[str(source)].stamp
+                self.artifacts.public[str(name)] = self.world.now, self.artifacts.merged[str(source)].stamp
                 return {}
             case PublishWeights():
                 yield from self._still_newest(context)

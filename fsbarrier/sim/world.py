@@ -69,9 +69,9 @@ class World:
             paths = RunPaths(cast(Any, ROOT))
             self.artifacts.given = {str(paths.merged("train", i + 1)) for i in range(setup.iterations)}
         hidden_s = self.habits.oldest_s + self.habits.absence_s + BEAT_S
-        self.history = History(
-            first, last, setup.limits.dead_s, hidden_s, self.habits != Habits() or bool(coarse)
-        )
+        lag_s = float("inf") if coarse else self.habits.listing_s
+        caches = self.habits != Habits() or bool(coarse)
+        self.history = History(first, last, setup.limits.dead_s, hidden_s, lag_s, caches)
         self.processes: list[Process] = []
         self.clients: dict[str, tuple[Client, Trouble]] = {}
         self.hosts = [f"host{rank}" for rank in range(setup.nodes)]  # where each rank is started now
