@@ -48,7 +48,7 @@ from fsbarrier.protocol.succession import (
     all_done,
     failed_tries,
     first_of_session,
-    heard_of,
+    found_by_others,
     last_news,
     leaders_word,
     lost_as_fields,
@@ -100,25 +100,14 @@ def _newer_generation(node: Node, view: View, now: float, rules: Rules) -> Step 
         return _end(node, newest.verdict.exit_code, state, newest.verdict.reason)
     if newest.incarnation_of(node.rank) == node.incarnation:
         entered, actions = _enter_generation(node, newest, now)
-        return entered, (*_missing(node, newest, view, now, rules), *actions)
+        gone = found_by_others(node, newest, view, now, rules)
+        told = (Note("node_lost", {"lost": lost_as_fields(gone)}, at=node),) if gone else ()
+        return entered, (*told, *actions)
     if node.stage is Stage.JOINING:
         return changed(node, baseline=newest.number), ()
     renewed = Node(node.rank, node.incarnation + 1, now, node.host, baseline=newest.number)
     note = Note("left_generation", {"newest": newest.number, "reason": newest.reason})
     return renewed, (CancelWork(), note, Announce(renewed.incarnation))
-
-
-def _missing(node: Node, newest: Generation, view: View, now: float, rules: Rules) -> Sequence[Action]:
-    """Others found that a member is lost before this node did: it says so too."""
-    if node.generation is None or node.trouble_since is not None:
-        return ()
-    gone = [m for m in node.generation.members if newest.incarnation_of(m.rank) != m.incarnation]
-    if not gone:
-        return ()
-    known = losses(gone, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
-    seen = {loss.member: loss for loss in known}
-    found = [seen.get(m) or heard_of(m, f"found by node {newest.created_by}", view, now) for m in gone]
-    return (Note("node_lost", {"lost": lost_as_fields(found)}, at=node),)
 
 
 def _enter_generation(node: Node, generation: Generation, now: float) -> Step:

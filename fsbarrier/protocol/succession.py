@@ -7,7 +7,7 @@ from typing import Any
 
 from fsbarrier.program import SLICES, Program
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Payload, Position, Verdict
-from fsbarrier.protocol.membership import Loss
+from fsbarrier.protocol.membership import Loss, losses
 from fsbarrier.protocol.state import Node, Recovered, Rules, View
 
 
@@ -146,8 +146,17 @@ def lost_as_fields(gone: Sequence[Loss]) -> list[dict[str, object]]:
     ]
 
 
-def heard_of(member: Member, why: str, view: View, now: float) -> Loss:
-    """The loss of a member that another node found out."""
+def found_by_others(node: Node, newest: Generation, view: View, now: float, rules: Rules) -> list[Loss]:
+    """The members whose loss this node had not noticed yet when a newer generation went on without them."""
+    if node.generation is None or node.trouble_since is not None:
+        return []
+    gone = [m for m in node.generation.members if newest.incarnation_of(m.rank) != m.incarnation]
+    known = losses(gone, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
+    noticed = {loss.member: loss for loss in known}
+    return [noticed.get(m) or _heard_of(m, f"found by node {newest.created_by}", view, now) for m in gone]
+
+
+def _heard_of(member: Member, why: str, view: View, now: float) -> Loss:
     seen = view.ledger.seen.get(member.rank)
     beat = seen.beat if seen is not None and seen.beat.incarnation == member.incarnation else None
     return Loss(member, why, beat, view.ledger.age(member, now))
