@@ -197,6 +197,26 @@ def test_nobody_is_taken_for_dead_under_load_and_pauses(tmp_path: Path) -> None:
     assert max(e["iteration"] for e in events) >= 2
 
 
+def test_a_terminal_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    run = [sys.executable, "-m", "fsbarrier", "run", "--master", "--log-path", str(tmp_path / "run")]
+    what = ["--program", "toy", "--iterations", "1", *FAST]
+    process = subprocess.Popen([*run, *what], stdout=writer, stderr=subprocess.DEVNULL, cwd=REPO)
+    try:
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reader)
+        os.close(writer)
+    assert_exactly_once(tmp_path / "run", 1)
+
+
 def command_line(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
