@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,20 +74,22 @@ class Observer:
     _listed: tuple[Path, list[str]] | None = None
     _arrived: tuple[frozenset[int], dict[int, Fact]] = (frozenset(), {})
     _values: dict[tuple[int, Position], Payload] = field(default_factory=dict)
-    _known_beats: tuple[list[str], list[tuple[int, Path]]] = field(default_factory=lambda: ([], []))
+    _beat_files: dict[str, tuple[int, Path] | None] = field(default_factory=dict)  # by name; None: not ours
     _known_generations: list[str] = field(default_factory=list)
     _known_joins: list[str] = field(default_factory=list)
+    _learnt: set[str] = field(default_factory=set)  # names in joins/ that need not be looked at again
     _old_stops: frozenset[str] = frozenset()
     _row: tuple[int, Position, Path] | None = None
     _looked: float = float("-inf")
     _looked_at_beats: float = float("-inf")
+    _looked_at_all: float = float("-inf")
 
     def prepare(self) -> None:
         """Make the directories that will be listed, and note what was there before this start. Raises OSError."""
         for directory in (self.paths.joins, self.paths.beats, self.paths.generations, self.paths.stops):
             self.store.make_dir(directory)
         self._old_stops = frozenset(self.store.names(self.paths.stops))
-        self._read_beats(None)
+        self._read_beats()
         self._look_at_members(None)
 
     def learn(self, generation: Generation | None) -> None:
@@ -112,7 +114,7 @@ class Observer:
             self._look_at_members(now)
             self._looked = now
         if now - self._looked_at_beats >= self.paces.beats_s / (10 if joining else 1):
-            self._look_at_beats(node.rank, now)
+            self._look_at_beats(node.rank, now, joining)
             self._looked_at_beats, self._common = now, None
         if self._common is None or self._common.recovered is not self.recovered:
             self._common = self._whole = changed(
@@ -203,8 +205,11 @@ class Observer:
             self._known_generations = names
         names = self.store.names(self.paths.joins)
         if names != self._known_joins:
-            matches = [match for match in map(_JOIN.fullmatch, names) if match]
-            if all([self._learn_join(int(match[1]), int(match[2])) for match in matches]):
+            for name in names:
+                match = _JOIN.fullmatch(name) if name not in self._learnt else None
+                if name not in self._learnt and (not match or self._learn_join(int(match[1]), int(match[2]))):
+                    self._learnt.add(name)
+            if self._learnt.issuperset(names):
                 self._known_joins = names
         for name in self.store.names(self.paths.stops):
             if name not in self._old_stops:
@@ -239,17 +244,24 @@ class Observer:
         self.joins[rank], self._common = join, None
         return True
 
-    def _look_at_beats(self, me: int, now: float) -> None:
-        self.ledger = self.ledger.observe(self._read_beats(me), now, now, self.paces.blind_s)
+    def _look_at_beats(self, me: int, now: float, joining: bool) -> None:
+        """While nodes gather, looks come fast: one that was seen to be alive is looked at again at the usual pace."""
+        spared = {me}
+        if joining and now - self._looked_at_all < self.paces.beats_s:
+            spared.update(rank for rank, item in self.ledger.seen.items() if item.moved)
+        else:
+            self._looked_at_all = now
+        self.ledger = self.ledger.observe(self._read_beats(spared), now, now, self.paces.blind_s)
 
-    def _read_beats(self, me: int | None) -> dict[int, Beat]:
+    def _read_beats(self, spared: Set[int] = frozenset()) -> dict[int, Beat]:
         """The others' heartbeats. What they have seen exists: it can be opened, however old this node's listings are."""
-        beats = {}
-        names = self.store.names(self.paths.beats)
-        if names != self._known_beats[0]:
-            self._known_beats = names, [(rank, self.paths.beat(rank)) for rank in _numbers(_BEAT, names)]
-        for rank, path in self._known_beats[1]:
-            beat = self.read(path, Beat) if rank != me else None
+        beats, files = {}, self._beat_files
+        for name in self.store.names(self.paths.beats):
+            if name not in files:
+                match = _BEAT.fullmatch(name)
+                files[name] = (int(match[1]), self.paths.beats / name) if match else None
+            rank, path = files[name] or (-1, self.paths.beats)
+            beat = self.read(path, Beat) if rank >= 0 and rank not in spared else None
             if beat is None or beat.rank != rank:
                 continue
             beats[rank] = beat
@@ -287,7 +299,7 @@ class Observer:
 
     def _furthest(self, generation: Generation, span: tuple[int, int]) -> Position:
         """The furthest row that a member is known to have entered: from what lies in the directory, and from heartbeats."""
-        beats = [beat for beat in self._read_beats(None).values() if beat.generation == generation.number]
+        beats = [beat for beat in self._read_beats().values() if beat.generation == generation.number]
         known = [Position(beat.iteration, beat.phase) for beat in beats if beat.iteration > 0]
         root = self.paths.facts_of(generation.number)
         if root.name in self.store.names(self.paths.coordination):

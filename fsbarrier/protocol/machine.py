@@ -360,9 +360,11 @@ def _join(node: Node, view: View, now: float, rules: Rules) -> Step:
     word = leaders_word(view)
     if word is not None and all_done(opening(found, rules.span(word.choices)), word.until):
         return _nothing_to_do(node, word.until)
+    waited = now - node.since
+    if len(view.joins) < rules.num_nodes and waited < rules.limits.join_timeout_s:
+        return node, ()
     me = Member(node.rank, node.incarnation, node.host)
     live = {**live_joiners(view.joins, view.ledger, now, rules.limits), node.rank: me}
-    waited = now - node.since
     missing = [rank for rank in range(rules.num_nodes) if rank not in live]
     if missing:
         if waited < rules.limits.join_timeout_s:

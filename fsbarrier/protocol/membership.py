@@ -143,11 +143,11 @@ def live_joiners(joins: Mapping[int, Join], ledger: Ledger, now: float, limits: 
     """The newest incarnation of each rank that was seen to be alive: its counter moved, and not long ago."""
     live = {}
     for rank, join in joins.items():
-        member = Member(rank, join.incarnation, join.host)
-        age = ledger.age(member, now)
-        fresh = age is not None and age < limits.suspect_s and ledger.moved(member)
-        if fresh and ledger.state(member) not in GONE:
-            live[rank] = member
+        item = ledger.seen.get(rank)
+        if item is None or not item.moved or item.beat.incarnation != join.incarnation:
+            continue
+        if now - item.since < limits.suspect_s and item.beat.state not in GONE:
+            live[rank] = Member(rank, join.incarnation, join.host)
     return live
 
 

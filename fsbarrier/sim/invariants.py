@@ -100,7 +100,7 @@ def _published(history: History, number: int, name: str, entry: Payload, after: 
     previous = history.generations.get(number)
     if previous is None or entry["iteration"] <= after or not _all_done(place, previous[1], history):
         return False
-    return history.facts[place][previous[1].leader][1].value == entry["value"]
+    return bool(history.facts[place][previous[1].leader][1].value == entry["value"])
 
 
 def i3_only_forward(history: History) -> Iterator[str]:

@@ -20,7 +20,7 @@ from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.faults import Trouble
 from fsbarrier.sim.history import Ended, History, Said, Write
-from fsbarrier.sim.process import BEAT_S, Process
+from fsbarrier.sim.process import BEAT_S, POLL_S, Process
 from fsbarrier.sim.setup import ROOT, Setup, litter, program, settings
 from fsbarrier.sim.store import NEVER, Client, Disk, Habits, SimPath
 from fsbarrier.sim.strand import Strand
@@ -362,7 +362,8 @@ class World:
                     and process.agent.node.stage is Stage.JOINING
                     and process.client.host != host
                 ):
-                    process.notice(max(process.client.visible_at(path.parent), process.client.fresh_at(path)))
+                    seen_at = max(process.client.visible_at(path.parent), process.client.fresh_at(path))
+                    process.wake(seen_at + self.rng.random() * POLL_S, seen_at)
             return
         self.history.writes.append(Write(self.now, host, path, data))
         directory = path.rpartition("/")[0]
@@ -373,8 +374,8 @@ class World:
                 if process.agent.node.part not in (Part.ANNOUNCED, Part.GATHER) and path.endswith(".done"):
                     continue
                 generation = process.agent.node.generation
-                whole = generation is None or len(self.disk.dirs[directory].names) >= len(generation.members)
-                if whole or self.rng.random() < 0.2:
+                size = 1 if generation is None else len(generation.members)
+                if len(self.disk.dirs[directory].names) >= size or self.rng.random() * size < 0.6:
                     visible = process.client.visible_at(directory)
                     process.wake(visible + self.rng.random() * 0.05, visible)
             elif "/iter-" not in path:
