@@ -32,13 +32,13 @@ def missing() -> str | None:
     return None
 
 
-def mount(mountpoint: Path) -> int:
-    """Mount on `mountpoint` and give the descriptor on which the kernel's requests come. Raises OSError."""
+def mount(mountpoint: Path, kind: str = KIND) -> int:
+    """Mount on `mountpoint` as type fuse.`kind` and give the descriptor on which the kernel's requests come. Raises OSError."""
     if os.geteuid() != 0:
-        return _by_fusermount(mountpoint)
+        return _by_fusermount(mountpoint, kind)
     device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     options = f"fd={device},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()},allow_other,default_permissions"
-    words = [os.fsencode(word) for word in (KIND, str(mountpoint), f"fuse.{KIND}")]
+    words = [os.fsencode(word) for word in (kind, str(mountpoint), f"fuse.{kind}")]
     if LIBC.mount(*words, MS_NOSUID | MS_NODEV, options.encode()):
         number = ctypes.get_errno()
         os.close(device)
@@ -46,14 +46,14 @@ def mount(mountpoint: Path) -> int:
     return device
 
 
-def _by_fusermount(mountpoint: Path) -> int:
+def _by_fusermount(mountpoint: Path, kind: str) -> int:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         env = {**os.environ, "_FUSE_COMMFD": str(theirs.fileno())}
         command = [
             "fusermount3",
             "-o",
-            f"default_permissions,fsname={KIND},subtype={KIND}",
+            f"default_permissions,fsname={kind},subtype={kind}",
             "--",
             str(mountpoint),
         ]

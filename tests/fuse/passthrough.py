@@ -359,6 +359,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--fault", action="append", default=[], help="request:errno:share[:after], e.g. create:EIO:0.01"
     )
+    parser.add_argument("--kind", default=mounting.KIND, help="the type that the mount shows: fuse.KIND")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
@@ -381,7 +382,7 @@ def main(argv: list[str]) -> None:
         faults=faults,
         generator=random.Random(args.seed),
     )
-    device = mounting.mount(args.mountpoint)
+    device = mounting.mount(args.mountpoint, args.kind)
     threading.Thread(target=unmount_when_alone, args=(args.mountpoint,), daemon=True).start()
     print("mounted", flush=True)
     serve(device, client)

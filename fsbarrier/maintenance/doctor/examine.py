@@ -46,11 +46,7 @@ def short(path: Path, *, write: bool = True) -> Report:
         scratch = there / probes.scratch_name()
         files.make_dirs(scratch)
         try:
-            checks += [
-                probes.quick_races(scratch),
-                probes.replacement(scratch, 8),
-                *probes.latencies(scratch, 4),
-            ]
+            checks += _tried(probes.quick_races(scratch), scratch, replacements=8, samples=4)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     return _presumed(path, mount, checks)
@@ -65,14 +61,14 @@ def _own_checks(path: Path, mount: mounts.Mount, scratch: Path) -> list[Check]:
     judged = mounts.judge(mount)
     if any(check.level == "refused" for check in judged):
         return judged
-    races = probes.exclusive_create(scratch)
-    return [
-        *judged,
-        races,
-        *([probes.replacement(scratch), *probes.latencies(scratch)] if races.level != "refused" else []),
-        *probes.space(path),
-        *probes.this_node(),
-    ]
+    tried = _tried(probes.exclusive_create(scratch), scratch, probes.REPLACEMENTS, probes.SAMPLES)
+    return [*judged, *tried, *probes.space(path), *probes.this_node()]
+
+
+def _tried(races: Check, scratch: Path, replacements: int, samples: int) -> list[Check]:
+    if races.level == "refused":
+        return [races]
+    return [races, probes.replacement(scratch, replacements), *probes.latencies(scratch, samples)]
 
 
 def together(

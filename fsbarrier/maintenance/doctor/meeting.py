@@ -33,6 +33,7 @@ SILENT_S = 15.0  # without a sign of life a node counts as gone
 ANSWER_S = 40.0  # what one exchange may take, on a mount that shows things late
 DEAD_S = 5.0  # a record that never moved for so long is a leftover
 BYE_S = 5.0
+LINGER_S = 1.0
 
 Message = dict[str, Any]
 
@@ -164,13 +165,16 @@ class Meeting:
         return {**free, self.token: self._record()}
 
     def _agreed(self, here: Mapping[str, Message], folders: Collection[str]) -> bool:
-        for peer in self._peers.values():
-            if self.token in peer.record["members"].values():
-                self.leader = peer.record["leader"]
-                self.members = {int(rank): name for rank, name in peer.record["members"].items()}
-                self._beat_once()
-                return True
-        self._contradictions(here)
+        if self._named():
+            self._beat_once()
+            return True
+        try:
+            self._contradictions(here)
+        except UsageError:
+            self._ended.wait(
+                LINGER_S
+            )  # so that the others see it too, and need not wait for one that has gone
+            raise
         if len(here) < self.num_nodes or min(here) != self.token:
             return False
         free = iter(sorted(set(range(self.num_nodes)) - {record["rank"] for record in here.values()}))
@@ -184,6 +188,14 @@ class Meeting:
         self.members = dict(sorted(members.items()))
         self._beat_once()
         return True
+
+    def _named(self) -> bool:
+        """Whether a group names this doctor; then it is its group."""
+        for peer in self._peers.values():
+            if not self.members and self.token in peer.record["members"].values():
+                self.leader = peer.record["leader"]
+                self.members = {int(rank): name for rank, name in peer.record["members"].items()}
+        return bool(self.members)
 
     def _contradictions(self, here: Mapping[str, Message]) -> None:
         ranks: dict[int, str] = {}
@@ -248,7 +260,12 @@ class Meeting:
         try:
             files.write_atomic(self._said(name, rank), pack(message))
         except FileNotFoundError:
-            raise TooFewNodes(f"doctor: another node left before this one said: {name}") from None
+            self._look()
+            gone = [
+                f"node {r} ({self.host(r)})" for r, token in self.members.items() if self._has_left(token)
+            ]
+            who = gone[0] if gone else "another node"
+            raise TooFewNodes(f"doctor: {who} left before this one said: {name}") from None
 
     # --- signs of life ------------------------------------------------------------------------------------------------
 
@@ -310,9 +327,9 @@ class Meeting:
             self._thread.join()
         self._left = not done
         with contextlib.suppress(OSError):
-            if self._left and self.members:
-                self._beat_once()
             self._look()
+            if self._left and self._named():
+                self._beat_once()
         others = set(self.members.values()) - {self.token}
         last = self._left and all(self._has_left(token) for token in others)
         dead = {token for token in self._peers if self._is_dead(token)} | (others if last else set())

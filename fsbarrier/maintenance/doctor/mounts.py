@@ -28,7 +28,7 @@ class Family:
 
 
 INSTEAD = "use NFS, Lustre, GPFS, CephFS or a local disk for the run directory"
-#: the first family one of whose names begins the type's (or, for FUSE, stands in type or source) is it
+#: the first family one of whose names begins the type (for an object store also: stands in a FUSE mount's source) is it
 FAMILIES = (
     Family(
         (
@@ -46,27 +46,25 @@ FAMILIES = (
         OBJECT_STORE,
     ),
     Family(("nfs",), CLOSE_TO_OPEN, 0.0, "actimeo=1 or lookupcache=positive (nfs)"),
-    Family(("fuse.sshfs", "sshfs"), CLOSE_TO_OPEN, 20.0, "-o dir_cache=no (sshfs)"),
+    Family(("sshfs",), CLOSE_TO_OPEN, 20.0, "-o dir_cache=no (sshfs)"),
     Family(
-        ("fuse.glusterfs", "glusterfs"),
+        ("glusterfs",),
         CLOSE_TO_OPEN,
         5.0,
         "-o attribute-timeout=0,entry-timeout=0,negative-timeout=0 (glusterfs), and the volume without nl-cache",
     ),
     Family(
-        ("fuse.juicefs", "juicefs"),
+        ("juicefs",),
         CLOSE_TO_OPEN,
         1.0,
         "--attr-cache 0 --entry-cache 0 --dir-entry-cache 0 (juicefs)",
     ),
-    Family(
-        ("fuse.mfs", "mfs", "moosefs"), CLOSE_TO_OPEN, 1.0, "-o mfsattrcacheto=0,mfsentrycacheto=0 (moosefs)"
-    ),
+    Family(("mfs", "moosefs"), CLOSE_TO_OPEN, 1.0, "-o mfsattrcacheto=0,mfsentrycacheto=0 (moosefs)"),
     Family(("beegfs",), CLOSE_TO_OPEN, 1.0, "a shorter tuneDirSubentryCacheValidityMS (beegfs)"),
     Family(("cifs", "smb"), CLOSE_TO_OPEN, 1.0, "cache=strict,actimeo=0,serverino (cifs)"),
     Family(("9p",), CLOSE_TO_OPEN, 0.0, "cache=none (9p)"),
     Family(("virtiofs",), CLOSE_TO_OPEN, 1.0, "--cache=never on the host's virtiofsd"),
-    Family(("lustre", "gpfs", "ceph", "fuse.ceph", "wekafs", "gfs2", "ocfs2"), COHERENT),
+    Family(("lustre", "gpfs", "ceph", "wekafs", "gfs2", "ocfs2"), COHERENT),
     Family(
         (
             "ext",
@@ -106,6 +104,7 @@ RISKY = {
     "noflock": ("note", "no locks; fsbarrier does not use them between nodes", ""),
 }
 LONG_S = 60
+MOUNTINFO = Path("/proc/self/mountinfo")
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def find(path: Path) -> Mount:
     """The mount that holds `path`, from /proc/self/mountinfo. Raises OSError."""
     best, found = -1, Mount("unknown", "unknown", ())
     real = path.resolve()
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in MOUNTINFO.read_text().splitlines():
         left, _, right = line.partition(" - ")
         words, about = left.split(), [*right.split(), "", "", ""]
         point = Path(words[4].encode().decode("unicode_escape"))
@@ -150,11 +149,14 @@ def find(path: Path) -> Mount:
 def family_of(kind: str, source: str) -> Family:
     """What is known of a filesystem of this type."""
     kind, source = kind.lower(), source.lower()
+    types = (kind, kind.removeprefix("fuse."))
     for family in FAMILIES:
-        if any(kind.startswith(name) for name in family.names):
+        if any(each.startswith(name) for each in types for name in family.names):
             return family
-        if kind.startswith("fuse") and any(
-            name in f"{kind} {source}" for name in family.names if len(name) > 4
+        if (
+            family.kind == OBJECT_STORE
+            and kind.startswith("fuse")
+            and any(name in source for name in family.names)
         ):
             return family
     return OTHER

@@ -1,0 +1,317 @@
+"""What the doctor makes of a mount and of measurements, and what a start does with it. One node; no mount is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsbarrier import cli
+from fsbarrier.maintenance.doctor import claims_unsafe, examine, mounts, verdict
+from fsbarrier.maintenance.doctor.across import ROUNDS, SAMPLES
+from fsbarrier.maintenance.doctor.findings import Check, Times
+from fsbarrier.maintenance.doctor.probes import judge_races
+from fsbarrier.paths import RunPaths
+from fsbarrier.start import runrecord
+
+# --- mounts ---------------------------------------------------------------------------------------------------------------
+
+TABLE = r"""
+22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+30 22 0:40 / /shared rw,relatime - nfs4 server:/export rw,vers=4.2,soft,actimeo=600,local_lock=none
+31 30 0:41 / /shared/with\040space rw - fuse.sshfs someone@host: rw,user_id=0
+32 22 0:42 / /over rw - tmpfs tmpfs rw
+33 22 0:43 / /over rw - lustre mgs@tcp:/fs rw,flock
+"""
+
+
+def test_the_innermost_and_last_mount_holds_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_text(TABLE.lstrip())
+    monkeypatch.setattr(mounts, "MOUNTINFO", table)
+    assert mounts.mount_of(Path("/shared/runs"))[:2] == ("nfs4", "server:/export")
+    assert mounts.find(Path("/shared/with space/run")).kind == "fuse.sshfs"
+    assert mounts.find(Path("/sharedother")).kind == "ext4"
+    assert mounts.find(Path("/over/x")).family.kind == mounts.COHERENT
+
+
+def judged(kind: str, *options: str, source: str = "somewhere") -> list[Check]:
+    return mounts.judge(mounts.Mount(kind, source, ("rw", *options)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("fuse.blobfuse2", "blobfuse2"),
+        ("fuse", "blobfuse2"),
+        ("fuse.rclone", "remote:bucket"),
+        ("fuse.s3fs", "s3fs"),
+        ("fuse.gcsfuse", "bucket"),
+        ("fuse", "mountpoint-s3"),
+    ],
+)
+def test_object_stores_are_refused(kind: str, source: str) -> None:
+    check = judged(kind, source=source)[0]
+    assert check.level == "refused" and "NFS" in check.advice
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "level", "word"),
+    [
+        ("nfs4", "soft", "warning", "hard"),
+        ("nfs", "nocto", "warning", "without nocto"),
+        ("nfs", "nolock", "note", ""),
+        ("nfs4", "local_lock=all", "note", ""),
+        ("nfs4", "acdirmax=600", "warning", "actimeo=3"),
+        ("nfs4", "noac", "note", "actimeo=1"),
+        ("nfs", "proto=udp", "warning", "tcp"),
+        ("nfs", "vers=2", "refused", "4.2"),
+        ("9p", "cache=loose", "warning", "cache=none"),
+        ("cifs", "cache=loose", "warning", "cache=strict"),
+        ("cifs", "noserverino", "warning", "serverino"),
+        ("lustre", "localflock", "note", ""),
+        ("nfs4", "lookupcache=all", "", ""),
+        ("nfs4", "actimeo=3", "", ""),
+    ],
+)
+def test_options_that_do_harm_are_named_with_what_helps(
+    kind: str, option: str, level: str, word: str
+) -> None:
+    said = [check for check in judged(kind, option) if check.name == "mount option"]
+    assert [check.level for check in said] == ([level] if level else [])
+    assert all(option.split("=")[0] in check.finding and word in check.advice for check in said)
+
+
+def test_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {
+        "ext4": "local",
+        "nfs4": "close-to-open",
+        "ceph": "coherent",
+        "fuse.ceph-fuse": "coherent",
+        "gpfs": "coherent",
+    }
+    kinds |= {
+        "fuse.glusterfs": "close-to-open",
+        "fuse.JuiceFS": "close-to-open",
+        "fuse.new": "unknown",
+        "xfs": "local",
+    }
+    assert {kind: mounts.family_of(kind, "").kind for kind in kinds} == kinds
+    assert judged("tmpfs")[0].level == judged("overlay")[0].level == "warning"
+    assert mounts.judge(mounts.Mount("nfs", "s:/", ("ro",)))[0].level == "refused"
+    monkeypatch.setattr(mounts, "find", lambda path: mounts.Mount("fuse.s3fs", "s3fs", ()))
+    assert "NFS" in claims_unsafe(Path("/x"))
+
+
+# --- conclusions ----------------------------------------------------------------------------------------------------------
+
+
+def test_races_judged() -> None:
+    assert judge_races("r", [[1, 0, 1], [0, 1, 0]], "2").level == "ok"
+    assert judge_races("r", [[1, 1, 1], [0, 1, 0]], "2").level == "refused"
+    assert judge_races("r", [[0, 0, 0], [0, 0, 0]], "2").level == "refused", "identity is not to be had"
+    assert judge_races("r", [[1] * 19 + [0], [0] * 20], "2").level == "note", "once nobody won"
+
+
+def test_timeouts_follow_what_was_measured() -> None:
+    beat, suspect, dead = "coordination.beat_s", "coordination.suspect_s", "coordination.dead_s"
+    assert verdict.timeouts(0.1) == {beat: 2, suspect: 6, dead: 15}
+    assert verdict.timeouts(5.0) == {beat: 2, suspect: 12, dead: 39}
+    assert all(verdict.timeouts(s)[dead] >= 4 * s + 15 for s in (0.5, 1.0, 3.3, 20.0, 60.0))
+
+
+def said(rank: int, **changes: Any) -> dict[str, Any]:
+    """What a healthy node of two says; it won every second round."""
+    won = list(range(rank, ROUNDS, 2))
+    names = [f"node-{number % 2}" for number in range(ROUNDS)]
+    quick = {"samples": 50, "median": 0.002, "p99": 0.004, "most": 0.005, "open": False}
+    about = {
+        "boot_id": f"host{rank}",
+        "addresses": ["10.0.0.1"],
+        "versions": {"python": "3.12"},
+        "accelerators": "",
+    }
+    return {
+        "races": {kind: {"won": won, "errors": {}, "names": names} for kind in ("link", "create")},
+        "reading": {"reads": 100, "torn": 0, "missing": 0, "backwards": 0},
+        "lags": {kind: dict(quick) for kind in SAMPLES},
+        "clock": (0.001, 0.0005),
+        "reached": {str(1 - rank): ["10.0.0.1"]},
+        "about": about,
+        **changes,
+    }
+
+
+def concluded(*messages: dict[str, Any]) -> dict[str, Check]:
+    checks = verdict.between(dict(enumerate(messages)), "actimeo=1")
+    return {check.name: check for check in checks}
+
+
+def test_two_healthy_nodes_are_fit() -> None:
+    checks = concluded(said(0), said(1))
+    assert {check.level for check in checks.values()} == {"ok"}, checks
+    assert verdict.kind_of({0: said(0), 1: said(1)}) == mounts.COHERENT
+
+
+def test_two_winners_of_one_round_are_refused() -> None:
+    races = said(1)["races"]
+    races["link"]["won"] = [*races["link"]["won"], 0]
+    check = concluded(said(0), said(1, races=races))["hard-link races"]
+    assert check.level == "refused" and "1 of" in check.finding
+
+
+def test_a_winner_whose_record_is_not_there_is_refused() -> None:
+    """One winner each by what the calls said, and still two decisions to be read: the liar is found by its content."""
+    races = said(1)["races"]
+    races["create"]["names"] = ["node-1"] * ROUNDS
+    assert concluded(said(0), said(1, races=races))["exclusive-create races"].level == "refused"
+
+
+def test_without_hard_links_the_exclusive_create_must_do() -> None:
+    def without(rank: int, *kinds: str) -> dict[str, Any]:
+        races = said(rank)["races"]
+        for kind in kinds:
+            races[kind] = {"won": [], "errors": {"EOPNOTSUPP": ROUNDS}, "names": [""] * ROUNDS}
+        return said(rank, races=races)
+
+    checks = concluded(without(0, "link"), without(1, "link"))
+    assert checks["hard-link races"].level == "note" and checks["exclusive-create races"].level == "ok"
+    checks = concluded(without(0, "link", "create"), without(1, "link", "create"))
+    assert checks["hard-link races"].level == checks["exclusive-create races"].level == "refused"
+
+
+def late(kind: str, most: float, *, unfinished: bool = False) -> dict[str, Any]:
+    lags = said(0)["lags"]
+    lags[kind] = {"samples": 9, "median": most, "p99": most, "most": most, "open": unfinished}
+    return lags
+
+
+def test_what_is_shown_late_is_named_and_what_never_is_refused() -> None:
+    label = verdict.LABELS
+    checks = concluded(said(0, lags=late("listing", 5.0)), said(1))
+    assert checks[label["listing"]].level == "warning" and "actimeo=1" in checks[label["listing"]].advice
+    for kind in ("content", "listing"):
+        check = concluded(said(0, lags=late(kind, 11.0, unfinished=True)), said(1))[label[kind]]
+        assert check.level == "refused" and check.advice == "actimeo=1"
+    check = concluded(said(0, lags=late("absent", 11.0, unfinished=True)), said(1))[label["absent"]]
+    assert check.level == "note", "nothing waits by looking up an absent name"
+    both = {0: said(0, lags=late("content", 3.0)), 1: said(1)}
+    assert verdict.stale_s(both) == 6.0 and verdict.kind_of(both) == mounts.CLOSE_TO_OPEN
+
+
+def test_what_differs_between_nodes_is_named() -> None:
+    other = {
+        **said(1)["about"],
+        "versions": {"python": "3.12", "torch": "2.13"},
+        "accelerators": "H200 (139 GiB)",
+    }
+    checks = concluded(said(0), said(1, about=other, reached={"0": []}, clock=(-60.0, 0.001)))
+    assert (
+        checks["versions"].level == "warning"
+        and "torch: none on node 0, 2.13 on node 1" in checks["versions"].finding
+    )
+    assert checks["accelerators differ"].level == "warning"
+    assert checks["ports"].level == "warning" and "node 1 does not reach node 0" in checks["ports"].finding
+    assert checks["clocks"].level == "note" and "60.00 s" in checks["clocks"].finding
+
+
+def test_lines_that_all_nodes_say_become_one() -> None:
+    same, full = Check("open files", "ok", "1024"), Check("free space", "warning", "0.1 GiB", "make room")
+    lines = verdict.merged({0: [same, full], 1: [same, Check("free space", "ok", "9 GiB")]})
+    assert lines[0] == same
+    assert lines[1] == Check("free space", "warning", "node 0: 0.1 GiB\nnode 1: 9 GiB", "make room")
+
+
+def test_figures() -> None:
+    times = Times.of([0.001 * n for n in range(1, 101)])
+    assert times is not None and times.most == 0.1 and not times.open and "median" in str(times)
+    given_up = Times.of([0.001], unfinished=9.0)
+    assert given_up is not None and given_up.open and "more than 9.00 s" in str(given_up)
+    assert Times.of([]) is None
+
+
+# --- one node, for real ---------------------------------------------------------------------------------------------------
+
+
+def test_one_node_finds_its_disk_fit_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", str(tmp_path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["fit"] and "this node alone" in report["proven"]
+    names = {check["name"] for check in report["checks"]}
+    assert {"mount", "exclusive create", "replace", "list", "free space", "open files", "versions"} <= names
+    assert os.listdir(tmp_path) == []
+    assert cli.main(["doctor", str(tmp_path)]) == 0
+    assert "can carry a run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "not an existing directory"),
+        ([".", "--worker", "1"], "--num-nodes"),
+        ([".", "--num-nodes", "0"], "1 or more"),
+        ([".", "--num-nodes", "2", "--worker", "2"], "out of range"),
+        ([".", "--wait", "0"], "--wait"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["doctor", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+# --- the start of a run ---------------------------------------------------------------------------------------------------
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(mounts, "find", lambda path: mounts.Mount(kind, "elsewhere", ("rw",)))
+
+
+def test_a_start_on_an_object_store_is_refused_and_makes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch, "fuse.blobfuse2")
+    words = ["run", "--log-path", str(tmp_path / "run"), "--program", "ping", "--iterations", "1"]
+    assert cli.main(words) == cli.main([*words, "--dry-run"]) == 3
+    error = capsys.readouterr().err
+    assert "cannot carry a run" in error and "NFS" in error
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_start_records_what_it_found_and_fits_the_timeouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, "fuse.sshfs")
+    words = ["run", "--program", "ping", "--iterations", "1", "--log-path"]
+    assert cli.main([*words, str(tmp_path / "run")]) == 0
+    found = json.loads(RunPaths(tmp_path / "run").filesystem(0).read_text())
+    assert found["fit"] and found["class"] == "close-to-open" and found["node_rank"] == 0
+    assert {"exclusive create", "replace"} <= {check["name"] for check in found["checks"]}
+    coordination = runrecord.load(tmp_path / "run").settings["coordination"]
+    assert coordination["dead_s"] == found["timeouts"]["coordination.dead_s"] > 15
+    assert cli.main([*words, str(tmp_path / "other"), "coordination.dead_s=17"]) == 0
+    assert runrecord.load(tmp_path / "other").settings["coordination"]["dead_s"] == 17
+    assert sorted(os.listdir(tmp_path)) == ["other", "run"]
+
+
+def test_a_mount_without_any_exclusive_create_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fsbarrier.files.create_exclusive", refuse)
+    report = examine.short(tmp_path)
+    assert [check.name for check in report.refused] == ["exclusive create"]

@@ -1,0 +1,188 @@
+"""Several doctors at once: they find each other in any order, answer alike, name who is missing, and leave nothing. Real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsbarrier.maintenance.doctor.meeting import FOLDER, pack
+
+REPO = Path(__file__).resolve().parent.parent
+DEADLINE_S = 120.0
+
+
+class Doctors:
+    """`fsbarrier doctor` processes on one directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, *words: str, path: Path | None = None) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-m", "fsbarrier", "doctor", str(path or self.path), "--json", *words]
+        env = {**os.environ, "PYTHONPATH": str(REPO)}
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, text=True
+        )
+        self.processes.append(process)
+        return process
+
+    def end(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
+        """Exit code, output and errors."""
+        out, err = process.communicate(timeout=DEADLINE_S)
+        return process.returncode, out, err
+
+    def wait_for(self, what: Callable[[], bool]) -> None:
+        end, pause = time.monotonic() + DEADLINE_S, threading.Event()
+        while not what():
+            assert time.monotonic() < end, "the awaited state does not come"
+            pause.wait(0.01)
+
+    def in_lobby(self) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return sum(not name.startswith(".") for name in os.listdir(self.path / FOLDER / "lobby"))
+        return 0
+
+    def talking(self) -> bool:
+        """Whether they have found each other."""
+        return any((folder / "talk").is_dir() for folder in (self.path / FOLDER).glob("*"))
+
+
+@pytest.fixture
+def doctors(tmp_path: Path) -> Iterator[Doctors]:
+    group = Doctors(tmp_path / "shared")
+    group.path.mkdir()
+    yield group
+    for process in group.processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        process.communicate()
+
+
+def report(out: str) -> dict[str, Any]:
+    found = json.loads(out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_three_nodes_in_any_order_give_one_answer(doctors: Doctors) -> None:
+    lobby = doctors.path / FOLDER / "lobby"
+    lobby.mkdir(parents=True)
+    about = {
+        "host": "gone",
+        "boot_id": "",
+        "rank": 1,
+        "num_nodes": 3,
+        "counter": 7,
+        "leader": "",
+        "members": {},
+        "left": False,
+    }
+    (lobby / ("0" * 16)).write_bytes(pack(about))  # of a doctor that was killed
+    (doctors.path / FOLDER / ("0" * 16) / "talk").mkdir(parents=True)
+    (lobby / "torn").write_bytes(b"not a message")
+    running = []
+    for number, rank in enumerate((2, 0, 1)):
+        running.append(doctors.start("--num-nodes", "3", "--node-rank", str(rank)))
+        doctors.wait_for(lambda number=number: doctors.in_lobby() >= 3 + number)
+    ended = [doctors.end(process) for process in running]
+    assert [code for code, _, _ in ended] == [0, 0, 0], ended
+    reports = [report(out) for _, out, _ in ended]
+    assert reports[0] == reports[1] == reports[2]
+    found = reports[0]
+    assert found["fit"] and "3 nodes" in found["proven"]
+    assert [node["node_rank"] for node in found["nodes"]] == [0, 1, 2]
+    levels = {check["name"]: check["level"] for check in found["checks"]}
+    assert levels["hard-link races"] == levels["exclusive-create races"] == levels["ports"] == "ok"
+    assert levels["hosts"] == "note", "one host is not several"
+    for lags in (found["measured"][rank]["lags"] for rank in "012"):
+        assert set(lags) == {"content", "listing", "absent"} and not any(
+            item["open"] for item in lags.values()
+        )
+        assert all(0 < item["median"] <= item["p99"] <= item["most"] for item in lags.values())
+    assert set(os.listdir(doctors.path)) <= {FOLDER}
+    assert set(os.listdir(doctors.path / FOLDER / "lobby")) == {"torn"}, (
+        "what is not a doctor's record is not touched"
+    )
+
+
+def test_a_node_that_never_comes_is_named(doctors: Doctors) -> None:
+    known = doctors.start("--num-nodes", "3", "--worker", "1", "--wait", "3")
+    other = doctors.start("--num-nodes", "3", "--master", "--wait", "3")
+    for process in (known, other):
+        code, out, err = doctors.end(process)
+        assert (code, out) == (5, "")
+        assert "node 2 did not come within 3 s" in err and str(doctors.path) in err
+    assert os.listdir(doctors.path) == []
+
+
+def test_without_ranks_it_is_told_how_many_came(doctors: Doctors) -> None:
+    code, _, err = doctors.end(doctors.start("--num-nodes", "2", "--wait", "0.5"))
+    assert code == 5 and "1 of 2 nodes" in err
+    assert os.listdir(doctors.path) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            ("--num-nodes", "2", "--worker", "1"),
+            ("--num-nodes", "2", "--worker", "1"),
+            "say that they are node 1",
+        ),
+        (("--num-nodes", "2"), ("--num-nodes", "3"), "give all nodes the same"),
+    ],
+)
+def test_contradictions_are_refused(
+    doctors: Doctors, first: list[str], second: list[str], message: str
+) -> None:
+    ended = [
+        doctors.end(process)
+        for process in (doctors.start(*first, "--wait", "20"), doctors.start(*second, "--wait", "20"))
+    ]
+    assert [code for code, _, _ in ended] == [2, 2], ended
+    assert all(message in err for _, _, err in ended)
+    assert os.listdir(doctors.path) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_one_that_is_interrupted_is_named_by_the_other(doctors: Doctors, number: int, code: int) -> None:
+    staying = doctors.start("--num-nodes", "2", "--master")
+    leaving = doctors.start("--num-nodes", "2", "--worker", "1")
+    doctors.wait_for(doctors.talking)
+    leaving.send_signal(number)
+    assert doctors.end(leaving)[0] == code
+    ended, out, err = doctors.end(staying)
+    assert (ended, out) == (5, "") and "node 1" in err.splitlines()[-1] and "Traceback" not in err
+    assert os.listdir(doctors.path) == []
+
+
+def test_one_alone_that_is_interrupted_leaves_nothing(doctors: Doctors) -> None:
+    process = doctors.start("--num-nodes", "2", "--master")
+    doctors.wait_for(lambda: doctors.in_lobby() == 1)
+    process.send_signal(signal.SIGINT)
+    assert doctors.end(process)[0] == 130
+    assert os.listdir(doctors.path) == []
+
+
+@pytest.mark.slow
+def test_one_that_is_killed_is_named_and_tidied_up_after(doctors: Doctors) -> None:
+    staying = doctors.start("--num-nodes", "2", "--master")
+    killed = doctors.start("--num-nodes", "2", "--worker", "1")
+    doctors.wait_for(doctors.talking)
+    killed.kill()
+    code, _, err = doctors.end(staying)
+    assert code == 5 and "node 1" in err
+    assert os.listdir(doctors.path) == []
