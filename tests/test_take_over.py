@@ -20,7 +20,6 @@ from fsbarrier.aggregate import Part, aggregate
 from fsbarrier.data.claims import Claims
 from fsbarrier.data.tail import CUT, Tail
 from fsbarrier.errors import StoreError
-from fsbarrier.maintenance import doctor
 from fsbarrier.paths import RunPaths
 from fsbarrier.protocol.assign import lots, split_by_weight
 from fsbarrier.trajectories import load, scan_shard
@@ -117,12 +116,6 @@ def test_an_answer_that_is_lost_on_its_way_is_no_lost_claim(
     monkeypatch.setattr(files, "create_exclusive", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "gone")))
     with pytest.raises(StoreError, match=r"lot-0000-000001: cannot be claimed: gone"):
         node.take()
-
-
-def test_an_object_store_forbids_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.claims_unsafe(tmp_path) == ""
-    monkeypatch.setattr(doctor, "mount_of", lambda _: ("fuse.blobfuse2", "blobfuse2", ("rw",)))
-    assert "fuse.blobfuse2 from blobfuse2: an object store" in doctor.claims_unsafe(tmp_path)
 
 
 # --- the tail ---------------------------------------------------------------------------------------------------------
