@@ -99,11 +99,17 @@ class ProbeAddresses:
 
 @dataclass(frozen=True)
 class PublishWeights:
-    """Verify a policy version's folder, then point the run at it; keep the newest `keep` versions."""
+    """Verify a policy version's folder, then point the run at it; keep the newest `keep` versions.
+
+    `trained_on`: the iteration whose update it is; the trajectories of those that are `keep_trajectories` behind it, or more, are
+    removed (0: none is).
+    """
 
     folder: Path
     policy_version: int
     keep: int
+    trained_on: int = 0
+    keep_trajectories: int = 0
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from fsbarrier.start.sections import (
     Section,
     Toy,
     Trainer,
+    Update,
     Weights,
     setting,
 )
@@ -77,6 +78,7 @@ class Settings(Section):
     algorithm: Algorithm = Field(default_factory=Algorithm)
     optimizer: Optimizer = Field(default_factory=Optimizer)
     trainer: Trainer = Field(default_factory=Trainer)
+    update: Update = Field(default_factory=Update)
     engine: Engine = Field(default_factory=Engine)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     coordination: Coordination = Field(default_factory=Coordination)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fsbarrier.errors import UsageError
@@ -229,14 +230,27 @@ def stop_engine(ctx: Context) -> Work:
 
 def prepare_batch(ctx: Context) -> Work:
     """Leader: the training batch; and a port on which the others try the leader's addresses."""
-    aggregated = ctx.decided("train_aggregate")
-    merged = aggregated["merged"] if aggregated else str(ctx.paths.merged("train", ctx.iteration))
     batch = str(ctx.paths.batch(ctx.iteration, ctx.generation))
     model = str(ctx.policy.model)
     prepare = ctx.worker(
-        "prepare", "update.log", merged=[merged], batch=batch, model=model, policy_version=ctx.policy.version
+        "prepare",
+        "update.log",
+        merged=learned_from(ctx),
+        batch=batch,
+        model=model,
+        policy_version=ctx.policy.version,
     )
     return Steps((prepare, open_rendezvous(ctx)))
+
+
+def learned_from(ctx: Context) -> list[str]:
+    """What the batch is drawn from, this iteration's merged file first. Earlier ones may be gone: then there is less to draw from."""
+    given, aggregated = ctx.settings["update"]["trajectories"], ctx.decided("train_aggregate")
+    if given:
+        return [given]
+    newest = aggregated["merged"] if aggregated else str(ctx.paths.merged("train", ctx.iteration))
+    first = max(1, ctx.iteration - ctx.settings["update"]["recency"] + 1)
+    return [newest, *(str(ctx.paths.merged("train", n)) for n in range(ctx.iteration - 1, first - 1, -1))]
 
 
 def open_rendezvous(ctx: Context) -> OpenRendezvous:
@@ -324,8 +338,13 @@ def publish_weights(ctx: Context) -> Work:
     """Leader: the new checkpoint is verified and becomes what the run serves."""
     updated = ctx.decided("update")
     assert updated is not None
-    keep = ctx.settings["checkpoint"]["keep"]
-    return PublishWeights(ctx.paths.checkpoints / updated["out"], updated["policy_version"], keep)
+    return publish(ctx, ctx.paths.checkpoints / updated["out"], updated["policy_version"])
+
+
+def publish(ctx: Context, folder: Path, policy_version: int) -> PublishWeights:
+    kept, recency = ctx.settings["checkpoint"], ctx.settings["update"]["recency"]
+    trajectories = max(kept["keep_trajectories"], recency) if kept["keep_trajectories"] else 0
+    return PublishWeights(folder, policy_version, kept["keep"], ctx.iteration, trajectories)
 
 
 def start_engine(ctx: Context) -> Work:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier.loader import load_module
-from fsbarrier.program import Command, Context, Phase, Program, PublishWeights, Steps, Value, Work
+from fsbarrier.program import Command, Context, Phase, Program, Steps, Value, Work
 from fsbarrier.protocol.facts import Payload
 
 rl = load_module("rl")  # what this file does not say anew is the default program's
@@ -77,11 +77,10 @@ def update(ctx: Context) -> Work:
 def publish_weights(ctx: Context) -> Work:
     updated = ctx.decided("update")
     assert updated is not None
-    folder = Path(updated["out"])
     return Steps(
         (
             toy(ctx, "wait", "publish.log"),
-            PublishWeights(folder, updated["policy_version"], ctx.settings["checkpoint"]["keep"]),
+            rl.publish(ctx, Path(updated["out"]), updated["policy_version"]),
         )
     )
 

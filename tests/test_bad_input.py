@@ -246,6 +246,15 @@ CASES = {
         RL + "reward.kind=judge judge.model=m judge.url=http://h/v1 judge.api_key_env=NOT_SET",
         ["judge.api_key_env=NOT_SET: this variable is not set here"],
     ),
+    "replay of nothing": (
+        RL + "--rl-phase update update.trajectories=nowhere",
+        ["update.trajectories=", "nowhere: there is no such run directory or file"],
+    ),
+    "replay of a folder": (
+        RL + "--rl-phase update update.trajectories=.",
+        ["has no merged train rollouts of iteration 1"],
+    ),
+    "replay and rollouts": (RL + "update.trajectories=.", ["only with --rl-phase update"]),
     "reward file is no Python": (RL + "reward.kind=broken.py:reward", ["broken.py, line 1"]),
     "engine address is none": (RL + "engine.url=ftp://x", ["engine.url=ftp://x", "http://"]),
     "engine key is not set": (

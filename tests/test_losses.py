@@ -82,3 +82,22 @@ def test_rft_is_the_likelihood_of_what_is_weighted() -> None:
     new = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
     mask = torch.tensor([[True, True], [True, False]])
     assert float(rft_loss(new, torch.tensor([1.0, 0.5]), mask).loss) == pytest.approx(1 + 2 + 1.5)
+
+
+def test_an_old_trajectory_weighs_no_more_than_a_limit() -> None:
+    """What the policy has come to like much more, and was bad, would else count without bounds."""
+    import torch
+
+    from fsbarrier.workers.losses import MAX_RATIO, grpo_loss
+
+    new = torch.tensor([[-0.1]], requires_grad=True)
+    sums = grpo_loss(
+        new,
+        torch.tensor([[-9.0]]),
+        torch.tensor([-1.0]),
+        torch.ones(1, 1, dtype=torch.bool),
+        clip_low=0.2,
+        clip_high=0.28,
+    )
+    sums.loss.backward()
+    assert sums.loss.item() == pytest.approx(MAX_RATIO) and new.grad is not None and new.grad.item() == 0.0

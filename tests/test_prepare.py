@@ -193,3 +193,78 @@ def test_what_nobody_could_judge_is_left_out(tmp_path: Path) -> None:
     assert result["trajectories"] == 2 and batch["weights"].tolist() == pytest.approx(
         [0.7071, -0.7071], abs=1e-4
     )
+
+
+def replayed(work: Bench, **changes: Any) -> tuple[dict[str, Any], list[int]]:
+    """(result, first token of each trajectory) of a batch drawn from three iterations; the first token names the group."""
+    import torch
+
+    for iteration in (1, 2, 3):
+        groups = [group(10 * iteration + task, [0, 1], policy_version=iteration - 1) for task in range(8)]
+        for trajectories in groups:
+            for one in trajectories:
+                one["token_ids"][0] = one["task_index"]
+        (work.folder / f"i{iteration}").unlink(missing_ok=True)
+        write_groups(work.folder / f"i{iteration}", [*groups, group(99, [1, 1])])
+    merged = [str(work.folder / f"i{iteration}") for iteration in (3, 2, 1)]
+    result = work.prepare(**{"merged": merged, "iteration": 3, "policy_version": 2, **changes})
+    batch = torch.load(work.folder / "batch", weights_only=True)
+    first = [int(batch["token_ids"][start]) for start in batch["offsets"][:-1]]
+    assert batch["current"].tolist() == [int(task >= 30) for task in first]
+    return result, first
+
+
+def test_a_batch_is_drawn_from_the_last_iterations_the_later_the_likelier(tmp_path: Path) -> None:
+    counts = {1: 0, 2: 0, 3: 0}
+    for seed in range(30):
+        work = Bench(tmp_path, settings(update__recency=3, update__groups=6, rollout__seed=seed))
+        result, first = replayed(work)
+        assert len(first) == len(set(first)) * 2 == 12 and first == sorted(first, key=lambda t: -(t // 10))
+        assert result["replayed"] == sum(task < 30 for task in first) and result["groups"] == 27
+        for task in set(first):
+            counts[task // 10] += 1
+    assert counts[3] > 1.3 * counts[2] > 2.6 * counts[1] > 0  # weights 1, 4/9 and 1/9
+    again = replayed(Bench(tmp_path, settings(update__recency=3, update__groups=6, rollout__seed=29)))
+    assert len(replayed(Bench(tmp_path, settings(update__recency=3)))[1]) == 16  # as many as the newest has
+    assert again[1] == first
+
+
+def test_so_many_groups_as_set_from_what_is_still_there(tmp_path: Path) -> None:
+    work = Bench(tmp_path, settings(update__recency=3, update__groups=20))
+    assert len(replayed(work)[1]) == 40
+    merged = [str(tmp_path / name) for name in ("i3", "gone", "i1")]
+    assert len(replayed(work, merged=merged)[1]) == 32  # all there are
+    work.nested["update"] |= {"recency": 1, "groups": 3}
+    assert len(replayed(work, merged=merged[:1])[1]) == 6
+    with pytest.raises(
+        UsageError, match=r"gone: not there, so iteration 3 has nothing .* \(--rl-phase rollout\)"
+    ):
+        replayed(work, merged=[str(tmp_path / "gone")])
+
+
+def test_a_run_directory_stands_for_its_iterations(tmp_path: Path) -> None:
+    from fsbarrier.paths import RunPaths
+
+    work = Bench(tmp_path, settings(update__recency=2))
+    replayed(work)
+    for iteration in (1, 2, 3):
+        target = RunPaths(tmp_path / "old").merged("train", iteration)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.hardlink_to(tmp_path / f"i{iteration}")
+    _, first = replayed(work, merged=[str(tmp_path / "old")])
+    assert {task // 10 for task in first} == {2, 3}
+
+
+def test_another_runs_rollouts_are_not_taken_for_ones_own(tmp_path: Path) -> None:
+    import torch
+
+    from fsbarrier.aggregate import Part, aggregate
+
+    write_groups(tmp_path / "part", [group(0, [0, 1])])
+    for name, run_id in (("own", "test"), ("other", "another")):
+        aggregate(
+            [Part(tmp_path / "part", None)], tmp_path / name, metadata={"run_id": run_id}, expected=None
+        )
+        Bench(tmp_path, settings()).prepare(merged=[str(tmp_path / name)])
+        batch = torch.load(tmp_path / "batch", weights_only=True)
+        assert batch["current"].tolist() == [name == "own"] * 2

@@ -241,3 +241,30 @@ def test_rejection_sampling_makes_successes_likelier(tmp_path: Path) -> None:
             logits = model(micro.tokens, attention_mask=micro.attention).logits
         totals.append(float(token_log_probs(logits, micro.tokens, 1.0)[micro.mask].sum()))
     assert totals[1] > totals[0] + 1
+
+
+def test_only_what_this_policy_sampled_is_compared_with_it(tmp_path: Path) -> None:
+    """Older rollouts train, and their log-probabilities, which are another policy's, are held against nobody."""
+    work = bench(tmp_path, update__recency=2)
+    work.prepare()
+    work.update("v1")
+    rollouts(tmp_path / "newer", policy_of(tmp_path / "v1" / "model"), policy_version=1)
+    mixed = {
+        "merged": [str(tmp_path / "newer"), str(tmp_path / "merged")],
+        "policy_version": 1,
+        "iteration": 2,
+    }
+    prepared = work.prepare(**mixed)
+    assert 0 < prepared["replayed"] < prepared["trajectories"]
+    result = work.update("v2", version=2, before="v1")
+    assert result["logprob_gap_max"] < 1e-4 and result["replayed"] == prepared["replayed"]
+    work.nested["update"]["recency"] = 1
+    work.prepare(policy_version=2, iteration=3)
+    result = work.update("v3", version=3, before="v2")
+    assert result["logprob_gap_mean"] is None and result["optimizer_steps"] > 0
+
+
+def policy_of(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)

@@ -78,7 +78,12 @@ def write_groups(path: Path, groups: list[list[dict[str, Any]]]) -> None:
 
 
 def rollouts(
-    path: Path, model: Any, *, rewards: tuple[float, ...] = (0, 1, 0, 1), temperature: float = 1.0
+    path: Path,
+    model: Any,
+    *,
+    rewards: tuple[float, ...] = (0, 1, 0, 1),
+    temperature: float = 1.0,
+    policy_version: int = 0,
 ) -> None:
     """A merged file of trajectories of different lengths with the model's own log-probabilities."""
     import torch
@@ -93,9 +98,8 @@ def rollouts(
                 tokens = torch.randint(2, 32, (1, length), generator=generator)
                 log_probs = torch.log_softmax(model(tokens).logits[0, :-1] / temperature, -1)
                 chosen = log_probs.gather(1, tokens[0, 1:, None])[PROMPT - 1 :, 0]
-                group.append(
-                    trajectory(task, sample, tokens[0].tolist(), chosen.tolist(), float(rewards[sample]))
-                )
+                one = trajectory(task, sample, tokens[0].tolist(), chosen.tolist(), float(rewards[sample]))
+                group.append({**one, "policy_version": policy_version})
             groups.append(group)
     write_groups(path, groups)
 

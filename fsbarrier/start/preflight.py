@@ -65,7 +65,9 @@ def with_absolute_paths(given: Iterable[Given]) -> list[Given]:
     for item in given:
         value = item.value
         if isinstance(value, str) and value:
-            if item.key in ("data_path", "log_path") or (item.key == "program" and value.endswith(".py")):
+            if item.key in ("data_path", "log_path", "update.trajectories") or (
+                item.key == "program" and value.endswith(".py")
+            ):
                 value = str(absolute(value))
             elif item.key in ("reward.kind", "rollout.agent") and ":" in value:
                 file, _, name = value.rpartition(":")
@@ -295,6 +297,31 @@ def _defined(tree: ast.Module) -> list[str]:
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
                 names += [alias.asname or alias.name for alias in aliases]
     return names
+
+
+def check_replay(settings: Mapping[str, Any]) -> None:
+    """What an update is to learn from is there, and was sampled as this run's settings say."""
+    named = settings["update"]["trajectories"]
+    if named is None:
+        return
+    from fsbarrier.paths import RunPaths
+    from fsbarrier.start import runrecord
+
+    path, said = Path(named), f"update.trajectories={named}"
+    if not path.exists():
+        raise UsageError(f"{said}: there is no such run directory or file")
+    if path.is_dir():
+        first = RunPaths(path).merged("train", 1)
+        if not first.is_file():
+            raise UsageError(f"{said}: has no merged train rollouts of iteration 1 ({first})")
+        if runrecord.exists(path):
+            sampled, own = runrecord.load(path).settings["rollout"], settings["rollout"]
+            for name in ("temperature", "top_p", "top_k"):
+                if sampled[name] != own[name]:
+                    wanted = f"rollout.{name}={sampled[name]}"
+                    raise UsageError(
+                        f"{said}: was sampled with {wanted}, this run says {own[name]}; give {wanted}"
+                    )
 
 
 def check_engine(settings: Mapping[str, Any], environ: Environ) -> None:

@@ -176,6 +176,28 @@ class Trainer(Section):
     )
 
 
+class Update(Section):
+    """Which rollouts an update learns from (phase 8)."""
+
+    recency: Count = setting(
+        1,
+        "Learn from the rollouts of the last so many iterations, the later the likelier; 1: of this iteration only.",
+    )
+    recency_power: NotNegative = setting(
+        2.0,
+        "How much likelier: a group of the n-th last of N iterations is drawn with weight ((N - n + 1) / N) ** this.",
+    )
+    groups: Count | None = setting(
+        None,
+        "Groups that are drawn for a batch; none: as many as this iteration has with something to learn from.",
+    )
+    trajectories: Name | None = setting(
+        None,
+        "With `--rl-phase update`: a run directory, of which iteration n's rollouts are learned from in iteration n, or "
+        "one merged file, in every iteration; none: this run's own.",
+    )
+
+
 class Engine(Section):
     """The local vLLM server of each node."""
 
@@ -206,7 +228,11 @@ class Engine(Section):
 class Checkpoint(Section):
     """Saved policies."""
 
-    keep: Count = setting(3, "How many policy versions stay on disk.")
+    keep: Count = setting(3, "How many policy versions, and training batches, stay on disk.")
+    keep_trajectories: CountOrZero = setting(
+        0,
+        "Of how many iterations up to the newest update the trajectories stay on disk, `update.recency` at least; 0: all.",
+    )
 
 
 class Coordination(Section):

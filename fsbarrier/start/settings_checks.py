@@ -116,6 +116,10 @@ def check(settings: Settings, chosen: Mapping[str, Given]) -> None:
         s.trainer.micro_batch <= s.trainer.minibatch,
         f"{says('trainer.micro_batch')}: must not be above {says('trainer.minibatch')}",
     )
+    require(
+        s.update.trajectories is None or s.rl_phase == "update",
+        f"{says('update.trajectories')}: only with --rl-phase update (this run: {says('rl_phase')})",
+    )
     learns = s.rl_phase != "rollout" and s.program not in ("toy", "ping")
     require(
         not learns or s.rollout.temperature > 0,

@@ -155,6 +155,7 @@ def _check_own(nested: Mapping[str, Any], program: Program, environ: Mapping[str
         preflight.check_agent(nested["rollout"]["agent"])
     if "model" in program.needs:
         preflight.check_engine(nested, environ)
+        preflight.check_replay(nested)
     preflight.check_trainer(nested["trainer"]["command"])
 
 

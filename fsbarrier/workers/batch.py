@@ -15,13 +15,14 @@ from fsbarrier.errors import ProgramFailed
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Padded on the right. tokens, attention, mask (bool), old: [batch, length]; weights: [batch]."""
+    """Padded on the right. tokens, attention, mask (bool), old: [batch, length]; weights, current (bool): [batch]."""
 
     tokens: Tensor
     attention: Tensor
     mask: Tensor
     old: Tensor
     weights: Tensor
+    current: Tensor
 
     def tail(self) -> Self:
         """Without the columns that no loss needs: the first column left predicts the first sampled token of any row."""
@@ -30,25 +31,29 @@ class MicroBatch:
         cut = slice(first - 1, None)
         parts = (self.tokens, self.attention, self.mask, self.old)
         tokens, attention, mask, old = (part[:, cut] for part in parts)
-        return type(self)(tokens, attention, mask, old, self.weights)
+        return type(self)(tokens, attention, mask, old, self.weights, self.current)
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Trajectories end to end: trajectory i is [offsets[i], offsets[i + 1]). `steps`: indices of each optimizer step."""
+    """Trajectories end to end: trajectory i is [offsets[i], offsets[i + 1]). `steps`: indices of each optimizer step.
+
+    `current`: whether the policy to be trained has sampled it.
+    """
 
     token_ids: Tensor
     loss_mask: Tensor
     logprobs: Tensor
     offsets: Tensor
     weights: Tensor
+    current: Tensor
     steps: tuple[Tensor, ...]
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Raises ProgramFailed for a file that is no batch."""
         content = load_tensors(path, "training batch")
-        names = ("token_ids", "loss_mask", "logprobs", "offsets", "weights", "steps")
+        names = ("token_ids", "loss_mask", "logprobs", "offsets", "weights", "current", "steps")
         missing = [name for name in names if name not in content]
         if missing:
             raise ProgramFailed(f"{path} is no training batch: it has no {missing[0]}")
@@ -79,7 +84,8 @@ class TrainingBatch:
             mask[row, :end] = self.loss_mask[span].bool()
             old[row, :end] = self.logprobs[span]
         mask[:, 0] = False  # nothing predicts the first token
-        parts = (tokens, attention, mask, old, self.weights[torch.tensor(indices)])
+        chosen = torch.tensor(indices)
+        parts = (tokens, attention, mask, old, self.weights[chosen], self.current[chosen].bool())
         return MicroBatch(*(part.to(device) for part in parts))
 
 

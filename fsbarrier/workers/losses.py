@@ -7,12 +7,14 @@ with separate bounds and a mean over tokens as in DAPO (Yu et al. 2025). RFT: ma
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 STD_FLOOR = 1e-6
+MAX_RATIO = 10.0  # of the policy to the one that sampled; what an old trajectory may weigh at most (truncated importance weight)
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,11 @@ def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tenso
 def grpo_loss(
     new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> LossSums:
-    """The clipped surrogate, summed over tokens. new, old, mask: [batch, length]; advantages: [batch]."""
-    ratio = torch.exp(torch.where(mask, new - old, 0.0))
+    """The clipped surrogate, summed over tokens. new, old, mask: [batch, length]; advantages: [batch].
+
+    `old` are the log-probabilities under the policy that sampled, whichever that was: the ratio is the importance weight.
+    """
+    ratio = torch.exp(torch.where(mask, new - old, 0.0).clamp(max=math.log(MAX_RATIO)))
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     weight = advantages[:, None]
     objective = torch.minimum(ratio * weight, bounded * weight)

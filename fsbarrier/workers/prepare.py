@@ -1,7 +1,8 @@
 """Phase 8: merged trajectories to one training batch, with advantages and the order of the minibatches fixed.
 
 `python -m fsbarrier.workers.prepare --spec SPEC.json`. The batch is a torch file of plain tensors: all trajectories' tokens one
-after the other, `offsets` between them, and for each optimizer step the indices of its trajectories.
+after the other, `offsets` between them, and for each optimizer step the indices of its trajectories. `current` tells those that the
+policy to be trained has sampled itself from those of older ones, or of other runs, whose log-probabilities are not its own.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from torch import Tensor
 
 from fsbarrier import files
 from fsbarrier.errors import UsageError
+from fsbarrier.paths import RunPaths
 from fsbarrier.trajectories import NotOurs, iter_trajectories, scan_shard
 from fsbarrier.workers.batch import load_tensors
 from fsbarrier.workers.losses import group_advantages
+from fsbarrier.workers.replay import Draw, Recency
 from fsbarrier.workers.spec import Progress, run_worker
 
 Trajectory = Mapping[str, Any]
@@ -36,8 +39,9 @@ class Batch:
     logprobs: list[Tensor] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    current: list[bool] = field(default_factory=list)
 
-    def add(self, trajectory: Trajectory, weight: float) -> None:
+    def add(self, trajectory: Trajectory, weight: float, current: bool) -> None:
         tokens = torch.as_tensor(trajectory["token_ids"], dtype=torch.int32)
         mask = torch.as_tensor(trajectory["loss_mask"], dtype=torch.uint8)
         logprobs = torch.as_tensor(trajectory["logprobs"], dtype=torch.float32)
@@ -59,22 +63,32 @@ class Batch:
             self.logprobs.append(logprobs[begin:end])
             self.weights.append(weight)
             self.rewards.append(float(trajectory["reward"]))
+            self.current.append(current)
 
 
 def main(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     settings = spec["settings"]
-    batch, groups, dropped, rewards = Batch(), 0, 0, []
-    for merged in spec["merged"]:
-        for group in groups_of(trajectories_in(Path(merged))):
-            groups += 1
-            rewards += [counted_reward(t) for t in group]
-            dropped += not add_group(batch, group, settings["algorithm"])
-            progress.show(len(rewards), 0, "trajectories")
+    batch, offered = Batch(), Offered()
+    recency = Recency.of(settings)
+    seed = f"{settings['rollout']['seed']}:{spec['iteration']}"
+    draw: Draw[tuple[list[Trajectory], bool]] = Draw(recency, seed=f"{seed}:recency")
+    for age, merged in enumerate(sources(spec, recency)):
+        if age and recency.draws and not merged.exists():
+            continue  # its iteration was not rolled out, or is no longer kept
+        groups = offered.groups_in(merged, spec, progress)
+        if recency.draws:
+            draw.offer(age, ((group, own) for group, own in groups if teaches(group, settings["algorithm"])))
+        else:
+            offered.taught += sum(
+                add_group(batch, group, settings["algorithm"], own) for group, own in groups
+            )
+    for _, (group, own) in draw.chosen():
+        offered.taught += add_group(batch, group, settings["algorithm"], own)
     steps = minibatches(
         len(batch.weights),
         settings["trainer"]["minibatch"],
         settings["trainer"]["epochs"],
-        seed=f"{settings['rollout']['seed']}:{spec['iteration']}",
+        seed=seed,
     )
     out = Path(spec["batch"])
     files.make_dirs(out.parent)
@@ -82,12 +96,60 @@ def main(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     return {
         "batch": str(out),
         "trajectories": len(batch.weights),
-        "groups": groups,
-        "dropped_groups": dropped,
+        "groups": offered.groups,
+        "dropped_groups": offered.groups - offered.taught,
+        "replayed": batch.current.count(False),
         "tokens": sum(int(mask.sum()) for mask in batch.loss_mask),
         "steps": len(steps),
-        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "reward_mean": offered.reward / offered.trajectories if offered.trajectories else None,
     }
+
+
+def sources(spec: Mapping[str, Any], recency: Recency) -> list[Path]:
+    """The merged files, newest iteration first. A run directory stands for its file of the spec's iteration and those before."""
+    named = [Path(path) for path in spec["merged"]]
+    if len(named) != 1 or not named[0].is_dir():
+        return named
+    newest = spec["iteration"]
+    numbers = range(newest, max(0, newest - recency.iterations), -1)
+    return [RunPaths(named[0]).merged("train", number) for number in numbers]
+
+
+@dataclass
+class Offered:
+    """What was there to learn from. `reward`: the sum, of the newest file; `taught`: groups that are in the batch."""
+
+    groups: int = 0
+    trajectories: int = 0
+    reward: float = 0.0
+    taught: int = 0
+
+    def groups_in(
+        self, merged: Path, spec: Mapping[str, Any], progress: Progress
+    ) -> Iterator[tuple[list[Trajectory], bool]]:
+        """The groups of a file, each with whether the policy to be trained has sampled it in this run."""
+        if not merged.exists():
+            raise UsageError(
+                f"{merged}: not there, so iteration {spec['iteration']} has nothing to learn from; roll out first "
+                "(--rl-phase rollout), or name what to learn from (update.trajectories)"
+            )
+        run_id = run_of(merged)
+        for group in groups_of(trajectories_in(merged)):
+            self.groups += 1
+            self.trajectories += len(group)
+            self.reward += sum(counted_reward(t) for t in group)
+            progress.show(self.trajectories, 0, "trajectories")
+            own = run_id in (None, spec["run_id"]) and group[0]["policy_version"] == spec["policy_version"]
+            yield group, own
+
+
+def run_of(path: Path) -> str | None:
+    """The run that made a merged file; None where it does not say."""
+    try:
+        found = scan_shard(path, verify=False).header.get("run_id")
+    except NotOurs:
+        return None
+    return str(found) if found is not None else None
 
 
 def trajectories_in(path: Path) -> Iterator[Trajectory]:
@@ -132,7 +194,12 @@ def groups_of(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
         yield group
 
 
-def add_group(batch: Batch, group: list[Trajectory], algorithm: Mapping[str, Any]) -> bool:
+def teaches(group: list[Trajectory], algorithm: Mapping[str, Any]) -> bool:
+    """Whether there is anything to learn from a group."""
+    return add_group(Batch(), group, algorithm, current=True)
+
+
+def add_group(batch: Batch, group: list[Trajectory], algorithm: Mapping[str, Any], current: bool) -> bool:
     """Add what of a group there is to learn from; False if nothing.
 
     grpo: a failed or cut-off trajectory stays in its group, as no success. rft: successes only, weighted by their rewards.
@@ -146,11 +213,11 @@ def add_group(batch: Batch, group: list[Trajectory], algorithm: Mapping[str, Any
     if algorithm["loss"] == "rft":
         for trajectory in group:
             if trajectory["valid"] and trajectory["reward"] > 0:
-                batch.add(trajectory, float(trajectory["reward"]))
+                batch.add(trajectory, float(trajectory["reward"]), current)
     elif not (algorithm["drop_zero_signal"] and bool((rewards == rewards[0]).all())):
         advantages = group_advantages(rewards, normalize_std=algorithm["normalize_std"])
         for trajectory, advantage in zip(group, advantages.tolist(), strict=True):
-            batch.add(trajectory, advantage)
+            batch.add(trajectory, advantage, current)
     return len(batch.weights) > before
 
 
@@ -177,6 +244,7 @@ def save(out: Path, batch: Batch, steps: list[Tensor], spec: Mapping[str, Any]) 
         "offsets": lengths.cumsum(0),
         "weights": torch.tensor(batch.weights, dtype=torch.float32),
         "rewards": torch.tensor(batch.rewards, dtype=torch.float32),
+        "current": torch.tensor(batch.current, dtype=torch.uint8),
         "steps": steps,
         "metadata": {key: spec[key] for key in ("run_id", "iteration", "generation", "policy_version")},
     }

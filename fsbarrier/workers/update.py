@@ -138,7 +138,8 @@ class Update:
     def train(self, model: Any, optimizer: Any) -> dict[str, Any]:
         """All optimizer steps; gives the metrics, the same on every process."""
         totals = dict.fromkeys(("loss", "clipped", "surprise", "tokens", "grad_norm"), 0.0)
-        gap_mean, gap_max = 0.0, 0.0
+        gap_mean: float | None = None
+        gap_max: float | None = None
         steps = self.batch.steps
         for number, indices in enumerate(steps):
             self.set_lr(optimizer, self.steps_before + number + 1)
@@ -169,6 +170,7 @@ class Update:
             "grad_norm": totals["grad_norm"] / count,
             "tokens": int(totals["tokens"]),
             "trajectories": len(self.batch.weights),
+            "replayed": int((self.batch.current == 0).sum()),
             "logprob_gap_mean": gap_mean,
             "logprob_gap_max": gap_max,
             "lr": self.settings["optimizer"]["lr"],
@@ -205,8 +207,11 @@ class Update:
                 part = self.loss(new, micro.old, micro.weights, mask)
                 self.accelerator.backward(part.loss * self.world / tokens)
             sums += torch.stack([part.loss.detach(), part.clipped, part.surprise]).double()
-            if measure_gap and bool(mask.any()):
-                gap = (new.detach() - micro.old).abs()[mask].double()
+            own = (
+                mask & micro.current[:, None]
+            )  # what older policies sampled says nothing of this one's engine
+            if measure_gap and bool(own.any()):
+                gap = (new.detach() - micro.old).abs()[own].double()
                 gaps[0] += gap.sum()
                 gaps[1] += len(gap)
                 gaps[2] = torch.maximum(gaps[2], gap.max())
@@ -234,10 +239,13 @@ class Update:
             new, old, weights, mask, clip_low=algorithm["clip_low"], clip_high=algorithm["clip_high"]
         )
 
-    def check_gap(self, gaps: Tensor) -> tuple[float, float]:
-        """Does the engine serve the weights that are trained? (mean, maximum) difference of log-probabilities."""
+    def check_gap(self, gaps: Tensor) -> tuple[float | None, float | None]:
+        """Does the engine serve the weights that are trained? (mean, maximum) difference of log-probabilities; None where the first
+        minibatch holds nothing that this policy has sampled."""
         everyone = self.accelerator.gather(gaps[None])
-        count = max(1.0, float(everyone[:, 1].sum()))
+        count = float(everyone[:, 1].sum())
+        if not count:
+            return None, None
         mean, most = float(everyone[:, 0].sum()) / count, float(everyone[:, 2].max())
         rollout = self.settings["rollout"]
         limit = self.settings["algorithm"]["max_logprob_gap"] or self.gap_limit()

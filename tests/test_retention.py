@@ -1,0 +1,71 @@
+"""Old trajectories and batches go when a setting says so, and never what may still be needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster import Cluster
+
+from fsbarrier.data.retention import remove_old
+from fsbarrier.loader import load_module
+from fsbarrier.paths import RunPaths
+
+
+def make(paths: RunPaths, iteration: int) -> list[Path]:
+    """All that one iteration leaves."""
+    made = []
+    for split in ("train", "test"):
+        made += [paths.merged(split, iteration), paths.merged_by(split, iteration, 3)]
+        made += [paths.rank_checkpoint(split, iteration, 12), paths.part(split, iteration, 12, 3, 1)]
+    made.append(paths.batch(iteration, 3))
+    for path in made:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    return made
+
+
+def test_what_is_behind_goes_and_the_rest_stays(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    files = {iteration: make(paths, iteration) for iteration in (1, 2, 3, 10, 11)}
+    other = paths.trajectories("train") / "train_trajectories.pt.iteration1.mine"
+    other.write_text("x")
+    assert remove_old(tmp_path, 10, batches=0, trajectories=0) == []
+    assert all(path.exists() for made in files.values() for path in made)
+    assert remove_old(tmp_path, 10, batches=1, trajectories=8) == [1, 2]
+    left = {iteration for iteration, made in files.items() if any(path.exists() for path in made[:-1])}
+    assert left == {3, 10, 11} and other.exists()
+    assert [iteration for iteration, made in files.items() if made[-1].exists()] == [10, 11]
+    assert remove_old(tmp_path, 10, batches=1, trajectories=8) == []
+    assert remove_old(tmp_path / "none", 10, batches=1, trajectories=1) == []
+
+
+def test_a_run_keeps_as_many_iterations_as_set(tmp_path: Path) -> None:
+    flags = ("--iterations", "4", "checkpoint.keep_trajectories=1", "update.recency=2", "toy.phase_s=0.01")
+    with Cluster(tmp_path, 2, *flags) as cluster:
+        cluster.start()
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said(0)
+        there = sorted(path.name for path in RunPaths(cluster.log_path).trajectories("train").iterdir())
+        assert {name.partition("iteration")[2][0] for name in there} == {"3", "4"}  # the recency wins
+        events = [event for event in cluster.events() if event["event"] == "trajectories_removed"]
+        assert [(event["iteration"], event["iterations"]) for event in events] == [(3, [1]), (4, [2])]
+
+
+def test_an_update_draws_from_the_iterations_that_are_set(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from fsbarrier.program import Context, Phase
+
+    rl = load_module("rl")
+    paths = RunPaths(tmp_path)
+    settings = {"update": {"recency": 3, "trajectories": None}}
+    context = Context(
+        *("run", paths, settings, {}, None, 0, 1, (), 0, 2, 2, 0),
+        phase=Phase(8, "batch_prepare"),
+        decisions={"train_aggregate": {"iteration": 2, "value": {"merged": "/own.g0002"}}},
+        python="python",
+    )
+    assert rl.learned_from(context) == ["/own.g0002", str(paths.merged("train", 1))]
+    alone = replace(context, iteration=9)
+    assert rl.learned_from(alone) == [str(paths.merged("train", n)) for n in (9, 8, 7)]
+    given = {"update": {"recency": 3, "trajectories": "/old/run"}}
+    assert rl.learned_from(replace(context, settings=given)) == ["/old/run"]
