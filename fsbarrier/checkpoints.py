@@ -60,7 +60,15 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(int(body["policy_version"]), listed)
     except FileNotFoundError:
         raise ProgramFailed(f"{folder} is no complete policy version: it has no {MANIFEST}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise ProgramFailed(f"{folder / MANIFEST} cannot be read: {error}") from None
 
 

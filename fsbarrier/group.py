@@ -24,7 +24,7 @@ from typing import Any, Self
 from fsbarrier.errors import NodeError, PeerLost, StoreError
 from fsbarrier.node.agent import Agent
 from fsbarrier.node.host import boot_id
-from fsbarrier.node.observer import Observer, Paces, fact_name
+from fsbarrier.node.observer import Observer, Paces, eagerness, fact_name
 from fsbarrier.node.patience import Patience
 from fsbarrier.node.presence import Offer, Presence
 from fsbarrier.node.store import PosixStore
@@ -324,7 +324,8 @@ def join(
     here = Join(node_rank, 0, socket.gethostname(), os.getpid(), boot_id(), choices=alike)
     limits = Limits(suspect_s, dead_s, 2 * beat_s, join_timeout_s=float("inf"))
     rules = Rules(_PROGRAM, 0, 0, num_nodes, on_node_failure="hold", limits=limits)
-    paces = Paces(members_s=min(0.05, beat_s / 2), beats_s=beat_s / 2, blind_s=1.5 * beat_s)
+    members_s = min(0.05 * max(1.0, num_nodes / 16), beat_s / 2)
+    paces = Paces(members_s, beats_s=beat_s / 2, blind_s=1.5 * beat_s, eager=eagerness(num_nodes))
     store, offer = PosixStore(), Offer()
     observer = Observer(store, paths, _PROGRAM, paces)
     agent = Agent(store, observer, rules, offer, here, lambda event, node, fields: None)

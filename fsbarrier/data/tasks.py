@@ -23,6 +23,7 @@ from fsbarrier.errors import UsageError
 
 SUFFIXES = (".jsonl", ".parquet")
 SHOWN = 60  # characters of a wrong value in a message
+MAX_NESTING = 100  # of an answer or of metadata; trajectory files take twice as much around them
 BATCH_ROWS = 1024  # rows of a parquet file that are in memory at a time
 
 _MISSING = object()
@@ -85,7 +86,13 @@ def _checked(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, T
         if row is None:
             yield index, None
             continue
-        task = _task(path, index, row)
+        try:
+            task = _task(path, index, row)
+            "".join((task.task_id, *(message["content"] for message in task.messages))).encode()
+        except RecursionError:
+            raise _wrong(path, index, "is nested too deeply") from None
+        except UnicodeEncodeError:
+            raise _wrong(path, index, "holds half a surrogate pair (\\ud800 to \\udfff)") from None
         first = seen.setdefault(task.task_id, index)
         if first != index:
             already = f"task_id {_shown(task.task_id)} is already that of {_place(path, first)}"
@@ -103,7 +110,7 @@ def _rows(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Mapp
     try:
         yield from (_parquet_rows if path.suffix == ".parquet" else _json_rows)(path, wanted)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise UsageError(f"{path}: cannot be read: {error.strerror or _first_line(error)}") from None
 
 
 def _json_rows(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
@@ -210,23 +217,33 @@ def _answer(path: Path, index: int, rest: dict[str, Any]) -> Any:
     raise _wrong(path, index, f"has no field answer, nor reward_model.ground_truth (its fields: {known})")
 
 
-def plain(value: Any) -> Any:
-    """The value as trajectories keep it: JSON's types only; what parquet has beyond them (dates, bytes, decimals) as text."""
+def plain(value: Any, depth: int = 0) -> Any:
+    """The value as trajectories keep it: JSON's types only; what parquet has beyond them (dates, bytes, decimals) as text.
+
+    Raises RecursionError for one that is nested more deeply than they may be.
+    """
+    if depth > MAX_NESTING:
+        raise RecursionError
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {str(name): plain(inner) for name, inner in value.items()}
+        return {str(name): plain(inner, depth + 1) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
+        return [plain(inner, depth + 1) for inner in value]
     if isinstance(value, bytes):
         return value.decode("utf-8", errors="replace")
     return str(value)
 
 
 def _wrong(path: Path, index: int, what: str) -> UsageError:
-    return UsageError(f"{_place(path, index)}: {what}")
+    return UsageError(f"{_place(path, index)}: {_printable(what)}")
+
+
+def _printable(text: str) -> str:
+    """One line without control characters: what a file holds must not steer the terminal that shows it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _place(path: Path, index: int) -> str:
@@ -240,4 +257,4 @@ def _shown(value: Any) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return _printable((str(error).splitlines() or [type(error).__name__])[0])

@@ -32,7 +32,7 @@ from fsbarrier.node.hints import Hints
 from fsbarrier.node.host import boot_id
 from fsbarrier.node.jobs import Jobs
 from fsbarrier.node.journal import Journal
-from fsbarrier.node.observer import Observer, Paces
+from fsbarrier.node.observer import Observer, Paces, eagerness
 from fsbarrier.node.store import PosixStore
 from fsbarrier.node.telling import Console, told
 from fsbarrier.program import SLICES
@@ -292,7 +292,8 @@ def make_paces(settings: Payload) -> Paces:
     """How often to look for what; a large run looks less often, so that the metadata server's load stays bounded."""
     beat_s = settings["coordination"]["beat_s"]
     crowd = max(1.0, settings["num_nodes"] / 32)
-    return Paces(members_s=0.1 * crowd, beats_s=beat_s / 2, blind_s=1.5 * beat_s)
+    eager = eagerness(settings["num_nodes"])
+    return Paces(members_s=0.1 * crowd, beats_s=beat_s / 2, blind_s=1.5 * beat_s, eager=eager)
 
 
 def make_engine(record: RunRecord, log_dir: Path, work_dir: Path, needs: frozenset[str]) -> Any:

@@ -49,7 +49,13 @@ class Paces:
     members_s: float = 0.2  # generations, joins, stop requests
     beats_s: float = 1.0
     blind_s: float = 3.0  # of a gap between two looks, at most this much counts as somebody's silence
+    eager: float = 10.0  # how many times as often heartbeats are looked at by a node that joins
     void_s: float = 10.0  # a generation's record that cannot be read for this long never will be
+
+
+def eagerness(num_nodes: int) -> float:
+    """For `Paces.eager`: all read all heartbeats when they start, so that many must not do it as often as a few."""
+    return min(10.0, max(1.0, 80.0 / num_nodes))
 
 
 @dataclass
@@ -113,7 +119,7 @@ class Observer:
         if now - self._looked >= self.paces.members_s / (4 if joining else 1):
             self._look_at_members(now)
             self._looked = now
-        if now - self._looked_at_beats >= self.paces.beats_s / (10 if joining else 1):
+        if now - self._looked_at_beats >= self.paces.beats_s / (self.paces.eager if joining else 1):
             self._look_at_beats(node.rank, now, joining)
             self._looked_at_beats, self._common = now, None
         if self._common is None or self._common.recovered is not self.recovered:

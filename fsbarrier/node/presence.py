@@ -256,4 +256,4 @@ class Presence:
             if last:
                 return
             joining = self._agent.node.stage is Stage.JOINING
-            self._leaving.wait(self.beat_s / 10 if joining else self.beat_s)
+            self._leaving.wait(self.beat_s / self._agent.observer.paces.eager if joining else self.beat_s)

@@ -68,7 +68,7 @@ def parse_text(text: str, kind: Kind | None) -> Any:
         stripped = f"[{stripped}]"
     try:
         return tomllib.loads(f"value = {stripped}")["value"] if "\n" not in stripped else text
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # no TOML, nested too deeply, or a number of thousands of digits
         return text
 
 
@@ -104,7 +104,9 @@ def from_file(path: Path, known: Mapping[str, Kind]) -> list[Given]:
         raise UsageError(f"--config {path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"--config {path}: is not text in UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise UsageError(f"--config {path}: not TOML: nested too deeply") from None
+    except ValueError as error:
         raise UsageError(f"--config {path}: not TOML: {error}") from None
     return [Given(key, value, f"{path}: {key}") for key, value in flatten(content, known).items()]
 

@@ -1,0 +1,544 @@
+"""No bytes in a file that nodes share make a reader crash, hang or take them for what they are not: arbitrary bytes, and real
+files with a few bytes changed.
+
+`FUZZ_EXAMPLES=5000 pytest tests/test_fuzz.py` tries more than the everyday hundred or so for each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from group_members import REPO
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from trajectory_files import group, write_part
+
+from fsbarrier import aggregate, checkpoints
+from fsbarrier.data import rankfiles
+from fsbarrier.data.tasks import read_tasks
+from fsbarrier.data.torchunpickle import Unpickler
+from fsbarrier.errors import ProgramFailed, StoreError, UsageError
+from fsbarrier.node import journal, leavings
+from fsbarrier.node.observer import Observer
+from fsbarrier.node.store import PosixStore
+from fsbarrier.paths import RunPaths
+from fsbarrier.program import PHASE_NAMES, Phase, Program
+from fsbarrier.protocol import facts
+from fsbarrier.protocol.facts import CorruptRecord, Fact, Position
+from fsbarrier.protocol.state import Node, Part, Stage
+from fsbarrier.settings import known_names
+from fsbarrier.start import given as given_settings
+from fsbarrier.start import runrecord
+from fsbarrier.trajectories import FormatError, ShardWriter, iter_trajectories, load, scan_shard
+from fsbarrier.view import lines
+
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "120"))
+fuzz = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize="FUZZ_EXAMPLES" not in os.environ,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+)
+
+#: what readers trip over: nesting, numbers that are none or too many digits, lone surrogates, wrong types everywhere
+NASTY = (
+    b"",
+    b"\n",
+    b"\xff" * 40,
+    b"[" * 5_000,
+    b'{"a":' * 5_000,
+    b"[" * 450 + b"]" * 450,
+    b'{"a":' * 450 + b"1" + b"}" * 450,
+    b"9" * 5000,
+    b"1e999",
+    b"NaN",
+    b'"\\ud800"',
+    b'{"event": 5}',
+    b"null",
+    b"[]",
+    b"{}",
+)
+
+
+def mutations(valid: bytes) -> st.SearchStrategy[bytes]:
+    """`valid` with a few places changed, cut out, repeated or cut off."""
+    place = st.integers(0, max(0, len(valid) - 1))
+    edit = st.tuples(
+        st.sampled_from(("flip", "cut", "repeat", "insert", "end")),
+        place,
+        st.integers(1, 40),
+        st.binary(max_size=9),
+    )
+
+    def apply(edits: list[tuple[str, int, int, bytes]]) -> bytes:
+        data = bytearray(valid)
+        for kind, at, count, new in edits:
+            if kind == "flip" and at < len(data):
+                data[at] ^= count
+            elif kind == "cut":
+                del data[at : at + count]
+            elif kind == "repeat":
+                data[at:at] = data[at : at + count]
+            elif kind == "insert":
+                data[at:at] = new
+            elif kind == "end":
+                del data[at:]
+        return bytes(data)
+
+    return st.lists(edit, min_size=1, max_size=3).map(apply)
+
+
+def bytes_like(*valid: bytes) -> st.SearchStrategy[bytes]:
+    return st.one_of(st.binary(max_size=300), st.sampled_from(NASTY), *map(mutations, valid))
+
+
+plain_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def damaged_json(value: Any) -> st.SearchStrategy[Any]:
+    """`value` with one of its parts, at any depth, replaced by something else or left out."""
+    places: list[tuple[Any, ...]] = []
+
+    def walk(part: Any, path: tuple[Any, ...]) -> None:
+        places.append(path)
+        items = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+        for key, inner in items:
+            walk(inner, (*path, key))
+
+    walk(value, ())
+
+    def replace(choice: tuple[tuple[Any, ...], Any, bool]) -> Any:
+        path, new, leave_out = choice
+        if not path:
+            return new
+        whole = json.loads(json.dumps(value))
+        inner = whole
+        for key in path[:-1]:
+            inner = inner[key]
+        if leave_out:
+            del inner[path[-1]]
+        else:
+            inner[path[-1]] = new
+        return whole
+
+    return st.tuples(st.sampled_from(places), plain_json, st.booleans()).map(replace)
+
+
+# --- records ------------------------------------------------------------------------------------------------------------------
+
+RECORDS: tuple[facts.Record, ...] = (
+    facts.Join(1, 2, "host", 77, "boot", ("10.0.0.1",), 5, "0.1", "d", "t", {"rl_phase": "both"}),
+    facts.Beat(1, 2, 3, "host", 77, "running", 1, 2, 3, "train_aggregate", {"done": 3}),
+    facts.Generation(
+        3,
+        (facts.Member(0, 1, "a"), facts.Member(2, 1, "b")),
+        0,
+        Position(4, 1),
+        "a node was lost",
+        {"train_assign": {"iteration": 3, "value": {"shares": {"0": [1]}}}},
+        verdict=facts.Verdict(4, "given up"),
+    ),
+    Fact(1, 2, "done", {"tasks": [1, 2]}, 0.5),
+    facts.StopRequest(True, "me", "now"),
+)
+
+
+def encoded_body(record: facts.Record, body: Any) -> bytes:
+    """A record's file with another body, whose length and digest are right."""
+    kind = facts.encode(record).split(b" ")[1].decode()
+    text = json.dumps(body).encode() + b"\n"
+    return f"fsbarrier/1 {kind} {len(text)} {hashlib.sha256(text).hexdigest()[:32]}\n".encode() + text
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_records(record: facts.Record) -> None:
+    whole = facts.encode(record)
+
+    @fuzz
+    @given(bytes_like(whole))
+    def bytes_are_the_record_or_none(data: bytes) -> None:
+        try:
+            assert facts.decode(data, type(record)) == record  # type: ignore[type-var]
+        except CorruptRecord:
+            pass
+
+    @fuzz
+    @given(damaged_json(json.loads(whole.partition(b"\n")[2])))
+    def a_body_with_a_right_digest_is_used_safely(body: Any) -> None:
+        data = encoded_body(record, body)
+        try:
+            found = facts.decode(data, type(record))  # type: ignore[type-var]
+        except CorruptRecord:
+            return
+        assert facts.decode(facts.encode(found), type(record)) == found or body != body
+
+    bytes_are_the_record_or_none()
+    a_body_with_a_right_digest_is_used_safely()
+
+
+FOLDERS = ("joins", "beats", "generations", "stops")
+NAMES = {
+    "joins": "node-0001.inc-0002.json",
+    "beats": "node-0001.json",
+    "generations": "gen-000003.json",
+    "stops": "000001.json",
+}
+PING = Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES)))
+
+
+@fuzz
+@given(
+    st.fixed_dictionaries({folder: bytes_like(*map(facts.encode, RECORDS)) for folder in FOLDERS}),
+    bytes_like(facts.encode(RECORDS[3])),
+)
+def test_a_node_looks_at_anything(
+    tmp_path_factory: pytest.TempPathFactory, found: dict[str, bytes], fact: bytes
+) -> None:
+    paths, store = RunPaths(tmp_path_factory.mktemp("run")), PosixStore()
+    observer = Observer(store, paths, PING)
+    observer.prepare()
+    for folder, data in found.items():
+        (paths.coordination / folder / NAMES[folder]).write_bytes(data)
+    generation = facts.Generation(1, (facts.Member(0, 1), facts.Member(1, 1)), 0, Position(1, 0), "start")
+    row = observer.row_dir(1, Position(1, 0))
+    store.make_dir(row)
+    for name in ("node-0000.done", "node-0001.failed"):
+        (row / name).write_bytes(fact)
+    node = Node(0, 1, 0.0, "", Stage.RUNNING, 0, generation, Position(1, 0), Part.ANNOUNCED)
+    for now in (0.0, 1.0, 20.0):
+        view = observer.view(node, now)
+    assert view.newest is None or view.newest.number == 3
+    assert all(isinstance(one, Fact) for one in view.failed.values())
+
+
+RECORD = runrecord.RunRecord("id", "2026", "me@here", "0.1", {"a": 1}, "d", {"train": {"path": "p"}}, "m")
+
+
+@fuzz
+@given(bytes_like(runrecord.encode(RECORD)))
+def test_the_run_s_record(data: bytes) -> None:
+    try:
+        assert runrecord.decode(data, Path()) == RECORD
+    except (ValueError, UsageError):
+        pass
+
+
+# --- journals and what programs leave -----------------------------------------------------------------------------------------
+
+LINE = (
+    b'{"time":"2026-01-01T00:00:00+00:00","mono_s":1.5,"run_id":"r","node_rank":1,"generation":1,"iteration":1,'
+    b'"phase":2,"phase_name":"train_rollout","event":"phase_started"}\n'
+)
+
+
+@fuzz
+@given(bytes_like(LINE * 2))
+def test_a_journal(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.mktemp("journal") / "node_1.inc-0001.jsonl"
+    path.write_bytes(data)
+    for line in journal.read_journal(path):
+        parsed = lines.parse(line)
+        assert parsed is None or (parsed.phase >= 0 and isinstance(parsed.event, str))
+
+
+@fuzz
+@given(damaged_json(json.loads(LINE)))
+def test_a_line_of_a_journal(line: Any) -> None:
+    parsed = lines.parse(line)
+    assert parsed is None or json.dumps(parsed.mono_s)
+
+
+@fuzz
+@given(bytes_like(b'{"done": 3, "total": 8}'))
+def test_progress_and_results_of_programs(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.mktemp("work") / "result.json"
+    path.write_bytes(data)
+    for read in (leavings.read_progress, lambda p: leavings.read_result(p, "the program")):
+        try:
+            value = read(path)
+        except ProgramFailed:
+            continue
+        if value is not None:
+            again = facts.decode(facts.encode(Fact(0, 1, "done", value)), Fact).value
+            assert json.dumps(again) == json.dumps(value, sort_keys=True)
+
+
+def test_a_program_s_files_may_not_be_larger_than_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_bytes(b'{"a": "' + b"x" * leavings.MAX_RESULT_BYTES + b'"}')
+    with pytest.raises(ProgramFailed, match="bytes"):
+        leavings.read_result(path, "the program")
+    assert leavings.read_progress(path) is None
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    (folder / "model").mkdir()
+    (folder / "model" / "weights").write_bytes(b"abc")
+    checkpoints.write_manifest(folder, 3)
+    return folder
+
+
+def test_a_manifest(policy: Path) -> None:
+    path = policy / checkpoints.MANIFEST
+    whole = path.read_bytes()
+
+    @fuzz
+    @given(bytes_like(whole) | damaged_json(json.loads(whole)).map(lambda value: json.dumps(value).encode()))
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        try:
+            manifest = checkpoints.verify(policy)
+        except ProgramFailed:
+            return
+        assert manifest.files["model/weights"][0] == 3  # what is verified is what lies there
+
+    read()
+
+
+# --- settings and tasks -------------------------------------------------------------------------------------------------------
+
+
+@fuzz
+@given(bytes_like(b"iterations = 3\n[rollout]\ntemperature = 0.5\n[custom]\na = [1, {b = 2}]\n"))
+def test_a_settings_file(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.mktemp("settings") / "settings.toml"
+    path.write_bytes(data)
+    try:
+        given_settings.from_file(path, known_names())
+    except UsageError as error:
+        assert "\n" not in str(error)
+
+
+@fuzz
+@given(st.text(max_size=30) | st.sampled_from(NASTY).map(lambda data: data.decode(errors="replace")))
+def test_a_setting_s_text(text: str) -> None:
+    for kind in (None, *list(known_names().values())[::7]):
+        given_settings.parse_text(text, kind)
+
+
+TASK = (
+    b'{"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": 4, "task_id": "t", "more": {"a": [1]}}\n'
+)
+
+
+@fuzz
+@given(bytes_like(TASK) | damaged_json(json.loads(TASK)).map(lambda value: json.dumps(value).encode()))
+def test_a_task_file(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.mktemp("tasks") / "train.jsonl"
+    path.write_bytes(data)
+    try:
+        found = read_tasks(path)
+    except UsageError as error:
+        assert "\n" not in str(error) and str(path) in str(error)
+        return
+    for task in found.tasks.values():
+        json.dumps(asdict(task)).encode()  # as trajectories and requests carry it
+        assert task.task_id and task.messages
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ('"answer": ' + '{"a":' * 450 + "1" + "}" * 450, "nested too deeply"),
+        ('"answer": ' + "9" * 5000, "is not JSON"),
+        ('"answer": 1, "task_id": "\\ud800"', "surrogate"),
+        ('"answer": 1, "prompt": "\\udfff"', "surrogate"),
+        ('"\\u009b[2J\\u2028": 1', "fields: prompt, .x9b"),
+    ],
+)
+def test_a_task_that_no_run_could_carry(tmp_path: Path, field: str, words: str) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(f'{{"prompt": "p", {field}}}\n')
+    with pytest.raises(UsageError, match=words) as caught:
+        read_tasks(path)
+    assert str(caught.value).startswith(f"{path}, line 1") and str(caught.value).isprintable()
+
+
+PARQUET_CHILD = """
+import sys
+from fsbarrier.data.tasks import read_tasks
+from fsbarrier.errors import UsageError
+from pathlib import Path
+for line in sys.stdin:
+    path = Path(line.rstrip())
+    try:
+        print("tasks", read_tasks(path).count, flush=True)
+    except UsageError as error:
+        print("refused", len(str(error).splitlines()), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def parquet_reader() -> Iterator[Callable[[Path], str]]:
+    """A process that reads parquet files: were it to die of one, this would be seen."""
+    pytest.importorskip("pyarrow")
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARQUET_CHILD],
+        cwd=REPO,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def read(path: Path) -> str:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"{path}\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+        assert answer, f"the reader ended ({process.wait()})"
+        return answer
+
+    yield read
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.slow
+def test_a_parquet_file(tmp_path: Path, parquet_reader: Callable[[Path], str]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    sink = io.BytesIO()
+    rows = [{"prompt": [{"role": "user", "content": f"{n}?"}], "answer": "ü", "at": n} for n in range(20)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+    path = tmp_path / "train.parquet"
+
+    @fuzz
+    @given(bytes_like(sink.getvalue()))
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        assert parquet_reader(path) in ("refused 1\n", "tasks 20\n")
+
+    read()
+
+
+# --- trajectory files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A growing file, a finished one and a merged one."""
+    folder = tmp_path_factory.mktemp("shards") / "train_trajectories"
+    growing = write_part(folder / "a.part", [0, 1], tokens=4)
+    finished = write_part(
+        folder / "train_trajectories.pt.iteration5_rank_0.checkpoint", [0, 1], finished=True, tokens=4
+    )
+    merged = folder / "train_trajectories.pt.iteration5"
+    aggregate.aggregate([aggregate.Part(finished)], merged, metadata={}, expected={0, 1})
+    return {"growing": growing.read_bytes(), "finished": finished.read_bytes(), "merged": merged.read_bytes()}
+
+
+@pytest.mark.parametrize("kind", ["growing", "finished", "merged"])
+def test_a_trajectory_file(shards: dict[str, bytes], tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "train_trajectories" / "train_trajectories.pt.iteration5_rank_0.checkpoint"
+    path.parent.mkdir()
+    written = {repr(one) for task in (0, 1) for one in group(task, tokens=4)}
+
+    @fuzz
+    @given(bytes_like(shards[kind]))
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        for reader in (scan_shard, load, lambda p: list(iter_trajectories(p))):
+            try:
+                value = reader(path)
+            except (FormatError, StoreError):
+                continue
+            found = value["trajectories"] if isinstance(value, dict) else value
+            if isinstance(found, list):
+                assert {repr(one) for one in found} <= written
+        rankfiles.find(tmp_path, "train", 5)
+
+    read()
+
+
+@fuzz
+@given(st.data())
+def test_whoever_goes_on_writing_never_writes_behind_damage(
+    shards: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("shard") / "a.part"
+    path.write_bytes(data.draw(bytes_like(shards["growing"])))
+    header = {"run_id": "run-1", "node_rank": 0, "generation": 1, "iteration": 5, "split": "train"}
+    header |= {"policy_version": 3, "assigned": [0, 1]}
+    try:
+        with ShardWriter(path, prefix="g0001n0000i0001", header=header) as writer:
+            there = {entry.task_index for entry in writer.groups}
+            assert there <= {0, 1}
+            for task in {0, 1} - there:
+                writer.append_group(task, group(task, tokens=4))
+    except (UsageError, StoreError, FormatError):
+        return
+    assert {entry.task_index for entry in scan_shard(path).groups} == {0, 1}
+
+
+@fuzz
+@given(
+    st.binary(max_size=200)
+    | mutations(b"\x80\x02}X\x01\x00\x00\x00a](K\x01K\x02G\x3f\xf0\0\0\0\0\0\0e\x85s.")
+)
+def test_a_pickle(data: bytes) -> None:
+    def nothing(key: str) -> bytes:
+        raise FormatError(f"no storage {key}")
+
+    for reader in (Unpickler(data, nothing).load, Unpickler(data, nothing).load_body):
+        try:
+            json.dumps(reader(), default=str)
+        except FormatError:
+            pass
+
+
+HOSTILE = """
+import resource, struct, sys
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+sys.path.insert(0, {repo!r})
+from fsbarrier.data.shardscan import scan_shard
+from fsbarrier.errors import FsbarrierError
+from fsbarrier.trajectories import FormatError, iter_trajectories, load
+for path in sorted(Path({folder!r}).iterdir()):
+    for reader in (scan_shard, load, lambda p: list(iter_trajectories(p))):
+        try:
+            reader(path)
+        except (FormatError, FsbarrierError):
+            pass
+print("alive")
+"""
+
+
+def test_sizes_that_lie_take_no_memory_and_nothing_is_run(shards: dict[str, bytes], tmp_path: Path) -> None:
+    folder, marker = tmp_path / "hostile", tmp_path / "run"
+    folder.mkdir()
+    number = 0
+    for data in shards.values():
+        for at in range(14, min(len(data) - 8, 400), 4):
+            for lie in (b"\xff" * 4, b"\xff" * 8, b"\x00\x00\x00\x7f"):
+                number += 1
+                (folder / f"{number:05d}").write_bytes(data[:at] + lie + data[at + len(lie) :])
+    evil = b"\x80\x02cposix\nsystem\n(X" + len(f"touch {marker}").to_bytes(4, "little")
+    evil += f"touch {marker}".encode() + b"tR."
+    with zipfile.ZipFile(folder / "evil", "w") as archive:
+        archive.writestr("archive/data.pkl", evil)
+    bomb = b"\x80\x02(" + b"]" * 50_000_000 + b"l."
+    (folder / "bomb").write_bytes(bomb[:1_000_000])
+    code = HOSTILE.format(repo=str(REPO), folder=str(folder))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "alive"), done.stderr[-2000:]
+    assert not marker.exists()
