@@ -53,7 +53,9 @@ class Rollout(Section):
     top_p: Share = setting(1.0, "Nucleus sampling: the probability mass that is kept.")
     top_k: Annotated[int, Field(ge=-1)] = setting(-1, "Sample among the k likeliest tokens; -1: all.")
     max_tokens: Count = setting(512, "Most tokens the policy may write in one turn.")
-    concurrency: Count = setting(64, "Prompts (groups) in flight on each node's engine.")
+    concurrency: Count = setting(
+        64, "Prompts (groups) in flight on each node's engine; what is in flight is not taken over."
+    )
     prompts_per_request: CountOrZero = setting(
         0, "Prompts that share a request to the engine; 0: as many as make about 128 sequences."
     )
