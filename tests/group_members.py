@@ -114,7 +114,7 @@ class Members:
     def joined(self, *ranks: int) -> Members:
         """Wait until these (all that were started, if none is named) are in."""
         for rank in ranks or tuple(self.by_rank):
-            self[rank].answer()
+            self[rank].answer(DEADLINE_S + float(self.arguments.get("timeout_s", 0.0)))
         return self
 
     def ask(self, call: str, *ranks: int, **arguments: Any) -> list[Any]:

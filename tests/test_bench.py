@@ -10,7 +10,7 @@ import pytest
 
 from fsbarrier.cli import main
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.maintenance.benchmark import Latency, bare
+from fsbarrier.maintenance.benchmark import Latency, scripts
 
 
 def test_figures() -> None:
@@ -20,13 +20,14 @@ def test_figures() -> None:
         Latency.of([])
 
 
-def test_the_bare_loop_measures_each_round_but_the_first(tmp_path: Path) -> None:
-    figures = bare(tmp_path / "bare", 3, 5)
+@pytest.mark.parametrize("kind", ["bare", "group"])
+def test_each_round_but_the_first_is_measured(tmp_path: Path, kind: str) -> None:
+    figures = scripts(kind, tmp_path / kind, 3, 5)
     assert figures.barriers == 4
     assert 0 < figures.median_s <= figures.p99_s <= figures.max_s
 
 
-def test_both_side_by_side(
+def test_all_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repo = str(Path(__file__).resolve().parent.parent)
@@ -35,7 +36,7 @@ def test_both_side_by_side(
     told = json.loads(capsys.readouterr().out)
     assert told["nodes"] == 2
     assert told["ping"]["barriers"] >= 13
-    assert told["bare_scan"]["barriers"] == 27
+    assert told["bare_scan"]["barriers"] == told["join"]["barriers"] == 27
     assert told["ratio_of_medians"] > 0
     assert os.listdir(tmp_path) == []
 

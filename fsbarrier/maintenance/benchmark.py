@@ -1,8 +1,8 @@
-"""How long a barrier takes here: the program `ping` on N real daemons, and beside it a bare loop of directory scans.
+"""How long a barrier takes here: the program `ping` on N real daemons, `fsbarrier.join` in N scripts, and a bare loop of scans.
 
 The time of a barrier is from the last arrival to the last release, on the one monotonic clock of this host. The bare loop has no
 records, no membership and no heartbeats: each process creates a file for each round and scans the folder until
-all are there. `python -m fsbarrier.maintenance.benchmark FOLDER RANK N ROUNDS` is one process of it.
+all are there. `python -m fsbarrier.maintenance.benchmark bare|group FOLDER RANK N ROUNDS` is one process of those two.
 """
 
 from __future__ import annotations
@@ -89,11 +89,12 @@ def barrier_times(log_path: Path) -> list[float]:
     return [row.coordination_s for row in passed if row.coordination_s is not None and row.iteration > 1]
 
 
-# --- the bare loop ------------------------------------------------------------------------------------------------------
+# --- scripts, and the bare loop -----------------------------------------------------------------------------------------
 
 
-def bare(folder: Path, nodes: int, rounds: int) -> Latency:
-    """The same with nothing but file creation and directory scans. Raises ProgramFailed."""
+def scripts(kind: str, folder: Path, nodes: int, rounds: int) -> Latency:
+    """The same in N processes of their own. `kind`: "group", members of a `fsbarrier.join`; "bare", which only create files and
+    scan directories. Raises ProgramFailed."""
     files.make_dirs(folder)
     python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
     processes = [
@@ -102,6 +103,7 @@ def bare(folder: Path, nodes: int, rounds: int) -> Latency:
                 *python,
                 "-m",
                 "fsbarrier.maintenance.benchmark",
+                kind,
                 str(folder),
                 str(rank),
                 str(nodes),
@@ -118,10 +120,10 @@ def bare(folder: Path, nodes: int, rounds: int) -> Latency:
         for process in processes:
             out, err = process.communicate(timeout=START_S + nodes + rounds * ROUND_S)
             if process.returncode:
-                raise ProgramFailed(f"bench: the bare loop failed\n{err.strip()}")
+                raise ProgramFailed(f"bench: a {kind} process failed\n{err.strip()}")
             times.append(json.loads(out))
     except subprocess.TimeoutExpired:
-        raise ProgramFailed("bench: the bare loop did not end in time") from None
+        raise ProgramFailed(f"bench: the {kind} processes did not end in time") from None
     finally:
         for process in processes:
             process.kill()
@@ -149,5 +151,23 @@ def bare_process(folder: Path, rank: int, nodes: int, rounds: int) -> list[tuple
     return times
 
 
+def group_process(folder: Path, rank: int, nodes: int, rounds: int) -> list[tuple[float, float]]:
+    """One member of a group: the same of each barrier. Raises NodeError."""
+    import fsbarrier
+
+    times = []
+    timing = {"beat_s": 5.0, "suspect_s": 15.0, "dead_s": 60.0} if nodes > 16 else {}
+    with fsbarrier.join(
+        folder, node_rank=rank, num_nodes=nodes, timeout_s=START_S + nodes, **timing
+    ) as group:
+        for _ in range(rounds):
+            arrived = time.monotonic()
+            group.barrier()
+            times.append((arrived, time.monotonic()))
+    return times
+
+
+PROCESSES = {"bare": bare_process, "group": group_process}
+
 if __name__ == "__main__":
-    print(json.dumps(bare_process(Path(sys.argv[1]), *map(int, sys.argv[2:5]))))
+    print(json.dumps(PROCESSES[sys.argv[1]](Path(sys.argv[2]), *map(int, sys.argv[3:6]))))
