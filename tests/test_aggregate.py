@@ -27,7 +27,7 @@ from fsbarrier.data.torchpickle import FormatError
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.paths import RunPaths
 from fsbarrier.start import runrecord
-from fsbarrier.trajectories import iter_trajectories, load, scan_shard
+from fsbarrier.trajectories import ShardWriter, iter_trajectories, load, scan_shard
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -433,6 +433,42 @@ def test_by_hand_refuses_what_is_incomplete(run: RunPaths, capsys: pytest.Captur
     write_part(run.part("train", 5, 1, 3, 1), [5], rank=1, generation=3)
     assert by_hand(run) == 0  # now there is more than was merged
     assert load(run.merged("train", 5))["metadata"]["missing"] == []
+
+
+def test_by_hand_names_the_tasks_of_a_rank_without_any_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    header = {"run_id": "r", "node_rank": 0, "generation": 1, "expected": [5, 4, 3, 2, 1, 0], "keep": 4}
+    part = paths.part("train", 5, 0, 1, 1)
+    part.parent.mkdir(parents=True)
+    with ShardWriter(part, prefix="p", header=header) as writer:
+        for task in range(3):
+            writer.append_group(task, group(task))
+    assert by_hand(paths) == 2
+    assert "3 tasks are missing (3-5)" in capsys.readouterr().err
+    with ShardWriter(paths.part("train", 5, 1, 1, 1), prefix="q", header=header) as writer:
+        for task in range(3, 6):
+            writer.append_group(task, group(task))
+    assert by_hand(paths) == 0
+    metadata = load(paths.merged("train", 5))["metadata"]
+    assert metadata["groups"] == 4 and len(metadata["surplus"] + metadata["without_signal"]) == 2
+
+
+def test_by_hand_takes_the_runs_word_for_what_was_cut_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    header = {"run_id": "r", "node_rank": 0, "generation": 1, "expected": [0, 1, 2]}
+    part, out = paths.part("train", 5, 0, 1, 1), paths.merged("train", 5)
+    part.parent.mkdir(parents=True)
+    with ShardWriter(part, prefix="p", header=header) as writer:
+        for task in range(2):
+            writer.append_group(task, group(task))
+    aggregate([Part(part)], out, metadata={"cut_off": [2]}, expected=[0, 1])
+    assert by_hand(paths) == 0 and "already merged" in capsys.readouterr().out
+    out.unlink()
+    assert by_hand(paths) == 2 and "1 task is missing (2)" in capsys.readouterr().err
 
 
 def states(capsys: pytest.CaptureFixture[str]) -> list[str]:
