@@ -199,8 +199,10 @@ class Group:
         if self._open is None:
             self._open = given
             self._presence.offer(position, given)
-        elif self._open != given and self._error is not None:
-            raise self._error  # this node's answer to the others is given and stays: that collective, or regroup()
+        elif self._open != given:  # what this node gave to the others stays: that collective, or regroup()
+            raise self._error or RuntimeError(
+                f"node {self.node_rank}: {self._open['call']} no. {position.iteration} was interrupted: call it again, or regroup()"
+            )
         else:
             self._presence.hurry()
         try:

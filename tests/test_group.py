@@ -232,6 +232,17 @@ def test_whoever_leaves_after_a_collective_has_given_its_part(tmp_path: Path) ->
         assert [group.outcome(rank) for rank in range(3)] == [[0, 1, 2]] * 3
 
 
+def test_a_collective_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    with Members(tmp_path, 2) as group:
+        group.start().joined()
+        group[0].tell("interrupted", obj="a")
+        assert group.outcome(0).kind == "KeyboardInterrupt"
+        assert group.ask("barrier", 0)[0].kind == "RuntimeError"
+        group[1].tell("all_gather", obj="b")
+        assert group.ask("all_gather", 0, obj="a") == [["a", "b"]]
+        assert group[1].answer() == ["a", "b"]
+
+
 # --- waits that end -----------------------------------------------------------------------------------------------------------
 
 
