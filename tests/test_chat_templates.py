@@ -1,0 +1,134 @@
+"""A turn goes on from the one before under the templates that models come with, also those that render the past differently."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from fsbarrier.workers.episode import Client
+from fsbarrier.workers.samples import Refusal, Sample
+from fsbarrier.workers.sampling import Server
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = (
+    "<|begin|>{% for m in messages %}<|head|>{{ m.role }}<|/head|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|head|>assistant<|/head|>\n\n{% endif %}"
+)
+INSTRUCT = (  # no words of its own before an answer
+    "<s>{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}</s>"
+    "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+)
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+FORGETFUL = (  # drops the reasoning of every answer but the last, and gives the last an empty one if it has none
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% if loop.last %}{% if '</think>' not in m.content %}<think></think>{% endif %}{{ m.content }}"
+    "{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STRICT = "{% for m in messages %}{% if m.role == 'assistant' and loop.index0 == 1 %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+SILENT = "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}:"
+SPECIAL = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|begin|>",
+    "<|head|>",
+    "<|/head|>",
+    "<|eot|>",
+    "<s>",
+    "</s>",
+    "[INST]",
+    "[/INST]",
+)
+
+
+def tokenized(text: str) -> list[int]:
+    """A token a letter, but for special ones."""
+    for number, word in enumerate(SPECIAL):
+        text = text.replace(word, chr(0xE000 + number))
+    return [*map(ord, text)]
+
+
+class Engine:
+    """Stands for the Sampler: renders a template, and answers as told."""
+
+    longest = 10_000
+
+    def __init__(self, template: str, answers: list[str]) -> None:
+        jinja2 = pytest.importorskip("jinja2")
+        environment = jinja2.Environment()
+
+        def refuse(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        environment.globals["raise_exception"] = refuse
+        self.template, self.answers = environment.from_string(template), answers
+        self.error = jinja2.TemplateError
+        self.server = Server("", "", "", 1, 1.0, 1.0, -1, 1000, 1.0, 1)
+        self.prompts: list[list[int]] = []
+
+    async def tokens(self, **body: Any) -> list[int]:
+        try:
+            return tokenized(self.template.render(**body))
+        except self.error as error:
+            raise Refusal(str(error)) from None
+
+    async def turn(self, prompt: list[int], **_: Any) -> Sample:
+        self.prompts.append(list(prompt))
+        ids = tokenized(self.answers.pop(0))
+        text = "".join(chr(i) for i in ids if i < 0xE000)
+        return Sample(text, ids, [-1.0] * len(ids), "stop", 0.1)
+
+
+def turns(template: str, end: str, answers: tuple[str, ...] = ("yes", "no", "so")) -> tuple[Client, Engine]:
+    engine = Engine(template, [answer + end for answer in answers])
+
+    async def go() -> Client:
+        client = Client(engine)  # type: ignore[arg-type]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "first"}]
+        for number in range(3):
+            messages += [(await client.chat(messages)).message, {"role": "user", "content": f"then {number}"}]
+        return client
+
+    return asyncio.run(go()), engine
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [(CHATML, "<|im_end|>"), (LLAMA, "<|eot|>"), (INSTRUCT, "</s>"), (PLAIN, ""), (CHATML, "")],
+    ids=["chatml", "llama", "instruct", "plain", "stopped by a word"],
+)
+def test_what_is_recorded_is_what_the_template_makes_of_it(template: str, end: str) -> None:
+    client, engine = turns(template, end)
+    (segment,) = client.segments
+    for earlier, later in zip(engine.prompts, engine.prompts[1:], strict=False):
+        assert later[: len(earlier)] == earlier
+    rendered = asyncio.run(engine.tokens(messages=segment.history, add_generation_prompt=False))
+    spaces = [
+        i for i in segment.token_ids if i != 32
+    ]  # INSTRUCT puts one before an answer; the model said none
+    assert spaces == [i for i in rendered if i != 32][: len(spaces)]
+    assert sum(segment.loss_mask) == 3 * bool(end) + len("yesnoso")
+
+
+def test_a_template_that_forgets_reasoning_does_not_change_what_was_said() -> None:
+    client, _ = turns(FORGETFUL, "<|im_end|>", ("<think>hm</think>yes", "<think>hm</think>no", "so"))
+    (segment,) = client.segments
+    text = "".join(map(chr, segment.token_ids))
+    assert text.count("<think>hm</think>") == 2 and "<think></think>" not in text
+
+
+@pytest.mark.parametrize("template", [STRICT, SILENT], ids=["refuses", "leaves answers out"])
+def test_where_nothing_can_be_known_each_turn_is_a_segment(template: str) -> None:
+    if template is STRICT:
+        template = CHATML + STRICT.replace("loop.index0 == 1", "m.content in ('A', 'B')")
+    client, engine = turns(template, "")
+    assert len(client.segments) == 3
+    for segment, prompt in zip(client.segments, engine.prompts, strict=True):
+        assert segment.token_ids[: len(prompt)] == prompt
+    assert json.dumps(client.segments[2].history).count("assistant") == 3
