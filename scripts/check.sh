@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Everything that must hold, in one command; it is what CI runs. The first start makes the environment.
 #
-#   scripts/check.sh                  ruff, mypy --strict, all tests
+#   scripts/check.sh                  ruff, mypy --strict, the everyday tests
 #   scripts/check.sh --fast           without the tests that load torch or start vLLM
+#   scripts/check.sh --all            also the tests marked slow: hundreds of deaths, minutes of chaos
 #   scripts/check.sh tests/test_x.py  other arguments go to pytest
 set -euo pipefail
 
@@ -10,11 +11,17 @@ clone="$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")"
 # shellcheck source=scripts/environment.sh
 source "$clone/scripts/environment.sh"
 
-selection=()
-if [ "${1:-}" = --fast ]; then
-  shift
-  selection=(-m "not engine and not torch and not slow")
-fi
+selection=(-m "not slow")
+case "${1:-}" in
+  --fast)
+    shift
+    selection=(-m "not engine and not torch and not slow")
+    ;;
+  --all)
+    shift
+    selection=()
+    ;;
+esac
 
 ensure_environment dev
 cd -- "$clone"
