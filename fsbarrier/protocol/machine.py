@@ -13,9 +13,9 @@ In RUNNING every row of the program is a barrier, passed in four steps:
 
     enter row k -> do my work in it, if any -> publish my fact "done" -> released when every member's "done" is there
 
-A row may ask for work of each member, of the leader, or of the leader once all the others are done; the machine never asks what
-the work is. Everything unusual (a lost node, a failed program, a joining node, the end of a run) has one answer: a new
-generation. Its record is created exclusively, so that whatever two nodes believe, there is one truth per number.
+A row may ask for work of each member, of the leader, or of the leader once all the others are done; what it is, is never asked.
+Everything unusual (a lost node, a failed program, a joining node, the end of a run) has one answer: a new generation. Its record is
+created exclusively, so that whatever two nodes believe, there is one truth per number.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 from fsbarrier.program import Phase
 from fsbarrier.protocol.facts import Fact, Generation, Member, Payload, Position, Verdict
+from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
 from fsbarrier.protocol.membership import Loss, live_joiners, losses, occupied
 from fsbarrier.protocol.state import (
     Action,
@@ -46,13 +47,10 @@ from fsbarrier.protocol.state import (
 )
 from fsbarrier.protocol.succession import (
     all_done,
+    another_try,
     failed_tries,
     first_of_session,
-    found_by_others,
-    last_news,
     leaders_word,
-    lost_as_fields,
-    lost_as_text,
     opening,
     successor,
     with_decision,
@@ -101,7 +99,7 @@ def _newer_generation(node: Node, view: View, now: float, rules: Rules) -> Step 
     if newest.incarnation_of(node.rank) == node.incarnation:
         entered, actions = _enter_generation(node, newest, now)
         gone = found_by_others(node, newest, view, now, rules)
-        told = (Note("node_lost", {"lost": lost_as_fields(gone)}, at=node),) if gone else ()
+        told = (Note("node_lost", {"lost": lost_as_fields(gone, node, rules)}, at=node),) if gone else ()
         return entered, (*told, *actions)
     if node.stage is Stage.JOINING:
         return changed(node, baseline=newest.number), ()
@@ -122,6 +120,7 @@ def _enter_generation(node: Node, generation: Generation, now: float) -> Step:
         work_s=0.0,
         decisions=dict(generation.decisions),
         trouble_since=None,
+        failed_since=None,
     )
     fields = {"members": list(generation.ranks), "leader": generation.leader, "reason": generation.reason}
     return entered, (
@@ -152,6 +151,10 @@ def _stop(node: Node, view: View, now: float, rules: Rules) -> Step | None:
 def _row(node: Node, rules: Rules) -> Phase:
     assert node.position is not None
     return rules.program.rows[node.position.phase]
+
+
+def _gone(node: Node, generation: Generation, view: View, now: float, rules: Rules) -> Sequence[Loss]:
+    return losses(generation.members, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
 
 
 def _release(node: Node, view: View, now: float, rules: Rules) -> Step | None:
@@ -193,34 +196,31 @@ def _release(node: Node, view: View, now: float, rules: Rules) -> Step | None:
 
 
 def _failed_program(node: Node, view: View, now: float, rules: Rules) -> Step | None:
-    """A member's program failed: its attempt ends on all nodes; tried again in a new generation, or given up."""
-    generation, position = node.generation, node.position
-    assert generation is not None and position is not None
-    if not view.failed:
+    """A member's program failed: its attempt ends on all nodes; tried again in a new generation, or given up.
+
+    Not before each other member was heard a beat later: programs that work together fail when a node is lost, and that is the
+    loss's doing, which is answered as a loss.
+    """
+    generation = node.generation
+    assert generation is not None
+    if not view.failed or _gone(node, generation, view, now, rules):
         return None
-    rank, fact = min(view.failed.items())
-    row, attempt = _row(node, rules), failed_tries(generation, position) + 1
-    host = next((m.host for m in generation.members if m.rank == rank), "")
-    where = f"node {rank} ({host}), iteration {position.iteration}, phase {row.index} {row.name}"
-    cause = f"{where}: {fact.value.get('error', 'failed')}"
-    if attempt > rules.retries:
-        log = "".join(f"\n  | {line}" for line in fact.value.get("log", ()))
-        verdict = Verdict(4, f"{cause}; given up after {attempt} attempt{'s' if attempt > 1 else ''}{log}")
-        proposal = successor(node, view, rules, generation.members, "program failed", verdict=verdict)
-    else:
-        proposal = successor(node, view, rules, generation.members, f"again: {cause}", attempt=attempt)
-    gone = losses(generation.members, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
-    return _propose_in_turn(node, proposal, now, rules, gone, cancel=True)
+    if node.failed_since is None:
+        return changed(node, failed_since=now), (CancelWork(),)
+    later = node.failed_since + rules.limits.stagger_s / 2
+    if not all(view.ledger.heard(m, later) for m in generation.members if m.rank != node.rank):
+        return None
+    return _propose_in_turn(node, another_try(node, view, rules), now, rules, ())
 
 
 def _lost_member(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     """A member is gone: shrink, wait for it, or end the run."""
     generation, position = node.generation, node.position
     assert generation is not None and position is not None
-    gone = losses(generation.members, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
+    gone = _gone(node, generation, view, now, rules)
     if not gone:  # a false alarm is over
         return (changed(node, trouble_since=None), ()) if node.trouble_since is not None else None
-    names = lost_as_text(gone)
+    names = lost_as_text(gone, node, rules)
     lost_ranks = {loss.member.rank for loss in gone}
     living = tuple(m for m in generation.members if m.rank not in lost_ranks)
     verdict, members = None, living
@@ -237,7 +237,7 @@ def _lost_member(node: Node, view: View, now: float, rules: Rules) -> Step | Non
             verdict = Verdict(5, f"{names}; not back within {rules.limits.rejoin_timeout_s:g} s")
         elif node.trouble_since is None:
             return changed(node, trouble_since=now), (
-                Note("node_lost", {"lost": lost_as_fields(gone), "waiting": True}),
+                Note("node_lost", {"lost": lost_as_fields(gone, node, rules), "waiting": True}),
             )
         else:
             return None  # own work goes on; the barrier holds by itself
@@ -257,7 +257,7 @@ def _regroup(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     assert generation is not None
     if generation.number != rules.regroup:
         return None
-    gone = losses(generation.members, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
+    gone = _gone(node, generation, view, now, rules)
     lost_ranks = {loss.member.rank for loss in gone}
     joiners = live_joiners(view.joins, view.ledger, now, rules.limits)
     known = {m.rank: m.incarnation for m in generation.members}
@@ -267,13 +267,13 @@ def _regroup(node: Node, view: View, now: float, rules: Rules) -> Step | None:
         return (changed(node, trouble_since=since), ()) if node.trouble_since is None else None
     members = {m.rank: m for m in generation.members if m.rank not in lost_ranks}
     proposal = successor(
-        node, view, rules, [*({**joiners, **members}).values()], lost_as_text(gone) or "regroup"
+        node, view, rules, [*({**joiners, **members}).values()], lost_as_text(gone, node, rules) or "regroup"
     )
     return node, (Propose(proposal),)
 
 
 def _propose_in_turn(
-    node: Node, proposal: Generation, now: float, rules: Rules, gone: Sequence[Loss], cancel: bool = False
+    node: Node, proposal: Generation, now: float, rules: Rules, gone: Sequence[Loss]
 ) -> Step | None:
     """Propose at once if this is the lowest living rank, later the more living ranks are below it.
 
@@ -285,13 +285,11 @@ def _propose_in_turn(
     lost_ranks = {loss.member.rank for loss in gone}
     below = sum(1 for m in node.generation.members if m.rank < node.rank and m.rank not in lost_ranks)
     actions: list[Action] = []
-    if first and cancel:
-        actions.append(CancelWork())
     if first and gone:
-        actions.append(Note("node_lost", {"lost": lost_as_fields(gone)}))
+        actions.append(Note("node_lost", {"lost": lost_as_fields(gone, node, rules)}))
     if now - since >= below * rules.limits.stagger_s:
         actions.append(Propose(proposal))
-    if not actions and not cancel:
+    if not actions:
         return None  # not this node's turn: its own work goes on meanwhile
     return changed(node, trouble_since=since), actions
 

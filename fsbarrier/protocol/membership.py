@@ -69,6 +69,11 @@ class Ledger:
         item = self.seen.get(member.rank)
         return item.beat.state if item is not None and item.beat.incarnation == member.incarnation else ""
 
+    def heard(self, member: Member, after: float) -> bool:
+        """Whether `member`'s counter moved after local time `after`."""
+        item = self.seen.get(member.rank)
+        return item is not None and item.beat.incarnation == member.incarnation and item.since > after
+
     def moved(self, member: Member) -> bool:
         item = self.seen.get(member.rank)
         return item is not None and item.beat.incarnation == member.incarnation and item.moved
@@ -93,14 +98,6 @@ class Loss:
     why: str
     beat: Beat | None = None
     age_s: float | None = None
-
-    @property
-    def text(self) -> str:
-        """Why, and where it was."""
-        if self.beat is None or not self.beat.phase_name:
-            return self.why
-        beat = self.beat
-        return f"{self.why}; last in iteration {beat.iteration}, phase {beat.phase} {beat.phase_name}"
 
 
 def losses(

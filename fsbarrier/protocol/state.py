@@ -64,6 +64,7 @@ class Node:
     work_s: float = 0.0
     decisions: Mapping[str, Payload] = field(default_factory=dict)
     trouble_since: float | None = None
+    failed_since: float | None = None  # when a member's program was first seen to have failed in this row
 
 
 @dataclass(frozen=True)

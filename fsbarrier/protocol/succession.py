@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsbarrier.program import SLICES, Program
-from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Payload, Position, Verdict
-from fsbarrier.protocol.membership import Loss, losses
+from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position, Verdict
 from fsbarrier.protocol.state import Node, Recovered, Rules, View
 
 
@@ -45,6 +44,22 @@ def successor(
         created_by=node.rank,
         verdict=verdict,
     )
+
+
+def another_try(node: Node, view: View, rules: Rules) -> Generation:
+    """The same members once more after a member's program failed; the end of the run where that has been tried often enough."""
+    generation, position = node.generation, node.position
+    assert generation is not None and position is not None
+    rank, fact = min(view.failed.items())
+    row, attempt = rules.program.rows[position.phase], failed_tries(generation, position) + 1
+    host = next((m.host for m in generation.members if m.rank == rank), "")
+    where = f"node {rank} ({host}), iteration {position.iteration}, phase {row.index} {row.name}"
+    cause = f"{where}: {fact.value.get('error', 'failed')}"
+    if attempt <= rules.retries:
+        return successor(node, view, rules, generation.members, f"again: {cause}", attempt=attempt)
+    log = "".join(f"\n  | {line}" for line in fact.value.get("log", ()))
+    verdict = Verdict(4, f"{cause}; given up after {attempt} attempt{'s' if attempt > 1 else ''}{log}")
+    return successor(node, view, rules, generation.members, "program failed", verdict=verdict)
 
 
 def first_of_session(
@@ -127,52 +142,3 @@ def kept_decisions(decisions: Mapping[str, Payload], start: Position, program: P
 def failed_tries(generation: Generation, position: Position) -> int:
     """How often the iteration at `position` failed already; a generation counts those of the iteration it started in."""
     return generation.attempt if position.iteration == generation.start.iteration else 0
-
-
-def lost_as_fields(gone: Sequence[Loss]) -> list[dict[str, object]]:
-    """Lost members as the journal tells them."""
-    return [
-        {
-            "node_rank": loss.member.rank,
-            "host": loss.member.host,
-            "incarnation": loss.member.incarnation,
-            "why": loss.text,
-            "iteration": loss.beat.iteration if loss.beat else None,
-            "phase": loss.beat.phase if loss.beat else None,
-            "phase_name": loss.beat.phase_name if loss.beat else "",
-            "beat_age_s": round(loss.age_s, 3) if loss.age_s is not None else None,
-        }
-        for loss in gone
-    ]
-
-
-def found_by_others(node: Node, newest: Generation, view: View, now: float, rules: Rules) -> list[Loss]:
-    """The members whose loss this node had not noticed yet when a newer generation went on without them."""
-    if node.generation is None or node.trouble_since is not None:
-        return []
-    gone = [m for m in node.generation.members if newest.incarnation_of(m.rank) != m.incarnation]
-    known = losses(gone, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
-    noticed = {loss.member: loss for loss in known}
-    return [noticed.get(m) or _heard_of(m, f"found by node {newest.created_by}", view, now) for m in gone]
-
-
-def _heard_of(member: Member, why: str, view: View, now: float) -> Loss:
-    seen = view.ledger.seen.get(member.rank)
-    beat = seen.beat if seen is not None and seen.beat.incarnation == member.incarnation else None
-    return Loss(member, why, beat, view.ledger.age(member, now))
-
-
-def lost_as_text(gone: Sequence[Loss]) -> str:
-    return "; ".join(f"node {loss.member.rank} ({loss.member.host}) is lost: {loss.text}" for loss in gone)
-
-
-def last_news(view: View, rank: int, now: float) -> str:
-    """What is known of a node that does not come, for people."""
-    seen, join = view.ledger.seen.get(rank), view.joins.get(rank)
-    if seen is None or join is None:
-        return "never seen"
-    return f"{join.host}, {_phase_text(seen.beat)}, last heartbeat {now - seen.since:.0f} s ago"
-
-
-def _phase_text(beat: Beat) -> str:
-    return f"in {beat.phase_name}" if beat.phase_name else beat.state
