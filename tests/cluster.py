@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,17 @@ class Cluster:
         pid = self.processes[rank].pid
         return {pid: processes.Stat(pid).start, **processes.below(pid)}
 
+    def running(self, rank: int, *words: str, deadline_s: float = 400.0) -> dict[int, int]:
+        """All that a node runs, once each of these words is in a command line of it."""
+        end, pause = time.monotonic() + deadline_s, threading.Event()
+        while True:
+            tree = self.tree(rank)
+            shown = command_lines(tree)
+            if all(word in shown for word in words):
+                return tree
+            assert time.monotonic() < end, f"{words} do not appear\n{shown}\n{self.said(rank)}"
+            pause.wait(0.05)
+
     def said(self, rank: int) -> str:
         path = self.output / f"node_{rank}.txt"
         return (
@@ -131,6 +143,17 @@ class Cluster:
             if path.exists()
             else f"--- node {rank}: nothing"
         )
+
+
+def command_lines(tree: Iterable[int]) -> str:
+    """The command lines of these processes, one a line."""
+    lines = []
+    for pid in tree:
+        with contextlib.suppress(OSError):
+            lines.append(
+                Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
+    return "\n".join(lines)
 
 
 def all_gone(tree: dict[int, int], deadline_s: float) -> bool:

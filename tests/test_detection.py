@@ -16,13 +16,15 @@ from pathlib import Path
 
 import pytest
 from cluster import FAST, REPO, Cluster, Event, all_gone, assert_exactly_once, leftovers
-
-sys.path.insert(0, str(Path(__file__).parent / "fuse"))
-import mounting
+from fuse import mounting
 
 WITHIN_S = 20.0
 VICTIM = 1
 PROGRAMS = Path(__file__).parent / "programs"
+INSIDE = Path(mounting.__file__).with_name("inside.py")
+needs_mounts = pytest.mark.skipif(
+    mounting.missing() is not None or os.geteuid() != 0, reason="needs FUSE, as root"
+)
 
 
 def without_the_victim(event: Event) -> bool:
@@ -102,14 +104,13 @@ def test_a_daemon_whose_reads_hang(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(mounting.missing() is not None or os.geteuid() != 0, reason="needs FUSE, as root")
+@needs_mounts
 def test_a_mount_that_hangs(tmp_path: Path) -> None:
     """One node sees the run directory through a filesystem of its own, whose server is stopped."""
     mount, shared = tmp_path / "mount", tmp_path / "run"
 
     def prepare(cluster: Cluster) -> None:
-        inside = Path(mounting.__file__).with_name("inside.py")
-        cluster.prefix[VICTIM] = (sys.executable, str(inside), str(mount), str(shared))
+        cluster.prefix[VICTIM] = (sys.executable, str(INSIDE), str(mount), str(shared))
 
     with mounting.mounted(shared, mount), rolling_out(tmp_path, prepare) as cluster:
         (server,) = [pid for pid in leftovers(mount) if pid not in cluster.tree(VICTIM)]
@@ -170,31 +171,55 @@ def test_a_program_without_progress_is_a_failed_attempt(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nobody_is_taken_for_dead_under_load_and_pauses(tmp_path: Path) -> None:
-    """All CPUs busy twice over, and now and then a daemon is paused for 5 s, for a minute and a half."""
+@pytest.mark.parametrize("stale_s", [0, pytest.param(3, marks=needs_mounts)])
+def test_nobody_is_taken_for_dead_under_load_and_pauses(tmp_path: Path, stale_s: int) -> None:
+    """All CPUs busy twice over, and now and then daemons are paused for 5 s, for a minute and a half; then with stale mounts too."""
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(Cluster(tmp_path, 3, "toy.phase_s=1", "toy.tasks=24"))
+        if stale_s:
+            flags = [
+                word for cache in ("listing", "entry", "attr") for word in (f"--{cache}-s", str(stale_s))
+            ]
+            for rank in range(3):
+                mount = stack.enter_context(
+                    mounting.mounted(cluster.log_path, tmp_path / f"mount-{rank}", flags)
+                )
+                cluster.prefix[rank] = (sys.executable, str(INSIDE), str(mount), str(cluster.log_path))
+        stack.enter_context(all_cpus_busy())
+        cluster.start()
+        cluster.in_phase(0, 2)
+        pause_now_and_then(cluster, 90.0)
+        events = cluster.events()
+        for process in cluster.processes.values():  # before its mount goes
+            process.kill()
+            process.wait()
+    assert not [e for e in events if e["event"] in ("node_lost", "left_generation")]
+    assert max(e["iteration"] for e in events) >= 2
+
+
+def pause_now_and_then(cluster: Cluster, seconds: float) -> None:
     generator, pause = random.Random(1), threading.Event()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        chosen = generator.sample(range(3), generator.choice((1, 1, 2, 3)))
+        for rank in chosen:
+            cluster.signal(rank, signal.SIGSTOP)
+        pause.wait(5.0)
+        for rank in chosen:
+            cluster.signal(rank, signal.SIGCONT)
+        pause.wait(generator.uniform(0.0, 3.0))
+
+
+@contextlib.contextmanager
+def all_cpus_busy() -> Iterator[None]:
     burn = [sys.executable, "-c", "while True: pass"]
     burners = [subprocess.Popen(burn) for _ in range(2 * (os.cpu_count() or 1))]
     try:
-        with Cluster(tmp_path, 3, "toy.phase_s=1", "toy.tasks=24") as cluster:
-            cluster.start()
-            cluster.in_phase(0, 2)
-            end = time.monotonic() + 90
-            while time.monotonic() < end:
-                chosen = generator.sample(range(3), generator.choice((1, 1, 2, 3)))
-                for rank in chosen:
-                    cluster.signal(rank, signal.SIGSTOP)
-                pause.wait(5.0)
-                for rank in chosen:
-                    cluster.signal(rank, signal.SIGCONT)
-                pause.wait(generator.uniform(0.0, 3.0))
-            events = cluster.events()
+        yield
     finally:
         for burner in burners:
             burner.kill()
             burner.wait()
-    assert not [e for e in events if e["event"] in ("node_lost", "left_generation")]
-    assert max(e["iteration"] for e in events) >= 2
 
 
 def test_a_terminal_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:

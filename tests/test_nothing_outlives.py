@@ -4,38 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, all_gone, leftovers, rolled_out_twice
+from cluster import Cluster, all_gone, command_lines, leftovers, rolled_out_twice
 
 SMALL = ("rollout.tasks=24", "rollout.samples=8", "eval.tasks=8", "coordination.beat_s=0.5")
 PAUSE = "import signal; signal.pause()"
 FOREIGN = (("vllm", "serve", "VLLM::EngineCore"), ("torch.distributed.run", "fsbarrier.workers.rollout"))
-
-
-def command_lines(tree: dict[int, int]) -> str:
-    lines = []
-    for pid in tree:
-        try:
-            lines.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:
-            continue
-    return "\n".join(lines)
-
-
-def tree_with(cluster: Cluster, *words: str, deadline_s: float = 400.0) -> dict[int, int]:
-    """All that node 0 runs, once each of these words is in a command line of it."""
-    end, pause = time.monotonic() + deadline_s, threading.Event()
-    while True:
-        tree = cluster.tree(0)
-        shown = command_lines(tree)
-        if all(word in shown for word in words):
-            return tree
-        assert time.monotonic() < end, f"{words} do not appear\n{shown}\n{cluster.said(0)}"
-        pause.wait(0.05)
 
 
 @pytest.mark.engine
@@ -51,13 +27,13 @@ def test_a_killed_daemon_takes_its_engine_and_programs_along(tmp_path: Path) -> 
             cluster.start()
             cluster.wait_for(lambda e: e["event"] == "phase_started" and e["phase"] == 2)
             cluster.beating(0, lambda beat: beat.progress.get("done", 0) >= 2, deadline_s=400)
-            tree = tree_with(cluster, "VLLM::EngineCore", "fsbarrier.workers.rollout")
+            tree = cluster.running(0, "VLLM::EngineCore", "fsbarrier.workers.rollout")
             cluster.kill(0)
             assert all_gone(tree, 5.0), command_lines(tree)
 
             cluster.start()
             cluster.wait_for(lambda e: (e["event"], e["phase"]) == ("phase_started", 10), deadline_s=400)
-            tree = tree_with(cluster, "torch.distributed.run", "fsbarrier.workers.update")
+            tree = cluster.running(0, "torch.distributed.run", "fsbarrier.workers.update")
             cluster.kill(0)
             assert all_gone(tree, 5.0), command_lines(tree)
 

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, leftovers
+from cluster import Cluster, all_gone, leftovers, rolled_out_twice
 
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES
+from fsbarrier.trajectories import load
 
 SMALL = ("rollout.tasks=24", "rollout.samples=8", "eval.tasks=32", "optimizer.warmup_steps=0")
 
@@ -25,6 +26,36 @@ def test_two_nodes_two_iterations(tmp_path: Path) -> None:
         assert_phases_in_order(cluster)
         assert_trajectories_open_in_torch(paths)
         assert_new_weights_are_served(paths, events)
+        assert leftovers(cluster.log_path) == []
+
+
+@pytest.mark.engine
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("victim", "phase"), [(0, 2), (1, 10)])
+def test_a_node_dies_in_the_real_thing(tmp_path: Path, victim: int, phase: int) -> None:
+    """The leader while it rolls out; the other node in the middle of the torchrun that both are in."""
+    quick = ("coordination.beat_s=1", "coordination.suspect_s=4", "coordination.dead_s=10")
+    with Cluster(tmp_path, 2, "--iterations", "1", *SMALL, *quick, program="rl") as cluster:
+        cluster.start()
+        cluster.wait_for(
+            lambda e: (e["event"], e["node_rank"], e["phase"]) == ("phase_started", victim, phase),
+            deadline_s=400,
+        )
+        if phase == 2:
+            cluster.beating(victim, lambda beat: beat.progress.get("done", 0) >= 2, deadline_s=400)
+        else:
+            cluster.running(victim, "fsbarrier.workers.update")
+        tree = cluster.tree(victim)
+        cluster.kill(victim)
+        assert all_gone(tree, 5.0)
+        assert cluster.wait(1 - victim, deadline_s=400) == {1 - victim: 0}, cluster.said(1 - victim)
+        paths, events = RunPaths(cluster.log_path), cluster.events()
+        assert rolled_out_twice(cluster.log_path, 1, "train") == []
+        assert len(load(paths.merged("train", 1))["trajectories"]) == 24 * 8
+        published = [e for e in events if e["event"] == "weights_published"]
+        assert [(e["node_rank"], e["policy_version"]) for e in published] == [(1 - victim, 1)]
         assert leftovers(cluster.log_path) == []
 
 
