@@ -196,13 +196,15 @@ def _join(request: Request, given: Mapping[str, Given], record: RunRecord, mount
     )
     if rank is None and num_nodes > 1 and not request.dry_run:
         raise UsageError(_no_rank(num_nodes, request.environ))
+    stored = settings.from_nested(record.settings).model_dump(
+        mode="json"
+    )  # what an older version did not know: defaults
     if "model" in load_program(record.settings["program"]).needs:
-        preflight.check_engine(record.settings, request.environ)  # variables are each node's own
-        preflight.check_judge(
-            {**settings.Settings().model_dump(mode="json"), **record.settings}, request.environ
-        )
+        preflight.check_engine(stored, request.environ)  # variables, and where files lie, are each node's own
+        preflight.check_judge(stored, request.environ)
+        preflight.check_agent(stored["rollout"]["agent"])
     runrecord.check_tasks(record)
-    record = replace(record, settings={**record.settings, **_choices(given, resolved.nested)})
+    record = replace(record, settings={**stored, **_choices(given, resolved.nested)})
     return Start(record, rank.value if rank else 0, resolved.settings.iterations, created=False, mount=mount)
 
 

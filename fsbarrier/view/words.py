@@ -99,6 +99,7 @@ def _updated(line: Line) -> str:
         f"{steps} optimizer steps" if steps is not None else "",
         f"loss {loss:.4g}" if loss is not None else "",
         f"log-prob gap {gap:.1g}" if gap is not None else "",
+        f"{replayed} sequences of other policies" if (replayed := integer(line.fields, "replayed")) else "",
     ]
     return f"iteration {line.iteration}: updated ({', '.join(part for part in parts if part) or 'done'})"
 
