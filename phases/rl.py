@@ -152,6 +152,13 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
     without = set(cut_off)
     merged = ctx.paths.merged_by(split, ctx.iteration, ctx.generation)
     event = {"split": split, "policy_version": ctx.policy_version}
+    known = {
+        "merged": str(merged),
+        "cut_off": cut_off,
+        "groups_cut_off": len(cut_off),
+        "groups_taken_over": sum(report.get("taken_over", 0) for report in reports.values()),
+        **event,
+    }
     command = Command(
         (ctx.python, "-m", "fsbarrier.aggregate", "--spec", "{spec}"),
         "aggregate.log",
@@ -170,7 +177,7 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
                 **event,
             },
         },
-        extra={"merged": str(merged), "cut_off": cut_off, **event},
+        extra=known,
         event="rolled_out" if split == "train" else "evaluated",
     )
     return Steps((command, PublishFile(merged, ctx.paths.merged(split, ctx.iteration))))
