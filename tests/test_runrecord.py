@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from fsbarrier import settings
 from fsbarrier.errors import TooFewNodes, UsageError
 from fsbarrier.files import sha256_file
-from fsbarrier.node.daemon import completed
 from fsbarrier.paths import RunPaths
 from fsbarrier.start import runrecord, startup
 from fsbarrier.start.given import from_words
@@ -290,7 +289,8 @@ def test_reading_a_record_needs_no_heavy_package() -> None:
 
 
 def test_a_run_of_an_older_version_goes_on_with_defaults_for_what_it_did_not_know(tmp_path: Path) -> None:
-    record = make(tmp_path, "num_nodes=3", "coordination.beat_s=1.5", "custom.mine=7")
+    record = make(tmp_path, "num_nodes=2", "program=toy", "coordination.beat_s=1.5", "custom.mine=7")
     old = {name: value for name, value in record.settings.items() if name != "toy"}
     old["coordination"] = {k: v for k, v in old["coordination"].items() if k != "poll_max_s"} | {"gone": 1}
-    assert completed(replace(record, settings=old)) == record
+    runrecord.publish(replace(record, settings=old))
+    assert begin(tmp_path, worker=1).record.settings == record.settings

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from cluster import FAST, Cluster, assert_exactly_once, leftovers
 
-from fsbarrier.node.control import request_stop
 from fsbarrier.program import PHASE_NAMES
 
 
@@ -37,21 +36,6 @@ def test_a_killed_node_comes_back_at_the_next_iteration(tmp_path: Path) -> None:
         back = [e for e in cluster.events() if e["event"] == "generation_started" and e["node_rank"] == 1]
         assert back[-1]["members"] == [0, 1, 2] and back[-1]["phase"] == 0
         assert_exactly_once(cluster.log_path, 4)
-
-
-def test_stop_ends_the_run_at_a_safe_point_and_now_at_once(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2, *FAST) as cluster:
-        cluster.start()
-        cluster.in_phase(0, 2)
-        request_stop(cluster.log_path, now=False)
-        assert cluster.wait() == {0: 0, 1: 0}
-        ended = [e for e in cluster.events() if e["event"] == "node_ended"]
-        assert [(e["state"], e["iteration"], e["phase"]) for e in ended] == [("stopped", 2, 0)] * 2
-        cluster.start()
-        cluster.in_phase(0, 2, iteration=2)
-        request_stop(cluster.log_path, now=True)
-        assert cluster.wait() == {0: 0, 1: 0}
-        assert leftovers(cluster.log_path) == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

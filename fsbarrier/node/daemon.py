@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -39,7 +38,6 @@ from fsbarrier.program import SLICES
 from fsbarrier.protocol.facts import Join, Payload, encode
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Exit, Node, Rules, Stage
-from fsbarrier.settings import from_nested
 from fsbarrier.start import ranks
 from fsbarrier.start.runrecord import CHOICES, RunRecord
 from fsbarrier.supervision import accelerators
@@ -56,7 +54,6 @@ def run_node(record: RunRecord, *, node_rank: int, until: int | None, console: b
 
     Raises UsageError (the rank is taken), StoreError.
     """
-    record = completed(record)
     files.set_shared_group(bool(record.settings["shared_group"]))
     with ExitStack() as stack:
         stack.enter_context(hold_rank(record.paths, node_rank, record.settings["coordination"]["beat_s"]))
@@ -66,11 +63,6 @@ def run_node(record: RunRecord, *, node_rank: int, until: int | None, console: b
         stack.callback(daemon.close)
         with daemon.signals():
             return daemon.run()
-
-
-def completed(record: RunRecord) -> RunRecord:
-    """A record that an older version made, with defaults for the settings that it did not know: such a run goes on too."""
-    return replace(record, settings=from_nested(record.settings).model_dump(mode="json"))
 
 
 class Daemon:
