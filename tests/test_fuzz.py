@@ -19,16 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_run import long_run
 from group_members import REPO
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trajectory_files import group, write_part
 
-from fsbarrier import aggregate, checkpoints
+from fsbarrier import aggregate, checkpoints, cli
 from fsbarrier.data import rankfiles
 from fsbarrier.data.tasks import read_tasks
 from fsbarrier.data.torchunpickle import Unpickler
-from fsbarrier.errors import ProgramFailed, StoreError, UsageError
+from fsbarrier.errors import EXIT_INTERNAL, ProgramFailed, StoreError, UsageError
 from fsbarrier.node import journal, leavings
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.store import PosixStore
@@ -239,6 +240,8 @@ def test_the_run_s_record(data: bytes) -> None:
         pass
 
 
+QUICK = {"coordination.beat_s": 0.02, "coordination.suspect_s": 0.1, "coordination.dead_s": 0.2}
+
 # --- journals and what programs leave -----------------------------------------------------------------------------------------
 
 LINE = (
@@ -311,6 +314,21 @@ def test_a_manifest(policy: Path) -> None:
         assert manifest.files["model/weights"][0] == 3  # what is verified is what lies there
 
     read()
+
+
+@settings(fuzz, max_examples=max(1, EXAMPLES // 8))
+@given(st.data())
+def test_commands_that_look_at_a_run(
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str], data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    long_run(folder, iterations=2, extra=QUICK)
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in data.draw(st.lists(st.sampled_from(found), min_size=1, max_size=3)):
+        path.write_bytes(data.draw(bytes_like(path.read_bytes())))
+    for words in (["status", "--json"], ["report", "--out", str(folder / "page.html")], ["logs"]):
+        assert cli.main([*words, "--log-path", str(folder)]) != EXIT_INTERNAL, capsys.readouterr()
+    assert cli.main(["recover", "--iteration", "1", "--dry-run", "--log-path", str(folder)]) != EXIT_INTERNAL
 
 
 # --- settings and tasks -------------------------------------------------------------------------------------------------------
@@ -411,7 +429,6 @@ def parquet_reader() -> Iterator[Callable[[Path], str]]:
     process.communicate()
 
 
-@pytest.mark.slow
 def test_a_parquet_file(tmp_path: Path, parquet_reader: Callable[[Path], str]) -> None:
     import pyarrow
     from pyarrow import parquet
