@@ -14,9 +14,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from fsbarrier import files
 from fsbarrier.errors import StoreError
@@ -24,6 +25,7 @@ from fsbarrier.protocol.assign import lots
 
 TRIES = 5  # of one operation that the filesystem answers with an error
 PAUSE_S = 0.1  # before the second try, doubled before each further one
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Claims:
             int, ...
         ] = ()  # claimed by an earlier start of this very program, which was cut off
         if folder is not None:
-            files.make_dirs(folder)
+            _patiently(lambda: files.make_dirs(folder), folder, "made")
             self._earlier = self._of_an_earlier_start(folder)
 
     @property
@@ -121,29 +123,26 @@ class Claims:
     def _claim(self, lot: Lot) -> bool:
         if self.folder is None:
             return True
-        path, pause = self.folder / lot.name, PAUSE_S
-        for attempt in range(TRIES):
-            try:
-                # Not flushed: after a power loss the nodes that it hit are lost, and the next generation shares out anew.
-                won = files.create_exclusive(path, self._owner, durable=False)
-                # The answer to an earlier try may have been lost on its way back.
-                won = won or (attempt > 0 and path.read_bytes() == self._owner)
-                break
-            except OSError as error:
-                if attempt == TRIES - 1:
-                    raise StoreError(f"{path}: cannot be claimed: {error.strerror or error}") from error
-                threading.Event().wait(pause)
-                pause *= 2
+        path, tries = self.folder / lot.name, 0
+
+        def create() -> bool:
+            nonlocal tries
+            tries += 1
+            # Not flushed: after a power loss the nodes that it hit are lost, and the next generation shares out anew.
+            won = files.create_exclusive(path, self._owner, durable=False)
+            # The answer to an earlier try may have been lost on its way back.
+            return won or (tries > 1 and path.read_bytes() == self._owner)
+
+        won = _patiently(create, path, "claimed")
         self.made, self.lost = self.made + won, self.lost + (not won)
         return won
 
     def _look(self, folder: Path) -> frozenset[str]:
         """Leave out what is claimed by now. A listing that is behind shows too much left, and then the claim is lost."""
         self.listings += 1
-        try:
-            names = frozenset(os.listdir(folder))  # freshly opened: what makes NFS look again
-        except OSError as error:
-            raise StoreError(f"{folder}: cannot be listed: {error.strerror or error}") from error
+        names = frozenset(
+            _patiently(lambda: os.listdir(folder), folder, "listed")
+        )  # freshly opened: NFS looks again
         for owner, queue in self._left.items():
             self._left[owner] = deque(lot for lot in queue if lot.name not in names)
         return names
@@ -153,7 +152,22 @@ class Claims:
         names = self._look(folder)
         tasks: list[int] = []
         for lot in everything:
-            if lot.name in names and (folder / lot.name).read_bytes() == self._owner:
+            path = folder / lot.name
+            if lot.name in names and _patiently(path.read_bytes, path, "read") == self._owner:
                 tasks += lot.tasks
                 self.taken_over += lot.tasks if lot.rank != self.rank else ()
         return tuple(tasks)
+
+
+def _patiently(operation: Callable[[], T], path: Path, done: str) -> T:
+    """What `operation` gives, once the filesystem does not fail. Raises StoreError after a few tries."""
+    pause_s = PAUSE_S
+    for tries_left in reversed(range(TRIES)):
+        try:
+            return operation()
+        except OSError as error:
+            if not tries_left:
+                raise StoreError(f"{path}: cannot be {done}: {error.strerror or error}") from error
+        threading.Event().wait(pause_s)
+        pause_s *= 2
+    raise AssertionError("unreachable")

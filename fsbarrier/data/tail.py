@@ -7,6 +7,7 @@ what each node did is in its result, and the leader's decision says what was lef
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -49,14 +50,20 @@ class Tail:
         return max(min(LOOK_S, self._grace_s / 4), LOOK_S * len(self._counts) / 50, 0.02)
 
     def say(self, durable: int) -> None:
-        """Let the others know how many groups this node has on disk. Raises OSError."""
+        """Let the others know how many groups this node has on disk."""
         if durable != self._said:
-            files.write_atomic(self._folder / self._mine, b"%d\n" % durable)
-            self._said = durable
+            with contextlib.suppress(OSError):  # the next count will tell as well
+                files.write_atomic(self._folder / self._mine, b"%d\n" % durable)
+                self._said = durable
 
     def over(self) -> bool:
-        """Whether the phase is to end now, finished or not. Raises OSError."""
-        names = os.listdir(self._folder)
+        """Whether the phase is to end now, finished or not. What cannot be read now is read at the next look."""
+        try:
+            return self._over(os.listdir(self._folder))
+        except OSError:
+            return False
+
+    def _over(self, names: Sequence[str]) -> bool:
         if CUT in names:
             return True
         if self._durable(names) < self._need:

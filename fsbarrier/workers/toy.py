@@ -17,6 +17,7 @@ from typing import Any
 
 from fsbarrier import checkpoints, files
 from fsbarrier.data.tail import Tail
+from fsbarrier.errors import FsbarrierError
 from fsbarrier.trajectories import ShardWriter
 from fsbarrier.workers import share
 
@@ -29,7 +30,11 @@ def main() -> int:
     spec = json.loads(Path(sys.argv[sys.argv.index("--spec") + 1]).read_text())
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     work = {"rollout": rollout, "update": update, "wait": wait}[spec["do"]]
-    result = work(spec)
+    try:
+        result = work(spec)
+    except FsbarrierError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     if stopped.is_set():
         return 143
     files.write_atomic(Path(spec["result"]), json.dumps(result).encode())
