@@ -56,7 +56,7 @@ class Doctors:
 
     def talking(self) -> bool:
         """Whether they have found each other."""
-        return any((folder / "talk").is_dir() for folder in (self.path / FOLDER).glob("*"))
+        return any((self.path / FOLDER).glob("*/talk/hello.*"))
 
 
 @pytest.fixture

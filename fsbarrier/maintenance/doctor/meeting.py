@@ -100,7 +100,8 @@ class Meeting:
     members: dict[int, str] = field(default_factory=dict)
     leader: str = ""
     _peers: dict[str, Peer] = field(default_factory=dict)
-    _before: frozenset[str] = frozenset()
+    _before: frozenset[str] = frozenset()  # folders of other groups, when this one started
+    _strays: frozenset[str] = frozenset()  # temporary files, likewise: no write takes as long as a doctor
     _ended: threading.Event = field(default_factory=threading.Event)
     _counter: int = 0
     _left: bool = False
@@ -136,6 +137,7 @@ class Meeting:
         """
         files.make_dirs(self.lobby)
         self._before = frozenset(os.listdir(self.path / FOLDER)) - {"lobby"}
+        self._strays = frozenset(name for name in os.listdir(self.lobby) if name.startswith("."))
         self._beat_once()
         self._thread = threading.Thread(target=self._beat, name="beat", daemon=True)
         self._thread.start()
@@ -157,10 +159,11 @@ class Meeting:
 
     def _here(self) -> dict[str, Message]:
         """Who is in the lobby, alive and without a group: token -> record."""
+        recent = time.monotonic() - SILENT_S
         free = {
             token: peer.record
             for token, peer in self._peers.items()
-            if peer.moved and not peer.record["members"]
+            if peer.moved and peer.since > recent and not peer.record["members"] and not peer.record["left"]
         }
         return {**free, self.token: self._record()}
 
@@ -341,9 +344,10 @@ class Meeting:
         return self.leader == self.token and not self._left
 
     def _remove(self, records: set[str], session: str) -> None:
-        for token in records:
-            with contextlib.suppress(OSError):
-                (self.lobby / token).unlink()
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self.lobby):  # with what an interrupted write of theirs left
+                if name.lstrip(".").partition(".")[0] in records or name in self._strays:
+                    (self.lobby / name).unlink(missing_ok=True)
         orphans = self._before - self._peers.keys()
         for folder in {session, *records, *orphans} - {""}:
             shutil.rmtree(self.path / FOLDER / folder, ignore_errors=True)
