@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fsbarrier import checkpoints, files
+from fsbarrier.data import retention
 from fsbarrier.errors import FsbarrierError, ProgramFailed, StoreError
+from fsbarrier.node.leavings import read_progress, read_result
 from fsbarrier.node.rendezvous import Rendezvous, probe
 from fsbarrier.program import (
     Command,
@@ -117,12 +119,7 @@ class Jobs:
         """What the running program says of itself; {} when none runs."""
         path = self._progress_file
         if path is not None and self._report is None:
-            try:
-                data = json.loads(path.read_bytes())
-            except (OSError, ValueError):
-                return self._progress
-            if isinstance(data, dict):
-                self._progress = data
+            self._progress = read_progress(path) or self._progress
         return self._progress
 
     # --- the thread's side ---
@@ -218,7 +215,13 @@ class Jobs:
         checkpoints.publish_link(self.log_path, work.folder)
         checkpoints.retain(self.log_path, work.keep, work.folder)
         value = {"policy_version": work.policy_version, "folder": str(work.folder)}
-        return {**value, "events": [journaled("weights_published", value)]}
+        events = [journaled("weights_published", value)]
+        gone = retention.remove_old(
+            self.log_path, work.trained_on, batches=work.keep, trajectories=work.keep_trajectories
+        )
+        if gone:
+            events.append({"event": "trajectories_removed", "iterations": gone})
+        return {**value, "events": events}
 
     def _command(self, work: Command, context: Context, cancel: threading.Event) -> dict[str, Any]:
         self._close_rendezvous()  # torchrun takes the port over
@@ -250,7 +253,7 @@ class Jobs:
         code = self._watch(child, progress_file, cancel, context)
         if code != 0:
             raise ProgramFailed(f"{program_name(argv)} {ended(code)}{tail_text(child)}")
-        result = self._result(result_file, argv) if work.result else {}
+        result = read_result(result_file, program_name(argv)) if work.result else {}
         shutil.rmtree(folder, ignore_errors=True)
         value = {**work.extra, **result}
         return {**value, "events": [journaled(work.event, value)]} if work.event else value
@@ -273,15 +276,6 @@ class Jobs:
                 )
         return code
 
-    def _result(self, path: Path, argv: list[str]) -> dict[str, Any]:
-        try:
-            result = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise ProgramFailed(f"{program_name(argv)} ended well but left no result ({error})") from None
-        if not isinstance(result, dict):
-            raise ProgramFailed(f"{program_name(argv)} left a result that is no JSON object")
-        return result
-
     def _close_rendezvous(self) -> None:
         if self._rendezvous is not None:
             self._rendezvous.close()
@@ -299,7 +293,7 @@ def worker_env() -> dict[str, str]:
 def journaled(event: str, value: Mapping[str, Any]) -> dict[str, Any]:
     """What of a result goes to the journal: its plain values."""
     plain = {k: v for k, v in value.items() if isinstance(v, (int, float, str)) or v is None}
-    return {"event": event, **plain}
+    return {**plain, "event": event}
 
 
 def failure(message: str) -> dict[str, Any]:
