@@ -69,6 +69,11 @@ TOLD = [
         "iteration 1: train reward 0.40, 1536 trajectories (policy version 0)",
     ),
     (
+        raw("rolled_out", 4, reward_mean=0.4, groups_taken_over=3, groups_cut_off=2, left_out=0),
+        "iteration 1: train reward 0.40, 3 groups taken over from slower nodes, 2 groups cut off",
+    ),
+    (raw("shares_fixed", 1, why="x"), "nodes do not take over from each other: x"),
+    (
         raw("updated", 10, loss=0.01234, optimizer_steps=12, logprob_gap_mean=2e-5),
         "iteration 1: updated (12 optimizer steps, loss 0.01234, log-prob gap 2e-05)",
     ),

@@ -59,6 +59,7 @@ class AggregateReport:
     unexpected: int = 0  # groups dropped because their task is not among the expected
     fingerprint: str = ""  # names the groups that were merged; equal content, equal fingerprint
     left_out: int = 0  # groups beyond those to keep: without signal, or surplus
+    rolled_out_reward_mean: float | None = None  # of all groups, those left out included
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ def _report(plan: Plan, out: Path, size: int, *, already_done: bool) -> Aggregat
         unexpected=plan.unexpected,
         fingerprint=plan.fingerprint,
         left_out=len(plan.without_signal) + len(plan.surplus),
+        rolled_out_reward_mean=plan.rolled_out[1],
     )
 
 

@@ -77,12 +77,20 @@ def _failed(line: Line) -> str:
     return f"{where} failed: {text(line.fields, 'error') or 'no reason was given'}"
 
 
+ROLLED_OUT = (
+    ("groups_taken_over", "taken over from slower nodes"),
+    ("groups_cut_off", "cut off"),
+    ("left_out", "left out"),
+)
+
+
 def _rolled_out(line: Line) -> str:
     reward, count = number(line.fields, "reward_mean"), integer(line.fields, "trajectories")
     version = integer(line.fields, "policy_version")
     parts = [
         f"train reward {amount(reward)}" if reward is not None else "",
         f"{count} trajectories" if count is not None else "",
+        *(f"{many} groups {what}" for name, what in ROLLED_OUT if (many := integer(line.fields, name))),
     ]
     return f"iteration {line.iteration}: {', '.join(part for part in parts if part) or 'rolled out'}{_policy(version)}"
 
@@ -147,6 +155,7 @@ _TELL: dict[str, Callable[[Line], str | None]] = {
     "node_recovered": _suspect,
     "node_lost": _lost,
     "work_failed": _failed,
+    "shares_fixed": lambda line: f"nodes do not take over from each other: {text(line.fields, 'why') or '?'}",
     "rolled_out": _rolled_out,
     "evaluated": _evaluated,
     "updated": _updated,

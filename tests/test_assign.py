@@ -1,0 +1,99 @@
+"""Which tasks an iteration takes, as phases/rl.py decides it: more than are wanted, those that were cut off, fixed shares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsbarrier.loader import load_module
+from fsbarrier.paths import RunPaths
+from fsbarrier.program import Context, PartOnDisk, Value
+from fsbarrier.protocol.facts import Member
+
+rl = load_module("rl")
+
+
+def context(phase: str = "train_assign", iteration: int = 3, **changes: Any) -> Context:
+    """What node 0 of two sees, with the settings of `changes` that begin with "rollout_"."""
+    rollout = {"tasks": 4, "seed": 0, "take_over": True, "oversample": 1.0, "completion_threshold": 1.0}
+    rollout |= {"grace_s": 0.0, "carry_over": False}
+    rollout |= {name[8:]: changes.pop(name) for name in list(changes) if name.startswith("rollout_")}
+    known: dict[str, Any] = {
+        "run_id": "r",
+        "paths": RunPaths(Path("/run")),
+        "settings": {"rollout": rollout, "rollout_split": None, "rank_weights": [3.0, 1.0]},
+        "tasks": {"train": {"count": 100, "path": "/data/train.jsonl"}},
+        "model": Path("/model"),
+        "node_rank": 0,
+        "incarnation": 1,
+        "members": (Member(0, 1), Member(1, 1)),
+        "leader": 0,
+        "generation": 2,
+        "iteration": iteration,
+        "attempt": 0,
+        "phase": next(row for row in rl.PROGRAM.rows if row.name == phase),
+        "decisions": {},
+        "python": "python",
+    }
+    return Context(**{**known, **changes})
+
+
+def assigned(ctx: Context) -> dict[str, Any]:
+    work = rl.assign_train(ctx)
+    assert isinstance(work, Value)
+    return dict(work.value)
+
+
+def cut_off(ctx: Context, done: list[int], **report: Any) -> Any:
+    decision = {"wanted": [5, 6, 7, 8], "shares": {"0": [5, 6, 7], "1": [8]}, "adopted": [], "keep": None}
+    reports = {0: {"part": "p", "tasks": done, **report}, 1: {}}
+    parts = [{"path": "p", "tasks": done}]
+    return rl.tasks_cut_off(ctx, decision["wanted"], parts, reports)
+
+
+def test_more_tasks_than_are_wanted_when_asked_for() -> None:
+    plain, more = assigned(context()), assigned(context(rollout_oversample=1.6))
+    assert (len(plain["wanted"]), plain["keep"]) == (4, None)
+    assert (len(more["wanted"]), more["keep"]) == (7, 4)
+    assert [len(share) for share in more["shares"].values()] == [5, 2] and more["fixed_shares"] == ""
+
+
+def test_what_was_cut_off_comes_first_the_next_time_and_only_then() -> None:
+    drawn = assigned(context())["wanted"]
+    last = {"train_aggregate": {"iteration": 2, "value": {"cut_off": [99, drawn[1]]}}}
+    again = assigned(context(decisions=last, rollout_carry_over=True))
+    assert again["carried"] == [99, drawn[1]]
+    assert again["wanted"] == [99, drawn[1], drawn[0], drawn[2], drawn[3]]
+    assert assigned(context(decisions=last))["wanted"] == drawn
+    later = assigned(context(iteration=4, decisions=last, rollout_carry_over=True))
+    assert later["carried"] == []
+
+
+def test_tasks_are_cut_off_only_where_the_phase_was_ended_with_enough() -> None:
+    ctx = context(rollout_completion_threshold=0.7)
+    assert cut_off(ctx, [5, 7, 8], ended_early=True) == [6]
+    assert cut_off(ctx, [5, 7, 8], ended_early=False) == []  # missing for no reason: the merge will refuse
+    assert cut_off(ctx, [5, 7], ended_early=True) == []
+
+
+def test_shares_are_fixed_where_claims_are_unsafe_and_the_journal_says_so() -> None:
+    decision = assigned(context(claims_unsafe=lambda: "an object store"))
+    assert decision["fixed_shares"] == "an object store"
+    assert decision["events"] == [{"event": "shares_fixed", "why": "an object store"}]
+    assert assigned(context(rollout_take_over=False))["fixed_shares"] == "rollout.take_over is off"
+    assert "events" not in assigned(context())
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_adopted_groups_are_not_shared_out_again(version: int) -> None:
+    drawn = assigned(context())["wanted"]
+    part = PartOnDisk("p", version, 100, (drawn[2], 98, drawn[0]))
+    decision = assigned(context(inventory=lambda split: (part,)))
+    left = [task for share in decision["shares"].values() for task in share]
+    if version == 0:
+        assert decision["adopted"] == [{"path": "p", "valid_bytes": 100, "tasks": [drawn[2], drawn[0]]}]
+        assert left == [drawn[1], drawn[3]]
+    else:
+        assert decision["adopted"] == [] and left == drawn
