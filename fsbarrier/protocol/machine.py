@@ -103,7 +103,7 @@ def _newer_generation(node: Node, view: View, now: float, rules: Rules) -> Step 
         return entered, (*told, *actions)
     if node.stage is Stage.JOINING:
         return changed(node, baseline=newest.number), ()
-    renewed = Node(node.rank, node.incarnation + 1, now, node.host, baseline=newest.number)
+    renewed = Node(node.rank, node.incarnation + 1, now, node.host, baseline=newest.number, met=True)
     note = Note("left_generation", {"newest": newest.number, "reason": newest.reason})
     return renewed, (CancelWork(), note, Announce(renewed.incarnation))
 
@@ -350,8 +350,12 @@ def _admit(node: Node, view: View, now: float, rules: Rules) -> Step | None:
 
 def _join(node: Node, view: View, now: float, rules: Rules) -> Step:
     """Wait to be admitted by a living generation, or form one with the others who are starting."""
+    others = [m for m in view.newest.members if m.rank != node.rank] if view.newest else []
     if occupied(view.newest, node.rank, view.joins, view.ledger, node.since, now, rules.limits):
-        return node, ()  # it admits this node
+        met = node.met or any(view.ledger.moved(m) for m in others)
+        return (changed(node, met=True) if met and not node.met else node), ()  # it admits this node
+    if node.met and view.newest and any(view.ledger.state(m) == "finished" for m in others):
+        return _nothing_to_do(node, view.newest.until)  # it came too late
     found, newest = view.recovered, view.newest.number if view.newest else 0
     if found is None or found.generation != newest or now - found.at > rules.limits.suspect_s:
         return node, (Recover(),)

@@ -57,6 +57,7 @@ class Node:
     host: str = ""
     stage: Stage = Stage.JOINING
     baseline: int = 0  # generations up to this number ended before this incarnation began
+    met: bool = False  # the newest generation was seen at work since this process began
     generation: Generation | None = None
     position: Position | None = None
     part: Part = Part.NONE
