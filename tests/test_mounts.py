@@ -7,15 +7,19 @@ FUSE; the GlusterFS part its server. What is asserted: every task exactly once, 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import FAST, REPO, Cluster
-from fuse import mounting
+from fuse import gluster, mounting
 from test_toy_run import assert_exactly_once
 
 INSIDE = Path(__file__).parent / "fuse" / "inside.py"
@@ -85,6 +89,20 @@ CACHES = {
 }
 
 
+def kill_two_and_finish(cluster: MountedCluster) -> None:
+    """A node dies in a rollout, comes back, then the leader dies in an evaluation: every task exactly once."""
+    cluster.start()
+    cluster.in_phase(2, 2)
+    cluster.kill(2)
+    cluster.wait_for(lambda e: e["event"] == "node_lost" and e["node_rank"] != 2)
+    cluster.start(2)
+    cluster.in_phase(0, 6, iteration=2)
+    cluster.kill(0)
+    cluster.start(0)
+    assert cluster.wait(deadline_s=200) == {0: 0, 1: 0, 2: 0}, "".join(map(cluster.said, range(3)))
+    assert_exactly_once(cluster.log_path, 3)
+
+
 @needs_fuse
 @needs_root
 @pytest.mark.slow
@@ -94,13 +112,163 @@ def test_kills_on_a_mount_lose_and_double_nothing(tmp_path: Path, name: str) -> 
     with fuse_cluster(
         tmp_path, flags, "--iterations", "3", *waits_for(stale_s), "toy.phase_s=0.2"
     ) as cluster:
-        cluster.start()
-        cluster.in_phase(2, 2)
-        cluster.kill(2)
-        cluster.wait_for(lambda e: e["event"] == "node_lost" and e["node_rank"] != 2)
-        cluster.start(2)
-        cluster.in_phase(0, 6, iteration=2)
-        cluster.kill(0)
-        cluster.start(0)
-        assert cluster.wait(deadline_s=200) == {0: 0, 1: 0, 2: 0}, "".join(map(cluster.said, range(3)))
-        assert_exactly_once(cluster.log_path, 3)
+        kill_two_and_finish(cluster)
+
+
+@pytest.mark.skipif(bool(gluster.missing()), reason=gluster.missing() or "")
+@needs_root
+@pytest.mark.slow
+def test_kills_on_glusterfs_lose_and_double_nothing(tmp_path: Path) -> None:
+    settings = ("--iterations", "3", *FAST, *waits_for(2), "toy.phase_s=0.2")
+    with (
+        gluster.nodes(tmp_path, 3) as mounts,
+        MountedCluster(tmp_path, tmp_path / "shared", mounts, *settings) as cluster,
+    ):
+        kill_two_and_finish(cluster)
+
+
+# --- the test's own filesystem does what it says ----------------------------------------------------------------------------
+
+
+def seconds_until(what: Callable[[], bool], deadline_s: float = 20.0) -> float:
+    begin, pause = time.monotonic(), threading.Event()
+    while not what():
+        assert time.monotonic() < begin + deadline_s, "it is never seen"
+        pause.wait(0.005)
+    return time.monotonic() - begin
+
+
+@needs_fuse
+def test_the_kernel_believes_names_absences_and_listings_for_as_long_as_told(tmp_path: Path) -> None:
+    with mounting.nodes(tmp_path, 2, ["--entry-s", "1", "--negative-s", "1", "--listing-s", "1"]) as (
+        one,
+        two,
+    ):
+        (one / "file").write_text("old")
+        assert (two / "file").read_text() == "old" and not (two / "absent").exists()
+        listed = os.listdir(two)
+        (one / "new").write_text("new")
+        os.replace(one / "new", one / "file")
+        (one / "absent").write_text("there")
+        assert os.listdir(two) == listed, "the listing is one that it knew"
+        assert 0.5 < seconds_until(lambda: (two / "file").read_text() == "new") < 10
+        seconds_until(lambda: (two / "absent").exists() and "absent" in os.listdir(two))
+    assert not any(mount.is_mount() for mount in (one, two)), "a mount is left"
+
+
+@needs_fuse
+def test_faults_and_what_is_missing(tmp_path: Path) -> None:
+    """Faults spare what lies at the top, so that a mount can be made ready; the rest has them."""
+    deep = tmp_path / "b" / "deep"
+    deep.mkdir(parents=True)
+    (deep / "other").write_text("x")
+    faults = ["--no-links", "--fault", "create:ENOSPC:1", "--fault", "mkdir:EIO:1:after"]
+    with mounting.mounted(tmp_path / "b", tmp_path / "m", faults) as mount:
+        with pytest.raises(OSError, match="No space"):
+            (mount / "deep" / "file").write_text("x")
+        with pytest.raises(OSError, match="not supported"):
+            os.link(mount / "deep" / "other", mount / "deep" / "second")
+        with pytest.raises(OSError, match="Input/output"):
+            (mount / "deep" / "made").mkdir()
+        assert (deep / "made").is_dir(), "the reply was lost, not the request"
+    assert sorted(os.listdir(deep)) == ["made", "other"]
+
+
+@needs_fuse
+def test_a_mount_goes_with_the_process_that_made_it(tmp_path: Path) -> None:
+    """Killed without a chance to tidy up: the server sees its input end, and unmounts."""
+    code = (
+        "import sys, pathlib, os, signal; sys.path.insert(0, sys.argv[1])\n"
+        "from fuse import mounting; base = pathlib.Path(sys.argv[2])\n"
+        "with mounting.mounted(base / 'b', base / 'm'): os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)], check=False, timeout=60
+    )
+    seconds_until(lambda: str(tmp_path) not in Path("/proc/self/mountinfo").read_text())
+
+
+# --- what doctor says of bad ones ---------------------------------------------------------------------------------------------
+
+
+def doctors(mounts: list[Path], *words: str) -> tuple[set[int], dict[str, Any]]:
+    """`fsbarrier doctor` on all of the mounts at once: the exit codes, and what node 0 found."""
+    base = [sys.executable, "-m", "fsbarrier", "doctor", "--json", "--num-nodes", str(len(mounts)), *words]
+    running = [
+        subprocess.Popen(
+            [*base, "--node-rank", str(rank), str(mount)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(REPO)},
+            text=True,
+        )
+        for rank, mount in enumerate(mounts)
+    ]
+    ended = [process.communicate(timeout=200) for process in running]
+    assert ended[0][0], ended
+    return {process.returncode for process in running}, json.loads(ended[0][0])
+
+
+def levels(report: dict[str, Any]) -> dict[str, str]:
+    return {check["name"]: check["level"] for check in report["checks"]}
+
+
+@needs_fuse
+@pytest.mark.slow
+def test_two_winners_are_caught_and_refused(tmp_path: Path) -> None:
+    with mounting.nodes(tmp_path, 2, ["--two-winners", "--negative-s", "1"]) as mounts:
+        codes, report = doctors(mounts)
+        assert codes == {3} and not report["fit"], report
+        assert levels(report)["exclusive-create races"] == levels(report)["hard-link races"] == "refused"
+        assert "more than one winner" in json.dumps(report)
+    assert os.listdir(tmp_path / "shared") == []
+
+
+@needs_fuse
+@pytest.mark.slow
+def test_hard_links_may_be_missing(tmp_path: Path) -> None:
+    with mounting.nodes(tmp_path, 2, ["--no-links", "--no-exchange"]) as mounts:
+        codes, report = doctors(mounts)
+        assert codes == {0} and report["fit"], report
+        assert levels(report)["hard-link races"] == "note"
+        assert levels(report)["exclusive-create races"] == "ok"
+
+
+@needs_fuse
+@pytest.mark.slow
+def test_old_listings_are_measured_and_lengthen_the_timeouts(tmp_path: Path) -> None:
+    with mounting.nodes(tmp_path, 2, ["--listing-s", "5", "--negative-s", "30"]) as mounts:
+        codes, report = doctors(mounts)
+        assert codes == {0} and report["class"] == "close-to-open", report
+        assert levels(report)["new name listed after"] == "warning"
+        assert report["staleness_s"] >= 4 and report["timeouts"]["coordination.dead_s"] > 30
+        assert all(lags["lags"]["absent"]["most"] > 4 for lags in report["measured"].values()), (
+            "30 s are not seen to pass"
+        )
+    assert os.listdir(tmp_path / "shared") == []
+
+
+@needs_fuse
+@pytest.mark.slow
+def test_listings_that_never_change_are_refused(tmp_path: Path) -> None:
+    with mounting.nodes(tmp_path, 2, ["--listing-s", "600"]) as mounts:
+        codes, report = doctors(mounts)
+        assert codes == {3}, report
+        refused = [check for check in report["checks"] if check["level"] == "refused"]
+        assert [check["name"] for check in refused] == ["new name listed after"] and "time-outs" in refused[
+            0
+        ]["advice"]
+
+
+@needs_fuse
+def test_an_object_store_is_refused_by_its_mount(tmp_path: Path) -> None:
+    """By its type alone: `run` makes nothing there, and ends with the code for a filesystem that fails."""
+    with mounting.mounted(tmp_path / "b", tmp_path / "m", ["--kind", "blobfuse2"]) as mount:
+        run = ["run", "--program", "ping", "--iterations", "1", "--log-path", str(mount / "run")]
+        for words in (["doctor", str(mount)], run):
+            env = {**os.environ, "PYTHONPATH": str(REPO)}
+            done = subprocess.run(
+                [sys.executable, "-m", "fsbarrier", *words], capture_output=True, text=True, env=env
+            )
+            assert done.returncode == 3 and "object store" in done.stdout + done.stderr, done
+        assert os.listdir(mount) == []
