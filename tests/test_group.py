@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,15 @@ from group_members import FAST, REPO, Failed, Members
 
 import fsbarrier
 from fsbarrier.group import MAX_OBJECT_BYTES, Group
+from fsbarrier.node.agent import Agent
 from fsbarrier.node.liveness import read_beats
+from fsbarrier.node.observer import Observer
+from fsbarrier.node.presence import Offer
+from fsbarrier.node.store import PosixStore
+from fsbarrier.paths import RunPaths
+from fsbarrier.program import PHASE_NAMES, Phase, Program
+from fsbarrier.protocol.facts import Generation, Join, Member, Position, encode
+from fsbarrier.protocol.state import Rules
 
 HERE = socket.gethostname()
 
@@ -366,3 +376,30 @@ def test_errors_survive_a_process_pool() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.rank, again.host, again.age) == ("node 1 is lost", 1, "a", 2.5)
     assert json.dumps(again.age)
+
+
+class StaleJoins(PosixStore):
+    """A mount that does not show the newest starts yet."""
+
+    def names(self, directory: Path) -> list[str]:
+        return [name for name in super().names(directory) if not name.endswith("inc-0002.json")]
+
+
+def test_no_heartbeat_bears_another_process_s_incarnation(tmp_path: Path) -> None:
+    """A node that was left behind tries to join anew while its successor has just done so."""
+    paths, store = RunPaths(tmp_path), StaleJoins()
+    program = Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES)))
+    here = Join(0, 0, "old", 1, "boot")
+    agent = Agent(
+        store, Observer(store, paths, program), Rules(program, 0, 13, 2), Offer(), here, lambda *_: None
+    )
+    agent.start(0.0)
+    for number, members in ((1, (Member(0, 1), Member(1, 1))), (2, (Member(1, 1),))):
+        if number == 2:
+            store.create(paths.join(0, 2), encode(replace(here, incarnation=2, host="new", pid=2)))
+        record = Generation(number, members, members[0].rank, Position(1, 0), "")
+        store.create(paths.generation(number), encode(record))
+        agent.observer.hurry()
+        with contextlib.suppress(fsbarrier.Fenced):
+            agent.tick(float(number))
+    assert agent.node.incarnation == 2 and agent.beat().incarnation == 1
