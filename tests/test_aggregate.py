@@ -85,6 +85,7 @@ def test_three_parts_merge_into_their_concatenation(tmp_path: Path, three: list[
         pytest.approx(sum(rewards) / 18),
         False,
         fingerprint=report.fingerprint,
+        rolled_out_reward_mean=sum(rewards) / 18,
     )
     assert oct(out.stat().st_mode)[-3:] == "600"
     assert names(tmp_path) == {"merged", "rank_0", "rank_1", "rank_2"}
