@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -160,10 +161,15 @@ class Chaos:
 
     def show(self, what: str) -> None:
         states = [node.state for node in self.nodes]
-        newest, merged = self.newest(), len(list(self.log_path.glob("train_trajectories/*.pt.iteration*.g*")))
+        merged = [
+            p for p in self.log_path.glob("train_trajectories/*") if re.fullmatch(r".*iteration\d+", p.name)
+        ]
+        newest = self.newest()
         counts = ", ".join(f"{states.count(state)} {state}" for state in ("alive", "paused", "dead"))
         struck = ", ".join(f"{count} x {how}" for how, count in sorted(self.struck.items())) or "none yet"
-        line = f"{what}: {counts}; generation {newest.get('number', 0)}, {merged} merged; strikes: {struck}"
+        line = (
+            f"{what}: {counts}; generation {newest.get('number', 0)}, {len(merged)} merged; strikes: {struck}"
+        )
         end = "\r" if sys.stdout.isatty() else "\n"
         print(f"{line:<110}" if end == "\r" else line, end=end, flush=True)
 
