@@ -15,13 +15,16 @@ Place = tuple[int, int, int]
 
 
 class Event(NamedTuple):
-    """A line of some process's journal. `process` numbers the starts of all nodes; `node` is the state at that moment."""
+    """A line of some process's journal. `process` numbers the starts of all nodes; `node` is the state at that moment; the look in
+    which it happened began at `began`.
+    """
 
     time: float
     process: int
     event: str
     node: Node
     fields: Payload
+    began: float
 
 
 class Write(NamedTuple):

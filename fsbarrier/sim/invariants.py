@@ -243,7 +243,9 @@ def _finished(world: World) -> bool:
 
 
 def i7_no_false_death(history: History) -> Iterator[str]:
-    """Nobody who lives is called dead while heartbeats were to be seen: `dead_s` of silence, less what the mount may hide."""
+    """Nobody who lives is called dead while heartbeats were to be seen: `dead_s` of silence, not counting beats so young that the
+    mount may still hide them.
+    """
     held = history.faults & {"slow", "pause"}  # of such a look, up to `blind_s` may count too much
     least = history.dead_s - (BLIND_S if held else 0.0) - 0.1
     lives = {(event.node.rank, event.node.incarnation): event.process for event in history.events}
@@ -257,11 +259,12 @@ def i7_no_false_death(history: History) -> Iterator[str]:
             if "no heartbeat" not in lost["why"] or incarnation is None:
                 continue
             ended = history.ended.get(lives.get((lost["node_rank"], incarnation), -1))
-            if ended is not None and ended.time <= event.time:
+            if ended is not None and ended.time <= event.began:
                 continue
-            beats = [t for t in history.beats.get((lost["node_rank"], incarnation), ()) if t <= event.time]
-            silent = event.time - max(beats, default=history.starts[event.process][0])
-            if history.hidden_s < silent < least:
+            beats = history.beats.get((lost["node_rank"], incarnation), ())
+            seen = [time for time in beats if time <= event.began - history.hidden_s]
+            silent = event.began - max(seen, default=history.starts[event.process][0])
+            if silent < least:
                 yield f"node {event.node.rank} took node {lost['node_rank']} for dead after {silent:.1f} s of silence"
 
 

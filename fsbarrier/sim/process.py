@@ -97,7 +97,9 @@ class Process:
             self.world.look(self)
 
     def _record(self, event: str, node: Node, fields: Any) -> None:
-        self.world.history.events.append(Event(self.world.now, self.number, event, node, fields))
+        self.world.history.events.append(
+            Event(self.world.now, self.number, event, node, fields, self.ticked_at)
+        )
         if event == "phase_started":
             assert node.generation is not None and node.position is not None
             self.watching = self.agent.observer.row_dir(node.generation.number, node.position)

@@ -37,6 +37,12 @@ _SET = re.compile(r"([a-z-]+) (\S+)")
 
 def play(text: str) -> tuple[History, list[Violation]]:
     """Run the story that `text` tells. Raises UsageError for a line that cannot be understood."""
+    world = prepare(text)
+    return world.run(), check(world)
+
+
+def prepare(text: str) -> World:
+    """The world in which the story that `text` tells is going to happen. Raises UsageError."""
     lines = [line.split("#")[0].strip() for line in text.splitlines()]
     found = [match for line in lines if ":" not in line and (match := _SET.fullmatch(line))]
     world = _world({match[1]: match[2] for match in found})
@@ -45,8 +51,7 @@ def play(text: str) -> tuple[History, list[Violation]]:
             _plan(world, line)
         elif line and _SET.fullmatch(line) is None:
             raise UsageError(f"not a line of a scenario: {line!r}")
-    history = world.run()
-    return history, check(world)
+    return world
 
 
 def _world(settings: dict[str, str]) -> World:

@@ -20,6 +20,7 @@ from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.faults import Trouble
 from fsbarrier.sim.history import Ended, History, Said, Write
+from fsbarrier.sim.invariants import BLIND_S
 from fsbarrier.sim.process import BEAT_S, POLL_S, Process
 from fsbarrier.sim.setup import ROOT, Setup, litter, program, settings
 from fsbarrier.sim.store import NEVER, Client, Disk, Habits, SimPath
@@ -68,7 +69,7 @@ class World:
         if phases == "update":
             paths = RunPaths(cast(Any, ROOT))
             self.artifacts.given = {str(paths.merged("train", i + 1)) for i in range(setup.iterations)}
-        hidden_s = self.habits.oldest_s + self.habits.absence_s + BEAT_S
+        hidden_s = self.habits.oldest_s + self.habits.absence_s + BLIND_S
         lag_s = float("inf") if coarse else self.habits.listing_s
         caches = self.habits != Habits() or bool(coarse)
         self.history = History(first, last, setup.limits.dead_s, hidden_s, lag_s, caches)

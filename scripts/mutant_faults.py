@@ -1,0 +1,362 @@
+"""Deliberate faults in the protocol, one function each: what somebody might well have written instead.
+
+Each takes the way of the product's own code and changes one decision in it. scripts/mutants.py runs them all, tests/test_simulator.py
+the quick ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from fsbarrier.node.agent import Agent
+from fsbarrier.node.observer import Observer, fact_name
+from fsbarrier.paths import RunPaths
+from fsbarrier.program import Program
+from fsbarrier.protocol import machine, succession
+from fsbarrier.protocol.facts import Fact, Generation, Position, encode
+from fsbarrier.protocol.membership import Ledger, Limits, Loss, losses
+from fsbarrier.protocol.state import Part, Recovered, View, changed
+from fsbarrier.sim import setup as setup_module
+from fsbarrier.sim.artifacts import Artifacts
+from fsbarrier.sim.store import Client
+from fsbarrier.sim.work import PartOnDisk, SimWork
+
+
+class Patch(Protocol):
+    """Changes that can be taken back (pytest's MonkeyPatch is one)."""
+
+    def setattr(self, target: Any, name: str, value: Any) -> None: ...
+
+    def setitem(self, target: Any, name: str, value: Any) -> None: ...
+
+
+def _seen_otherwise(patch: Patch, change: Callable[[Observer, View, Any], View]) -> None:
+    """Let `change(observer, view, node)` have the last word about what a node sees of its row."""
+    original = Observer._with_row
+    patch.setattr(Observer, "_with_row", lambda self, view, at: change(self, original(self, view, at), at))
+
+
+def _row(observer: Observer, at: Any) -> Any:
+    return observer.row_dir(at.generation.number, at.position)
+
+
+# --- barriers and decisions ---------------------------------------------------------------------------------------------------
+
+
+def count_instead_of_set(patch: Patch) -> None:
+    """a barrier counts names (two will do) instead of comparing with the set of members"""
+
+    def change(self: Observer, view: View, at: Any) -> View:
+        if at.part is not Part.ANNOUNCED or len(self.store.names(_row(self, at))) < 2:
+            return view
+        fact = self.read(_row(self, at) / fact_name(at.generation.leader, "done"), Fact)
+        return changed(view, arrived=frozenset(at.generation.ranks), leaders_fact=fact)
+
+    _seen_otherwise(patch, change)
+
+
+def decision_from_ones_own_copy(patch: Patch) -> None:
+    """the decision is read from one's own fact instead of the leader's"""
+
+    def change(self: Observer, view: View, at: Any) -> View:
+        own = _row(self, at) / fact_name(at.rank, "done")
+        return changed(view, leaders_fact=self.read(own, Fact)) if view.leaders_fact is not None else view
+
+    _seen_otherwise(patch, change)
+
+
+def leader_by_rank_alone(patch: Patch) -> None:
+    """the leader is always rank 0, whatever the generation says"""
+
+    def change(self: Observer, view: View, at: Any) -> View:
+        if at.part is not Part.ANNOUNCED or len(view.arrived) < len(at.generation.members):
+            return view
+        return changed(view, leaders_fact=self.read(_row(self, at) / fact_name(0, "done"), Fact))
+
+    _seen_otherwise(patch, change)
+
+
+def release_without_decision(patch: Patch) -> None:
+    """who cannot read the leader's fact passes without it"""
+
+    def change(self: Observer, view: View, at: Any) -> View:
+        whole = at.part is Part.ANNOUNCED and len(view.arrived) == len(at.generation.members)
+        return changed(view, leaders_fact=Fact(0, 0, "done")) if whole and view.leaders_fact is None else view
+
+    _seen_otherwise(patch, change)
+
+
+def trust_any_bytes(patch: Patch) -> None:
+    """a fact that cannot be decoded counts as an empty one"""
+    original = Observer.read
+
+    def read(self: Observer, path: Any, cls: Any) -> Any:
+        found = original(self, path, cls)
+        torn = found is None and cls is Fact and self.store.read(path) is not None
+        return Fact(0, 0, "done") if torn else found
+
+    patch.setattr(Observer, "read", read)
+
+
+def decision_not_flushed(patch: Patch) -> None:
+    """no fsync before a decision is published"""
+    put = Client.put
+    patch.setattr(Client, "put", lambda self, path, data, durable=False: put(self, path, data))
+
+
+def delete_to_reset(patch: Patch) -> None:
+    """a node deletes its fact of the row that it leaves, so that the directory is clean for the next time"""
+    original = Agent._entered
+
+    def entered(self: Any, position: Position, generation: Generation, left: Position | None) -> None:
+        original(self, position, generation, left)
+        if left is not None and left != position:
+            path = self.observer.row_dir(generation.number, left) / fact_name(self.node.rank, "done")
+            self.store.disk.files.pop(path, None)
+            self.store.disk.dirs[path.parent].names.pop(path.name, None)
+            self.store.disk.dirs[path.parent].listing = None
+
+    patch.setattr(Agent, "_entered", entered)
+
+
+def wait_on_a_missing_name(patch: Patch) -> None:
+    """the leader's fact is opened at every poll instead of waiting until a listing names it"""
+
+    def change(self: Observer, view: View, at: Any) -> View:
+        if at.part is Part.ANNOUNCED and at.generation.leader not in view.arrived:
+            self.read(_row(self, at) / fact_name(at.generation.leader, "done"), Fact)
+        return view
+
+    _seen_otherwise(patch, change)
+
+
+def read_everybodys_fact(patch: Patch) -> None:
+    """each node reads the facts of all members in each row"""
+
+    def change(self: Observer, view: View, at: Any) -> View:
+        for rank in view.arrived if view.leaders_fact is not None else ():
+            self.read(_row(self, at) / fact_name(rank, "done"), Fact)
+        return view
+
+    _seen_otherwise(patch, change)
+
+
+# --- generations --------------------------------------------------------------------------------------------------------------
+
+
+def no_exclusive_create(patch: Patch) -> None:
+    """generations are put, not created: the last one wins"""
+
+    def propose(self: Agent, generation: Generation) -> None:
+        self.store.put(self.observer.paths.generation(generation.number), encode(generation))
+        self.observer.learn(generation)
+        self.observer.hurry()
+
+    patch.setattr(Agent, "_propose", propose)
+
+
+def stay_in_old_generation(patch: Patch) -> None:
+    """a node that the newest generation does not name goes on in its own"""
+    original = machine._newer_generation
+
+    def newer(at: Any, view: View, now: float, rules: Any) -> Any:
+        named = view.newest is not None and view.newest.incarnation_of(at.rank) == at.incarnation
+        return original(at, view, now, rules) if named or at.generation is None else None
+
+    patch.setattr(machine, "_ALWAYS", (machine._fenced, newer, machine._stop))
+
+
+def no_incarnation_check(patch: Patch) -> None:
+    """a generation that names a rank means whichever start of it reads the record"""
+    original = machine._newer_generation
+
+    def newer(at: Any, view: View, now: float, rules: Any) -> Any:
+        newest, known = view.newest, at.generation.number if at.generation else at.baseline
+        if newest is not None and newest.number > known and at.rank in newest.ranks and not newest.verdict:
+            return machine._enter_generation(at, newest, now)
+        return original(at, view, now, rules)
+
+    patch.setattr(machine, "_ALWAYS", (newer, machine._stop))
+
+
+def adopt_nothing(patch: Patch) -> None:
+    """a generation's record carries no decisions of the older ones"""
+    patch.setattr(succession, "kept_decisions", lambda decisions, start, program: {})
+
+
+def go_on_in_the_row_under_way(patch: Patch) -> None:
+    """a new generation begins with the row that was under way, not where that row says"""
+    patch.setattr(Program, "resume_index", lambda self, index: index)
+
+
+def generation_not_flushed(patch: Patch) -> None:
+    """no fsync before a generation or a join is created"""
+
+    def create(self: Client, path: Any, data: bytes) -> bool:
+        after = self._trouble("create", path)
+        free = path not in self.disk.files
+        if free:
+            self.disk.write(path, data, self.host, False)
+        self._forget(path)
+        if after is not None:
+            raise after
+        return free
+
+    patch.setattr(Client, "create", create)
+
+
+# --- restarts -----------------------------------------------------------------------------------------------------------------
+
+
+def recover_from_start(patch: Patch) -> None:
+    """a restart goes on where the last generation began, not where it was"""
+
+    def recover(self: Observer, rules: Any, now: float) -> Recovered:
+        newest = self.newest
+        start = newest.start if newest else Position(1, rules.first)
+        decisions = newest.decisions if newest else {}
+        return Recovered(start, decisions, newest.number if newest else 0, now, (rules.first, rules.last))
+
+    patch.setattr(Observer, "recover", recover)
+
+
+def error_is_an_empty_listing(patch: Patch) -> None:
+    """a directory that cannot be listed counts as empty"""
+    original = Client.names
+
+    def names(self: Client, directory: Any) -> list[str]:
+        try:
+            return original(self, directory)
+        except OSError:
+            return []
+
+    patch.setattr(Client, "names", names)
+
+
+def forget_on_error(patch: Patch) -> None:
+    """an error in the middle of a look drops the actions that were still to be done"""
+    original = Agent.tick
+
+    def tick(self: Agent, now: float) -> bool:
+        self._pending.clear()
+        return original(self, now)
+
+    patch.setattr(Agent, "tick", tick)
+
+
+# --- liveness -----------------------------------------------------------------------------------------------------------------
+
+
+def never_dead(patch: Patch) -> None:
+    """a silent node is waited for"""
+    patch.setattr(
+        machine, "losses", lambda *args: tuple(loss for loss in losses(*args) if "heartbeat" not in loss.why)
+    )
+
+
+def dead_when_suspected(patch: Patch) -> None:
+    """a node that is suspected counts as lost"""
+    patch.setattr(
+        machine, "losses", lambda *args: losses(*args[:-1], replace(args[-1], dead_s=args[-1].suspect_s))
+    )
+
+
+def own_pause_is_their_silence(patch: Patch) -> None:
+    """the time for which a node itself was stopped counts as the others' silence"""
+    observe = Ledger.observe
+    patch.setattr(
+        Ledger,
+        "observe",
+        lambda self, beats, before, after, blind_s: observe(self, beats, before, after, 1e9),
+    )
+
+
+def clocks_compared(patch: Patch) -> None:
+    """heartbeats carry their sender's time, and their age is one's own time less that"""
+
+    def aged(
+        members: Any, me: int, joins: Any, ledger: Ledger, since: float, now: float, limits: Limits
+    ) -> Any:
+        found = [*losses(members, me, joins, ledger, since, now, replace(limits, dead_s=1e9))]
+        for member in members:
+            item = ledger.seen.get(member.rank)
+            age = now - item.beat.progress["clock"] if item is not None and member.rank != me else 0.0
+            if age >= limits.dead_s:
+                found.append(Loss(member, f"no heartbeat for {age:.1f} s"))
+        return tuple(found)
+
+    patch.setattr(SimWork, "progress", lambda self: {"clock": self.process.clock})
+    patch.setattr(machine, "losses", aged)
+
+
+def a_failure_moves_nobody(patch: Patch) -> None:
+    """a failed program's fact is not looked at"""
+    rules = [rule for rule in machine._RUNNING if rule is not machine._failed_program]
+    patch.setattr(machine, "_RUNNING", tuple(rules))
+
+
+# --- work ---------------------------------------------------------------------------------------------------------------------
+
+
+def merge_whatever_is_there(patch: Patch) -> None:
+    """nothing is adopted by name: whatever parts lie about are merged"""
+    original = SimWork._aggregate
+
+    def aggregate(self: Any, command: Any, context: Any, piece: Any) -> Any:
+        wanted = command.spec["metadata"]["split"], context.iteration
+        parts = {
+            path: {"path": path, "valid_bytes": None, "tasks": [task for task, _ in part.groups]}
+            for path, part in self.artifacts.parts.items()
+            if (part.split, part.iteration) == wanted
+        }
+        parts |= {part["path"]: part for part in command.spec["parts"]}
+        spec = {**command.spec, "parts": [*parts.values()]}
+        return (yield from original(self, replace(command, spec=spec), context, piece))
+
+    patch.setattr(SimWork, "_aggregate", aggregate)
+    patch.setattr(SimWork, "_inventory", lambda self, split, iteration: ())
+
+
+def no_generation_at_the_merge(patch: Patch) -> None:
+    """all generations merge into one file, whoever comes last"""
+    patch.setattr(
+        RunPaths, "merged_by", lambda self, split, iteration, generation: self.merged(split, iteration)
+    )
+
+
+def stale_knowledge_trusted_for_absence(patch: Patch) -> None:
+    """before something is published nobody looks afresh whether there is a newer generation"""
+    patch.setattr(Observer, "newest_number", lambda self: self.newest.number)
+
+
+def adopt_any_policy(patch: Patch) -> None:
+    """parts are adopted whichever policy rolled them out"""
+
+    def inventory(self: Any, split: str, iteration: int) -> Any:
+        now = iteration - 1
+        return tuple(
+            PartOnDisk(path, now if split == "train" else part.policy_version, 100, (part.groups[0][0],))
+            for path, part in sorted(self.artifacts.parts.items())
+            if part.split == split and part.groups
+        )
+
+    patch.setattr(SimWork, "_inventory", inventory)
+
+
+def a_task_too_few(patch: Patch) -> None:
+    """one of the tasks that were shared out is not expected in the merge"""
+    rl = setup_module.program().rows[1].leader.__globals__  # type: ignore[union-attr]
+    share_out = rl["share_out"]
+
+    def generous(*args: Any, **more: Any) -> Any:
+        shared = share_out(*args, **more)
+        return {**shared, "wanted": shared["wanted"][:-1]}
+
+    patch.setitem(rl, "share_out", generous)
+
+
+def keep_one_checkpoint(patch: Patch) -> None:
+    """clean-up leaves nothing but what was just published"""
+    patch.setattr(Artifacts, "retain", lambda self, keep, current: self.checkpoints.clear())

@@ -1,0 +1,192 @@
+"""Each invariant's function can fail: a schedule in which all holds, with one thing in its history changed, is found wanting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsbarrier.protocol.facts import Generation, Position, decode, encode
+from fsbarrier.protocol.state import changed
+from fsbarrier.sim import invariants
+from fsbarrier.sim.history import Ended, Entry, Event, History, Missing, Used, Write
+from fsbarrier.sim.invariants import BUDGET, check, i12_operations
+from fsbarrier.sim.scenario import prepare
+from fsbarrier.sim.world import World
+
+STORY = Path(__file__).parent / "scenarios" / "leader_dies_in_phase_4.txt"
+
+
+@pytest.fixture
+def world() -> World:
+    """A leader died, a second generation went on: everything held."""
+    world = prepare(STORY.read_text().partition("----")[0])
+    world.run()
+    return world
+
+
+def fresh(history: History) -> None:
+    """Forget what was read from the records."""
+    for name in ("generations", "facts", "joins"):
+        history.__dict__.pop(name, None)
+
+
+def generation(history: History, number: int, change: Callable[[Generation], Generation]) -> None:
+    """Change a generation's record."""
+    for at, write in enumerate(history.writes):
+        if write.path.endswith(f"generations/gen-{number:06d}.json"):
+            history.writes[at] = write._replace(data=encode(change(decode(write.data, Generation))))
+    fresh(history)
+
+
+def first(history: History, name: str, number: int = 1) -> int:
+    """The place of the first event of this name in generation `number`."""
+    return next(
+        i
+        for i, event in enumerate(history.events)
+        if event.event == name and event.node.generation and event.node.generation.number == number
+    )
+
+
+def no_fact(history: History) -> None:
+    history.writes[:] = [w for w in history.writes if not w.path.endswith("p02-train_rollout/node-0001.done")]
+
+
+def no_entry(history: History) -> None:
+    del history.events[first(history, "phase_started")]
+
+
+def other_decision(history: History) -> None:
+    at = next(
+        i
+        for i, event in enumerate(history.events)
+        if event.event == "phase_finished" and event.node.position == Position(1, 1)
+    )
+    entry = {"iteration": 1, "value": {"wanted": []}}
+    node = changed(history.events[at].node, decisions={"train_assign": entry})
+    history.events[at] = history.events[at]._replace(node=node)
+
+
+def nothing_adopted(history: History) -> None:
+    generation(history, 2, lambda record: replace(record, start=Position(1, 4), decisions={}))
+
+
+def back_again(history: History) -> None:
+    history.events.append(history.events[first(history, "phase_started")])
+
+
+def written_twice(history: History) -> None:
+    write = next(w for w in history.writes if "/generations/" in w.path)
+    history.writes.append(write._replace(data=write.data + b" "))
+
+
+def starts_too_far(history: History) -> None:
+    generation(history, 2, lambda record: replace(record, start=Position(1, 9)))
+
+
+def old_entry(history: History) -> None:
+    merged = history.merges[0]
+    old = Entry(merged.wanted[0], "elsewhere.part", 0, merged.generation - 1, merged.policy_version)
+    history.merges[0] = replace(merged, entries=(old, *merged.entries[1:]))
+
+
+def other_policy(history: History) -> None:
+    merged = history.merges[0]
+    history.merges[0] = replace(merged, policy_version=merged.policy_version + 1)
+
+
+def other_merge_used(history: History) -> None:
+    one, other = history.merges[0].stamp, history.merges[1].stamp
+    history.used.append(Used(30.0, 1, history.events[-1].node, one, other))
+
+
+def task_twice(history: History) -> None:
+    merged = history.merges[0]
+    history.merges[0] = replace(merged, entries=(*merged.entries, merged.entries[0]))
+
+
+def task_lost(history: History) -> None:
+    merged = history.merges[0]
+    history.merges[0] = replace(merged, entries=merged.entries[1:])
+
+
+def still_waiting(history: History) -> None:
+    history.stuck.append("node 1 still waits")
+
+
+def ends_unaccounted(history: History) -> None:
+    history.ended[1] = Ended(30.0, 1, 3, "the filesystem failed")
+
+
+def dead_too_soon(history: History) -> None:
+    event = history.events[first(history, "node_lost")]
+    lost = [{"node_rank": 0, "host": "host0", "why": "no heartbeat for 15.0 s"}]
+    early = history.ended[next(n for n, end in history.ended.items() if end.code is None)].time - 0.01
+    history.events.append(event._replace(time=early, began=early, fields={"lost": lost}))
+
+
+def unrecorded(history: History) -> None:
+    event = history.events[first(history, "phase_started")]
+    assert event.node.generation is not None
+    other = changed(event.node, generation=replace(event.node.generation, reason="another"))
+    history.events.append(Event(event.time, event.process, "note", other, {}, event.began))
+
+
+def removed(history: History) -> None:
+    node = next(e.node for e in reversed(history.events) if e.node.generation is not None)
+    history.missing.append(Missing(30.0, 1, node, "/run/checkpoints/policy-000001.g0002"))
+
+
+def looked_up(history: History) -> None:
+    history.misses["/run/coordination/generations/gen-000003.json"] = 9
+
+
+@pytest.mark.parametrize(
+    ("number", "change"),
+    [
+        ("I1", no_fact),
+        ("I1", no_entry),
+        ("I2", other_decision),
+        ("I2", nothing_adopted),
+        ("I3", back_again),
+        ("I3", written_twice),
+        ("I3", starts_too_far),
+        ("I4", old_entry),
+        ("I4", other_policy),
+        ("I4", other_merge_used),
+        ("I5", task_twice),
+        ("I5", task_lost),
+        ("I6", still_waiting),
+        ("I6", ends_unaccounted),
+        ("I7", dead_too_soon),
+        ("I8", unrecorded),
+        ("I9", removed),
+        ("I11", looked_up),
+    ],
+)
+def test_a_change_is_noticed(world: World, number: str, change: Callable[[History], None]) -> None:
+    assert check(world) == []
+    fresh(world.history)
+    change(world.history)
+    assert number in {violation.number for violation in check(world)}
+
+
+def test_an_older_merge_under_the_public_name_is_noticed(world: World) -> None:
+    old = next(merged for merged in world.history.merges if merged.split == "train")
+    newer = replace(old, stamp=99, generation=3, out=old.out.replace("g0002", "g0003"))
+    world.history.merges.append(newer)
+    record = replace(world.history.generations[2][1], number=3, reason="again")
+    path = "/run/coordination/generations/gen-000003.json"
+    world.history.writes.append(Write(5.0, "host1", path, encode(record)))
+    fresh(world.history)
+    assert "newer one merged" in "".join(invariants.public_names(world.history, world.artifacts.public))
+
+
+def test_more_operations_than_the_budget_are_noticed() -> None:
+    world = prepare("nodes 3\nlength 0.01")
+    world.run()
+    assert i12_operations(world.history) <= BUDGET
+    world.history.operations["read"] += 2 * len(world.history.passed())
+    assert i12_operations(world.history) > BUDGET
