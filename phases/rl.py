@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier.errors import UsageError
+from fsbarrier.paths import SPLITS
 from fsbarrier.program import (
     Command,
     Context,
@@ -118,6 +119,7 @@ def share_of(ctx: Context, split: str, assigned: Payload) -> dict[str, Any]:
         "shares": assigned["shares"],
         "fixed_shares": assigned["fixed_shares"],
         "claims": str(ctx.paths.claims(ctx.generation, ctx.iteration, split)),
+        "old_claims": [str(ctx.paths.claims(ctx.generation, ctx.iteration - 1, name)) for name in SPLITS],
         "completion_threshold": settings["completion_threshold"] if ends_early else 1.0,
         "there": sum(len(part["tasks"]) for part in assigned["adopted"]),
         "expected": assigned["wanted"],

@@ -122,6 +122,7 @@ def toy_spec(folder: Path, rank: int, shares: Sequence[Sequence[int]], **changes
         "shares": {str(number): list(share) for number, share in enumerate(shares)},
         "fixed_shares": "",
         "claims": str(folder / "claims"),
+        "old_claims": [],
         "completion_threshold": 1.0,
         "there": 0,
         "expected": [task for share in shares for task in share],

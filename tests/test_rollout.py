@@ -89,6 +89,7 @@ def make_spec(folder: Path, url: str, prompts: list[Any], **changes: Any) -> Pat
         "shares": {"2": list(range(len(prompts)))},
         "fixed_shares": "",
         "claims": str(folder / "claims"),
+        "old_claims": [],
         "completion_threshold": 1.0,
         "there": 0,
         "expected": list(range(len(prompts))),

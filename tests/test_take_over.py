@@ -17,7 +17,7 @@ from cluster import FAST, REPO, Cluster
 
 from fsbarrier import files
 from fsbarrier.aggregate import Part, aggregate
-from fsbarrier.data.claims import Claims
+from fsbarrier.data.claims import Claims, tidy
 from fsbarrier.data.tail import CUT, Tail
 from fsbarrier.errors import StoreError
 from fsbarrier.paths import RunPaths
@@ -116,6 +116,20 @@ def test_an_answer_that_is_lost_on_its_way_is_no_lost_claim(
     monkeypatch.setattr(files, "create_exclusive", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "gone")))
     with pytest.raises(StoreError, match=r"lot-0000-000001: cannot be claimed: gone"):
         node.take()
+
+
+def test_old_claims_are_removed_by_those_whose_shares_they_were(tmp_path: Path) -> None:
+    folder = tmp_path / "claims"
+    node = claims(folder, [[0, 1], [2]], 0)
+    assert [node.take() for _ in range(3)] == [(0,), (1,), (2,)]
+    tail = Tail(folder, 1, wanted=3, there=3, share=0.5, grace_s=0.0)
+    tail.say(0)
+    assert tail.over()
+    tidy(folder, 0)
+    assert sorted(path.name for path in folder.iterdir()) == ["durable-0001", "lot-0001-000000"]
+    tidy(folder, 1)
+    tidy(folder, 0)
+    assert not folder.exists()
 
 
 # --- the tail ---------------------------------------------------------------------------------------------------------
@@ -259,6 +273,8 @@ def test_stragglers_are_cut_off_named_and_carried_over(tmp_path: Path) -> None:
         there = [item["task_index"] for item in first["trajectories"]]
         assert sorted(there + cut_off) == list(range(24))
         assert second["metadata"]["carried"] == cut_off
+        old, new = (RunPaths(cluster.log_path).claims(1, iteration, "train") for iteration in (1, 2))
+        assert new.exists() and not old.exists()
         assert set(cut_off) <= {
             item["task_index"] for item in second["trajectories"]
         }  # first in line, for the fast node

@@ -10,6 +10,7 @@ what is missing. Two winners waste work, no winner costs another attempt.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fsbarrier import files
+from fsbarrier.data.tail import CUT, DURABLE
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.assign import lots
 
@@ -157,6 +159,16 @@ class Claims:
                 tasks += lot.tasks
                 self.taken_over += lot.tasks if lot.rank != self.rank else ()
         return tuple(tasks)
+
+
+def tidy(folder: Path, rank: int) -> None:
+    """Remove what is left of a phase that every node has left: each node the claims on its own share, the last one the folder."""
+    mine = (f"lot-{rank:04d}-", f"{DURABLE}{rank:04d}", CUT)
+    with contextlib.suppress(OSError):  # not there, or left lying: nobody reads it any more
+        for name in os.listdir(folder):
+            if name.startswith(mine):
+                (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _patiently(operation: Callable[[], T], path: Path, done: str) -> T:

@@ -97,6 +97,7 @@ class Rollout:
         spec, part = self.spec, Path(self.spec["part"])
         files.make_dirs(part.parent)
         self.shown.write()
+        tidying = asyncio.create_task(asyncio.to_thread(share.tidy, spec))
         with ShardWriter(part, prefix=spec["prefix"], header=share.header(spec)) as writer:
             try:
                 await self._until_the_end(writer)
@@ -108,6 +109,7 @@ class Rollout:
             info = writer.finish({**share.origin(spec), "sampling": dict(spec["sampling"])})
             tasks = [group.task_index for group in writer.groups]
         files.link_or_copy(part, Path(spec["checkpoint"]))
+        await tidying
         self.shown.write()
         seconds, tally = self.shown.seconds, self.tally
         return {

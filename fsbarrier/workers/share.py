@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fsbarrier.data import claims
 from fsbarrier.data.claims import Claims
 from fsbarrier.data.tail import Tail
 
@@ -22,6 +23,12 @@ def open_claims(spec: Spec) -> Claims:
     alone = bool(spec["fixed_shares"]) or len(shares) == 1
     folder = None if alone else Path(spec["claims"])
     return Claims(shares, spec["node_rank"], folder=folder, incarnation=spec["incarnation"])
+
+
+def tidy(spec: Spec) -> None:
+    """Remove this node's part of the claims of the iteration before, in which nobody is any more."""
+    for folder in spec["old_claims"]:
+        claims.tidy(Path(folder), spec["node_rank"])
 
 
 def open_tail(spec: Spec) -> Tail | None:
@@ -51,6 +58,6 @@ def header(spec: Spec) -> dict[str, Any]:
     return {**origin(spec), **assigned, "expected": list(spec["expected"]), **keep}
 
 
-def result(claims: Claims, tasks: list[int], *, ended_early: bool) -> dict[str, Any]:
+def result(taken: Claims, tasks: list[int], *, ended_early: bool) -> dict[str, Any]:
     """For the node's report: the tasks whose groups are in its part, and what taking over came to."""
-    return {"tasks": tasks, "ended_early": ended_early, **claims.summary()}
+    return {"tasks": tasks, "ended_early": ended_early, **taken.summary()}

@@ -43,6 +43,7 @@ def main() -> int:
 
 def rollout(spec: dict[str, Any]) -> dict[str, Any]:
     """One group of one trajectory a task, durable as soon as it is there."""
+    share.tidy(spec)
     begin = time.monotonic()
     claims, tail = share.open_claims(spec), share.open_tail(spec)
     pause_s = spec["seconds"] / len(spec["tasks"]) / spec["speed"]
