@@ -165,7 +165,7 @@ def assert_it_can_be_trained_on(folder: Path) -> None:
 
     (folder / "merged").hardlink_to(folder / "trajectories" / "checkpoint")
     bench = Bench(folder, settings())
-    prepared = bench.prepare(policy_version=4)
+    prepared = bench.prepare(policy_version=4, run_id="run")
     assert prepared["trajectories"] > 0
     result = bench.update("v5", version=5, trainer_state=None)
     assert result["optimizer_steps"] > 0 and result["logprob_gap_mean"] < 1e-3
