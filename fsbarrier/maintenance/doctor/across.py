@@ -25,7 +25,10 @@ FOLDERS = (*KINDS, "readers", "content", "absent", "names")
 ROUNDS = 100
 ROUND_MIN_S, ROUND_MAX_S = 0.002, 0.03
 AHEAD = 4  # how many rounds ahead a name is looked up: nobody has got there yet
-START_S = 0.2  # from the last node's readiness to the first race
+START_S, START_MAX_S = (
+    0.2,
+    3.0,
+)  # from the last node's readiness to the first race; and whatever the clocks say
 READING_S = 1.5
 LAG_S, ENOUGH_S, ENOUGH = 22.0, 6.0, 6
 SAMPLES = {"content": 120, "listing": 60, "absent": 30}
@@ -60,7 +63,7 @@ def race(meeting: Meeting, me: int, clock: tuple[float, float] | None) -> dict[s
     ahead = {rank: sum(ready[r]["lead"] for r in range(rank)) for rank in ready}  # of node 0's clock
     last = max(message["now"] - ahead[rank] for rank, message in ready.items())
     round_s = min(ROUND_MAX_S, 4 * max(ROUND_MIN_S, *(message["uncertain"] for message in ready.values())))
-    begin = time.monotonic() + last + START_S + ahead[me] - time.time()
+    begin = time.monotonic() + min(START_MAX_S, max(0.0, last + START_S + ahead[me] - time.time()))
     result = {}
     for kind in KINDS:
         result[kind] = _race(meeting.session / kind, me, kind, begin, round_s)
@@ -102,6 +105,8 @@ def _link(own: Path, path: Path) -> bool:
     except OSError:
         if not path.exists():
             raise
+    if not path.exists():
+        os.listdir(path.parent)  # an absence that is remembered: look again
     there, mine = os.stat(path), os.stat(own)
     return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 

@@ -78,21 +78,23 @@ def together(
 
     Raises TooFewNodes where one does not come or goes away, UsageError where they contradict each other, OSError.
     """
+    mount = mounts.find(path)
+    if any(check.level == "refused" for check in mounts.judge(mount)):
+        return alone(path)  # nothing that nodes could find out makes it fit
     meeting, done = Meeting(path, num_nodes, rank, wait_s, say), False
     try:
         me = meeting.meet(across.FOLDERS)
         if rank is None:
             say(f"this is node {me}")
-        said = _examine(path, meeting, me)
+        said = _examine(path, mount, meeting, me)
         done = True
     finally:
         meeting.close(done=done)
     return _conclude(path, said)
 
 
-def _examine(path: Path, meeting: Meeting, me: int) -> dict[int, dict[str, Any]]:
+def _examine(path: Path, mount: mounts.Mount, meeting: Meeting, me: int) -> dict[int, dict[str, Any]]:
     """This node's part, and what all the nodes said in the end."""
-    mount = mounts.find(path)
     about = {
         "host": socket.gethostname(),
         "boot_id": boot_id(),

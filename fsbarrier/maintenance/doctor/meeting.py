@@ -29,9 +29,12 @@ from fsbarrier.node.host import boot_id
 FOLDER = ".fsbarrier-doctor"
 BEAT_S = 0.2
 POLL_MIN_S, POLL_MAX_S = 0.0005, 0.02
-SILENT_S = 15.0  # without a sign of life a node counts as gone
+SILENT_S = 35.0  # without a sign of life a node counts as gone
 ANSWER_S = 40.0  # what one exchange may take, on a mount that shows things late
 DEAD_S = 5.0  # a record that never moved for so long is a leftover
+#: some mounts list late what they can open, others remember that a name was absent: each message has two names, one of which is
+#: opened only when it was listed
+BLIND = ".blind"
 BYE_S = 5.0
 LINGER_S = 1.0
 
@@ -236,12 +239,10 @@ class Meeting:
         heard: dict[int, Message] = {me: dict(message)}
         waiter = Waiter(time.monotonic() + ANSWER_S)
         while True:
-            with contextlib.suppress(OSError):
-                os.listdir(
-                    self.session / "talk"
-                )  # after a fresh listing an NFS client looks for absent names again
+            listed = self._listed()
             for rank in self.members.keys() - heard.keys():
-                found = read(self._said(name, rank))  # some mounts list late what they can open
+                path = self._said(name, rank)
+                found = (read(path) if path.name in listed else None) or read(path.with_suffix(BLIND))
                 if found is not None:
                     heard[rank] = found
             if len(heard) == len(self.members):
@@ -256,12 +257,20 @@ class Meeting:
                     f"doctor: node {rank} ({self.host(rank)}) has not said within {ANSWER_S:g} s: {name}"
                 )
 
+    def _listed(self) -> list[str]:
+        try:
+            return os.listdir(self.session / "talk")
+        except OSError:
+            return []
+
     def _said(self, name: str, rank: int) -> Path:
         return self.session / "talk" / f"{name}.{rank}.json"
 
     def _put(self, name: str, rank: int, message: Mapping[str, Any]) -> None:
+        path = self._said(name, rank)
         try:
-            files.write_atomic(self._said(name, rank), pack(message))
+            files.write_atomic(path, pack(message))
+            files.write_atomic(path.with_suffix(BLIND), pack(message))
         except FileNotFoundError:
             self._look()
             gone = [
@@ -365,7 +374,6 @@ class Meeting:
 
     def _await_byes(self) -> None:
         waiter = Waiter(time.monotonic() + BYE_S)
-        while any(read(self._said("bye", rank)) is None for rank in self.members):
-            os.listdir(self.session / "talk")
+        while not {self._said("bye", rank).name for rank in self.members} <= set(self._listed()):
             if not waiter.again():
                 return
