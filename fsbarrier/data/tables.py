@@ -134,11 +134,10 @@ def _rows(path: Path, seen: set[tuple[Any, ...]]) -> Iterator[Row]:
     iteration = scan.header.get("iteration")
     with reading(path) as fd:
         for group in scan.groups:
-            trajectories = read_trajectories(fd, group)
             key = (scan.header.get("run_id"), scan.header.get("split"), iteration, group.task_index)
             if key not in seen:
                 seen.add(key)
-                yield from trajectories
+                yield from read_trajectories(fd, group)
 
 
 class _JsonLines:
