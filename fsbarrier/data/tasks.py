@@ -153,13 +153,15 @@ def _parquet_rows(
             f"{path}: reading parquet needs the package pyarrow, which is not installed here"
         ) from None
     try:
-        table = parquet.ParquetFile(path)
+        table = parquet.ParquetFile(path, page_checksum_verification=True)
         index = 0
         for batch in table.iter_batches(batch_size=BATCH_ROWS):
             for offset in range(batch.num_rows):
                 here = wanted is None or index in wanted
                 yield index, batch.slice(offset, 1).to_pylist()[0] if here else None
                 index += 1
+        if index != table.metadata.num_rows:  # of some damage pyarrow says nothing but the end of the rows
+            raise UsageError(f"{path}: is damaged: {index} of its {table.metadata.num_rows} rows can be read")
     except pyarrow.ArrowException as error:
         raise UsageError(f"{path}: is not a parquet file that can be read: {_first_line(error)}") from None
 
