@@ -49,9 +49,27 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/health":
             self.answer(200, None)
+        elif self.path == "/metrics":
+            self.metrics()
         elif self.allowed() and self.path == "/v1/models":
             model = {"id": "policy", "root": serving["model"], "max_model_len": 64}
             self.answer(200, {"object": "list", "data": [model]})
+
+    def metrics(self) -> None:
+        """How many wait, as vLLM says it, where there is a file `waiting` that says how many; each look is noted."""
+        if not self.allowed():
+            return
+        with LOCK, (DIR / "looks").open("a") as looks:
+            looks.write("look\n")
+        there = (DIR / "waiting").exists()
+        count = (DIR / "waiting").read_text() if there else ""
+        labels = '{engine="0",model_name="policy"}'
+        text = f"vllm:num_requests_waiting{labels} {count}\nvllm:num_requests_waiting_by_reason{labels} 7.0\n"
+        body = text.encode() if there else b""
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -332,6 +333,25 @@ def test_what_another_has_not_begun_is_taken_over(tmp_path: Path, fake: Fake) ->
     progress = json.loads((tmp_path / "progress.json").read_text())
     assert progress["done"] == progress["total"] == 5 * SAMPLES
     assert scan_shard(tmp_path / "trajectories" / "part").header["expected"] == list(range(6))
+
+
+def test_what_would_only_wait_in_the_engine_is_left_for_others(tmp_path: Path, fake: Fake) -> None:
+    prompts = [f"{number % 9}a!gate=" for number in range(12)]
+    shares = {"shares": {"1": [], "2": list(range(12))}, "sampling": {"samples": 64}}
+    spec = make_spec(tmp_path, fake.url, prompts, **shares)
+    (fake.folder / "waiting").write_text("128.0")
+    process = start(spec)
+    looks, claims = fake.folder / "looks", tmp_path / "claims"
+    pause = threading.Event()
+    while process.poll() is None and not (looks.exists() and len(looks.read_text().split()) >= 3):
+        pause.wait(0.01)
+    assert (
+        len(os.listdir(claims)) == 4
+    )  # 256 sequences, and not all 12 groups that rollout.concurrency allows
+    (fake.folder / "waiting").write_text("0.0")
+    (fake.folder / "gate").touch()
+    done = finish(process, spec)
+    assert done.code == 0 and done.result["groups"] == 12
 
 
 def test_the_phase_ends_without_its_last_tasks(tmp_path: Path, fake: Fake) -> None:

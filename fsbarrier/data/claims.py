@@ -72,6 +72,11 @@ class Claims:
             self._earlier = self._of_an_earlier_start(folder)
 
     @property
+    def shared(self) -> bool:
+        """Whether other nodes may do what this one has not begun."""
+        return self.folder is not None
+
+    @property
     def own_left(self) -> int:
         """Tasks of the own share that are still to be taken, as far as is known."""
         return len(self._earlier) + sum(len(lot.tasks) for lot in self._left.get(self.rank, ()))

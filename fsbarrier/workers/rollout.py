@@ -26,6 +26,7 @@ from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
 from fsbarrier.trajectories import ShardWriter
 from fsbarrier.workers import agents, share
 from fsbarrier.workers.records import failed_group, judged_group
+from fsbarrier.workers.room import Metrics, Room
 from fsbarrier.workers.samples import Group
 from fsbarrier.workers.sampling import Sampler, Server
 from fsbarrier.workers.spec import Progress, run_worker
@@ -88,6 +89,13 @@ class Rollout:
         self.ended_early = False
         self.begun = 0
         self.shown = Shown(progress, len(spec["tasks"]) * self.samples, self.tally)
+        self.metrics = Metrics(self.server.url, self.server.api_key)
+        self.room = Room(
+            self.metrics.waiting,
+            free=2 * SEQUENCES_PER_REQUEST,
+            step=max(SEQUENCES_PER_REQUEST, self.samples),
+        )
+        self.sampling = 0  # groups
         self.slots = asyncio.Semaphore(self.concurrency)  # groups being sampled
         self.unwritten = asyncio.Semaphore(BACKLOG * self.concurrency)
         self.writing: set[asyncio.Future[Any]] = set()
@@ -155,7 +163,7 @@ class Rollout:
             return
         there = {group.task_index for group in writer.groups}
         opened = agents.open_sampler(self.make_agent, self.server, self.spec["settings"], self._on_tokens)
-        async with opened as sampler:
+        async with opened as sampler, self.metrics:
             looked = False
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -172,6 +180,8 @@ class Rollout:
 
     async def _next_batch(self, queue: deque[Task], there: set[int]) -> list[Task]:
         """The prompts of the next request, once there is room for them; claimed no sooner. [] when nothing is left."""
+        if self.claims.shared:
+            await self.room.wait(lambda: self.sampling * self.samples)
         for _ in range(self.per_request):
             await self.unwritten.acquire()
             await self.slots.acquire()
@@ -181,15 +191,16 @@ class Rollout:
         self.shown.total = (self.begun + self.claims.own_left) * self.samples
         batch: list[Task] = []
         for task in list(queue)[: self.per_request]:
-            if isinstance(task.prompt, str) is isinstance(
-                queue[0].prompt, str
-            ):  # a request has prompts of one kind
+            # a request has prompts of one kind
+            if isinstance(task.prompt, str) is isinstance(queue[0].prompt, str):
                 batch.append(task)
         for task in batch:
             queue.remove(task)
         for _ in range(self.per_request - len(batch)):
             self.unwritten.release()
             self.slots.release()
+        self.sampling += len(batch)
+        self.room.sent(len(batch) * self.samples)
         return batch
 
     async def _sample(
@@ -203,6 +214,7 @@ class Rollout:
 
         def finished(group: Group, *, late: bool = False) -> None:
             del under_way[group.task.index]
+            self.sampling -= 1
             self.slots.release()
             tasks.create_task(self._judge_and_append(group, writer, late))
 

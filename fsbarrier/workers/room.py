@@ -1,0 +1,95 @@
+"""Whether the engine has room for another request, so that what would only wait in its queue is left for nodes that have run out.
+
+vLLM says at /metrics how many sequences wait to be computed. It says so after a step, so a request that was sent just now is not
+in the number yet. Where it says nothing, everything that `rollout.concurrency` allows is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Self
+
+import httpx
+
+from fsbarrier.engine.client import normal_url
+
+WAITING = ("vllm:num_requests_waiting{", "vllm:num_requests_waiting ")
+SETTLE_S = 0.2  # after a request was sent, before the engine's count is believed
+PAUSES_S = (0.1, 0.5)  # between two looks: the first one, the longest
+MANY = 10**9
+READ_S = 5.0  # a server that computes on the CPU is slow to answer
+
+Clock = Callable[[], float]
+
+
+class Room:
+    """`free` sequences may be in flight without asking; beyond them `step` more whenever hardly any wait in the engine."""
+
+    def __init__(
+        self,
+        read: Callable[[], Awaitable[int | None]],
+        *,
+        free: int,
+        step: int,
+        clock: Clock = time.monotonic,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """`read`: how many sequences wait in the engine; None: it will never say."""
+        self._read, self._free, self._step = read, free, step
+        self._clock, self._pause = clock, pause
+        self._granted = 0
+        self._sent_at = 0.0
+        self._says = True
+
+    def sent(self, sequences: int) -> None:
+        """A request was sent."""
+        self._granted -= sequences
+        self._sent_at = self._clock()
+
+    async def wait(self, in_flight: Callable[[], int]) -> None:
+        """Returns when another request may go out. `in_flight`: how many sequences are, at most."""
+        pause_s = PAUSES_S[0]
+        while self._says and in_flight() >= self._free and self._granted <= 0:
+            if self._clock() - self._sent_at >= SETTLE_S:
+                waiting = await self._read()
+                self._says = waiting is not None
+                if waiting is None or waiting <= self._step // 2:
+                    self._granted = self._step
+                    return
+            await self._pause(pause_s)
+            pause_s = min(2 * pause_s, PAUSES_S[1])
+
+
+class Metrics:
+    """Reads how many sequences wait in a vLLM server."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        self._client = httpx.AsyncClient(
+            base_url=normal_url(url),
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=READ_S,
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._client.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def waiting(self) -> int | None:
+        """None where the server does not say; one that does not answer now has no room."""
+        try:
+            answer = await self._client.get("/metrics")
+        except httpx.HTTPError:
+            return MANY
+        if answer.status_code != 200:
+            return None
+        counts = [line.rsplit(" ", 1)[-1] for line in answer.text.splitlines() if line.startswith(WAITING)]
+        try:
+            return round(sum(float(count) for count in counts)) if counts else None
+        except ValueError:
+            return None
