@@ -47,7 +47,7 @@ class Tail:
     @property
     def pause_s(self) -> float:
         """How long to wait until the next look."""
-        return max(min(LOOK_S, self._grace_s / 4), LOOK_S * len(self._counts) / 50, 0.02)
+        return max(min(LOOK_S, self._grace_s / 4), LOOK_S * len(self._counts) / 50, 0.1)
 
     def say(self, durable: int) -> None:
         """Let the others know how many groups this node has on disk."""
