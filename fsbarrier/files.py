@@ -39,7 +39,9 @@ def make_dirs(path: Path) -> None:
             os.mkdir(directory, _modes["dir"])
             os.chmod(directory, _modes["dir"])
         except FileExistsError:
-            if not directory.is_dir():
+            if (
+                directory.exists() and not directory.is_dir()
+            ):  # "exists" and not to be seen: a remembered absence
                 raise
 
 

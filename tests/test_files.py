@@ -108,3 +108,19 @@ def test_other_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(OSError, match="No space"):
         files.create_exclusive(tmp_path / "record", b"mine")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_that_is_there_and_not_seen_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node made it, and this one's mount still says that it is absent."""
+    monkeypatch.setattr(Path, "is_dir", lambda self: self == tmp_path)
+    monkeypatch.setattr(Path, "exists", lambda self: self == tmp_path)
+    os.mkdir(tmp_path / "made")
+    files.make_dirs(tmp_path / "made")
+
+
+def test_a_file_in_place_of_a_directory_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OSError, match="exists"):
+        files.make_dirs(tmp_path / "file")

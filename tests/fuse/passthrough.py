@@ -120,6 +120,7 @@ class Client:
 
     def do_mkdir(self, node: int, body: bytes) -> bytes:
         mode, name = struct.unpack_from("<I", body)[0], text(body[8:])
+        self.absent.pop((node, name), None)
         os.mkdir(name, mode, dir_fd=self._fd(node))
         self.listings.pop(node, None)
         return self._entry(node, name)
