@@ -1,6 +1,6 @@
 """Any node, any phase, killed or stopped: the run goes on, and every task is in every merged file once. Real daemons.
 
-A sample runs every day; the whole matrix, 84 cases: `python -m pytest tests/test_matrix.py -m "slow or not slow"`.
+A sample runs every day; the whole matrix, 84 cases: `python -m pytest tests/test_matrix.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """All nodes killed at once, at random instants, and the same commands again: the run goes on as if nothing had happened.
 
-A sample runs every day; a hundred restarts: `python -m pytest tests/test_restarts.py -m "slow or not slow"`.
+A sample runs every day; a hundred restarts: `python -m pytest tests/test_restarts.py`.
 """
 
 from __future__ import annotations
