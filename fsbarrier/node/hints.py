@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from watchdog.events import FileSystemEvent, FileSystemEventHandler
+from watchdog.events import FileCreatedEvent, FileMovedEvent, FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 
@@ -20,6 +20,9 @@ from fsbarrier.maintenance.doctor import mount_of
 logging.getLogger("watchdog").setLevel(
     logging.CRITICAL
 )  # what it says of its own threads is nobody's business
+
+#: facts are created or renamed into place; that somebody lists the directory, this node above all, is no news
+ARRIVALS: list[type[FileSystemEvent]] = [FileCreatedEvent, FileMovedEvent]
 
 LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"})
 
@@ -45,7 +48,7 @@ class Hints(FileSystemEventHandler):
                 self._observer.start()
             self._observer.unschedule_all()
             if directory is not None:
-                self._observer.schedule(self, str(directory))
+                self._observer.schedule(self, str(directory), event_filter=ARRIVALS)
             self._watched = directory
         except (OSError, RuntimeError):  # no inotify, no more watches, no more threads: polling does
             self._usable = False
