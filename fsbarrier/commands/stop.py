@@ -34,7 +34,9 @@ def main(args: argparse.Namespace) -> int:
         raise StoreError(f"{log_path}: the request cannot be written: {error.strerror or error}") from None
     alive = live_nodes(log_path, BEATS * record.settings["coordination"]["beat_s"])
     if not alive:
-        print(f"no node of run {record.run_id} is alive: there is nothing to end; a later start is not affected")
+        print(
+            f"no node of run {record.run_id} is alive: there is nothing to end; a later start is not affected"
+        )
         return 0
     who = f"node{'s' if len(alive) > 1 else ''} {words.ranks(beat.rank for beat in alive)}"
     when = "at once" if args.now else "before another iteration begins (--now: at once)"
