@@ -25,6 +25,25 @@ def test_a_fact_that_appears_wakes(tmp_path: Path, local: None) -> None:
     watcher.close()
 
 
+def test_looking_is_no_news(tmp_path: Path, local: None) -> None:
+    """A node that lists the directory it watches must not wake itself, again and again."""
+    (tmp_path / "old").write_bytes(b"fact")
+    woken, events = threading.Event(), []
+
+    def wake() -> None:
+        events.append(1)
+        woken.set()
+
+    watcher = hints.Hints(tmp_path, wake)
+    watcher.watch(tmp_path)
+    for _ in range(50):
+        assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"fact"]
+    files.write_atomic(tmp_path / "new", b"fact")
+    assert woken.wait(30)
+    watcher.close()
+    assert len(events) < 10
+
+
 def test_only_the_directory_of_now_is_watched(tmp_path: Path, local: None) -> None:
     woken = threading.Event()
     old, new = tmp_path / "old", tmp_path / "new"
