@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -269,20 +270,26 @@ class Group:
         """What node `rank` gave to a row that was passed."""
         path = self._row(generation, position.iteration) / fact_name(rank, "done")
         host = next(m.host for m in generation.members if m.rank == rank)
-        try:
-            given = decode(self._store.read(path) or b"", Fact).value
-        except (OSError, CorruptRecord) as error:
-            raise StoreError(
-                f"node {self.node_rank}: what node {rank} ({host}) gave cannot be read: {path}: {error}",
-                rank,
-                host,
-            ) from None
-        if given["call"] != mine["call"]:
+        given = self._read(path, rank, host)
+        if given.get("call") != mine["call"]:
             raise RuntimeError(
-                f"the members are out of step: node {rank} ({host}) called {given['call']} as no. {position.iteration} "
+                f"the members are out of step: node {rank} ({host}) called {given.get('call')} as no. {position.iteration} "
                 f"of generation {generation.number}, node {self.node_rank} {mine['call']}"
             )
         return json.loads(given["obj"])
+
+    def _read(self, path: Path, rank: int, host: str) -> Payload:
+        """The value of a fact that is there; a moment's patience for one that is being written once more. Raises StoreError."""
+        dead_s, began, pause = self._presence.rules.limits.dead_s, time.monotonic(), threading.Event()
+        while True:
+            try:
+                return decode(self._store.read(path) or b"", Fact).value
+            except (OSError, CorruptRecord) as error:
+                waited = time.monotonic() - began
+                if waited > dead_s:
+                    what = f"what node {rank} ({host}) gave cannot be read: {path}: {error}"
+                    raise StoreError(f"node {self.node_rank}: {what}", rank, host, waited) from None
+            pause.wait(0.01)
 
     def _clean(self, generation: Generation, position: Position) -> None:
         """Remove what nobody reads again: whoever came to this row had ended the one before it (I9).

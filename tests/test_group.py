@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -294,6 +295,21 @@ def test_a_directory_that_fails_is_a_store_error(tmp_path: Path) -> None:
             group.barrier()
         assert (caught.value.rank, caught.value.host) == (0, HERE)
         assert caught.value.age is not None and caught.value.age >= FAST["dead_s"]
+
+
+def test_what_a_member_gave_may_take_a_moment_to_be_read(
+    alone: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, tries = PosixStore.read, []
+
+    def late(store: PosixStore, path: Path) -> bytes | None:
+        if path.name == "node-0000.done" and threading.current_thread() is threading.main_thread():
+            tries.append(path)
+            return None if len(tries) < 4 else read(store, path)
+        return read(store, path)
+
+    monkeypatch.setattr(PosixStore, "read", late)
+    assert alone.all_gather("x") == ["x"] and len(tries) == 4
 
 
 # --- paths and arguments ------------------------------------------------------------------------------------------------------
