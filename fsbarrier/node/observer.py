@@ -145,7 +145,7 @@ class Observer:
             if self._expected_by is not generation:
                 self._expected_by = generation
                 self._expected = {fact_name(rank, "done"): rank for rank in generation.ranks}
-            arrived = frozenset(self._expected[name] for name in names if name in self._expected)
+            arrived = frozenset(map(self._expected.__getitem__, filter(self._expected.__contains__, names)))
             failed = {} if len(names) == len(arrived) else self._failed(directory, names, generation)
             if failed is None:
                 return common

@@ -142,11 +142,12 @@ class World:
                 break
             self.now = self.disk.now = time
             action()
-            if self.ending and not self.starting and not any(process.up for process in self.processes):
+            if self.ending and not self.starting:
                 self.ending = False
-                if self.healed or self._over():
-                    break
-                strikes.heal(self)
+                if not any(process.up for process in self.processes):
+                    if self.healed or self._over():
+                        break
+                    strikes.heal(self)
             if self.healed and self.end_s == float("inf"):
                 self.end_s = self.now + SETTLE_S * self.setup.iterations
         self._close()
@@ -348,7 +349,7 @@ class World:
         beat = process.agent.beat()
         self._beat_of = beat.rank, beat.incarnation
         try:
-            process.client.put(process.agent.observer.paths.beat(beat.rank), encode(beat))  # type: ignore[arg-type]
+            process.client.put(process.beat_path, encode(beat))
         except OSError:
             pass  # the loop meets the same filesystem
         process.client.left = left
