@@ -30,7 +30,9 @@ START_S, START_MAX_S = (
     3.0,
 )  # from the last node's readiness to the first race; and whatever the clocks say
 READING_S = 1.5
-LAG_S, ENOUGH_S, ENOUGH = 22.0, 6.0, 6
+LAG_S = 22.0
+ABSENT_S = 12.0  # nothing waits that way: to know that it is long is enough
+ENOUGH_S, ENOUGH = 6.0, 2  # after so long, so many samples do
 SAMPLES = {"content": 120, "listing": 60, "absent": 30}
 
 
@@ -262,11 +264,11 @@ class Answering:
 
 def lags(meeting: Meeting, me: int) -> Lags:
     """Round trips with the next rank."""
-    result, end = Lags(), time.monotonic() + LAG_S
-    asking = []
+    result, begin, asking = Lags(), time.monotonic(), []
     for kind in SAMPLES:
         ping, pong = (Channel(meeting.session, kind, me, part) for part in ("ping", "pong"))
-        asking.append(_thread(_ask, ping, pong, result, end))
+        end = begin + (ABSENT_S if kind == "absent" else LAG_S)
+        asking.append(_thread(_ask, ping, pong, result, begin + ENOUGH_S, end))
     for thread in asking:
         thread.join()
     return result
@@ -278,8 +280,8 @@ def _thread(work: Callable[..., None], *arguments: Any) -> threading.Thread:
     return thread
 
 
-def _ask(ping: Channel, pong: Channel, result: Lags, end: float) -> None:
-    enough, pause = end - LAG_S + ENOUGH_S, threading.Event()
+def _ask(ping: Channel, pong: Channel, result: Lags, enough: float, end: float) -> None:
+    pause = threading.Event()
     for number in range(SAMPLES[ping.kind]):
         if ping.kind == "absent":  # let both sides look in vain first
             pong.seen(number)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier import files
+from fsbarrier.errors import TooFewNodes
 from fsbarrier.maintenance.doctor import across, mounts, probes, verdict
 from fsbarrier.maintenance.doctor.findings import Check, Report
 from fsbarrier.maintenance.doctor.meeting import Meeting
@@ -88,6 +89,12 @@ def together(
             say(f"this is node {me}")
         said = _examine(path, mount, meeting, me)
         done = True
+    except TooFewNodes as error:
+        if meeting.members or mount.family.kind != mounts.LOCAL:
+            raise
+        raise TooFewNodes(
+            f"{error} Here it is {mount.kind} from {mount.source}, which is this host's own."
+        ) from None
     finally:
         meeting.close(done=done)
     return _conclude(path, said)

@@ -37,6 +37,7 @@ DEAD_S = 5.0  # a record that never moved for so long is a leftover
 BLIND = ".blind"
 BYE_S = 5.0
 LINGER_S = 1.0
+REMOVE_S = 12.0
 
 Message = dict[str, Any]
 
@@ -79,6 +80,14 @@ def read(path: Path) -> Message | None:
         return unpack(path.read_bytes())
     except (OSError, ValueError):
         return None
+
+
+def _remove_tree(folder: Path) -> None:
+    """Remove a folder with what is in it; what others put there may be listed late."""
+    waiter = Waiter(time.monotonic() + REMOVE_S)
+    shutil.rmtree(folder, ignore_errors=True)
+    while folder.exists() and waiter.again():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass
@@ -359,7 +368,7 @@ class Meeting:
                     (self.lobby / name).unlink(missing_ok=True)
         orphans = self._before - self._peers.keys()
         for folder in {session, *records, *orphans} - {""}:
-            shutil.rmtree(self.path / FOLDER / folder, ignore_errors=True)
+            _remove_tree(self.path / FOLDER / folder)
         with contextlib.suppress(OSError):
             self.lobby.rmdir()
             (self.path / FOLDER).rmdir()
