@@ -26,6 +26,7 @@ from fsbarrier.sim.setup import ROOT, Setup, litter, program, settings
 from fsbarrier.sim.store import NEVER, Client, Disk, Habits, SimPath
 from fsbarrier.sim.strand import Strand
 
+EVENTS = 20_000  # for each node and iteration: a hundred times what schedules need; more is a livelock
 SETTLE_S = 900.0  # virtual time, for each iteration, within which all must end after the faults stopped
 Action = Callable[[], None]
 
@@ -136,7 +137,11 @@ class World:
     def run(self) -> History:
         """From the first start to the end of the last process."""
         self._begin()
+        most = EVENTS * self.setup.nodes * self.setup.iterations
         while self._heap:
+            if self._order > most:
+                self.history.stuck.append(f"{most} events, and no end")
+                break
             time, _, action = heappop(self._heap)
             if time > self.end_s:
                 break
