@@ -61,6 +61,22 @@ def test_a_second_daemon_of_a_rank_is_refused(tmp_path: Path) -> None:
         first.wait()
 
 
+def test_a_start_removes_what_a_killed_one_left_in_the_temporary_folder(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    with Cluster(tmp_path, 1, "--iterations", "1", *FAST, "toy.phase_s=1") as cluster:
+        cluster.env[0] = {"TMPDIR": str(temporary)}
+        cluster.start()
+        cluster.in_phase(0, 2)
+        cluster.kill(0)
+        (left,) = [
+            path for path in temporary.iterdir() if path.name.startswith("fsbarrier-") and "-n0-" in path.name
+        ]
+        cluster.start()
+        assert cluster.wait() == {0: 0}, cluster.said(0)
+        assert not left.exists() and not list(temporary.glob("fsbarrier-*-n0-*"))
+
+
 def test_two_daemons_of_one_rank_that_do_not_see_each_other(tmp_path: Path) -> None:
     """As on two hosts, where no lock tells them apart: the newer incarnation stays, the older one ends with code 6."""
     with Cluster(tmp_path, 2, "--iterations", "2", *FAST, "toy.phase_s=0.5") as cluster:

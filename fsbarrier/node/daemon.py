@@ -57,7 +57,12 @@ def run_node(record: RunRecord, *, node_rank: int, until: int | None, console: b
     files.set_shared_group(bool(record.settings["shared_group"]))
     with ExitStack() as stack:
         stack.enter_context(hold_rank(record.paths, node_rank, record.settings["coordination"]["beat_s"]))
-        work_dir = Path(tempfile.mkdtemp(prefix=f"fsbarrier-{record.run_id[-8:]}-n{node_rank}-"))
+        prefix = f"fsbarrier-{record.run_id[-8:]}-n{node_rank}-"
+        for killed in Path(tempfile.gettempdir()).glob(
+            f"{prefix}*"
+        ):  # an earlier start's: this one holds the rank
+            shutil.rmtree(killed, ignore_errors=True)
+        work_dir = Path(tempfile.mkdtemp(prefix=prefix))
         stack.callback(shutil.rmtree, work_dir, ignore_errors=True)
         daemon = Daemon(record, node_rank, until, console, work_dir)
         stack.callback(daemon.close)
