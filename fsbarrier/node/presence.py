@@ -20,6 +20,7 @@ from fsbarrier.protocol.membership import Ledger, live_joiners, losses, silence
 from fsbarrier.protocol.state import Exit, Node, Part, Stage, WorkReport
 
 POLL_MIN_S, POLL_MAX_S, POLL_GROWTH = 0.001, 0.05, 1.5
+HINTED_NODES = 16  # where more share a host, each arrival would wake all of them: N x N wake-ups a barrier
 LEAVE_S = 5.0  # what a last heartbeat may take on a filesystem that hangs
 
 
@@ -151,7 +152,8 @@ class Presence:
                 failure.__cause__ = error
             self._show(before, now, failure)
             interval = POLL_MIN_S if busy else min(interval * POLL_GROWTH, self._longest())
-            self._hints.watch(self._row_dir() if interval == POLL_MAX_S else None)
+            few = self.rules.num_nodes <= HINTED_NODES
+            self._hints.watch(self._row_dir() if few and interval == POLL_MAX_S else None)
             if self._hurry.wait(interval):
                 self._hurry.clear()
                 interval = POLL_MIN_S
