@@ -131,7 +131,7 @@ def _examine(path: Path, mount: mounts.Mount, meeting: Meeting, me: int) -> dict
         "reached": {str(rank): answered for rank, answered in reach.items()},
         "checks": [asdict(check) for check in own],
     }
-    return meeting.exchange("findings", message)
+    return meeting.exchange("findings", message, last=True)
 
 
 def _conclude(path: Path, said: dict[int, dict[str, Any]]) -> Report:

@@ -33,7 +33,7 @@ SILENT_S = 35.0  # without a sign of life a node counts as gone
 ANSWER_S = 40.0  # what one exchange may take, on a mount that shows things late
 DEAD_S = 5.0  # a record that never moved for so long is a leftover
 #: some mounts list late what they can open, others remember that a name was absent: each message has two names, one of which is
-#: opened only when it was listed
+#: opened only when it was listed. The other is removed by who made it: it may be absent for all others
 BLIND = ".blind"
 BYE_S = 5.0
 LINGER_S = 1.0
@@ -117,6 +117,7 @@ class Meeting:
     _ended: threading.Event = field(default_factory=threading.Event)
     _counter: int = 0
     _left: bool = False
+    _blind: Path | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
 
@@ -241,9 +242,10 @@ class Meeting:
 
     # --- talking ------------------------------------------------------------------------------------------------------
 
-    def exchange(self, name: str, message: Mapping[str, Any]) -> dict[int, Message]:
+    def exchange(self, name: str, message: Mapping[str, Any], *, last: bool = False) -> dict[int, Message]:
         """Say something, and hear what every node says under the same name. Raises TooFewNodes naming who fell silent."""
         me = next(rank for rank, token in self.members.items() if token == self.token)
+        before, self._blind = self._blind, None if last else self._said(name, me).with_suffix(BLIND)
         self._put(name, me, message)
         heard: dict[int, Message] = {me: dict(message)}
         waiter = Waiter(time.monotonic() + ANSWER_S)
@@ -251,10 +253,13 @@ class Meeting:
             listed = self._listed()
             for rank in self.members.keys() - heard.keys():
                 path = self._said(name, rank)
-                found = (read(path) if path.name in listed else None) or read(path.with_suffix(BLIND))
+                found = read(path) if path.name in listed else None
+                found = read(path.with_suffix(BLIND)) if found is None else found
                 if found is not None:
                     heard[rank] = found
             if len(heard) == len(self.members):
+                if before is not None:  # all have heard what was said before this
+                    before.unlink(missing_ok=True)
                 return dict(sorted(heard.items()))
             self._look()
             for rank in sorted(self.members.keys() - heard.keys()):
@@ -279,7 +284,8 @@ class Meeting:
         path = self._said(name, rank)
         try:
             files.write_atomic(path, pack(message))
-            files.write_atomic(path.with_suffix(BLIND), pack(message))
+            if self._blind is not None:
+                files.write_atomic(self._blind, pack(message))
         except FileNotFoundError:
             self._look()
             gone = [
@@ -355,7 +361,14 @@ class Meeting:
         last = self._left and all(self._has_left(token) for token in others)
         dead = {token for token in self._peers if self._is_dead(token)} | (others if last else set())
         alone = done or last or not self.members
-        self._remove(dead | ({self.token} if alone else set()), self.leader if last or self._leads else "")
+        records, session = (
+            dead | ({self.token} if alone else set()),
+            self.leader if last or self._leads else "",
+        )
+        self._remove(records, session)
+        waiter = Waiter(time.monotonic() + LINGER_S)  # who has just left may still be writing
+        while last and (self.path / FOLDER).exists() and waiter.again():
+            self._remove(records, session)
 
     @property
     def _leads(self) -> bool:
@@ -369,9 +382,9 @@ class Meeting:
         orphans = self._before - self._peers.keys()
         for folder in {session, *records, *orphans} - {""}:
             _remove_tree(self.path / FOLDER / folder)
-        with contextlib.suppress(OSError):
-            self.lobby.rmdir()
-            (self.path / FOLDER).rmdir()
+        for emptied in (self.lobby, self.path / FOLDER):
+            with contextlib.suppress(OSError):  # another may have removed the one and not the other
+                emptied.rmdir()
 
     def _is_dead(self, token: str) -> bool:
         """Whether it was seen to be no more than a file: of a doctor that was killed, or broke off."""
