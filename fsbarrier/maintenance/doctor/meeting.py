@@ -222,8 +222,8 @@ class Meeting:
                     f"--num-nodes {self.num_nodes} here, {record['num_nodes']} on {record['host']}: give all nodes the same"
                 )
             if record["rank"] in ranks:
-                hosts = f"{ranks[record['rank']]} and {record['host']}"
-                raise UsageError(f"two doctors say that they are node {record['rank']}: on {hosts}")
+                both = f"on {ranks[record['rank']]} and {record['host']}"
+                raise UsageError(f"two doctors say that they are node {record['rank']}: {both}")
             if record["rank"] is not None:
                 ranks[record["rank"]] = record["host"]
         if len(here) > self.num_nodes:
@@ -389,10 +389,8 @@ class Meeting:
     def _is_dead(self, token: str) -> bool:
         """Whether it was seen to be no more than a file: of a doctor that was killed, or broke off."""
         peer = self._peers[token]
-        stood_still = time.monotonic() - peer.since
-        return stood_still > (SILENT_S if peer.moved else DEAD_S) or (
-            peer.record["left"] and token not in self.members.values()
-        )
+        left = peer.record["left"] and token not in self.members.values()
+        return left or time.monotonic() - peer.since > (SILENT_S if peer.moved else DEAD_S)
 
     def _await_byes(self) -> None:
         waiter = Waiter(time.monotonic() + BYE_S)
