@@ -21,6 +21,7 @@ DEADLINE_S = 400.0
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_engine_costs_only_what_was_in_flight(tmp_path: Path) -> None:
     flags = ("--iterations", "1", "--rl-phase", "rollout", "--rollout-split", "train-only")
@@ -35,9 +36,10 @@ def test_a_killed_engine_costs_only_what_was_in_flight(tmp_path: Path) -> None:
             trajectory["task_index"] for trajectory in iter_trajectories(paths.merged("train", 1))
         )
         assert len(groups) == TASKS and set(groups.values()) == {SAMPLES}
-        assert all(trajectory["valid"] for trajectory in iter_trajectories(paths.merged("train", 1)))
+        ends = {trajectory["finish_reason"] for trajectory in iter_trajectories(paths.merged("train", 1))}
+        assert ends <= {"stop", "length"}, "what the killed engine cut off counts for nothing"
         (ready,) = [event for event in cluster.events() if event["event"] == "engine_ready"]
-        assert ready["engine_note"].startswith("restarted: the server was gone (signal 9)"), ready
+        assert ready["engine_note"].startswith("restarted: the server was gone"), ready
         assigned = [event for event in cluster.events() if event["event"] == "generation_started"]
         assert len(assigned) == 2, "the phase was tried again once"
         parts = sorted(paths.trajectories("train").glob("*.part"))
