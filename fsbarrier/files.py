@@ -14,6 +14,9 @@ import secrets
 import shutil
 from pathlib import Path
 
+#: what a mount that is there and does not work answers; the next moment it may
+FAILING = frozenset({errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENXIO})
+
 _modes = {"file": 0o600, "dir": 0o700}
 
 

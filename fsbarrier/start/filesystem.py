@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fsbarrier import files
 from fsbarrier.errors import StoreError, UsageError
@@ -16,8 +16,9 @@ from fsbarrier.maintenance.doctor import examine, verdict
 from fsbarrier.maintenance.doctor.findings import Report
 from fsbarrier.paths import RunPaths
 
-#: what a mount says that is there and does not work
-FAILING = frozenset({errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENXIO})
+TRIES = 6  # of what fails because the filesystem does, for the moment
+PAUSE_S = 0.05  # before the second try, doubled before each further one
+T = TypeVar("T")
 LIMITS = ("coordination.beat_s", "coordination.suspect_s", "coordination.dead_s")
 
 
@@ -27,9 +28,9 @@ def admit(log_path: Path, *, write: bool) -> Report:
     Raises StoreError where it cannot carry a run or fails, UsageError where it is not for this user to write.
     """
     try:
-        report = examine.short(log_path, write=write)
+        report = _patiently(lambda: examine.short(log_path, write=write))
     except OSError as error:
-        if error.errno in FAILING:
+        if error.errno in files.FAILING:
             raise StoreError(f"--log-path {log_path}: {error.strerror}") from None
         raise UsageError(f"--log-path {log_path}: cannot be written: {error.strerror or error}") from None
     if report.refused:
@@ -54,7 +55,19 @@ def record(report: Report, paths: RunPaths, node_rank: int) -> None:
     body = json.dumps({"node_rank": node_rank, **about, **report.as_json()}, indent=2)
     path = paths.filesystem(node_rank)
     try:
-        files.make_dirs(path.parent)
-        files.write_atomic(path, body.encode() + b"\n")
+        _patiently(lambda: files.make_dirs(path.parent))
+        _patiently(lambda: files.write_atomic(path, body.encode() + b"\n"))
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror or error}") from None
+
+
+def _patiently(do: Callable[[], T]) -> T:
+    """What `do` gives, tried again while the filesystem fails for a moment. Raises OSError."""
+    for tries_left in reversed(range(TRIES)):
+        try:
+            return do()
+        except OSError as error:
+            if error.errno not in files.FAILING or not tries_left:
+                raise
+            threading.Event().wait(PAUSE_S * 2 ** (TRIES - 1 - tries_left))
+    raise AssertionError("the last try returns or raises")
