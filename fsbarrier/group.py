@@ -199,7 +199,7 @@ class Group:
         generation, position, name = self._mine, self._at, f"{given['call']} no. {self._at.iteration}"
         if self._open is None:
             self._open = given
-            self._presence.offer(position, given)
+            self._presence.offer(generation.number, position, given)
         elif self._open != given:  # what this node gave to the others stays: that collective, or regroup()
             raise self._error or RuntimeError(
                 f"node {self.node_rank}: {self._open['call']} no. {position.iteration} was interrupted: call it again, or regroup()"

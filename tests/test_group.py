@@ -28,7 +28,7 @@ from fsbarrier.node.store import PosixStore
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Generation, Join, Member, Position, encode
-from fsbarrier.protocol.state import Rules
+from fsbarrier.protocol.state import Node, Part, Rules, changed
 
 HERE = socket.gethostname()
 
@@ -419,3 +419,16 @@ def test_no_heartbeat_bears_another_process_s_incarnation(tmp_path: Path) -> Non
         with contextlib.suppress(fsbarrier.Fenced):
             agent.tick(float(number))
     assert agent.node.incarnation == 2 and agent.beat().incarnation == 1
+
+
+def test_what_was_offered_to_a_generation_is_not_given_to_the_next() -> None:
+    """The caller may offer in the moment in which the looking thread has moved on; rows are numbered alike in both."""
+    offer, at = Offer(), Position(1, 0)
+    second = Generation(2, (Member(0, 1), Member(1, 1)), 0, at, "regrouped")
+    node = changed(Node(0, 1, 0.0), generation=second, position=at)
+    offer.given = 1, at, {"call": "broadcast(src=1)"}
+    offer.launch(node, Part.EACH)
+    assert offer.report() is None
+    offer.given = 2, at, {"call": "barrier()"}
+    report = offer.report()
+    assert report is not None and report.value == {"call": "barrier()"}

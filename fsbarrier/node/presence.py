@@ -26,23 +26,27 @@ LEAVE_S = 5.0  # what a last heartbeat may take on a filesystem that hangs
 
 @dataclass
 class Offer:
-    """The work of a group's member: that of a row is done once the caller has offered a value for it."""
+    """The work of a group's member: that of a row is done once the caller has offered a value for it.
 
-    given: tuple[Position, Payload] | None = None
-    row: Position | None = None
+    A row is named with its generation: the caller may offer for one that the looking thread has just left.
+    """
+
+    given: tuple[int, Position, Payload] | None = None
+    row: tuple[int, Position] | None = None
     leaving: str = ""
 
     def launch(self, node: Node, part: Part) -> None:
-        self.row = node.position
+        assert node.generation is not None and node.position is not None
+        self.row = node.generation.number, node.position
 
     def cancel(self) -> None:
         self.given = self.row = None
 
     def report(self) -> WorkReport | None:
         given = self.given
-        if given is None or given[0] != self.row:
+        if given is None or given[:2] != self.row:
             return None
-        return WorkReport(Part.EACH, True, given[1], 0.0)
+        return WorkReport(Part.EACH, True, given[2], 0.0)
 
     def progress(self) -> Payload:
         return {"why": self.leaving} if self.leaving else {}
@@ -97,9 +101,9 @@ class Presence:
         for thread in self._threads:
             thread.start()
 
-    def offer(self, position: Position, value: Payload) -> None:
-        """This node is done with row `position`; `value` is what it gives to it."""
-        self._offer.given = position, value
+    def offer(self, generation: int, position: Position, value: Payload) -> None:
+        """This node is done with row `position` of a generation; `value` is what it gives to it."""
+        self._offer.given = generation, position, value
         self.hurry()
 
     def regroup(self, number: int) -> None:
