@@ -17,6 +17,7 @@ from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.maintenance.doctor import examine
 from fsbarrier.maintenance.doctor.findings import Report
 from fsbarrier.start import ranks
+from fsbarrier.supervision.signals import handled
 
 SUMMARY = "Probe a directory: can it carry a run? On several nodes at once: what do they see of each other, and how late?"
 EXAMPLE = "fsbarrier doctor /shared/runs\n  fsbarrier doctor /shared/runs --num-nodes 3      (on each of three nodes)"
@@ -88,12 +89,8 @@ def ended_in_order() -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with handled((signal.SIGTERM, signal.SIGHUP), handle):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def say(line: str) -> None:

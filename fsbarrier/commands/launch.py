@@ -25,6 +25,7 @@ from fsbarrier.errors import EXIT_INTERNAL, UsageError
 from fsbarrier.paths import RunPaths
 from fsbarrier.start import preflight
 from fsbarrier.start.given import Given
+from fsbarrier.supervision.signals import ENDING, handled
 
 if TYPE_CHECKING:
     from fsbarrier.start.startup import Start
@@ -222,16 +223,11 @@ def _stop(children: Mapping[int, Child]) -> None:
 @contextmanager
 def _signals() -> Iterator[None]:
     """While this lasts the first SIGINT, SIGTERM or SIGHUP raises Interrupted; the end then is under way, and more change nothing."""
-    chosen = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        for each in chosen:
+        for each in ENDING:
             signal.signal(each, signal.SIG_IGN)
         raise Interrupted(number)
 
-    before = {number: signal.signal(number, handle) for number in chosen}
-    try:
+    with handled(ENDING, handle):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

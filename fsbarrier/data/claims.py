@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from fsbarrier import files
 from fsbarrier.data.tail import CUT, DURABLE
@@ -27,7 +25,6 @@ from fsbarrier.protocol.assign import lots
 
 TRIES = 5  # of one operation that the filesystem answers with an error
 PAUSE_S = 0.1  # before the second try, doubled before each further one
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -176,15 +173,9 @@ def tidy(folder: Path, rank: int) -> None:
         folder.rmdir()
 
 
-def _patiently(operation: Callable[[], T], path: Path, done: str) -> T:
+def _patiently(operation: Callable[[], files.T], path: Path, done: str) -> files.T:
     """What `operation` gives, once the filesystem does not fail. Raises StoreError after a few tries."""
-    pause_s = PAUSE_S
-    for tries_left in reversed(range(TRIES)):
-        try:
-            return operation()
-        except OSError as error:
-            if not tries_left:
-                raise StoreError(f"{path}: cannot be {done}: {error.strerror or error}") from error
-        threading.Event().wait(pause_s)
-        pause_s *= 2
-    raise AssertionError("unreachable")
+    try:
+        return files.patiently(operation, tries=TRIES, pause_s=PAUSE_S)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be {done}: {error.strerror or error}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,8 +11,7 @@ from pathlib import Path
 from fsbarrier import trajectories
 from fsbarrier.maintenance import doctor
 from fsbarrier.node.observer import Observer
-from fsbarrier.program import PHASE_NAMES, Context, PartOnDisk
-from fsbarrier.protocol.facts import Payload, Position
+from fsbarrier.program import Context, PartOnDisk
 from fsbarrier.protocol.state import Node
 from fsbarrier.start.runrecord import RunRecord
 
@@ -29,14 +27,6 @@ class ContextMaker:
     def __call__(self, node: Node) -> Context:
         generation, position = node.generation, node.position
         assert generation is not None and position is not None
-
-        def reports(phase_name: str) -> Mapping[int, Payload]:
-            at = Position(position.iteration, PHASE_NAMES.index(phase_name))
-            if at != position:
-                return self.observer.reports(generation.number, at, generation.ranks)
-            # in its own row the leader's result is not published yet: it goes on to the leader's work first
-            others = tuple(rank for rank in generation.ranks if rank != node.rank)
-            return {node.rank: node.result, **self.observer.reports(generation.number, at, others)}
 
         def inventory(split: str) -> tuple[PartOnDisk, ...]:
             return parts_on_disk(
@@ -60,7 +50,7 @@ class ContextMaker:
             decisions=node.decisions,
             python=sys.executable,
             joins=dict(self.observer.joins),
-            reports=reports,
+            reports=partial(self.observer.reports, node),
             newest=self.observer.newest_number,
             inventory=inventory,
             claims_unsafe=partial(doctor.claims_unsafe, self.record.log_path),

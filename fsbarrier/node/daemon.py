@@ -42,6 +42,7 @@ from fsbarrier.start import ranks
 from fsbarrier.start.runrecord import CHOICES, RunRecord
 from fsbarrier.supervision import accelerators
 from fsbarrier.supervision.lastlines import last_words
+from fsbarrier.supervision.signals import ENDING, handled
 
 POLL_MIN_S = 0.001
 POLL_GROWTH = 1.5
@@ -248,13 +249,8 @@ class Daemon:
             self._signal = number
             self._wake.set()
 
-        chosen = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, handle) for number in chosen}
-        try:
+        with handled(ENDING, handle):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def close(self) -> None:
         self._hints.close()

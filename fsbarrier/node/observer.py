@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fsbarrier.node.store import Store
 from fsbarrier.paths import RunPaths
-from fsbarrier.program import Phase, Program
+from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import (
     Beat,
     CorruptRecord,
@@ -183,10 +183,19 @@ class Observer:
             self._row = row = (generation, position, path)
         return row[2]
 
-    def reports(self, generation: int, position: Position, ranks: tuple[int, ...]) -> Mapping[int, Payload]:
-        """What each of `ranks` published about a row that this node has passed. Raises OSError, also for one that cannot be read."""
-        directory = self.row_dir(generation, position)
-        return {rank: self._must_read(directory / fact_name(rank, "done")).value for rank in ranks}
+    def reports(self, node: Node, phase_name: str) -> Mapping[int, Payload]:
+        """What each member published about a row of this iteration that `node` has passed, or in which it leads.
+
+        Raises OSError, also for a fact that cannot be read.
+        """
+        generation, position = node.generation, node.position
+        assert generation is not None and position is not None
+        at = Position(position.iteration, PHASE_NAMES.index(phase_name))
+        # In its own row the leader's result is not published yet: it goes on to the leader's work first.
+        own = {node.rank: node.result} if at == position else {}
+        directory = self.row_dir(generation.number, at)
+        others = [rank for rank in generation.ranks if rank not in own]
+        return own | {rank: self._must_read(directory / fact_name(rank, "done")).value for rank in others}
 
     def read(self, path: Path, cls: type[R]) -> R | None:
         """A record, or None while it cannot be had whole."""

@@ -14,17 +14,21 @@ from fsbarrier.program import ProbeAddresses
 CONNECT_S = 3.0
 
 
+def listen(*, loopback: bool) -> socket.socket:
+    """A socket that listens on a free port. `loopback`: reachable from this host only. Raises OSError."""
+    if loopback:
+        return socket.create_server(("127.0.0.1", 0))
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
 class Rendezvous:
     """The leader's listening socket; its port is the one torchrun will take over."""
 
     def __init__(self, *, loopback: bool) -> None:
         """Listen on a free port. `loopback`: reachable from this host only. Raises OSError."""
-        if loopback:
-            self._socket = socket.create_server(("127.0.0.1", 0))
-        elif socket.has_dualstack_ipv6():
-            self._socket = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            self._socket = socket.create_server(("", 0))
+        self._socket = listen(loopback=loopback)
         self.port: int = self._socket.getsockname()[1]
 
     def close(self) -> None:

@@ -6,13 +6,12 @@ programs behind its commands are stand-ins: they take time, fail, leave parts, m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.program import (
-    PHASE_NAMES,
     Command,
     Context,
     OpenRendezvous,
@@ -26,7 +25,7 @@ from fsbarrier.program import (
     Value,
     Work,
 )
-from fsbarrier.protocol.facts import Payload, Position
+from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Part, WorkReport
 from fsbarrier.sim.artifacts import Artifacts, Meeting, PartFile, Piece, Waiting
 from fsbarrier.sim.history import Entry, Merged, Missing, Used
@@ -303,14 +302,6 @@ class SimWork:
         generation, position = node.generation, node.position
         assert generation is not None and position is not None
         observer = self.process.agent.observer
-
-        def reports(phase_name: str) -> Mapping[int, Payload]:
-            at = Position(position.iteration, PHASE_NAMES.index(phase_name))
-            if at != position:
-                return observer.reports(generation.number, at, generation.ranks)
-            others = tuple(rank for rank in generation.ranks if rank != node.rank)
-            return {node.rank: node.result, **observer.reports(generation.number, at, others)}
-
         return Context(
             run_id="sim",
             paths=observer.paths,
@@ -328,7 +319,7 @@ class SimWork:
             decisions=node.decisions,
             python="python",
             joins=dict(observer.joins),
-            reports=reports,
+            reports=partial(observer.reports, node),
             newest=observer.newest_number,
             inventory=lambda split: self._inventory(split, position.iteration),
         )

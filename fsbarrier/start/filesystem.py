@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fsbarrier import files
 from fsbarrier.errors import StoreError, UsageError
@@ -18,7 +17,6 @@ from fsbarrier.paths import RunPaths
 
 TRIES = 6  # of what fails because the filesystem does, for the moment
 PAUSE_S = 0.05  # before the second try, doubled before each further one
-T = TypeVar("T")
 LIMITS = ("coordination.beat_s", "coordination.suspect_s", "coordination.dead_s")
 
 
@@ -61,13 +59,5 @@ def record(report: Report, paths: RunPaths, node_rank: int) -> None:
         raise StoreError(f"{path}: {error.strerror or error}") from None
 
 
-def _patiently(do: Callable[[], T]) -> T:
-    """What `do` gives, tried again while the filesystem fails for a moment. Raises OSError."""
-    for tries_left in reversed(range(TRIES)):
-        try:
-            return do()
-        except OSError as error:
-            if error.errno not in files.FAILING or not tries_left:
-                raise
-            threading.Event().wait(PAUSE_S * 2 ** (TRIES - 1 - tries_left))
-    raise AssertionError("the last try returns or raises")
+def _patiently(operation: Callable[[], files.T]) -> files.T:
+    return files.patiently(operation, tries=TRIES, pause_s=PAUSE_S, only=files.FAILING)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from fsbarrier.maintenance.doctor.meeting import Message
+from fsbarrier.node.rendezvous import listen
 
 CONNECT_S = 2.0
 
@@ -19,12 +20,7 @@ class Door:
 
     def __init__(self, word: str, *, loopback: bool) -> None:
         """`loopback`: reachable from this host only. Raises OSError."""
-        if loopback:
-            self._socket = socket.create_server(("127.0.0.1", 0))
-        elif socket.has_dualstack_ipv6():
-            self._socket = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            self._socket = socket.create_server(("", 0))
+        self._socket = listen(loopback=loopback)
         self.port: int = self._socket.getsockname()[1]
         self._word = word.encode()
         self._thread = threading.Thread(target=self._open, daemon=True)
