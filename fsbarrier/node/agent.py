@@ -16,7 +16,7 @@ from fsbarrier.node.observer import Observer, decides, fact_name
 from fsbarrier.node.store import Store
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Payload, Position, encode
 from fsbarrier.protocol.machine import step
-from fsbarrier.protocol.membership import Ledger, losses, silence
+from fsbarrier.protocol.membership import JOINING, Ledger, losses, silence
 from fsbarrier.protocol.state import (
     Action,
     Announce,
@@ -144,6 +144,8 @@ class Agent:
         self.counter += 1
         node, position = self.node, self.node.position
         state = self.exit.state if self.exit is not None else node.stage.value
+        if state == JOINING and self._announced != node.incarnation:
+            state = "leaving"  # its old generation; nobody may take in what it was there
         return Beat(
             rank=node.rank,
             incarnation=self._announced,

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member
 
+#: the state of a node that waits to be taken in, under the incarnation that its heartbeat names
+JOINING = "joining"
 #: states in which a node has gone for good
 GONE = frozenset({"left", "finished", "stopped", "broken"})
 #: the one of them that leaves its peers without an answer. After the others, all that the peers wait for is already on disk: they
@@ -137,13 +139,16 @@ def silence(member: Member, ledger: Ledger, since: float, now: float) -> float:
 
 
 def live_joiners(joins: Mapping[int, Join], ledger: Ledger, now: float, limits: Limits) -> dict[int, Member]:
-    """The newest incarnation of each rank that was seen to be alive: its counter moved, and not long ago."""
+    """The newest incarnation of each rank that was seen to be alive and to wait: its counter moved, and not long ago.
+
+    One that says it is in a generation is none: it will find out that the others went on without it, and join as the next incarnation.
+    """
     live = {}
     for rank, join in joins.items():
         item = ledger.seen.get(rank)
         if item is None or not item.moved or item.beat.incarnation != join.incarnation:
             continue
-        if now - item.since < limits.suspect_s and item.beat.state not in GONE:
+        if now - item.since < limits.suspect_s and item.beat.state == JOINING:
             live[rank] = Member(rank, join.incarnation, join.host)
     return live
 

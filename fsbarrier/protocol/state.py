@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 from fsbarrier.program import SLICES, Program
 from fsbarrier.protocol.facts import Fact, Generation, Join, Payload, Position, StopRequest
-from fsbarrier.protocol.membership import Ledger, Limits
+from fsbarrier.protocol.membership import JOINING, Ledger, Limits
 
 
 class Stage(Enum):
-    JOINING = "joining"
+    JOINING = JOINING
     RUNNING = "running"
     ENDED = "ended"
 
