@@ -120,8 +120,9 @@ def losses(
         known = item is not None and item.beat.incarnation == member.incarnation
         beat, age = (item.beat, now - item.since) if item is not None and known else (None, now - since)
         state = beat.state if beat is not None else ""
-        if newest is not None and newest.incarnation > member.incarnation:
-            why = f"restarted as incarnation {newest.incarnation}"
+        started = max(newest.incarnation if newest else 0, item.beat.incarnation if item else 0)
+        if started > member.incarnation:  # its record is there, or it beats and the record is yet to be seen
+            why = f"restarted as incarnation {started}"
         elif state in DESERTED:
             why = "it was stopped by hand or ended in an error"
         elif age >= limits.dead_s:
