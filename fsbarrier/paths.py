@@ -35,11 +35,11 @@ class RunPaths:
 
     @cached_property
     def beats(self) -> Path:
-        """One heartbeat file a node rank, replaced as a whole at each beat."""
+        """One heartbeat file an incarnation of a node, replaced as a whole at each beat."""
         return self.coordination / "beats"
 
-    def beat(self, rank: int) -> Path:
-        return self.beats / f"node-{rank:04d}.json"
+    def beat(self, rank: int, incarnation: int) -> Path:
+        return self.beats / f"node-{rank:04d}.inc-{incarnation:04d}.json"
 
     @cached_property
     def generations(self) -> Path:

@@ -125,13 +125,15 @@ def test_what_is_recorded_is_what_the_engine_computed(tmp_path: Path) -> None:
     )
     assert max(trajectory["reward"] for trajectory in trajectories) == 1.0
     assert all("segments" not in trajectory for trajectory in trajectories)
-    assert_the_conversation_is_in_the_tokens(trajectories)
+    assert_the_conversation_is_in_the_tokens(tmp_path / "model", trajectories)
     assert_logprobs(tmp_path / "model", trajectories)
     assert_it_can_be_trained_on(tmp_path)
 
 
-def assert_the_conversation_is_in_the_tokens(trajectories: list[dict[str, Any]]) -> None:
-    letters = tokenizer()
+def assert_the_conversation_is_in_the_tokens(folder: Path, trajectories: list[dict[str, Any]]) -> None:
+    import transformers
+
+    letters = transformers.AutoTokenizer.from_pretrained(folder)  # as the engine reads it: without spaces
     for trajectory in trajectories:
         ids, mask = list(trajectory["token_ids"]), list(trajectory["loss_mask"])
         assert len(ids) == len(mask) == len(trajectory["logprobs"])

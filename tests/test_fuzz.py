@@ -196,7 +196,7 @@ def test_records(record: facts.Record) -> None:
 FOLDERS = ("joins", "beats", "generations", "stops")
 NAMES = {
     "joins": "node-0001.inc-0002.json",
-    "beats": "node-0001.json",
+    "beats": "node-0001.inc-0002.json",
     "generations": "gen-000003.json",
     "stops": "000001.json",
 }

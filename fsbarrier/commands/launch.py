@@ -111,13 +111,11 @@ def demo_path(runs: Path) -> Path:
 
 def is_finished(log_path: Path) -> bool:
     """Whether the run there has done all its iterations, as its nodes' last heartbeats say."""
-    from fsbarrier.protocol.facts import Beat, CorruptRecord, decode
+    from fsbarrier.node.liveness import read_beats
 
-    folder = RunPaths(log_path).beats
     try:
-        records = [path.read_bytes() for path in folder.iterdir() if path.suffix == ".json"]
-        return any(decode(data, Beat).state == "finished" for data in records)
-    except (OSError, CorruptRecord):
+        return any(beat.state == "finished" for beat in read_beats(log_path).values())
+    except OSError:
         return False
 
 

@@ -202,7 +202,6 @@ class Daemon:
         """Beat until told otherwise. A loop that is stuck must not look alive: then the beats stop as well, and soon, for
         only from then on do the others count."""
         coordination = self.settings["coordination"]
-        path = self.record.paths.beat(self.agent.node.rank)
         while True:
             last = self._beating.is_set()
             stuck = (
@@ -210,7 +209,8 @@ class Daemon:
             )
             if not stuck:
                 try:
-                    self._store.put(path, encode(self.agent.beat()))
+                    beat = self.agent.beat()
+                    self._store.put(self.record.paths.beat(beat.rank, beat.incarnation), encode(beat))
                 except OSError:
                     pass  # the loop meets the same filesystem, and decides
             if last:

@@ -15,9 +15,9 @@ from pathlib import Path
 import filelock
 
 from fsbarrier.errors import UsageError
-from fsbarrier.node.store import PosixStore
+from fsbarrier.node.liveness import read_beats
 from fsbarrier.paths import RunPaths
-from fsbarrier.protocol.facts import Beat, CorruptRecord, decode
+from fsbarrier.protocol.facts import Beat
 from fsbarrier.protocol.membership import GONE
 
 WATCHED_BEATS = 2.5
@@ -33,7 +33,7 @@ def hold_rank(paths: RunPaths, rank: int, beat_s: float) -> Iterator[None]:
     name = hashlib.sha256(f"{paths.root.resolve()}:{rank}".encode()).hexdigest()[:16]
     lock_file = Path(tempfile.gettempdir()) / f"fsbarrier-{os.getuid()}-{name}.lock"
     lock = filelock.FileLock(lock_file, mode=0o600)
-    beat = _read(paths, rank)
+    beat = read_beats(paths.root, rank).get(rank)
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
@@ -61,19 +61,8 @@ def _moves(paths: RunPaths, old: Beat, beat_s: float) -> bool:
     deadline = time.monotonic() + WATCHED_BEATS * beat_s
     pause = threading.Event()
     while time.monotonic() < deadline:
-        new = _read(paths, old.rank)
+        new = read_beats(paths.root, old.rank).get(old.rank)
         if new is not None and (new.incarnation, new.counter) != (old.incarnation, old.counter):
             return new.state not in GONE
         pause.wait(beat_s / 10)
     return False
-
-
-def _read(paths: RunPaths, rank: int) -> Beat | None:
-    store = PosixStore()
-    path = paths.beat(rank)
-    if path.name not in store.names(paths.beats):
-        return None
-    try:
-        return decode(store.read(path) or b"", Beat)
-    except CorruptRecord:
-        return None

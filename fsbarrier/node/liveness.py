@@ -14,15 +14,17 @@ from fsbarrier.protocol.membership import GONE
 LOOK_S = 0.05
 
 
-def read_beats(log_path: Path) -> dict[int, Beat]:
-    """The last heartbeat of every rank; unreadable ones are left out."""
-    paths, store, beats = RunPaths(log_path), PosixStore(), {}
+def read_beats(log_path: Path, rank: int | None = None) -> dict[int, Beat]:
+    """The last heartbeat of each rank's newest start (of `rank` alone, if given); unreadable ones are left out."""
+    paths, store = RunPaths(log_path), PosixStore()
+    prefix, beats = "node-" if rank is None else f"node-{rank:04d}.", dict[int, Beat]()
     for name in store.names(paths.beats):
         try:
-            beat = decode(store.read(paths.beats / name) or b"", Beat)
+            beat = decode(store.read(paths.beats / name) or b"", Beat) if name.startswith(prefix) else None
         except CorruptRecord:
             continue
-        beats[beat.rank] = beat
+        if beat is not None and (beat.rank not in beats or beat.incarnation > beats[beat.rank].incarnation):
+            beats[beat.rank] = beat
     return beats
 
 

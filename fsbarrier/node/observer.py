@@ -31,8 +31,7 @@ from fsbarrier.protocol.membership import Ledger
 from fsbarrier.protocol.state import Node, Part, Recovered, Rules, Stage, View, changed
 from fsbarrier.protocol.succession import with_decision
 
-_JOIN = re.compile(r"node-(\d{4,})\.inc-(\d{4,})\.json")
-_BEAT = re.compile(r"node-(\d{4,})\.json")
+_INCARNATION = re.compile(r"node-(\d{4,})\.inc-(\d{4,})\.json")
 _GENERATION = re.compile(r"gen-(\d{6,})\.json")
 _FAILED = re.compile(r"node-(\d{4,})\.failed")
 _ITERATION = re.compile(r"iter-(\d{6,})")
@@ -80,7 +79,8 @@ class Observer:
     _listed: tuple[Path, list[str]] | None = None
     _arrived: tuple[frozenset[int], dict[int, Fact]] = (frozenset(), {})
     _values: dict[tuple[int, Position], Payload] = field(default_factory=dict)
-    _beat_files: dict[str, tuple[int, Path] | None] = field(default_factory=dict)  # by name; None: not ours
+    _known_beats: list[str] = field(default_factory=list)
+    _beat_files: dict[int, list[tuple[int, Path]]] = field(default_factory=dict)  # a rank's, newest start first
     _known_generations: list[str] = field(default_factory=list)
     _known_joins: list[str] = field(default_factory=list)
     _learnt: set[str] = field(default_factory=set)  # names in joins/ that need not be looked at again
@@ -221,7 +221,7 @@ class Observer:
         names = self.store.names(self.paths.joins)
         if names != self._known_joins:
             for name in names:
-                match = _JOIN.fullmatch(name) if name not in self._learnt else None
+                match = _INCARNATION.fullmatch(name) if name not in self._learnt else None
                 if name not in self._learnt and (not match or self._learn_join(int(match[1]), int(match[2]))):
                     self._learnt.add(name)
             if self._learnt.issuperset(names):
@@ -269,24 +269,41 @@ class Observer:
         self.ledger = self.ledger.observe(self._read_beats(spared), now, now, self.paces.blind_s)
 
     def _read_beats(self, spared: Set[int] = frozenset()) -> dict[int, Beat]:
-        """The others' heartbeats. What they have seen exists: it can be opened, however old this node's listings are."""
-        beats, files = {}, self._beat_files
-        for name in self.store.names(self.paths.beats):
-            if name not in files:
-                match = _BEAT.fullmatch(name)
-                files[name] = (int(match[1]), self.paths.beats / name) if match else None
-            rank, path = files[name] or (-1, self.paths.beats)
-            beat = self.read(path, Beat) if rank >= 0 and rank not in spared else None
-            if beat is None or beat.rank != rank:
+        """The others' heartbeats, of each rank its newest start's, and that of a newer start of a `spared` rank.
+
+        What the others have seen exists: it can be opened, however old this node's listings are.
+        """
+        names, beats = self.store.names(self.paths.beats), {}
+        if names != self._known_beats:
+            self._known_beats, self._beat_files = names, self._by_rank(names)
+        for rank, files in self._beat_files.items():
+            known = self.joins[rank].incarnation if rank in self.joins else 0
+            if rank in spared and files[0][0] <= known:
+                continue
+            beat = self._newest_beat(rank, files)
+            if beat is None:
                 continue
             beats[rank] = beat
-            if rank not in self.joins or self.joins[rank].incarnation < beat.incarnation:
+            if beat.incarnation > known:
                 self._learn_join(rank, beat.incarnation)
             if beat.generation > (self.newest.number if self.newest is not None else 0):
                 record = self.read(self.paths.generation(beat.generation), Generation)
                 if record is not None and self._fits(record, beat.generation):
                     self.learn(record)
         return beats
+
+    def _by_rank(self, names: list[str]) -> dict[int, list[tuple[int, Path]]]:
+        found: dict[int, list[tuple[int, Path]]] = {}
+        for match in filter(None, map(_INCARNATION.fullmatch, names)):
+            found.setdefault(int(match[1]), []).append((int(match[2]), self.paths.beats / match[0]))
+        return {rank: sorted(files, reverse=True) for rank, files in found.items()}
+
+    def _newest_beat(self, rank: int, files: list[tuple[int, Path]]) -> Beat | None:
+        for incarnation, path in files:
+            beat = self.read(path, Beat)
+            if beat is not None and (beat.rank, beat.incarnation) == (rank, incarnation):
+                return beat
+        return None
 
     def recover(self, rules: Rules, now: float) -> Recovered:
         """Where the newest generation is, or was when it ended, as far as its facts on disk tell. Raises OSError.

@@ -245,7 +245,7 @@ class Presence:
     # --- beating ---
 
     def _beat(self) -> None:
-        path, store = self._agent.observer.paths.beat(self.here.rank), self._agent.store
+        paths, store = self._agent.observer.paths, self._agent.store
         while True:
             failure = self.sight.failure
             last = self._leaving.is_set() or failure is not None
@@ -254,7 +254,8 @@ class Presence:
             if last and self._agent.exit is None:
                 self._agent.exit = Exit(0, "left", "left")
             try:
-                store.put(path, encode(self._agent.beat()))
+                beat = self._agent.beat()
+                store.put(paths.beat(beat.rank, beat.incarnation), encode(beat))
                 now = time.monotonic()
                 self._unheard = now, now - self._unheard[0]
             except OSError:

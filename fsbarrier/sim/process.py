@@ -49,7 +49,6 @@ class Process:
         self.offset = world.clocks.uniform(0, 1e6) if clocks else 0.0
         self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
         paths = RunPaths(cast(Any, ROOT))
-        self.beat_path = cast(SimPath, paths.beat(rank))
         observer = Observer(cast(Any, client), paths, world.rules.program, Paces(RARELY_S, RARELY_S, BLIND_S))
         self.work = SimWork(world, self)
         host = f"{client.host}"

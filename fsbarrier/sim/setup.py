@@ -67,6 +67,6 @@ def litter(disk: Disk, rng: Random) -> None:
     disk.junk(coordination / "joins", ".nfs0000000000a1", b"")
     disk.junk(coordination / "generations", "gen-000001.json.swp", b"\0" * 64)
     disk.junk(coordination / "generations", "lost+found", b"")
-    disk.junk(coordination / "beats", "node-0001.json~", b"x")
-    disk.junk(coordination / "beats", "node-0000.json", rng.randbytes(32))
+    disk.junk(coordination / "beats", "node-0001.inc-0001.json~", b"x")
+    disk.junk(coordination / "beats", "node-0000.inc-0099.json", rng.randbytes(32))
     disk.junk(coordination / "stops", "000001.json", b"")

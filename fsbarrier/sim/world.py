@@ -354,7 +354,8 @@ class World:
         beat = process.agent.beat()
         self._beat_of = beat.rank, beat.incarnation
         try:
-            process.client.put(process.beat_path, encode(beat))
+            path = process.agent.observer.paths.beat(beat.rank, beat.incarnation)
+            process.client.put(cast(SimPath, path), encode(beat))
         except OSError:
             pass  # the loop meets the same filesystem
         process.client.left = left

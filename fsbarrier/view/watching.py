@@ -28,7 +28,6 @@ MAX_BYTES = 16 * 1024 * 1024  # read of one journal at a time
 BLIND_S = 5.0  # a gap between two polls above which nobody's silence counts
 _JOURNAL = re.compile(r"node_(\d+)\.inc-(\d+)\.jsonl")
 _NUMBERED = re.compile(r"node-(\d{1,9})\.inc-(\d{1,9})\.json")
-_BEAT = re.compile(r"node-(\d{1,9})\.json")
 _GENERATION = re.compile(r"gen-(\d{1,12})\.json")
 _DONE = re.compile(r"node-(\d{1,9})\.done")
 
@@ -249,11 +248,13 @@ class RunReader:
                 self._times_of = -1
 
     def _look_at_beats(self, now: float) -> None:
-        beats = {}
+        beats = dict[int, Beat]()
         for name in _names(self.paths.beats):
-            match = _BEAT.fullmatch(name)
+            match = _NUMBERED.fullmatch(name)
             beat = _read(self.paths.beats / name, Beat) if match else None
-            if match is None or beat is None or beat.rank != int(match[1]):
+            if match is None or beat is None or (beat.rank, beat.incarnation) != (int(match[1]), int(match[2])):
+                continue
+            if beat.rank in beats and beat.incarnation < beats[beat.rank].incarnation:
                 continue
             beats[beat.rank] = beat
             try:
