@@ -93,7 +93,7 @@ class FakeRun:
             *place,
             progress=progress,
         )
-        files.write_atomic(self.paths.beat(rank), encode(beat))
+        files.write_atomic(self.paths.beat(rank, beat.incarnation), encode(beat))
 
     def begin(
         self, members: tuple[int, ...], reason: str, start: tuple[int, int] = (1, 0), **more: Any

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from fsbarrier.protocol.facts import Beat, Join, Member
+from fsbarrier.node.observer import Observer
+from fsbarrier.node.store import PosixStore
+from fsbarrier.paths import RunPaths
+from fsbarrier.program import PHASE_NAMES, Phase, Program
+from fsbarrier.protocol.facts import Beat, Join, Member, encode
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits, live_joiners, losses
+from fsbarrier.protocol.state import Node
 
 
 def joiners(states: list[str], *, incarnation: int = 2, seconds_ago: float = 0.0) -> dict[int, Member]:
@@ -41,3 +48,39 @@ def test_whoever_beats_as_a_newer_start_is_not_silent(known: int) -> None:
     joins = {0: Join(0, known, "a", 1, "boot")}
     (loss,) = losses([Member(0, 1, "a")], 1, joins, ledger, since=0.0, now=100.0, limits=Limits())
     assert loss.why == "restarted as incarnation 2"
+
+
+PING = Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES)))
+
+
+class Frozen(PosixStore):
+    """A mount on which the listing of one directory never changes any more (two changes within one tick of its time)."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.known = directory, super().names(directory)
+
+    def names(self, directory: Path) -> list[str]:
+        return self.known if directory == self.directory else super().names(directory)
+
+
+def test_of_two_starts_of_a_rank_the_newer_is_heard_and_the_older_told(tmp_path: Path) -> None:
+    """I7: each has a heartbeat file of its own, and by its name the older learns of the newer, however old its listings of `joins/` are."""
+    paths, store = RunPaths(tmp_path), PosixStore()
+    for folder in (paths.joins, paths.beats):
+        store.make_dir(folder)
+    for incarnation in (1, 2):
+        join = Join(1, incarnation, "ab"[incarnation - 1], 1, "boot")
+        store.put(paths.join(1, incarnation), encode(join))
+        if incarnation == 1:
+            frozen = Frozen(paths.joins)
+    others, older = Observer(store, paths, PING), Observer(frozen, paths, PING)
+    for observer in (others, older):
+        observer.prepare()
+    for counter in range(20):
+        for incarnation in (2, 1):  # the older one always beats last
+            beat = Beat(1, incarnation, counter, "ab"[incarnation - 1], 1, JOINING)
+            store.put(paths.beat(1, incarnation), encode(beat))
+        seen = others.view(Node(0, 1, 0.0), float(counter)).ledger.seen[1]
+        assert (seen.beat.incarnation, seen.since) == (2, float(counter))
+        known = older.view(Node(1, 1, 0.0), float(counter)).joins[1]
+        assert known.incarnation == 2

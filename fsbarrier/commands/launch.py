@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from fsbarrier.commands import flags
 from fsbarrier.commands.flags import say
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
-from fsbarrier.paths import RunPaths
 from fsbarrier.start import preflight
 from fsbarrier.start.given import Given
 from fsbarrier.supervision.signals import ENDING, handled

@@ -80,7 +80,7 @@ class Observer:
     _arrived: tuple[frozenset[int], dict[int, Fact]] = (frozenset(), {})
     _values: dict[tuple[int, Position], Payload] = field(default_factory=dict)
     _known_beats: list[str] = field(default_factory=list)
-    _beat_files: dict[int, list[tuple[int, Path]]] = field(default_factory=dict)  # a rank's, newest start first
+    _beat_files: dict[int, list[tuple[int, Path]]] = field(default_factory=dict)  # the newest start first
     _known_generations: list[str] = field(default_factory=list)
     _known_joins: list[str] = field(default_factory=list)
     _learnt: set[str] = field(default_factory=set)  # names in joins/ that need not be looked at again

@@ -250,7 +250,7 @@ class Presence:
             failure = self.sight.failure
             last = self._leaving.is_set() or failure is not None
             if isinstance(failure, Fenced):
-                return  # the heartbeat is another process's now
+                return  # nobody listens to a start that was superseded
             if last and self._agent.exit is None:
                 self._agent.exit = Exit(0, "left", "left")
             try:

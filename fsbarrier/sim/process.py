@@ -15,7 +15,7 @@ from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
 from fsbarrier.sim.history import Event
 from fsbarrier.sim.invariants import BLIND_S
 from fsbarrier.sim.setup import ROOT
-from fsbarrier.sim.store import Client, SimPath
+from fsbarrier.sim.store import Client
 from fsbarrier.sim.strand import Strand
 from fsbarrier.sim.work import SimWork
 

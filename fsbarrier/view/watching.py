@@ -252,7 +252,11 @@ class RunReader:
         for name in _names(self.paths.beats):
             match = _NUMBERED.fullmatch(name)
             beat = _read(self.paths.beats / name, Beat) if match else None
-            if match is None or beat is None or (beat.rank, beat.incarnation) != (int(match[1]), int(match[2])):
+            if (
+                match is None
+                or beat is None
+                or (beat.rank, beat.incarnation) != tuple(map(int, match.groups()))
+            ):
                 continue
             if beat.rank in beats and beat.incarnation < beats[beat.rank].incarnation:
                 continue
