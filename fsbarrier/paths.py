@@ -62,10 +62,10 @@ class RunPaths:
         return self.coordination / f"gen-{generation:06d}"
 
     def iteration(self, generation: int, iteration: int) -> Path:
-        return self.facts_of(generation) / f"iter-{iteration:06d}"
+        return self.coordination / f"gen-{generation:06d}/iter-{iteration:06d}"
 
     def phase(self, generation: int, iteration: int, index: int, name: str) -> Path:
-        return self.iteration(generation, iteration) / f"p{index:02d}-{name}"
+        return self.coordination / f"gen-{generation:06d}/iter-{iteration:06d}/p{index:02d}-{name}"
 
     def claims(self, generation: int, iteration: int, split: str) -> Path:
         """Who rolls out what, settled while it happens (fsbarrier/data/claims.py), and how far all are."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -202,13 +203,13 @@ class Context:
         ]
         return max(1, self.cpus // max(1, len(sharing)))
 
-    @property
+    @cached_property
     def policy_version(self) -> int:
         """How many updates the policy that this iteration rolls out has had."""
         published = self.latest("weights_publish")
         return published["policy_version"] if published is not None else 0
 
-    @property
+    @cached_property
     def policy(self) -> Policy:
         """The newest published policy; the run's model as version 0 before the first."""
         published = self.latest("weights_publish")
@@ -232,7 +233,7 @@ class Context:
         entry = self.decisions.get(phase_name)
         return None if entry is None else entry["value"]
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         return tuple(m.rank for m in self.members)
 

@@ -28,8 +28,8 @@ def world() -> World:
 
 
 def fresh(history: History) -> None:
-    """Forget what was read from the records."""
-    for name in ("generations", "facts", "joins"):
+    """Forget what was read from the records and the journals."""
+    for name in ("generations", "facts", "joins", "passed", "entered"):
         history.__dict__.pop(name, None)
 
 
@@ -188,5 +188,5 @@ def test_more_operations_than_the_budget_are_noticed() -> None:
     world = prepare("nodes 3\nlength 0.01")
     world.run()
     assert i12_operations(world.history) <= BUDGET
-    world.history.operations["read"] += 2 * len(world.history.passed())
+    world.history.operations["read"] += 2 * len(world.history.passed)
     assert i12_operations(world.history) > BUDGET

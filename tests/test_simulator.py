@@ -128,7 +128,7 @@ def test_i7_an_hour_under_load_without_a_false_death() -> None:
 def test_i12_operations_do_not_grow_with_the_nodes(nodes: int) -> None:
     setup = Setup(nodes=nodes, iterations=4, mix=frozenset(), lengths=(0.01,), phases="both", policy="shrink")
     world = World(0, setup)
-    assert len(world.run().passed()) == nodes * 4 * len(PHASE_NAMES)
+    assert len(world.run().passed) == nodes * 4 * len(PHASE_NAMES)
     assert i12_operations(world.history) <= BUDGET
 
 

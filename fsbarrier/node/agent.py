@@ -142,19 +142,19 @@ class Agent:
     def beat(self) -> Beat:
         """The next heartbeat."""
         self.counter += 1
-        node, position = self.node, self.node.position
-        state = self.exit.state if self.exit is not None else node.stage.value
+        node = self.node
+        state = self.exit.state if self.exit is not None else node.stage
         if state == JOINING and self._announced != node.incarnation:
             state = "leaving"  # its old generation; nobody may take in what it was there
         return Beat(
-            rank=node.rank,
-            incarnation=self._announced,
-            counter=self.counter,
-            host=self.join.host,
-            pid=self.join.pid,
-            state=state,
+            node.rank,
+            self._announced,
+            self.counter,
+            self.join.host,
+            self.join.pid,
+            state,
             progress=self.work.progress(),
-            **place(node, position, self.rules),
+            **place(node, node.position, self.rules),
         )
 
     def _announce(self, incarnation: int) -> bool:

@@ -28,7 +28,7 @@ from fsbarrier.protocol.facts import (
     decode,
 )
 from fsbarrier.protocol.membership import Ledger
-from fsbarrier.protocol.state import Node, Part, Recovered, Rules, Stage, View, changed
+from fsbarrier.protocol.state import WATCHING, Node, Part, Recovered, Rules, Stage, View, changed
 from fsbarrier.protocol.succession import with_decision
 
 _INCARNATION = re.compile(r"node-(\d{4,})\.inc-(\d{4,})\.json")
@@ -132,7 +132,7 @@ class Observer:
                 stop=self.stop,
                 recovered=self.recovered,
             )
-        if node.generation is None or node.part not in (Part.ANNOUNCED, Part.GATHER, Part.EACH):
+        if node.generation is None or node.part not in WATCHING:
             return self._common
         return self._with_row(self._common, node)
 
@@ -145,7 +145,8 @@ class Observer:
             if self._expected_by is not generation:
                 self._expected_by = generation
                 self._expected = {fact_name(rank, "done"): rank for rank in generation.ranks}
-            arrived = frozenset(map(self._expected.__getitem__, filter(self._expected.__contains__, names)))
+            expected = self._expected
+            arrived = frozenset([expected[name] for name in names if name in expected])
             failed = {} if len(names) == len(arrived) else self._failed(directory, names, generation)
             if failed is None:
                 return common

@@ -11,7 +11,9 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property, lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+from fsbarrier.protocol.records import record
 
 MAGIC = "fsbarrier"
 FORMAT = 1
@@ -25,7 +27,7 @@ class CorruptRecord(Exception):
     """The bytes are not a whole record of the expected kind; whoever reads treats them as not there yet."""
 
 
-@dataclass(frozen=True)
+@record
 class Member:
     """One node of a generation: which start of which rank, and where it runs."""
 
@@ -42,7 +44,7 @@ class Position:
     phase: int
 
 
-@dataclass(frozen=True)
+@record
 class Join:
     """A node's start: it exists, here is how to reach it. What it was asked for (the lowest rank's counts): `until`, the last
     iteration; `choices`, the settings that each start may choose anew."""
@@ -60,7 +62,7 @@ class Join:
     choices: Payload = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@record
 class Beat:
     """Sign of life. `counter` is all that liveness looks at; the rest is for people."""
 
@@ -77,7 +79,7 @@ class Beat:
     progress: Payload = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@record
 class Verdict:
     """How a run ended for every node at once."""
 
@@ -85,7 +87,7 @@ class Verdict:
     reason: str
 
 
-@dataclass(frozen=True)
+@record
 class Generation:
     """Who takes part from now on, under whom, and from where the run goes on. Number N exists once, for ever.
 
@@ -114,7 +116,7 @@ class Generation:
         return tuple(m.rank for m in self.members)
 
 
-@dataclass(frozen=True)
+@record
 class Fact:
     """What one node says about one phase: done or failed, with what came of it."""
 
@@ -125,7 +127,7 @@ class Fact:
     work_s: float = 0.0
 
 
-@dataclass(frozen=True)
+@record
 class StopRequest:
     """Somebody asked the run to end: at the next safe point, or `now`."""
 
@@ -146,63 +148,55 @@ _KINDS: dict[str, type[Any]] = {
 
 
 _NAMES = {cls: name for name, cls in _KINDS.items()}
+_COLUMNS = {cls: tuple(f.name for f in fields(cls)) for cls in _NAMES}
 _ENCODER = json.JSONEncoder(
     separators=(",", ":"), sort_keys=True, default=vars
 )  # a nested record is its fields
+_DECODER = json.JSONDecoder()
 
 
-def encode(record: Record) -> bytes:
+def encode(item: Record) -> bytes:
     """The bytes of a record's file."""
-    kind = _NAMES[type(record)]
-    values = record.__dict__
-    body = _ENCODER.encode({name: values[name] for name, _, _ in _FIELDS[type(record)]}).encode() + b"\n"
-    digest = hashlib.sha256(body).hexdigest()[:32]
-    return f"{MAGIC}/{FORMAT} {kind} {len(body)} {digest}\n".encode() + body
+    values = item.__dict__
+    body = _ENCODER.encode({name: values[name] for name in _COLUMNS[type(item)]}).encode() + b"\n"
+    return _header(_NAMES[type(item)], body) + body
+
+
+def _header(kind: str, body: bytes) -> bytes:
+    return f"{MAGIC}/{FORMAT} {kind} {len(body)} {hashlib.sha256(body).hexdigest()[:32]}\n".encode()
 
 
 def decode(data: bytes, cls: type[R]) -> R:
     """The record in `data`. Raises CorruptRecord for anything but a whole record of this kind."""
     kind = _NAMES[cls]
-    record: R = _decode_small(data, kind) if len(data) <= SMALL_BYTES else _decode(data, kind)
-    return record
+    found: R = _decode_small(data, kind) if len(data) <= SMALL_BYTES else _decode(data, kind)
+    return found
 
 
 def _decode(data: bytes, expected: str) -> Any:
+    header, _, body = data.partition(b"\n")
+    if len(data) > MAX_BYTES:
+        raise CorruptRecord("too long")
+    if header + b"\n" != _header(expected, body):
+        raise CorruptRecord(_fault(header, expected))
     try:
-        header, body = _split(data)
-        kind, length, digest = _parse_header(header)
-        if kind != expected:
-            raise CorruptRecord(f"a {kind} record where a {expected} was expected")
-        if length != len(body) or hashlib.sha256(body).hexdigest()[:32] != digest:
-            raise CorruptRecord("torn: length or digest differs")
-        return _build(_KINDS[kind], json.loads(body.decode()))
-    except CorruptRecord:
-        raise
+        return _build(_KINDS[expected], _DECODER.decode(body.decode()))
     except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
         raise CorruptRecord(f"not a record: {error}") from None
 
 
+def _fault(header: bytes, expected: str) -> str:
+    """What is wrong with bytes whose header is not that of their body."""
+    magic, kind, *_ = [*header.decode("ascii", "replace").split(" "), "", ""]
+    if magic != f"{MAGIC}/{FORMAT}":
+        return f"format {magic[:40]!r}; this fsbarrier reads {MAGIC}/{FORMAT}"
+    if kind != expected:
+        return f"a {kind} record where a {expected} was expected"
+    return "torn: length or digest differs"
+
+
 #: the same bytes are read again and again (heartbeats of slow nodes, facts by several readers); records are never changed
 _decode_small = lru_cache(maxsize=1024)(_decode)
-
-
-def _split(data: bytes) -> tuple[bytes, bytes]:
-    if len(data) > MAX_BYTES:
-        raise CorruptRecord("too long")
-    header, newline, body = data.partition(b"\n")
-    if not newline:
-        raise CorruptRecord("no header")
-    return header, body
-
-
-def _parse_header(header: bytes) -> tuple[str, int, str]:
-    fields = header.decode("ascii").split(" ")
-    if len(fields) != 4:
-        raise CorruptRecord("bad header")
-    magic, kind, length, digest = fields
-    if magic != f"{MAGIC}/{FORMAT}":
-        raise CorruptRecord(f"format {magic!r}; this fsbarrier reads {MAGIC}/{FORMAT}")
-    return kind, int(length), digest
 
 
 # --- from JSON to records ---------------------------------------------------------------------------------------------------
@@ -213,44 +207,49 @@ _NONE = type(None)
 _LIMIT = 2**62
 
 
-def _plain(annotation: str) -> Convert:
-    """A check that a value has the annotated plain type. JSON's numbers are taken as they are: no bool for an int."""
+class _Field(NamedTuple):
+    """How a field's value is checked. JSON's numbers are taken as they are: no bool for an int."""
+
+    name: str
+    types: tuple[type, ...]
+    convert: Convert | None
+    needed: bool
+
+
+def _types(annotation: str) -> tuple[type, ...]:
     base = annotation.removesuffix("| None").strip()
-    allowed = (*_PLAIN.get(base, (dict,)), *((_NONE,) if annotation.endswith("| None") else ()))
-
-    def check(value: Any) -> Any:
-        if type(value) not in allowed:
-            raise CorruptRecord(f"{base} expected, {type(value).__name__} found")
-        if type(value) is int and not -_LIMIT < value < _LIMIT:
-            raise CorruptRecord("number out of range")
-        return value
-
-    return check
+    return (*_PLAIN.get(base, (dict,)), *((_NONE,) if annotation.endswith("| None") else ()))
 
 
 def _decisions(value: Any) -> Any:
-    for entry in _plain("Mapping")(value).values():
+    for entry in value.values():
         if type(entry["iteration"]) is not int or not isinstance(entry["value"], dict):
             raise CorruptRecord("not a decision")
     return value
 
 
-_text = _plain("str")
-_NESTED: dict[tuple[str, str], Convert] = {
-    ("Generation", "members"): lambda v: tuple(_build(Member, item) for item in v),
-    ("Generation", "start"): lambda v: _build(Position, v),
-    ("Generation", "verdict"): lambda v: None if v is None else _build(Verdict, v),
-    ("Generation", "decisions"): _decisions,
-    ("Join", "addresses"): lambda v: tuple(_text(item) for item in v),
+def _texts(value: Any) -> tuple[str, ...]:
+    if not all(type(item) is str for item in value):
+        raise CorruptRecord("texts expected")
+    return tuple(value)
+
+
+#: fields that are no plain values: what JSON has for them, and what is made of it
+_NESTED: dict[tuple[type[Any], str], tuple[tuple[type, ...], Convert]] = {
+    (Generation, "members"): ((list,), lambda v: tuple(_build(Member, item) for item in v)),
+    (Generation, "start"): ((dict,), lambda v: _build(Position, v)),
+    (Generation, "verdict"): ((dict, _NONE), lambda v: None if v is None else _build(Verdict, v)),
+    (Generation, "decisions"): ((dict,), _decisions),
+    (Join, "addresses"): ((list,), _texts),
 }
 
 
-#: of each field of a class: its name, how its value is checked, and whether a record must have it
-_FIELDS: dict[type[Any], tuple[tuple[str, Convert, bool], ...]] = {
+_FIELDS: dict[type[Any], tuple[_Field, ...]] = {
     cls: tuple(
-        (
+        _Field(
             f.name,
-            _NESTED.get((cls.__name__, f.name)) or _plain(str(f.type)),
+            _NESTED[cls, f.name][0] if (cls, f.name) in _NESTED else _types(str(f.type)),
+            _NESTED[cls, f.name][1] if (cls, f.name) in _NESTED else None,
             f.default is MISSING and f.default_factory is MISSING,
         )
         for f in fields(cls)
@@ -263,21 +262,24 @@ def _build(cls: type[Any], body: Any) -> Any:
     if not isinstance(body, dict):
         raise CorruptRecord("not an object")
     values = {}
-    for name, convert, needed in _FIELDS[cls]:
+    for name, types, convert, needed in _FIELDS[cls]:
         if name in body:
-            values[name] = convert(body[name])
+            value = body[name]
+            if type(value) not in types or (type(value) is int and not -_LIMIT < value < _LIMIT):
+                raise CorruptRecord(f"{name} is no {types[0].__name__}, or out of range")
+            values[name] = value if convert is None else convert(value)
         elif needed:
             raise CorruptRecord(f"{name} is missing")
-    record = cls(**values)
+    built = cls(**values)
     if cls is Generation:
-        _check_generation(record)
-    return record
+        _check_generation(built)
+    return built
 
 
-def _check_generation(record: Generation) -> None:
+def _check_generation(found: Generation) -> None:
     """What a node relies on without looking."""
-    ranks = [member.rank for member in record.members]
-    if len(set(ranks)) != len(ranks) or (record.leader not in ranks and record.verdict is None):
+    ranks = [member.rank for member in found.members]
+    if len(set(ranks)) != len(ranks) or (found.leader not in ranks and found.verdict is None):
         raise CorruptRecord("its leader is no member, or a rank is there twice")
-    if record.number < 1 or record.start.iteration < 1 or record.start.phase < 0:
+    if found.number < 1 or found.start.iteration < 1 or found.start.phase < 0:
         raise CorruptRecord("it starts nowhere")

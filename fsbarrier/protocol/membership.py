@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member
+from fsbarrier.protocol.records import record
 
 #: the state of a node that waits to be taken in, under the incarnation that its heartbeat names
 JOINING = "joining"
@@ -21,7 +22,7 @@ GONE = frozenset({"left", "finished", "stopped", "broken"})
 DESERTED = frozenset({"left"})
 
 
-@dataclass(frozen=True)
+@record
 class Seen:
     """The last news of one rank: `since` is the local time just before the read that first showed this counter."""
 
@@ -30,7 +31,7 @@ class Seen:
     moved: bool  # the counter was seen to advance: this is a live process, not a leftover file
 
 
-@dataclass(frozen=True)
+@record
 class Ledger:
     """What this node has seen of the others' heartbeats, and when it last looked."""
 
@@ -92,7 +93,7 @@ class Limits:
     rejoin_timeout_s: float = 1800.0
 
 
-@dataclass(frozen=True)
+@record
 class Loss:
     """One member that is gone, and how it is known; its last heartbeat (None: never seen) and how old that is here."""
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any, TypeVar
 
 from fsbarrier.program import SLICES, Program
 from fsbarrier.protocol.facts import Fact, Generation, Join, Payload, Position, StopRequest
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits
+from fsbarrier.protocol.records import record
 
 
-class Stage(Enum):
+class Stage(StrEnum):
     JOINING = JOINING
     RUNNING = "running"
     ENDED = "ended"
@@ -26,6 +27,10 @@ class Part(Enum):
     GATHER = "gather"  # leader: own work done, the others' not yet
     LEADER = "leader"  # leader: the leader's work is under way
     ANNOUNCED = "announced"  # its fact is published; it waits for the others
+
+
+#: the parts in which a node looks at what the others have published in its row
+WATCHING = frozenset({Part.EACH, Part.GATHER, Part.ANNOUNCED})
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Rules:
         return SLICES.get(choices.get("rl_phase", ""), (self.first, self.last))
 
 
-@dataclass(frozen=True)
+@record
 class Node:
     """What one node remembers. `since`: local time of entering this stage or generation."""
 
@@ -68,7 +73,7 @@ class Node:
     failed_since: float | None = None  # when a member's program was first seen to have failed in this row
 
 
-@dataclass(frozen=True)
+@record
 class WorkReport:
     """The end of a piece of this node's work. Not ok: `value` has "error" and "log" (its last lines)."""
 
@@ -78,7 +83,7 @@ class WorkReport:
     seconds: float
 
 
-@dataclass(frozen=True)
+@record
 class Recovered:
     """Where the newest generation (`generation`; 0 for none) left the run, as its facts on disk told at local time `at`."""
 
@@ -89,7 +94,7 @@ class Recovered:
     span: tuple[int, int] = (0, 0)  # the rows that the newest generation ran
 
 
-@dataclass(frozen=True)
+@record
 class View:
     """The facts that one node can see. `arrived`, `failed`, `leaders_fact` are those of the row the node is in.
 
@@ -111,10 +116,10 @@ class View:
 T = TypeVar("T", Node, View)
 
 
-def changed(record: T, **changes: Any) -> T:
+def changed(old: T, **changes: Any) -> T:
     """As dataclasses.replace, several times as fast: a node looks a thousand times a second when it waits."""
-    copy = object.__new__(type(record))
-    copy.__dict__.update(record.__dict__)
+    copy = object.__new__(type(old))
+    copy.__dict__.update(old.__dict__)
     copy.__dict__.update(changes)
     return copy
 
@@ -122,45 +127,45 @@ def changed(record: T, **changes: Any) -> T:
 # --- actions ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@record
 class Launch:
     """Begin this node's work of its row."""
 
     part: Part
 
 
-@dataclass(frozen=True)
+@record
 class CancelWork:
     """End the work under way, completely, before anything else is done."""
 
 
-@dataclass(frozen=True)
+@record
 class Publish:
     """Publish this node's fact about its row."""
 
     fact: Fact
 
 
-@dataclass(frozen=True)
+@record
 class Propose:
     """Try to create this generation's record; whoever comes first decides."""
 
     generation: Generation
 
 
-@dataclass(frozen=True)
+@record
 class Announce:
     """Join as this incarnation."""
 
     incarnation: int
 
 
-@dataclass(frozen=True)
+@record
 class Recover:
     """Look where the newest generation left the run."""
 
 
-@dataclass(frozen=True)
+@record
 class Entered:
     """The node entered a row (for the journal and the live view)."""
 
@@ -170,7 +175,7 @@ class Entered:
     waited_since_work: bool = False
 
 
-@dataclass(frozen=True)
+@record
 class Exit:
     """The node ends. `state` is what its last heartbeat says."""
 
@@ -179,7 +184,7 @@ class Exit:
     reason: str
 
 
-@dataclass(frozen=True)
+@record
 class Note:
     """An event for the journal. `at`: the node as it was then, where it has moved on since."""
 

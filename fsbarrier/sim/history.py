@@ -161,10 +161,12 @@ class History:
                 found.setdefault((join.rank, join.incarnation), write)
         return found
 
+    @cached_property
     def passed(self) -> list[tuple[Event, Place]]:
         """Every release of a process from a row: the journal's phase_finished."""
         return [(event, place_of(event.node)) for event in self.events if event.event == "phase_finished"]
 
+    @cached_property
     def entered(self) -> list[tuple[Event, Place]]:
         """Every entry of a process into a row: the journal's phase_started."""
         return [(event, place_of(event.node)) for event in self.events if event.event == "phase_started"]

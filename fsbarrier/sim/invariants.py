@@ -58,7 +58,7 @@ def i1_nobody_passes_early(history: History) -> Iterator[str]:
 def i2_one_decision(history: History) -> Iterator[str]:
     """All who pass a row have read the same decision: the one that its leader published. Later generations adopt no other."""
     read: dict[Place, Payload] = {}
-    for event, place in history.passed():
+    for event, place in history.passed:
         name, node = PHASE_NAMES[place[2]], event.node
         assert node.generation is not None
         entry = node.decisions.get(name)
@@ -74,7 +74,7 @@ def i2_one_decision(history: History) -> Iterator[str]:
 def _adopted(history: History, read: Mapping[Place, Payload]) -> Iterator[str]:
     """Each generation's record names the last decision of each row before its start that any node had read by then."""
     times: dict[Place, float] = {}
-    for event, place in history.passed():
+    for event, place in history.passed:
         times.setdefault(place, event.time)
     latest: dict[str, tuple[int, Payload]] = {}
     for number, (write, record) in sorted(history.generations.items()):
@@ -106,7 +106,7 @@ def _published(history: History, number: int, name: str, entry: Payload, after: 
 def i3_only_forward(history: History) -> Iterator[str]:
     """(generation, iteration, phase) only grows for each process, and a generation's number exists once."""
     at: dict[int, Place] = {}
-    for event, place in history.entered():
+    for event, place in history.entered:
         before = at.get(event.process)
         if before is not None and place <= before:
             yield f"node {event.node.rank} went from {before} to {place}"
@@ -123,7 +123,7 @@ def i3_only_forward(history: History) -> Iterator[str]:
 def start_positions(history: History, program: Program) -> Iterator[str]:
     """A generation goes on where the one before it was: at most one row back, then as far as that row says."""
     furthest: dict[int, list[tuple[float, tuple[int, int]]]] = {}
-    for event, (number, iteration, phase) in history.entered():
+    for event, (number, iteration, phase) in history.entered:
         furthest.setdefault(number, []).append((event.time, (iteration, phase)))
     for number, (write, record) in sorted(history.generations.items()):
         if number == 1:
@@ -304,7 +304,7 @@ def i12_operations(history: History) -> float:
     """Operations a node and row, beyond the listings by which it waits: making the directory, its own fact (a temporary file that
     is renamed: two), reading the others'."""
     cost = {"make_dir": 1, "put": 2, "read": 1, "create": 3}
-    passages = len(history.passed())
+    passages = len(history.passed)
     return sum(count * cost[verb] for verb, count in history.operations.items()) / max(1, passages)
 
 

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 from fsbarrier.errors import Fenced
 from fsbarrier.node.agent import Agent
 from fsbarrier.node.observer import Observer, Paces
-from fsbarrier.paths import RunPaths
 from fsbarrier.protocol.facts import Join
 from fsbarrier.protocol.state import Exit, Node
 from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
 from fsbarrier.sim.history import Event
 from fsbarrier.sim.invariants import BLIND_S
-from fsbarrier.sim.setup import ROOT
-from fsbarrier.sim.store import Client
+from fsbarrier.sim.setup import PATHS
+from fsbarrier.sim.store import Client, SimPath
 from fsbarrier.sim.strand import Strand
 from fsbarrier.sim.work import SimWork
 
@@ -46,10 +45,10 @@ class Process:
         self.watching: Any = ""
         self.news_at: float | None = None  # when it is going to see something new beside its row
         clocks = world.setup.clocks
+        self._beats_as = 0, SimPath()
         self.offset = world.clocks.uniform(0, 1e6) if clocks else 0.0
         self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
-        paths = RunPaths(cast(Any, ROOT))
-        observer = Observer(cast(Any, client), paths, world.rules.program, Paces(RARELY_S, RARELY_S, BLIND_S))
+        observer = Observer(cast(Any, client), PATHS, world.rules.program, Paces(RARELY_S, RARELY_S, BLIND_S))
         self.work = SimWork(world, self)
         host = f"{client.host}"
         join = Join(
@@ -62,12 +61,20 @@ class Process:
         """This process's own monotonic clock."""
         return self.offset + self.world.now * self.rate
 
+    def beat_path(self, incarnation: int) -> SimPath:
+        """Where its heartbeat goes."""
+        if self._beats_as[0] != incarnation:
+            self._beats_as = incarnation, cast(SimPath, PATHS.beat(self.rank, incarnation))
+        return self._beats_as[1]
+
     def wake(self, at: float, since: float | None = None) -> None:
         """Look at `at`; a look that is due between `since` and then does as well."""
-        due = self.due
-        if not self.up or (due and any((at if since is None else since) <= time <= at for time in due)):
+        if not self.up:
             return
-        due.append(at)
+        for time in self.due:
+            if (at if since is None else since) <= time <= at:
+                return
+        self.due.append(at)
         self.world.at(at, self._tick)
 
     def notice(self, at: float) -> None:
@@ -117,7 +124,7 @@ class Process:
                 self.agent.start(self.clock)
                 self.joined = True
                 return "joined"
-            busy = self.agent.tick(self.clock)
+            busy = self.agent.tick(self.offset + now * self.rate)
         except OSError as error:
             return f"error {error}"
         except Fenced as error:

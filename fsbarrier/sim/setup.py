@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 from fsbarrier.loader import load_program
+from fsbarrier.paths import RunPaths
 from fsbarrier.program import Program
 from fsbarrier.protocol.facts import Join, encode
 from fsbarrier.protocol.membership import Limits
@@ -14,6 +15,7 @@ from fsbarrier.sim import faults
 from fsbarrier.sim.store import Disk, Habits, SimPath
 
 ROOT = SimPath("/run")
+PATHS = RunPaths(cast(Any, ROOT))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class SimPath(str):
     __slots__ = ()
 
     def __truediv__(self, name: str) -> SimPath:
-        return SimPath(name if name.startswith("/") else f"{self}/{name}")
+        return SimPath(name if name[:1] == "/" else "/".join((self, name)))
 
     @property
     def name(self) -> str:
@@ -102,8 +102,9 @@ class Disk:
 
     def _changed(self, path: str, name: str) -> None:
         directory = self.dirs[path]
-        directory.names[name] = None
-        directory.listing = None
+        if name not in directory.names:
+            directory.names[name] = None
+            directory.listing = None
         self._changes += 1
         directory.stamp = self.now // self.coarse_s if self.coarse_s else self._changes
 
@@ -146,6 +147,7 @@ class Disk:
             parent, _, name = path.rpartition("/")
             self._changed(parent, name)
             del self.dirs[parent].names[name]
+            self.dirs[parent].listing = None
         return hurt
 
 
@@ -233,7 +235,7 @@ class Client:
         listing, stamp = found.listing or self.disk.listing(found), found.stamp
         if known is not None and known.stamp == stamp:
             listing = known.names  # the directory looks unchanged, even if it is not
-        elif self.habits.listing_frees:
+        elif self._absent and self.habits.listing_frees:
             for path in [path for path in self._absent if path.startswith(directory)]:
                 del self._absent[path]
         self._lists[directory] = _Listed(listing, stamp, now + self.habits.listing_s)
@@ -275,7 +277,8 @@ class Client:
     def put(self, path: SimPath, data: bytes, *, durable: bool = False) -> None:
         after = self._trouble("put", path)
         self.disk.write(path, data, self.host, durable)
-        self._forget(path)
+        if self._caching:
+            self._forget(path)
         if after is not None:
             raise after
 
@@ -285,7 +288,8 @@ class Client:
         if free or not self.disk.exclusive:
             self.disk.write(path, data, self.host, True)
             free = True
-        self._forget(path)
+        if self._caching:
+            self._forget(path)
         if after is not None:
             raise after
         return free
@@ -294,10 +298,9 @@ class Client:
 
     def _forget(self, path: SimPath) -> None:
         """What this host changes, it sees."""
-        if self._caching:
-            self._lists.pop(path.rpartition("/")[0], None)
-            self._contents.pop(path, None)
-            self._absent.pop(path, None)
+        self._lists.pop(path.rpartition("/")[0], None)
+        self._contents.pop(path, None)
+        self._absent.pop(path, None)
 
     def visible_at(self, directory: str) -> float:
         """When this client will look at a directory again rather than answer from memory."""

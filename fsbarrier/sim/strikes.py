@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-from fsbarrier.paths import RunPaths
 from fsbarrier.protocol.facts import StopRequest, encode
 from fsbarrier.protocol.state import Exit
 from fsbarrier.sim.faults import Mishap, Strike
 from fsbarrier.sim.process import Process
-from fsbarrier.sim.setup import ROOT
+from fsbarrier.sim.setup import PATHS
 
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World
@@ -127,6 +126,6 @@ def ask_to_stop(world: World, *, now: bool) -> None:
     world.history.faults.add("stop")
     world.say(f"an operator asks to stop{' at once' if now else ''}")
     world.history.stopped_at = world.now
-    path = RunPaths(cast(Any, ROOT)).stops / f"{len(world.history.writes):06d}.json"
+    path = PATHS.stops / f"{len(world.history.writes):06d}.json"
     world.disk.make_dir(path.parent)  # type: ignore[arg-type]
     world.disk.write(path, encode(StopRequest(now, "operator")), "operator", True)  # type: ignore[arg-type]

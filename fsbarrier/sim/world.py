@@ -10,9 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
 from random import Random
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
-from fsbarrier.paths import RunPaths
 from fsbarrier.program import SLICES
 from fsbarrier.protocol.facts import encode
 from fsbarrier.protocol.state import Exit, Node, Part, Rules, Stage
@@ -22,7 +21,7 @@ from fsbarrier.sim.faults import Trouble
 from fsbarrier.sim.history import Ended, History, Said, Write
 from fsbarrier.sim.invariants import BLIND_S
 from fsbarrier.sim.process import BEAT_S, POLL_S, Process
-from fsbarrier.sim.setup import ROOT, Setup, litter, program, settings
+from fsbarrier.sim.setup import PATHS, Setup, litter, program, settings
 from fsbarrier.sim.store import NEVER, Client, Disk, Habits, SimPath
 from fsbarrier.sim.strand import Strand
 
@@ -68,8 +67,7 @@ class World:
         self.disk.watch = self._written
         self.artifacts = Artifacts()
         if phases == "update":
-            paths = RunPaths(cast(Any, ROOT))
-            self.artifacts.given = {str(paths.merged("train", i + 1)) for i in range(setup.iterations)}
+            self.artifacts.given = {str(PATHS.merged("train", i + 1)) for i in range(setup.iterations)}
         hidden_s = self.habits.oldest_s + self.habits.absence_s + BLIND_S
         lag_s = float("inf") if coarse else self.habits.listing_s
         caches = self.habits != Habits() or bool(coarse)
@@ -110,7 +108,8 @@ class World:
         heappush(self._heap, (time, self._order, action))
 
     def after(self, delay: float, action: Action) -> None:
-        self.at(self.now + delay, action)
+        self._order += 1
+        heappush(self._heap, (self.now + delay, self._order, action))
 
     def short(self) -> float:
         return self.rng.random() * 0.02
@@ -354,8 +353,7 @@ class World:
         beat = process.agent.beat()
         self._beat_of = beat.rank, beat.incarnation
         try:
-            path = process.agent.observer.paths.beat(beat.rank, beat.incarnation)
-            process.client.put(cast(SimPath, path), encode(beat))
+            process.client.put(process.beat_path(beat.incarnation), encode(beat))
         except OSError:
             pass  # the loop meets the same filesystem
         process.client.left = left
