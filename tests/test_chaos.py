@@ -85,7 +85,18 @@ def edit_lines(path: Path, change: Callable[[list[str]], list[str]]) -> None:
 
 
 def drop_a_phase(run: Path) -> None:
-    edit_lines(journal(run), lambda lines: [line for line in lines if '"phase":3,' not in line])
+    """One between two others of the same generation."""
+
+    def place(line: str) -> tuple[int, int, int]:
+        record = json.loads(line)
+        return record["generation"], record["iteration"], record["phase"]
+
+    def without(lines: list[str]) -> list[str]:
+        begun = [place(line) for line in lines if '"phase_started"' in line]
+        dropped = next(m for a, m, b in zip(begun, begun[1:], begun[2:], strict=False) if a[0] == b[0])
+        return [line for line in lines if place(line) != dropped]
+
+    edit_lines(journal(run), without)
 
 
 def swap_two_phases(run: Path) -> None:
