@@ -21,6 +21,9 @@ from fuse import mounting
 WITHIN_S = 20.0
 VICTIM = 1
 PROGRAMS = Path(__file__).parent / "programs"
+HELD = str(
+    PROGRAMS / "held.py"
+)  # with the setting custom.hold=2 the first generation's rollout takes long, and nothing else
 INSIDE = Path(mounting.__file__).with_name("inside.py")
 needs_mounts = pytest.mark.skipif(
     mounting.missing() is not None or os.geteuid() != 0, reason="needs FUSE, as root"
@@ -132,8 +135,8 @@ def test_a_full_disk_of_its_own_makes_a_node_leave(tmp_path: Path) -> None:
     if mount.returncode:
         pytest.skip("cannot mount here")
     try:
-        flags = ("--iterations", "1", *FAST, "toy.phase_s=1.5")
-        with Cluster(tmp_path, 3, *flags) as cluster:
+        flags = ("--iterations", "1", *FAST, "custom.hold=2")
+        with Cluster(tmp_path, 3, *flags, program=HELD) as cluster:
             cluster.env[VICTIM] = {"TMPDIR": str(disk)}
             cluster.start()
             cluster.beating(VICTIM, lambda beat: beat.phase == 2 and beat.progress.get("done", 0) >= 2)
@@ -151,8 +154,8 @@ def test_a_full_disk_of_its_own_makes_a_node_leave(tmp_path: Path) -> None:
 
 
 def test_a_program_without_progress_is_a_failed_attempt(tmp_path: Path) -> None:
-    flags = ("--iterations", "1", *FAST, "toy.phase_s=1.5", "coordination.stall_timeout_s=2")
-    with Cluster(tmp_path, 3, *flags) as cluster:
+    flags = ("--iterations", "1", *FAST, "custom.hold=2", "coordination.stall_timeout_s=2")
+    with Cluster(tmp_path, 3, *flags, program=HELD) as cluster:
         cluster.start()
         cluster.beating(VICTIM, lambda beat: beat.phase == 2 and beat.progress.get("done", 0) >= 2)
         (worker,) = [pid for pid in cluster.tree(VICTIM) if b"workers.toy" in command_line(pid)]
