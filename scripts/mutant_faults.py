@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from fsbarrier.node.agent import Agent
+from fsbarrier.node.handover import Handover, _Trail
 from fsbarrier.node.observer import Observer, fact_name
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import Program
 from fsbarrier.protocol import machine, succession
-from fsbarrier.protocol.facts import Fact, Generation, Position, encode
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Position, encode
 from fsbarrier.protocol.membership import Ledger, Limits, Loss, losses
 from fsbarrier.protocol.state import Part, Recovered, View, changed
 from fsbarrier.sim import setup as setup_module
@@ -40,6 +41,18 @@ def _seen_otherwise(patch: Patch, change: Callable[[Observer, View, Any], View])
 
 def _row(observer: Observer, at: Any) -> Any:
     return observer.row_dir(at.generation.number, at.position)
+
+
+def _created_without_flush(patch: Patch, concerned: Callable[[str], bool]) -> None:
+    create = Client.create
+
+    def unflushed(self: Client, path: Any, data: bytes) -> bool:
+        created = create(self, path, data)
+        if created and concerned(path):
+            self.disk.files[path].durable = False
+        return created
+
+    patch.setattr(Client, "create", unflushed)
 
 
 # --- barriers and decisions ---------------------------------------------------------------------------------------------------
@@ -102,8 +115,7 @@ def trust_any_bytes(patch: Patch) -> None:
 
 def decision_not_flushed(patch: Patch) -> None:
     """no fsync before a decision is published"""
-    put = Client.put
-    patch.setattr(Client, "put", lambda self, path, data, durable=False: put(self, path, data))
+    _created_without_flush(patch, lambda path: "/iter-" in path)
 
 
 def delete_to_reset(patch: Patch) -> None:
@@ -193,18 +205,7 @@ def go_on_in_the_row_under_way(patch: Patch) -> None:
 
 def generation_not_flushed(patch: Patch) -> None:
     """no fsync before a generation or a join is created"""
-
-    def create(self: Client, path: Any, data: bytes) -> bool:
-        after = self._trouble("create", path)
-        free = path not in self.disk.files
-        if free:
-            self.disk.write(path, data, self.host, False)
-        self._forget(path)
-        if after is not None:
-            raise after
-        return free
-
-    patch.setattr(Client, "create", create)
+    _created_without_flush(patch, lambda path: "/iter-" not in path)
 
 
 # --- restarts -----------------------------------------------------------------------------------------------------------------
@@ -213,13 +214,31 @@ def generation_not_flushed(patch: Patch) -> None:
 def recover_from_start(patch: Patch) -> None:
     """a restart goes on where the last generation began, not where it was"""
 
-    def recover(self: Observer, rules: Any, now: float) -> Recovered:
-        newest = self.newest
+    def recover(self: Handover, rules: Any, now: float, seal: Any) -> Recovered:
+        newest = self.observer.newest
         start = newest.start if newest else Position(1, rules.first)
-        decisions = newest.decisions if newest else {}
-        return Recovered(start, decisions, newest.number if newest else 0, now, (rules.first, rules.last))
+        decisions, number = (newest.decisions, newest.number) if newest else ({}, 0)
+        return Recovered(start, decisions, number, now, (rules.first, rules.last), sealed=True)
 
-    patch.setattr(Observer, "recover", recover)
+    patch.setattr(Handover, "recover", recover)
+
+
+def restart_without_a_seal(patch: Patch) -> None:
+    """a restart goes on from where it saw the last generation, and does not end that one"""
+    patch.setattr(_Trail, "end", lambda self, reached, seal: reached)
+
+
+def unreadable_is_absent(patch: Patch) -> None:
+    """a decision that cannot be read when a run goes on counts as none"""
+    original = _Trail.fact
+
+    def fact(self: _Trail, position: Position) -> Fact:
+        try:
+            return original(self, position)
+        except OSError:
+            return Fact(0, 0, "done")
+
+    patch.setattr(_Trail, "fact", fact)
 
 
 def error_is_an_empty_listing(patch: Patch) -> None:
@@ -289,6 +308,14 @@ def clocks_compared(patch: Patch) -> None:
 
     patch.setattr(SimWork, "progress", lambda self: {"clock": self.process.clock})
     patch.setattr(machine, "losses", aged)
+
+
+def one_heartbeat_file_a_rank(patch: Patch) -> None:
+    """all starts of a rank write one heartbeat file"""
+    patch.setattr(
+        RunPaths, "beat", lambda self, rank, incarnation: self.beats / f"node-{rank:04d}.inc-0000.json"
+    )
+    patch.setattr(Observer, "_newest_beat", lambda self, rank, files: self.read(files[0][1], Beat))
 
 
 def a_failure_moves_nobody(patch: Patch) -> None:

@@ -57,6 +57,7 @@ MUTANTS = [
     Mutant(faults.go_on_in_the_row_under_way, "I3 I6 error", "crash"),
     Mutant(faults.generation_not_flushed, "I3 I6 I8", "power"),
     Mutant(faults.recover_from_start, "I2 I3", "power,crash"),
+    Mutant(faults.restart_without_a_seal, "I3", story="restarted_while_it_goes_on"),
     Mutant(
         faults.error_is_an_empty_listing,
         "I2 I3 I6 I7 error",

@@ -19,7 +19,7 @@ from mutant_list import MUTANTS, Mutant  # noqa: E402
 
 from fsbarrier.sim.campaign import judge  # noqa: E402
 from fsbarrier.sim.faults import parse_mix  # noqa: E402
-from fsbarrier.sim.invariants import BUDGET, i12_operations  # noqa: E402
+from fsbarrier.sim.invariants import budget, i12_operations  # noqa: E402
 from fsbarrier.sim.scenario import play  # noqa: E402
 from fsbarrier.sim.setup import Setup  # noqa: E402
 from fsbarrier.sim.world import World  # noqa: E402
@@ -63,7 +63,9 @@ def hunt(mutant: Mutant) -> Caught | None:
         world.run()
         spent = i12_operations(world.history)
         return (
-            Caught(frozenset({"I12"}), f"{spent:.1f} operations a node and row") if spent > BUDGET else None
+            Caught(frozenset({"I12"}), f"{spent:.1f} operations a node and row")
+            if spent > budget(24)
+            else None
         )
     if mutant.story:
         text = (ROOT / "tests" / "scenarios" / f"{mutant.story}.txt").read_text()

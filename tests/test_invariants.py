@@ -12,7 +12,7 @@ from fsbarrier.protocol.facts import Generation, Position, decode, encode
 from fsbarrier.protocol.state import changed
 from fsbarrier.sim import invariants
 from fsbarrier.sim.history import Ended, Entry, Event, History, Missing, Used, Write
-from fsbarrier.sim.invariants import BUDGET, check, i12_operations
+from fsbarrier.sim.invariants import budget, check, i12_operations
 from fsbarrier.sim.scenario import prepare
 from fsbarrier.sim.world import World
 
@@ -187,6 +187,6 @@ def test_an_older_merge_under_the_public_name_is_noticed(world: World) -> None:
 def test_more_operations_than_the_budget_are_noticed() -> None:
     world = prepare("nodes 3\nlength 0.01")
     world.run()
-    assert i12_operations(world.history) <= BUDGET
+    assert i12_operations(world.history) <= budget(3)
     world.history.operations["read"] += 2 * len(world.history.passed)
-    assert i12_operations(world.history) > BUDGET
+    assert i12_operations(world.history) > budget(3)

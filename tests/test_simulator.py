@@ -18,7 +18,7 @@ from fsbarrier.node import observer
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.sim.campaign import campaign
 from fsbarrier.sim.faults import USUAL, parse_mix
-from fsbarrier.sim.invariants import BUDGET, i12_operations
+from fsbarrier.sim.invariants import budget, i12_operations
 from fsbarrier.sim.setup import Setup
 from fsbarrier.sim.store import Habits
 from fsbarrier.sim.transcript import transcript
@@ -129,7 +129,7 @@ def test_i12_operations_do_not_grow_with_the_nodes(nodes: int) -> None:
     setup = Setup(nodes=nodes, iterations=4, mix=frozenset(), lengths=(0.01,), phases="both", policy="shrink")
     world = World(0, setup)
     assert len(world.run().passed) == nodes * 4 * len(PHASE_NAMES)
-    assert i12_operations(world.history) <= BUDGET
+    assert i12_operations(world.history) <= budget(nodes)
 
 
 def test_a_create_that_two_clients_win_breaks_the_protocol() -> None:

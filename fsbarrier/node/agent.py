@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from fsbarrier.errors import Fenced
-from fsbarrier.node.observer import Observer, decides, fact_name
+from fsbarrier.node.handover import Handover
+from fsbarrier.node.observer import Observer, fact_name
 from fsbarrier.node.store import Store
-from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Payload, Position, encode
+from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Payload, Position, encode
 from fsbarrier.protocol.machine import step
 from fsbarrier.protocol.membership import JOINING, Ledger, losses, silence
 from fsbarrier.protocol.state import (
@@ -71,6 +72,7 @@ class Agent:
     join: Join
     record: Recorder
     node: Node = field(init=False)
+    handover: Handover = field(init=False)
     exit: Exit | None = None
     counter: int = 0
     _enough: bool = False  # nothing more can come of this look
@@ -81,6 +83,9 @@ class Agent:
     _ambiguous: int = 0  # the incarnation whose announcement ended in an error: it may be there
     _said: tuple[float, Fact] | None = None
     _suspected: set[tuple[int, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.handover = Handover(self.observer)
 
     def start(self, now: float) -> None:
         """Join the run as the next incarnation of this rank. Raises OSError, Fenced."""
@@ -189,8 +194,9 @@ class Agent:
                         f"node {self.node.rank}: another process took this rank (incarnation {incarnation})"
                     )
                 self.observer.hurry()
-            case Recover():
-                self.observer.recovered = self.observer.recover(self.rules, now)
+            case Recover(for_good):
+                seal = Fact(self.node.rank, self.node.incarnation, SEALED) if for_good else None
+                self.observer.recovered = self.handover.recover(self.rules, now, seal)
             case Entered(position, generation, left, _):
                 self._entered(position, generation, left)
             case Note(event, fields, at):
@@ -219,15 +225,18 @@ class Agent:
             self.record("decision", node, {"value": summary(fact.value)})
 
     def _put(self, fact: Fact, now: float) -> None:
-        """Write this node's fact about the row it is in. What the leader may have decided outlives a loss of power."""
+        """Write this node's fact about the row it is in.
+
+        The leader's outlives a loss of power and is created, not put: where somebody has ended this generation, a seal is in its place.
+        """
         node = self.node
         assert node.generation is not None and node.position is not None
-        leads = node.generation.leader == node.rank
-        durable = leads and decides(self.rules.program.rows[node.position.phase])
-        path = self.observer.row_dir(node.generation.number, node.position) / fact_name(
-            node.rank, fact.status
-        )
-        self.store.put(path, encode(fact), durable=durable)
+        directory = self.observer.row_dir(node.generation.number, node.position)
+        path = directory / fact_name(node.rank, fact.status)
+        if node.generation.leader == node.rank and not self.rules.program.rows[node.position.phase].transient:
+            self.store.create(path, encode(fact))
+        else:
+            self.store.put(path, encode(fact))
         self._said = (now, fact)
 
     def _propose(self, generation: Generation) -> None:

@@ -28,14 +28,11 @@ from fsbarrier.protocol.facts import (
     decode,
 )
 from fsbarrier.protocol.membership import Ledger
-from fsbarrier.protocol.state import WATCHING, Node, Part, Recovered, Rules, Stage, View, changed
-from fsbarrier.protocol.succession import with_decision
+from fsbarrier.protocol.state import WATCHING, Node, Part, Recovered, Stage, View, changed
 
 _INCARNATION = re.compile(r"node-(\d{4,})\.inc-(\d{4,})\.json")
 _GENERATION = re.compile(r"gen-(\d{6,})\.json")
 _FAILED = re.compile(r"node-(\d{4,})\.failed")
-_ITERATION = re.compile(r"iter-(\d{6,})")
-_PHASE = re.compile(r"p(\d{2})-(\w+)")
 
 
 _NOTHING = View()
@@ -78,7 +75,6 @@ class Observer:
     _whole: View = _NOTHING
     _listed: tuple[Path, list[str]] | None = None
     _arrived: tuple[frozenset[int], dict[int, Fact]] = (frozenset(), {})
-    _values: dict[tuple[int, Position], Payload] = field(default_factory=dict)
     _known_beats: list[str] = field(default_factory=list)
     _beat_files: dict[int, list[tuple[int, Path]]] = field(default_factory=dict)  # the newest start first
     _known_generations: list[str] = field(default_factory=list)
@@ -95,7 +91,7 @@ class Observer:
         for directory in (self.paths.joins, self.paths.beats, self.paths.generations, self.paths.stops):
             self.store.make_dir(directory)
         self._old_stops = frozenset(self.store.names(self.paths.stops))
-        self._read_beats()
+        self.read_beats()
         self._look_at_members(None)
 
     def learn(self, generation: Generation | None) -> None:
@@ -105,7 +101,7 @@ class Observer:
 
     def newest_number(self) -> int:
         """The number of the newest generation that can be seen now. Raises OSError."""
-        listed = _numbers(_GENERATION, self.store.names(self.paths.generations))
+        listed = numbered(_GENERATION, self.store.names(self.paths.generations))
         return max([*listed, self.newest.number if self.newest is not None else 0])
 
     def hurry(self) -> None:
@@ -196,7 +192,7 @@ class Observer:
         own = {node.rank: node.result} if at == position else {}
         directory = self.row_dir(generation.number, at)
         others = [rank for rank in generation.ranks if rank not in own]
-        return own | {rank: self._must_read(directory / fact_name(rank, "done")).value for rank in others}
+        return own | {rank: self.must_read(directory / fact_name(rank, "done")).value for rank in others}
 
     def read(self, path: Path, cls: type[R]) -> R | None:
         """A record, or None while it cannot be had whole."""
@@ -208,7 +204,7 @@ class Observer:
         except CorruptRecord:
             return None
 
-    def _must_read(self, path: Path) -> Fact:
+    def must_read(self, path: Path) -> Fact:
         """A fact that is known to be there. Raises OSError where it cannot be read (now): it is not to be taken for absent."""
         fact = self.read(path, Fact)
         if fact is None:
@@ -234,7 +230,7 @@ class Observer:
 
     def _look_at_generations(self, names: list[str], now: float | None) -> bool:
         """Learn the newest of them that can be read; True if none is newer."""
-        numbers = sorted(_numbers(_GENERATION, names), reverse=True)
+        numbers = sorted(numbered(_GENERATION, names), reverse=True)
         known = self.newest.number if self.newest is not None else 0
         for number in numbers:
             if number <= known:
@@ -267,9 +263,9 @@ class Observer:
             spared.update(rank for rank, item in self.ledger.seen.items() if item.moved)
         else:
             self._looked_at_all = now
-        self.ledger = self.ledger.observe(self._read_beats(spared), now, now, self.paces.blind_s)
+        self.ledger = self.ledger.observe(self.read_beats(spared), now, now, self.paces.blind_s)
 
-    def _read_beats(self, spared: Set[int] = frozenset()) -> dict[int, Beat]:
+    def read_beats(self, spared: Set[int] = frozenset()) -> dict[int, Beat]:
         """The others' heartbeats, of each rank its newest start's, and that of a newer start of a `spared` rank.
 
         What the others have seen exists: it can be opened, however old this node's listings are.
@@ -306,75 +302,6 @@ class Observer:
                 return beat
         return None
 
-    def recover(self, rules: Rules, now: float) -> Recovered:
-        """Where the newest generation is, or was when it ended, as far as its facts on disk tell. Raises OSError.
-
-        Whatever cannot be read is an error: to take it for absent would throw decisions away. A row that a later one follows was
-        passed; its leader's fact must be there.
-        """
-        generation = self.newest
-        if generation is None:
-            return Recovered(Position(1, rules.first), at=now)
-        first, last = span = rules.span(generation.choices)
-        reached = self._furthest(generation, span)
-        decisions = self._decisions(generation, reached, span)
-        while self._all_done(generation, reached):
-            row = self.program.rows[reached.phase]
-            value = self._decided(generation, reached) if decides(row) else None
-            if value:
-                decisions = with_decision(decisions, row.name, reached.iteration, value)
-            if reached.phase == last:
-                following = Position(reached.iteration + 1, first)
-                return Recovered(following, decisions, generation.number, now, span)
-            reached = Position(reached.iteration, reached.phase + 1)
-        resumed = max(first, rules.program.resume_index(reached.phase))
-        return Recovered(Position(reached.iteration, resumed), decisions, generation.number, now, span)
-
-    def _furthest(self, generation: Generation, span: tuple[int, int]) -> Position:
-        """The furthest row that a member is known to have entered: from what lies in the directory, and from heartbeats."""
-        beats = [beat for beat in self._read_beats().values() if beat.generation == generation.number]
-        known = [Position(beat.iteration, beat.phase) for beat in beats if beat.iteration > 0]
-        root = self.paths.facts_of(generation.number)
-        if root.name in self.store.names(self.paths.coordination):
-            iterations = _numbers(_ITERATION, self.store.names(root))
-            for iteration in sorted(iterations)[-1:]:
-                names = self.store.names(self.paths.iteration(generation.number, iteration))
-                phases = [n for n in _numbers(_PHASE, names) if span[0] <= n <= span[1]]
-                known.append(Position(iteration, max(phases, default=span[0])))
-        return max([generation.start, *known])
-
-    def _decisions(
-        self, generation: Generation, reached: Position, span: tuple[int, int]
-    ) -> Mapping[str, Payload]:
-        """Each row's last decision before `reached`, however many iterations ago, and below it one of an earlier iteration."""
-        decisions = generation.decisions
-        for row in filter(decides, self.program.rows[span[0] : span[1] + 1]):
-            found = []
-            for iteration in range(reached.iteration, generation.start.iteration - 1, -1):
-                position = Position(iteration, row.index)
-                value = (
-                    self._decided(generation, position) if generation.start <= position < reached else None
-                )
-                if value:
-                    found.append((iteration, value))
-                    if iteration < reached.iteration:
-                        break
-            for iteration, value in reversed(found):
-                decisions = with_decision(decisions, row.name, iteration, value)
-        return decisions
-
-    def _decided(self, generation: Generation, position: Position) -> Payload:
-        """What the leader published for a row that was passed. Read once: a fact does not change."""
-        key = generation.number, position
-        if key not in self._values:
-            directory = self.row_dir(generation.number, position)
-            self._values[key] = self._must_read(directory / fact_name(generation.leader, "done")).value
-        return self._values[key]
-
-    def _all_done(self, generation: Generation, position: Position) -> bool:
-        names = set(self.store.names(self.row_dir(generation.number, position)))
-        return all(fact_name(rank, "done") in names for rank in generation.ranks)
-
 
 def decides(row: Phase) -> bool:
     """Whether the leader's fact about this row may hold a value: then it outlives a loss of power."""
@@ -386,5 +313,6 @@ def fact_name(rank: int, status: str) -> str:
     return f"node-{rank:04d}.{status}"
 
 
-def _numbers(pattern: re.Pattern[str], names: list[str]) -> list[int]:
+def numbered(pattern: re.Pattern[str], names: list[str]) -> list[int]:
+    """The numbers in those of the names that are of this kind."""
     return [int(match[1]) for match in map(pattern.fullmatch, names) if match]

@@ -19,6 +19,7 @@ MAGIC = "fsbarrier"
 FORMAT = 1
 MAX_BYTES = 64 * 1024 * 1024
 SMALL_BYTES = 8 * 1024
+SEALED = "sealed"
 
 Payload = Mapping[str, Any]
 
@@ -118,11 +119,14 @@ class Generation:
 
 @record
 class Fact:
-    """What one node says about one phase: done or failed, with what came of it."""
+    """What one node says about one phase: done or failed, with what came of it.
+
+    A sealed one stands where the leader's would: its generation ended before that row, and nobody passes it any more.
+    """
 
     rank: int
     incarnation: int
-    status: str  # "done" | "failed"
+    status: str  # "done" | "failed" | SEALED
     value: Payload = field(default_factory=dict)
     work_s: float = 0.0
 

@@ -20,7 +20,8 @@ created exclusively, so that whatever two nodes believe, there is one truth per 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fsbarrier.program import Phase
 from fsbarrier.protocol.facts import Fact, Generation, Member, Payload, Position, Verdict
@@ -48,6 +49,7 @@ from fsbarrier.protocol.state import (
 from fsbarrier.protocol.succession import (
     all_done,
     another_try,
+    behind_the_seal,
     failed_tries,
     first_of_session,
     leaders_word,
@@ -72,6 +74,10 @@ def step(node: Node, view: View, now: float, rules: Rules) -> Step:
         if result is not None:
             return result
     return node, ()
+
+
+#: what a node remembers of a row that it has just entered
+_UNBEGUN: Mapping[str, Any] = {"part": Part.NONE, "result": {}, "work_s": 0.0, "trouble_since": None}
 
 
 def _end(node: Node, code: int, state: str, reason: str) -> Step:
@@ -115,12 +121,9 @@ def _enter_generation(node: Node, generation: Generation, now: float) -> Step:
         since=now,
         generation=generation,
         position=generation.start,
-        part=Part.NONE,
-        result={},
-        work_s=0.0,
         decisions=dict(generation.decisions),
-        trouble_since=None,
         failed_since=None,
+        **_UNBEGUN,
     )
     fields = {"members": list(generation.ranks), "leader": generation.leader, "reason": generation.reason}
     return entered, (
@@ -165,6 +168,7 @@ def _release(node: Node, view: View, now: float, rules: Rules) -> Step | None:
         node.part is not Part.ANNOUNCED
         or not view.arrived.issuperset(generation.ranks)
         or view.leaders_fact is None
+        or view.sealed
     ):
         return None
     value, decisions = view.leaders_fact.value, node.decisions
@@ -179,20 +183,20 @@ def _release(node: Node, view: View, now: float, rules: Rules) -> Step | None:
         return ended, (Entered(position, generation, position, True), Exit(0, "finished", done))
     else:
         following = Position(position.iteration + 1, first)
-    moved = changed(
-        node,
-        position=following,
-        part=Part.NONE,
-        result={},
-        work_s=0.0,
-        decisions=decisions,
-        trouble_since=None,
-    )
+    moved = changed(node, position=following, decisions=decisions, **_UNBEGUN)
     entered = Entered(following, generation, position, True)
     if following.phase == first:  # here a stop may take effect, and nodes be admitted
         return moved, (entered,)
     at_work = _work(moved, view, now, rules)
     return (at_work[0], (entered, *at_work[1])) if at_work is not None else (moved, (entered,))
+
+
+def _sealed(node: Node, view: View, now: float, rules: Rules) -> Step | None:
+    """A node that joined took all members for dead and ended this generation; if it does not go on itself, those who live do."""
+    generation = node.generation
+    if generation is None or not view.sealed or _gone(node, generation, view, now, rules):
+        return None
+    return _propose_in_turn(node, behind_the_seal(node, view, rules), now, rules, ())
 
 
 def _failed_program(node: Node, view: View, now: float, rules: Rules) -> Step | None:
@@ -379,8 +383,8 @@ def _join(node: Node, view: View, now: float, rules: Rules) -> Step:
     overdue = waited - (rules.limits.join_timeout_s if missing else 0.0)
     if below and overdue < below * rules.limits.stagger_s + rules.limits.dead_s:
         return node, ()
-    if found.at != now:  # what an old member did in the meantime counts
-        return node, (Recover(),)
+    if not found.sealed:  # an old member that lives after all must not go on from there
+        return node, (Recover(for_good=True),)
     proposal = first_of_session(node, view, rules, live, found)
     if all_done(proposal.start, proposal.until):  # as far as those who came know
         return _nothing_to_do(node, proposal.until)
@@ -393,4 +397,4 @@ def _nothing_to_do(node: Node, until: int | None) -> Step:
 
 
 _ALWAYS = (_fenced, _newer_generation, _stop)
-_RUNNING = (_release, _regroup, _failed_program, _lost_member, _work)
+_RUNNING = (_release, _regroup, _sealed, _failed_program, _lost_member, _work)

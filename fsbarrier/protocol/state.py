@@ -8,7 +8,7 @@ from enum import Enum, StrEnum
 from typing import Any, TypeVar
 
 from fsbarrier.program import SLICES, Program
-from fsbarrier.protocol.facts import Fact, Generation, Join, Payload, Position, StopRequest
+from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Payload, Position, StopRequest
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits
 from fsbarrier.protocol.records import record
 
@@ -92,6 +92,7 @@ class Recovered:
     generation: int = 0
     at: float = 0.0
     span: tuple[int, int] = (0, 0)  # the rows that the newest generation ran
+    sealed: bool = False  # it cannot have gone on since
 
 
 @record
@@ -111,6 +112,11 @@ class View:
     work: WorkReport | None = None
     stop: StopRequest | None = None
     recovered: Recovered | None = None
+
+    @property
+    def sealed(self) -> bool:
+        """Whether this generation was ended in the row that the node is in."""
+        return self.leaders_fact is not None and self.leaders_fact.status == SEALED
 
 
 T = TypeVar("T", Node, View)
@@ -162,7 +168,9 @@ class Announce:
 
 @record
 class Recover:
-    """Look where the newest generation left the run."""
+    """Look where the newest generation left the run; `for_good`: and end it there, before the next one is proposed."""
+
+    for_good: bool = False
 
 
 @record

@@ -62,6 +62,14 @@ def another_try(node: Node, view: View, rules: Rules) -> Generation:
     return successor(node, view, rules, generation.members, "program failed", verdict=verdict)
 
 
+def behind_the_seal(node: Node, view: View, rules: Rules) -> Generation:
+    """The same members, after one that joined ended their generation with a seal where the leader's fact would be."""
+    assert node.generation is not None and node.position is not None and view.leaders_fact is not None
+    attempt = failed_tries(node.generation, node.position)
+    why = f"node {view.leaders_fact.rank} ended the one before"
+    return successor(node, view, rules, node.generation.members, why, attempt=attempt)
+
+
 def first_of_session(
     node: Node, view: View, rules: Rules, live: Mapping[int, Member], found: Recovered
 ) -> Generation:

@@ -148,7 +148,8 @@ class History:
             _, generation, iteration, phase, _ = write.path.rsplit("/", 4)
             place = (int(generation[4:]), int(iteration[5:]), int(phase[1:3]))
             fact = decode(write.data, Fact)
-            found.setdefault(place, {}).setdefault(fact.rank, (write.time, fact))
+            if fact.status == "done":
+                found.setdefault(place, {}).setdefault(fact.rank, (write.time, fact))
         return found
 
     @cached_property

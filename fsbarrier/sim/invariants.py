@@ -16,8 +16,6 @@ from fsbarrier.sim.history import History, Place, place_of
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World
 
-#: operations a node and row that may not be exceeded when nothing goes wrong, beyond waiting (docs/protocol.md, operation budget)
-BUDGET = 4.2
 BLIND_S = 3.0  # as the simulated nodes have it
 
 
@@ -300,9 +298,14 @@ def i11_no_wait_on_a_missing_name(history: History) -> Iterator[str]:
             yield f"{path} was opened {count} times while it did not exist"
 
 
+def budget(nodes: int) -> float:
+    """Operations a node and row that may not be exceeded when nothing goes wrong, beyond waiting: the leader's has one more."""
+    return 4.2 + 1 / nodes
+
+
 def i12_operations(history: History) -> float:
     """Operations a node and row, beyond the listings by which it waits: making the directory, its own fact (a temporary file that
-    is renamed: two), reading the others'."""
+    is renamed: two; the leader's is linked and unlinked: three), reading the leader's."""
     cost = {"make_dir": 1, "put": 2, "read": 1, "create": 3}
     passages = len(history.passed)
     return sum(count * cost[verb] for verb, count in history.operations.items()) / max(1, passages)

@@ -1,13 +1,13 @@
 """Stories told in a few lines, for tests: which nodes, what happens to whom when. Rendered as a transcript.
 
-    nodes 3                                   how many (also: iterations, policy, min-nodes, retries, length, seed, stale, phases)
+    nodes 3                                   how many (also: iterations, policy, min-nodes, length, seed, stale, stale-content, phases)
     when node 0 enters train_aggregate: kill node 0
     when node 0 enters train_rollout, 2 s later: stop node 2 for 30 s
     at 5 s: ask to stop
 
-Actions: kill / start / end node R (or `all`), stop node R for S s, freeze node R for S s (its host too), hold node R at create for
-S s (in the middle of that operation), fail node R in PHASE [K times], ask to stop, ask to stop at once, lose power,
-fill the disk of node R for S s.
+Actions: kill / start / end node R (or `all`), start node R elsewhere (on another host), stop node R for S s, freeze node R for S s
+(its host too), hold node R at create for S s (in the middle of that operation), fail node R in PHASE [K times], ask to stop, ask to
+stop at once, lose power, fill the disk of node R for S s.
 """
 
 from __future__ import annotations
@@ -55,7 +55,17 @@ def prepare(text: str) -> World:
 
 
 def _world(settings: dict[str, str]) -> World:
-    known = {"nodes", "iterations", "policy", "min-nodes", "length", "seed", "stale", "phases"}
+    known = {
+        "nodes",
+        "iterations",
+        "policy",
+        "min-nodes",
+        "length",
+        "seed",
+        "stale",
+        "stale-content",
+        "phases",
+    }
     if settings.keys() - known:
         raise UsageError(f"unknown in a scenario: {', '.join(sorted(settings.keys() - known))}")
     stale = float(settings.get("stale", "0"))
@@ -67,7 +77,7 @@ def _world(settings: dict[str, str]) -> World:
         min_nodes=int(settings.get("min-nodes", "1")),
         phases=settings.get("phases", "both"),
         lengths=(float(settings.get("length", "1.0")),),
-        habits=Habits(stale, stale, stale),
+        habits=Habits(stale, float(settings.get("stale-content", stale)), stale),
         clocks=False,
     )
     return World(int(settings.get("seed", "1")), setup)
@@ -108,6 +118,8 @@ def _action(world: World, text: str) -> Callable[[], None]:
         ranks = range(world.setup.nodes) if match[2] is None else range(int(match[2]), int(match[2]) + 1)
         verb = match[1]
         return lambda: _do(world, verb, ranks)
+    if match := re.fullmatch(r"start node (\d+) elsewhere", text):
+        return partial(strikes.start_elsewhere, world, int(match[1]))
     if match := re.fullmatch(r"(stop|freeze|hold) node (\d+)(?: at (\w+))? for ([\d.]+) s", text):
         verb, rank, at, seconds = match[1], int(match[2]), match[3] or "", float(match[4])
         return lambda: _hold(world, verb, rank, at, seconds)

@@ -94,6 +94,12 @@ class Disk:
         self._changed(parent, name)
         self.watch(path, host, data)
 
+    def touch(self, path: str) -> None:
+        """A temporary file came and went in a directory: its time changes, its names do not."""
+        self._changes += 1
+        directory = self.dirs[path]
+        directory.stamp = self.now // self.coarse_s if self.coarse_s else self._changes
+
     def junk(self, directory: str, name: str, data: bytes) -> None:
         """Something that is not ours, as filesystems and editors leave it."""
         self.make_dir(directory)
@@ -288,6 +294,8 @@ class Client:
         if free or not self.disk.exclusive:
             self.disk.write(path, data, self.host, True)
             free = True
+        else:
+            self.disk.touch(path.parent)
         if self._caching:
             self._forget(path)
         if after is not None:

@@ -84,10 +84,16 @@ def strike_now(world: World, strike: Strike, process: Process) -> None:
                 process.agent.exit = Exit(143, "left", "stopped by SIGTERM")
                 world.finish(process)
         case "twin":
-            world.hosts[process.rank] += "b"
-            world.start(process.rank, 0.0)
+            start_elsewhere(world, process.rank)
         case "outage":
             fail_disk(world, strike)
+
+
+def start_elsewhere(world: World, rank: int) -> None:
+    """A rank is started on another host, whether or not it runs."""
+    world.history.faults.add("twin")
+    world.hosts[rank] += "b"
+    world.start(rank, 0.0)
 
 
 def fail_disk(world: World, strike: Strike) -> None:

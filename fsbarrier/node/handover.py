@@ -1,0 +1,159 @@
+"""Where the newest generation left the run: read from its facts on disk, and ended there for good by whoever goes on from it.
+
+Listings may be old, and a node that was taken for dead may still be at work: nothing may rest on having looked. So in the first
+row in which the leader has published nothing, its fact is created in its stead, as a seal. One of the two wins. Whoever finds the
+fact instead reads it and tries the next row; where the seal lies no member ever passes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fsbarrier.node.observer import Observer, decides, fact_name, numbered
+from fsbarrier.program import Phase
+from fsbarrier.protocol.facts import SEALED, Fact, Generation, Payload, Position, encode
+from fsbarrier.protocol.state import Recovered, Rules
+from fsbarrier.protocol.succession import with_decision
+
+_ITERATION = re.compile(r"iter-(\d{6,})")
+_PHASE = re.compile(r"p(\d{2})-(\w+)")
+
+
+@dataclass
+class Handover:
+    """Follows the newest generation's facts. What was read is remembered: a fact does not change."""
+
+    observer: Observer
+    _facts: dict[tuple[int, Position], Fact] = field(default_factory=dict)
+
+    def recover(self, rules: Rules, now: float, seal: Fact | None = None) -> Recovered:
+        """Where the newest generation is, or was when it ended. With `seal` it ends there, whoever of it still lives.
+
+        Whatever cannot be read is an error: to take it for absent would throw decisions away. A row that a later one follows was
+        passed; its leader's fact must be there. Raises OSError.
+        """
+        generation = self.observer.newest
+        if generation is None:
+            return Recovered(Position(1, rules.first), at=now, sealed=True)
+        trail = _Trail(self.observer, generation, *rules.span(generation.choices), self._facts)
+        reached = trail.furthest()
+        if seal is not None:
+            reached = trail.end(reached, seal)
+        decisions = trail.decisions(reached)
+        while trail.all_done(reached):
+            row = trail.row(reached)
+            value = trail.fact(reached).value if decides(row) else None
+            if value:
+                decisions = with_decision(decisions, row.name, reached.iteration, value)
+            reached = trail.after(reached)
+            if reached.phase == trail.first:
+                break
+        resumed = max(trail.first, rules.program.resume_index(reached.phase))
+        position = Position(reached.iteration, resumed)
+        span = trail.first, trail.last
+        return Recovered(position, decisions, generation.number, now, span, sealed=seal is not None)
+
+
+@dataclass(frozen=True)
+class _Trail:
+    """What one generation left, which ran the rows `first` to `last`."""
+
+    observer: Observer
+    generation: Generation
+    first: int
+    last: int
+    known: dict[tuple[int, Position], Fact]
+
+    def row(self, position: Position) -> Phase:
+        return self.observer.program.rows[position.phase]
+
+    def after(self, position: Position) -> Position:
+        iteration, phase = position.iteration, position.phase
+        return Position(iteration, phase + 1) if phase < self.last else Position(iteration + 1, self.first)
+
+    def before(self, position: Position) -> Position:
+        iteration, phase = position.iteration, position.phase
+        return Position(iteration, phase - 1) if phase > self.first else Position(iteration - 1, self.last)
+
+    def heard(self) -> Position:
+        """The furthest row that a member is known to have entered by its own word."""
+        beats = self.observer.read_beats().values()
+        said = [beat for beat in beats if beat.generation == self.generation.number and beat.iteration > 0]
+        return max([self.generation.start, *(Position(beat.iteration, beat.phase) for beat in said)])
+
+    def furthest(self) -> Position:
+        """The furthest row that is known to be entered: also from what lies in the directory."""
+        observer, number = self.observer, self.generation.number
+        root, furthest = observer.paths.facts_of(number), self.heard()
+        if root.name not in observer.store.names(observer.paths.coordination):
+            return furthest
+        iterations = numbered(_ITERATION, observer.store.names(root))
+        for iteration in sorted(iterations)[-1:]:
+            names = observer.store.names(observer.paths.iteration(number, iteration))
+            phases = [n for n in numbered(_PHASE, names) if self.first <= n <= self.last]
+            furthest = max(furthest, Position(iteration, max(phases, default=self.first)))
+        return furthest
+
+    def end(self, reached: Position, seal: Fact) -> Position:
+        """Put the seal into the first row from `reached` on in which the leader has published nothing.
+
+        Gives the furthest row that some member may have entered. Whoever published in a row had passed all those before it; whether
+        the last of them was passed, all members' facts tell. If they are not to be seen, it is done once more: at most one row.
+        """
+        if self.generation.verdict is not None or all(
+            row.transient for row in self.observer.program.rows[self.first : self.last + 1]
+        ):
+            return reached  # it never ran, or its results are nobody's but its own
+        until = self.generation.until
+        while until is None or reached.iteration <= until:
+            if not self.row(reached).transient and self._sealed(reached, seal):
+                break
+            reached = self.after(reached)
+        heard = self.heard()
+        while reached > heard and not self.all_done(self.before(reached)):
+            reached = self.before(reached)
+            if not self.row(reached).transient:
+                break
+        return reached
+
+    def _sealed(self, position: Position, seal: Fact) -> bool:
+        directory = self.observer.row_dir(self.generation.number, position)
+        self.observer.store.make_dir(directory)
+        created = self.observer.store.create(directory / self._leaders, encode(seal))
+        return created or self.fact(position).status == SEALED
+
+    def decisions(self, reached: Position) -> Mapping[str, Payload]:
+        """Each row's last decision before `reached`, however many iterations ago, and below it one of an earlier iteration."""
+        decisions, start = self.generation.decisions, self.generation.start
+        for row in filter(decides, self.observer.program.rows[self.first : self.last + 1]):
+            found = []
+            for iteration in range(reached.iteration, start.iteration - 1, -1):
+                position = Position(iteration, row.index)
+                value = self.fact(position).value if start <= position < reached else None
+                if value:
+                    found.append((iteration, value))
+                    if iteration < reached.iteration:
+                        break
+            for iteration, value in reversed(found):
+                decisions = with_decision(decisions, row.name, iteration, value)
+        return decisions
+
+    @property
+    def _leaders(self) -> str:
+        return fact_name(self.generation.leader, "done")
+
+    def fact(self, position: Position) -> Fact:
+        """What the leader published in a row where it has published. Raises OSError."""
+        key = self.generation.number, position
+        if key not in self.known:
+            directory = self.observer.row_dir(self.generation.number, position)
+            self.known[key] = self.observer.must_read(directory / self._leaders)
+        return self.known[key]
+
+    def all_done(self, position: Position) -> bool:
+        """Whether the row was passed, or will be by whoever lives."""
+        names = set(self.observer.store.names(self.observer.row_dir(self.generation.number, position)))
+        done = all(fact_name(rank, "done") in names for rank in self.generation.ranks)
+        return done and (self.row(position).transient or self.fact(position).status != SEALED)

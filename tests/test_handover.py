@@ -1,0 +1,136 @@
+"""Where a run is taken up again: what old listings hide is found all the same, and the generation before goes no further (I3)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsbarrier.node.agent import Agent
+from fsbarrier.node.handover import Handover
+from fsbarrier.node.observer import Observer, Paces, fact_name
+from fsbarrier.node.presence import Offer
+from fsbarrier.node.store import PosixStore
+from fsbarrier.paths import RunPaths
+from fsbarrier.program import PHASE_NAMES, Phase, Program
+from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position, encode
+from fsbarrier.protocol.state import Recovered, Rules
+
+ROWS = tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))
+RULES = Rules(Program("ping", ROWS), 0, 13, 2)
+SEAL = Fact(9, 1, SEALED)
+
+
+class Old(PosixStore):
+    """A mount whose listings of the facts stay as they were when they were first asked for."""
+
+    def __init__(self) -> None:
+        self.known: dict[Path, list[str]] = {}
+
+    def names(self, directory: Path) -> list[str]:
+        fresh = super().names(directory)
+        return self.known.setdefault(directory, fresh) if "/gen-" in str(directory) else fresh
+
+
+class Left:
+    """What a generation of nodes 0 (the leader) and 1 left."""
+
+    def __init__(self, folder: Path, store: PosixStore, **more: Any) -> None:
+        self.observer = Observer(store, RunPaths(folder), RULES.program)
+        self.observer.prepare()
+        members = (Member(0, 1), Member(1, 1))
+        generation = Generation(1, members, 0, Position(1, 0), "start", **more)
+        store.create(self.observer.paths.generation(1), encode(generation))
+        self.observer.prepare()
+
+    def publish(self, phase: int, *ranks: int) -> None:
+        directory = self.observer.row_dir(1, Position(1, phase))
+        self.observer.store.make_dir(directory)
+        for rank in ranks:
+            self.observer.store.put(directory / fact_name(rank, "done"), encode(Fact(rank, 1, "done")))
+
+    def recover(self, seal: Fact | None = SEAL) -> Recovered:
+        return Handover(self.observer).recover(RULES, 1.0, seal)
+
+    def leaders(self, phase: int) -> str:
+        path = self.observer.row_dir(1, Position(1, phase)) / fact_name(0, "done")
+        return Observer(PosixStore(), self.observer.paths, RULES.program).must_read(path).status
+
+
+def test_what_old_listings_hide_is_found(tmp_path: Path) -> None:
+    left = Left(tmp_path, Old())
+    left.publish(0, 0)
+    assert left.recover(None).position == Position(1, 0)
+    left.publish(0, 1)
+    for phase in range(1, 11):
+        left.publish(phase, 0, 1)
+    left.publish(11, 0)
+    assert left.recover(None).position == Position(1, 0)
+    assert left.recover().position == Position(
+        1, 11
+    )  # whose facts it lists for the first time: node 1's is not there
+    assert (left.leaders(11), left.leaders(12)) == ("done", SEALED)
+
+
+def test_a_row_whose_facts_are_all_to_be_seen_was_passed(tmp_path: Path) -> None:
+    left = Left(tmp_path, PosixStore())
+    left.publish(0, 0, 1)
+    assert left.recover().position == Position(1, 1)
+    left.publish(1, 1)  # too late: the leader's is a seal
+    assert left.recover().position == Position(1, 1) == left.recover(None).position
+
+
+def test_a_run_that_was_finished_needs_no_seal(tmp_path: Path) -> None:
+    left = Left(tmp_path, PosixStore(), until=1)
+    for phase in range(14):
+        left.publish(phase, 0, 1)
+    assert left.recover().position == Position(2, 0)
+    assert not (tmp_path / "coordination" / "gen-000001" / "iter-000002").exists()
+
+
+def test_a_fact_that_cannot_be_read_is_an_error_and_no_seal(tmp_path: Path) -> None:
+    left = Left(tmp_path, PosixStore())
+    left.publish(0, 0, 1)
+    path = left.observer.row_dir(1, Position(1, 0)) / fact_name(0, "done")
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(OSError, match="cannot be read"):
+        left.recover()
+
+
+def test_members_that_live_do_not_pass_a_seal_and_go_on_behind_it(tmp_path: Path) -> None:
+    """A node that takes them for dead ends their generation and dies itself: they stop there, and form the next one."""
+    paths, store, passed = RunPaths(tmp_path), PosixStore(), list[tuple[int, Position]]()
+
+    def record(event: str, node: Any, fields: Any) -> None:
+        if event == "phase_finished":
+            passed.append((node.generation.number, node.position))
+
+    def start(rank: int) -> Agent:
+        observer = Observer(store, paths, RULES.program, Paces(0.0, 0.0))
+        join = Join(rank, 0, f"host{rank}", rank, "boot", until=1, time=str(rank))
+        agent = Agent(store, observer, RULES, Offer(), join, record)
+        agent.start(0.0)
+        return agent
+
+    agents, sealed = [start(0), start(1)], Position(9, 9)
+    for tenths in range(300):
+        for agent in [agent for agent in agents if agent.exit is None]:
+            beat = agent.beat()
+            store.put(paths.beat(beat.rank, beat.incarnation), encode(beat))
+            agent.tick(tenths / 10)
+        if sealed.iteration == 9 and len(passed) > 6:
+            intruder = Observer(store, paths, RULES.program)
+            intruder.prepare()
+            Handover(intruder).recover(RULES, 0.0, SEAL)
+            names = [name for name in PHASE_NAMES if (found := _seal_in(paths, name)) is not None and found]
+            sealed = Position(1, PHASE_NAMES.index(names[0]))
+    assert [agent.exit.code for agent in agents if agent.exit is not None] == [0, 0]
+    assert max(place for number, place in passed if number == 1) < sealed
+    assert min(place for number, place in passed if number == 2) == sealed
+    assert max(number for number, _ in passed) == 2
+
+
+def _seal_in(paths: RunPaths, name: str) -> bool:
+    path = paths.phase(1, 1, PHASE_NAMES.index(name), name) / fact_name(0, "done")
+    return path.exists() and b'"status":"sealed"' in path.read_bytes()
