@@ -72,7 +72,7 @@ class Observer:
     _expected: dict[str, int] = field(default_factory=dict)
     _expected_by: Generation | None = None
     _common: View | None = None  # without what is known of a row
-    _whole: View = _NOTHING
+    _whole: View = field(default_factory=View)
     _listed: tuple[Path, list[str]] | None = None
     _arrived: tuple[frozenset[int], dict[int, Fact]] = (frozenset(), {})
     _known_beats: list[str] = field(default_factory=list)

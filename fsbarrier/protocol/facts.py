@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from fsbarrier.protocol.records import record
@@ -107,14 +107,14 @@ class Generation:
     attempt: int = 0
     created_by: int = -1
     verdict: Verdict | None = None
+    ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)  # no field of its record
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", tuple(m.rank for m in self.members))
 
     def incarnation_of(self, rank: int) -> int | None:
         """The incarnation that this generation knows `rank` by; None for a stranger."""
         return next((m.incarnation for m in self.members if m.rank == rank), None)
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(m.rank for m in self.members)
 
 
 @record
@@ -152,17 +152,24 @@ _KINDS: dict[str, type[Any]] = {
 
 
 _NAMES = {cls: name for name, cls in _KINDS.items()}
-_COLUMNS = {cls: tuple(f.name for f in fields(cls)) for cls in _NAMES}
-_ENCODER = json.JSONEncoder(
-    separators=(",", ":"), sort_keys=True, default=vars
-)  # a nested record is its fields
 _DECODER = json.JSONDecoder()
+
+
+def _plain(item: Any) -> dict[str, Any]:
+    """A record, or one that is nested in it, as its fields."""
+    return (
+        {f.name: getattr(item, f.name) for f in fields(item) if f.init}
+        if type(item) is Generation
+        else vars(item)
+    )
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), sort_keys=True, default=_plain)
 
 
 def encode(item: Record) -> bytes:
     """The bytes of a record's file."""
-    values = item.__dict__
-    body = _ENCODER.encode({name: values[name] for name in _COLUMNS[type(item)]}).encode() + b"\n"
+    body = _ENCODER.encode(_plain(item)).encode() + b"\n"
     return _header(_NAMES[type(item)], body) + body
 
 
@@ -173,20 +180,23 @@ def _header(kind: str, body: bytes) -> bytes:
 def decode(data: bytes, cls: type[R]) -> R:
     """The record in `data`. Raises CorruptRecord for anything but a whole record of this kind."""
     kind = _NAMES[cls]
-    found: R = _decode_small(data, kind) if len(data) <= SMALL_BYTES else _decode(data, kind)
+    found: R | str = _decode_small(data, kind) if len(data) <= SMALL_BYTES else _decode(data, kind)
+    if isinstance(found, str):
+        raise CorruptRecord(found)
     return found
 
 
 def _decode(data: bytes, expected: str) -> Any:
+    """The record, or what is wrong with it."""
     header, _, body = data.partition(b"\n")
     if len(data) > MAX_BYTES:
-        raise CorruptRecord("too long")
+        return "too long"
     if header + b"\n" != _header(expected, body):
-        raise CorruptRecord(_fault(header, expected))
+        return _fault(header, expected)
     try:
         return _build(_KINDS[expected], _DECODER.decode(body.decode()))
-    except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
-        raise CorruptRecord(f"not a record: {error}") from None
+    except (CorruptRecord, ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
+        return f"not a record: {error}"
 
 
 def _fault(header: bytes, expected: str) -> str:
@@ -209,15 +219,6 @@ Convert = Callable[[Any], Any]
 _PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 _NONE = type(None)
 _LIMIT = 2**62
-
-
-class _Field(NamedTuple):
-    """How a field's value is checked. JSON's numbers are taken as they are: no bool for an int."""
-
-    name: str
-    types: tuple[type, ...]
-    convert: Convert | None
-    needed: bool
 
 
 def _types(annotation: str) -> tuple[type, ...]:
@@ -248,33 +249,40 @@ _NESTED: dict[tuple[type[Any], str], tuple[tuple[type, ...], Convert]] = {
 }
 
 
-_FIELDS: dict[type[Any], tuple[_Field, ...]] = {
-    cls: tuple(
-        _Field(
-            f.name,
-            _NESTED[cls, f.name][0] if (cls, f.name) in _NESTED else _types(str(f.type)),
-            _NESTED[cls, f.name][1] if (cls, f.name) in _NESTED else None,
-            f.default is MISSING and f.default_factory is MISSING,
-        )
-        for f in fields(cls)
+class _Shape(NamedTuple):
+    """What a record must look like in JSON. Numbers are taken as they are: no bool for an int."""
+
+    types: dict[str, tuple[type, ...]]
+    needed: frozenset[str]
+    converts: dict[str, Convert]
+
+
+def _shape(cls: type[Any]) -> _Shape:
+    columns = [f for f in fields(cls) if f.init]
+    nested = {f.name: _NESTED[cls, f.name] for f in columns if (cls, f.name) in _NESTED}
+    return _Shape(
+        {f.name: nested[f.name][0] if f.name in nested else _types(str(f.type)) for f in columns},
+        frozenset(f.name for f in columns if f.default is MISSING and f.default_factory is MISSING),
+        {name: convert for name, (_, convert) in nested.items()},
     )
-    for cls in (*_KINDS.values(), Member, Position, Verdict)
-}
+
+
+_SHAPES = {cls: _shape(cls) for cls in (*_KINDS.values(), Member, Position, Verdict)}
 
 
 def _build(cls: type[Any], body: Any) -> Any:
-    if not isinstance(body, dict):
-        raise CorruptRecord("not an object")
-    values = {}
-    for name, types, convert, needed in _FIELDS[cls]:
+    types, needed, converts = _SHAPES[cls]
+    if not isinstance(body, dict) or not needed <= body.keys():
+        raise CorruptRecord("not an object, or a field is missing")
+    if body.keys() != types.keys():
+        body = {name: value for name, value in body.items() if name in types}
+    for name, value in body.items():
+        if type(value) not in types[name] or (type(value) is int and not -_LIMIT < value < _LIMIT):
+            raise CorruptRecord(f"{name} is no {types[name][0].__name__}, or out of range")
+    for name, convert in converts.items():
         if name in body:
-            value = body[name]
-            if type(value) not in types or (type(value) is int and not -_LIMIT < value < _LIMIT):
-                raise CorruptRecord(f"{name} is no {types[0].__name__}, or out of range")
-            values[name] = value if convert is None else convert(value)
-        elif needed:
-            raise CorruptRecord(f"{name} is missing")
-    built = cls(**values)
+            body[name] = convert(body[name])
+    built = cls(**body)
     if cls is Generation:
         _check_generation(built)
     return built

@@ -118,10 +118,12 @@ def losses(
         if member.rank == me:
             continue
         newest, item = joins.get(member.rank), ledger.seen.get(member.rank)
-        known = item is not None and item.beat.incarnation == member.incarnation
-        beat, age = (item.beat, now - item.since) if item is not None and known else (None, now - since)
-        state = beat.state if beat is not None else ""
-        started = max(newest.incarnation if newest else 0, item.beat.incarnation if item else 0)
+        beat, age, state = None, now - since, ""
+        started = newest.incarnation if newest is not None else 0
+        if item is not None:
+            started = max(started, item.beat.incarnation)
+            if item.beat.incarnation == member.incarnation:
+                beat, age, state = item.beat, now - item.since, item.beat.state
         if started > member.incarnation:  # its record is there, or it beats and the record is yet to be seen
             why = f"restarted as incarnation {started}"
         elif state in DESERTED:

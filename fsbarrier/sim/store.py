@@ -231,7 +231,7 @@ class Client:
         now, known = self.disk.now, self._lists.get(directory)
         if known is not None and now < known.until:
             return known.names
-        if self._absent.get(directory, 0.0) > now:
+        if self._absent and self._absent.get(directory, 0.0) > now:
             return []
         found = self.disk.dirs.get(directory)
         if found is None:
@@ -244,7 +244,10 @@ class Client:
         elif self._absent and self.habits.listing_frees:
             for path in [path for path in self._absent if path.startswith(directory)]:
                 del self._absent[path]
-        self._lists[directory] = _Listed(listing, stamp, now + self.habits.listing_s)
+        if known is None:
+            self._lists[directory] = _Listed(listing, stamp, now + self.habits.listing_s)
+        else:
+            known.names, known.stamp, known.until = listing, stamp, now + self.habits.listing_s
         return listing
 
     def read(self, path: SimPath) -> bytes | None:
@@ -269,7 +272,7 @@ class Client:
         if not self._caching:
             return None if file is None else file.data
         now = self.disk.now
-        if self._absent.get(path, 0.0) > now:
+        if self._absent and self._absent.get(path, 0.0) > now:
             return None
         known = self._contents.get(path)
         if known is not None and now < known[1]:

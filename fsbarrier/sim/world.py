@@ -27,6 +27,7 @@ from fsbarrier.sim.strand import Strand
 
 EVENTS = 20_000  # for each node and iteration: a hundred times what schedules need; more is a livelock
 SETTLE_S = 900.0  # virtual time, for each iteration, within which all must end after the faults stopped
+NEVER_S = float("inf")
 Action = Callable[[], None]
 
 
@@ -96,7 +97,7 @@ class World:
         ]
         self.starting = 0  # starts that are due
         self.ending = False  # some process has ended: maybe it was the last
-        self.end_s = float("inf")  # when everything must have ended
+        self.end_s = NEVER_S  # when everything must have ended
         self._heap: list[tuple[float, int, Action]] = []
         self._order = 0
         self._beat_of: tuple[int, int] = (0, 0)
@@ -152,7 +153,7 @@ class World:
                     if self.healed or self._over():
                         break
                     strikes.heal(self)
-            if self.healed and self.end_s == float("inf"):
+            if self.healed and self.end_s == NEVER_S:
                 self.end_s = self.now + SETTLE_S * self.setup.iterations
         self._close()
         return self.history
