@@ -159,6 +159,7 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
         "cut_off": cut_off,
         "groups_cut_off": len(cut_off),
         "groups_taken_over": sum(report.get("taken_over", 0) for report in reports.values()),
+        **({"earlier": earlier_merges(ctx)} if split == "train" else {}),
         **event,
     }
     command = Command(
@@ -183,6 +184,12 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
         event="rolled_out" if split == "train" else "evaluated",
     )
     return Steps((command, PublishFile(merged, ctx.paths.merged(split, ctx.iteration))))
+
+
+def earlier_merges(ctx: Context) -> list[str]:
+    """The merged files of the iterations before, the last one first, as many as an update may draw from beside the new one."""
+    last, most = ctx.latest("train_aggregate"), ctx.settings["update"]["recency"] - 1
+    return [last["merged"], *last.get("earlier", ())][:most] if last else []
 
 
 def tasks_cut_off(
@@ -253,13 +260,17 @@ def prepare_batch(ctx: Context) -> Work:
 
 
 def learned_from(ctx: Context) -> list[str]:
-    """What the batch is drawn from, this iteration's merged file first. Earlier ones may be gone: then there is less to draw from."""
+    """What the batch is drawn from, this iteration's merged file first. Earlier ones may be gone: then there is less to draw from.
+
+    Each is the one that a decision names; only where this run has rolled out nothing, it is what lies under the public names.
+    """
     given, aggregated = ctx.settings["update"]["trajectories"], ctx.decided("train_aggregate")
     if given:
         return [given]
-    newest = aggregated["merged"] if aggregated else str(ctx.paths.merged("train", ctx.iteration))
+    if aggregated:
+        return [aggregated["merged"], *aggregated.get("earlier", ())]
     first = max(1, ctx.iteration - ctx.settings["update"]["recency"] + 1)
-    return [newest, *(str(ctx.paths.merged("train", n)) for n in range(ctx.iteration - 1, first - 1, -1))]
+    return [str(ctx.paths.merged("train", n)) for n in range(ctx.iteration, first - 1, -1)]
 
 
 def open_rendezvous(ctx: Context) -> OpenRendezvous:

@@ -19,10 +19,8 @@ from fsbarrier.protocol import machine, succession
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Position, encode
 from fsbarrier.protocol.membership import Ledger, Limits, Loss, losses
 from fsbarrier.protocol.state import Part, Recovered, View, changed
-from fsbarrier.sim import setup as setup_module
-from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.store import Client
-from fsbarrier.sim.work import PartOnDisk, SimWork
+from fsbarrier.sim.work import SimWork
 
 
 class Patch(Protocol):
@@ -322,68 +320,3 @@ def a_failure_moves_nobody(patch: Patch) -> None:
     """a failed program's fact is not looked at"""
     rules = [rule for rule in machine._RUNNING if rule is not machine._failed_program]
     patch.setattr(machine, "_RUNNING", tuple(rules))
-
-
-# --- work ---------------------------------------------------------------------------------------------------------------------
-
-
-def merge_whatever_is_there(patch: Patch) -> None:
-    """nothing is adopted by name: whatever parts lie about are merged"""
-    original = SimWork._aggregate
-
-    def aggregate(self: Any, command: Any, context: Any, piece: Any) -> Any:
-        wanted = command.spec["metadata"]["split"], context.iteration
-        parts = {
-            path: {"path": path, "valid_bytes": None, "tasks": [task for task, _ in part.groups]}
-            for path, part in self.artifacts.parts.items()
-            if (part.split, part.iteration) == wanted
-        }
-        parts |= {part["path"]: part for part in command.spec["parts"]}
-        spec = {**command.spec, "parts": [*parts.values()]}
-        return (yield from original(self, replace(command, spec=spec), context, piece))
-
-    patch.setattr(SimWork, "_aggregate", aggregate)
-    patch.setattr(SimWork, "_inventory", lambda self, split, iteration: ())
-
-
-def no_generation_at_the_merge(patch: Patch) -> None:
-    """all generations merge into one file, whoever comes last"""
-    patch.setattr(
-        RunPaths, "merged_by", lambda self, split, iteration, generation: self.merged(split, iteration)
-    )
-
-
-def stale_knowledge_trusted_for_absence(patch: Patch) -> None:
-    """before something is published nobody looks afresh whether there is a newer generation"""
-    patch.setattr(Observer, "newest_number", lambda self: self.newest.number)
-
-
-def adopt_any_policy(patch: Patch) -> None:
-    """parts are adopted whichever policy rolled them out"""
-
-    def inventory(self: Any, split: str, iteration: int) -> Any:
-        now = iteration - 1
-        return tuple(
-            PartOnDisk(path, now if split == "train" else part.policy_version, 100, (part.groups[0][0],))
-            for path, part in sorted(self.artifacts.parts.items())
-            if part.split == split and part.groups
-        )
-
-    patch.setattr(SimWork, "_inventory", inventory)
-
-
-def a_task_too_few(patch: Patch) -> None:
-    """one of the tasks that were shared out is not expected in the merge"""
-    rl = setup_module.program().rows[1].leader.__globals__  # type: ignore[union-attr]
-    share_out = rl["share_out"]
-
-    def generous(*args: Any, **more: Any) -> Any:
-        shared = share_out(*args, **more)
-        return {**shared, "wanted": shared["wanted"][:-1]}
-
-    patch.setitem(rl, "share_out", generous)
-
-
-def keep_one_checkpoint(patch: Patch) -> None:
-    """clean-up leaves nothing but what was just published"""
-    patch.setattr(Artifacts, "retain", lambda self, keep, current: self.checkpoints.clear())

@@ -1,4 +1,4 @@
-"""The deliberate faults of mutant_faults.py, and what shows each of them."""
+"""The deliberate faults of mutant_faults.py and mutant_work.py, and what shows each of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import mutant_faults as faults
+import mutant_work as work
 
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.sim.setup import Setup
@@ -71,10 +72,12 @@ MUTANTS = [
     Mutant(faults.own_pause_is_their_silence, "I7", "pause,slow", seeds=600),
     Mutant(faults.clocks_compared, "I7 I6"),
     Mutant(faults.a_failure_moves_nobody, "I6", "program"),
-    Mutant(faults.merge_whatever_is_there, "I4", "crash,program"),
-    Mutant(faults.no_generation_at_the_merge, "I4", story="zombie_wakes_after_fencing"),
-    Mutant(faults.stale_knowledge_trusted_for_absence, "I4", "pause", seeds=3000, slow=True),
-    Mutant(faults.adopt_any_policy, "I4", "crash,program", iterations=2),
-    Mutant(faults.a_task_too_few, "I5 I6 error"),
-    Mutant(faults.keep_one_checkpoint, "I6 I9", "crash,pause", iterations=2),
+    Mutant(work.merge_whatever_is_there, "I4", "crash,program"),
+    Mutant(work.no_generation_at_the_merge, "I4", story="zombie_wakes_after_fencing"),
+    Mutant(work.stale_knowledge_trusted_for_absence, "I4", "pause", seeds=3000, slow=True),
+    Mutant(work.adopt_any_policy, "I4", "crash,program", iterations=2),
+    Mutant(work.a_task_is_not_shared_out, "I5"),
+    Mutant(work.merge_all_that_parts_hold, "I5", "crash,stale,program", seeds=1500),
+    Mutant(work.a_task_too_few, "I5 I6 error"),
+    Mutant(work.keep_one_checkpoint, "I6 I9", "crash,pause", iterations=2),
 ]

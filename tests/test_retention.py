@@ -61,10 +61,13 @@ def test_an_update_draws_from_the_iterations_that_are_set(tmp_path: Path) -> Non
     context = Context(
         *("run", paths, settings, {}, None, 0, 1, (), 0, 2, 2, 0),
         phase=Phase(8, "batch_prepare"),
-        decisions={"train_aggregate": {"iteration": 2, "value": {"merged": "/own.g0002"}}},
+        decisions={"train_aggregate": {"iteration": 2, "value": {"merged": "/2.g02", "earlier": ["/1.g01"]}}},
         python="python",
     )
-    assert rl.learned_from(context) == ["/own.g0002", str(paths.merged("train", 1))]
+    assert rl.learned_from(context) == ["/2.g02", "/1.g01"]  # not what lies under the public name
+    assert rl.earlier_merges(context) == ["/2.g02", "/1.g01"]
+    assert rl.earlier_merges(replace(context, settings={"update": {"recency": 2}})) == ["/2.g02"]
+    assert rl.earlier_merges(replace(context, decisions={})) == []
     alone = replace(context, iteration=9)
     assert rl.learned_from(alone) == [str(paths.merged("train", n)) for n in (9, 8, 7)]
     given = {"update": {"recency": 3, "trajectories": "/old/run"}}

@@ -45,9 +45,7 @@ class Artifacts:
     batches: set[str] = field(default_factory=set)
     checkpoints: dict[str, tuple[int, int]] = field(default_factory=dict)  # folder -> (version, generation)
     served: str = ""
-    public: dict[str, tuple[float, int]] = field(
-        default_factory=dict
-    )  # a name for people -> (when, stamp of its merge)
+    public: dict[str, int] = field(default_factory=dict)  # name for people -> stamp of the merge there
     meetings: dict[tuple[str, str], Meeting] = field(default_factory=dict)
     stamps: int = 0
     ports: int = 40000

@@ -57,19 +57,24 @@ class Merged:
     iteration: int
     generation: int
     policy_version: int
-    wanted: tuple[int, ...]
     adopted: tuple[Mapping[str, Any], ...]
     entries: tuple[Entry, ...]
 
 
 class Used(NamedTuple):
-    """A merged file that a batch was made of: the one that the decision names, and the one that was found there."""
+    """A merged file that a batch was made of; `stamp` tells which."""
 
     time: float
-    process: int
     node: Node
-    named: int
-    found: int
+    stamp: int
+
+
+class Published(NamedTuple):
+    """A merge was put under its name for people. `shown`: the records of generations that the mount of whoever did it listed then."""
+
+    name: str
+    stamp: int
+    shown: tuple[str, ...]
 
 
 class Missing(NamedTuple):
@@ -107,13 +112,14 @@ class History:
     last: int
     dead_s: float = 15.0
     hidden_s: float = 0.0  # the longest that a heartbeat may stay unseen on this schedule's mounts
-    lag_s: float = 0.0  # the longest that a new name may stay unseen by whoever looks
     caches: bool = False  # whether this schedule's mounts remember anything
+    tasks: Mapping[str, int] = field(default_factory=dict)  # of each split, how many an iteration rolls out
     events: list[Event] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
     beats: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # (rank, incarnation) -> when
     merges: list[Merged] = field(default_factory=list)
     used: list[Used] = field(default_factory=list)
+    published: list[Published] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
     starts: dict[int, tuple[float, int]] = field(default_factory=dict)  # process -> (time, rank)
     ended: dict[int, Ended] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fsbarrier.program import PHASE_NAMES, Program
 from fsbarrier.protocol.facts import Generation, Payload
-from fsbarrier.sim.history import History, Place, place_of
+from fsbarrier.sim.history import History, Merged, Place, place_of
 
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World
@@ -31,7 +31,6 @@ def check(world: World) -> list[Violation]:
     history = world.history
     found = [Violation(number, what) for number, function in ALL.items() for what in function(history)]
     found += [Violation("I3", what) for what in start_positions(history, world.rules.program)]
-    found += [Violation("I4", what) for what in public_names(history, world.artifacts.public)]
     found += [Violation("I6", what) for what in outcomes(world)]
     return found
 
@@ -174,30 +173,55 @@ def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
                 yield f"{merged.out}: task {entry.task} of generation {entry.generation} was not adopted"
     stamps = {merged.stamp: merged for merged in history.merges}
     for used in history.used:
-        if used.named != used.found:
-            other = stamps[used.found].generation
-            yield f"node {used.node.rank} made a batch of generation {other}'s merge, not of the one that was decided"
+        found, generation = stamps[used.stamp], used.node.generation
+        assert generation is not None
+        if used.stamp != _decided_merge(history, generation.number, found.iteration):
+            yield f"node {used.node.rank} made a batch of {found.out}, not of the merge that was decided"
+    for put in history.published:
+        found = stamps[put.stamp]
+        newer = [n for n in history.generations if n > found.generation and f"gen-{n:06d}.json" in put.shown]
+        if newer:
+            yield f"{put.name} became generation {found.generation}'s where generation {max(newer)} was to be seen"
 
 
-def public_names(history: History, public: Mapping[str, tuple[float, int]]) -> Iterator[str]:
-    """Under the name that people know lies the newest generation's merge, unless whoever put another there could not see that
-    generation: `lag_s` is the age that listings may have.
-    """
-    stamps = {merged.stamp: merged for merged in history.merges}
-    for name, (time, stamp) in public.items():
-        found = stamps[stamp]
-        same = [m for m in history.merges if (m.split, m.iteration) == (found.split, found.iteration)]
-        newer = [m.generation for m in same if m.generation > found.generation and name in m.out]
-        if any(time - history.generations[number][0].time > history.lag_s for number in newer):
-            yield f"{name} is generation {found.generation}'s, though a newer one merged"
+def _decided_merge(history: History, number: int, iteration: int) -> int | None:
+    """The stamp of an iteration's merged file, by the decision that holds in generation `number`."""
+    name = "train_aggregate"
+    until: tuple[int, int] | None = None  # where the next generation started
+    for older in sorted((n for n in history.generations if n <= number), reverse=True):
+        record = history.generations[older][1]
+        place = iteration, PHASE_NAMES.index(name)
+        fact = history.facts.get((older, *place), {}).get(record.leader)
+        if fact is not None and (until is None or place < until):
+            return int(fact[1].value["stamp"])
+        entry = record.decisions.get(name)
+        while entry is not None:
+            if entry["iteration"] == iteration:
+                return int(entry["value"]["stamp"])
+            entry = entry.get("before")
+        until = record.start.iteration, record.start.phase
+    return None
 
 
 def i5_exactly_once(history: History) -> Iterator[str]:
-    """Each assigned task is in the merged file exactly once."""
+    """Each assigned task is in the merged file exactly once; and what is assigned is as many tasks as are due, each once."""
     for merged in history.merges:
-        tasks = sorted(entry.task for entry in merged.entries)
-        if tasks != sorted(merged.wanted):
-            yield f"{merged.out} holds tasks {tasks}; assigned were {sorted(merged.wanted)}"
+        tasks, assigned = sorted(entry.task for entry in merged.entries), _assigned(history, merged)
+        if tasks != sorted(assigned):
+            yield f"{merged.out} holds tasks {tasks}; assigned were {sorted(assigned)}"
+        if len(set(assigned)) != len(assigned) or len(assigned) != history.tasks[merged.split]:
+            yield f"{merged.out}: assigned were {sorted(assigned)} instead of {history.tasks[merged.split]} tasks"
+
+
+def _assigned(history: History, merged: Merged) -> list[int]:
+    """The tasks of a merge, by the decision that holds in its generation."""
+    name = "train_assign" if merged.split == "train" else "eval_decide"
+    record = history.generations[merged.generation][1]
+    entry = record.decisions.get(name)
+    if entry is not None and entry["iteration"] == merged.iteration:
+        return list(entry["value"]["wanted"])
+    place = merged.generation, merged.iteration, PHASE_NAMES.index(name)
+    return list(history.facts[place][record.leader][1].value["wanted"])
 
 
 def i6_every_wait_ends(history: History) -> Iterator[str]:

@@ -56,7 +56,7 @@ def settings(nodes: int, phases: str) -> dict[str, Any]:
         "rollout": {"tasks": 6, **sampling, **tail, "take_over": True, "oversample": 1.0},
         "eval": {"tasks": 3, "samples": 1},
         "trainer": {"command": None, "processes_per_node": 1, "timeout_s": 1800},
-        "update": {"recency": 1, "trajectories": None},
+        "update": {"recency": 2, "trajectories": None},
         "checkpoint": {"keep": 3, "keep_trajectories": 0},
     }
 

@@ -313,6 +313,11 @@ class Client:
         self._contents.pop(path, None)
         self._absent.pop(path, None)
 
+    def shown(self, directory: SimPath) -> list[str]:
+        """The names that this client was shown in a directory when it last looked."""
+        known = self._lists.get(directory)
+        return known.names if known is not None else self.disk.listing(self.disk.dirs[directory])
+
     def visible_at(self, directory: str) -> float:
         """When this client will look at a directory again rather than answer from memory."""
         known = self._lists.get(directory)

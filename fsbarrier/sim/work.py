@@ -28,12 +28,15 @@ from fsbarrier.program import (
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Part, WorkReport
 from fsbarrier.sim.artifacts import Artifacts, Meeting, PartFile, Piece, Waiting
-from fsbarrier.sim.history import Entry, Merged, Missing, Used
+from fsbarrier.sim.history import Entry, Merged, Missing, Published, Used
+from fsbarrier.sim.setup import PATHS
+from fsbarrier.sim.store import SimPath
 
 if TYPE_CHECKING:
     from fsbarrier.sim.process import Process
     from fsbarrier.sim.world import World
 
+GENERATIONS = cast(SimPath, PATHS.generations)
 GROUP_BYTES = 100  # what one group of trajectories takes in a simulated part
 FOREVER = float("inf")
 RETRY_S = 0.5  # after a filesystem's error while a piece of work is being prepared
@@ -151,7 +154,10 @@ class SimWork:
             case PublishFile(source, name):
                 yield self.world.short()
                 yield from self._still_newest(context)
-                self.artifacts.public[str(name)] = self.world.now, self.artifacts.merged[str(source)].stamp
+                stamp = self.artifacts.merged[str(source)].stamp
+                self.artifacts.public[str(name)] = stamp
+                shown = tuple(self.process.client.shown(GENERATIONS))
+                self.world.history.published.append(Published(str(name), stamp, shown))
                 return {}
             case PublishWeights():
                 yield from self._still_newest(context)
@@ -196,18 +202,11 @@ class SimWork:
         return {"part": spec["part"], "groups": len(part.groups)}
 
     def _aggregate(self, work: Command, context: Context, piece: Piece) -> Waiting:
-        spec, entries, there = work.spec, list[Entry](), set[int]()
-        for source in spec["parts"]:
-            part = self.artifacts.parts[source["path"]]
-            limit = (
-                len(part.groups) if source["valid_bytes"] is None else source["valid_bytes"] // GROUP_BYTES
-            )
-            for index, (task, _) in enumerate(part.groups[:limit]):
-                if task in source["tasks"] and task not in there:
-                    there.add(task)
-                    entries.append(Entry(task, source["path"], index, part.generation, part.policy_version))
-        if there != set(spec["expected"]):
-            raise ProgramFailed(f"tasks {sorted(set(spec['expected']) - there)} are in no part")
+        spec = work.spec
+        entries = self._taken(spec["parts"])
+        absent = set(spec["expected"]) ^ {entry.task for entry in entries}
+        if absent:
+            raise ProgramFailed(f"tasks {sorted(absent)} are in no part, or not expected")
         yield from self._busy(piece)
         meta, adopted = spec["metadata"], [p for p in spec["parts"] if p["valid_bytes"] is not None]
         self.artifacts.stamps += 1
@@ -219,7 +218,6 @@ class SimWork:
             meta["iteration"],
             context.generation,
             meta["policy_version"],
-            tuple(spec["expected"]),
             tuple(adopted),
             tuple(entries),
         )
@@ -231,15 +229,25 @@ class SimWork:
         )
         return {"stamp": merged.stamp, "groups": len(entries)}
 
+    def _taken(self, sources: list[dict[str, Any]]) -> list[Entry]:
+        """Of each task that a source is to give the first group that one of them has."""
+        taken: dict[int, Entry] = {}
+        for source in sources:
+            part, valid = self.artifacts.parts[source["path"]], source["valid_bytes"]
+            for index, (task, _) in enumerate(part.groups[: None if valid is None else valid // GROUP_BYTES]):
+                if task in source["tasks"]:
+                    entry = Entry(task, source["path"], index, part.generation, part.policy_version)
+                    taken.setdefault(task, entry)
+        return [*taken.values()]
+
     def _prepare(self, work: Command, context: Context, piece: Piece) -> Waiting:
-        (source,) = work.spec["merged"]
-        named = context.decided("train_aggregate")
-        found = self.artifacts.merged.get(source)
-        if found is None and source not in self.artifacts.given:
-            raise ProgramFailed(f"{source} is not there")
-        if named is not None and found is not None:
-            used = Used(self.world.now, piece.process.number, piece.node, named["stamp"], found.stamp)
-            self.world.history.used.append(used)
+        for source in work.spec["merged"]:
+            merged = self.artifacts.merged.get(source)
+            stamp = merged.stamp if merged is not None else self.artifacts.public.get(source)
+            if stamp is None and source not in self.artifacts.given:
+                raise ProgramFailed(f"{source} is not there")
+            if stamp is not None:
+                self.world.history.used.append(Used(self.world.now, piece.node, stamp))
         yield from self._busy(piece)
         self.artifacts.batches.add(work.spec["batch"])
         return {"batch": work.spec["batch"]}

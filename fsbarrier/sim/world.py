@@ -70,9 +70,12 @@ class World:
         if phases == "update":
             self.artifacts.given = {str(PATHS.merged("train", i + 1)) for i in range(setup.iterations)}
         hidden_s = self.habits.oldest_s + self.habits.absence_s + BLIND_S
-        lag_s = float("inf") if coarse else self.habits.listing_s
         caches = self.habits != Habits() or bool(coarse)
-        self.history = History(first, last, setup.limits.dead_s, hidden_s, lag_s, caches)
+        self.history = History(first, last, setup.limits.dead_s, hidden_s, caches)
+        self.history.tasks = {
+            "train": self.settings["rollout"]["tasks"],
+            "test": self.settings["eval"]["tasks"],
+        }
         self.processes: list[Process] = []
         self.clients: dict[str, tuple[Client, Trouble]] = {}
         self.hosts = [f"host{rank}" for rank in range(setup.nodes)]  # where each rank is started now
