@@ -194,7 +194,7 @@ def _decode(data: bytes, expected: str) -> Any:
     if header + b"\n" != _header(expected, body):
         return _fault(header, expected)
     try:
-        return _build(_KINDS[expected], _DECODER.decode(body.decode()))
+        return _build(_KINDS[expected], _DECODER.raw_decode(body.decode())[0])
     except (CorruptRecord, ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
         return f"not a record: {error}"
 

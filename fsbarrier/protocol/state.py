@@ -30,7 +30,7 @@ class Part(Enum):
 
 
 #: the parts in which a node looks at what the others have published in its row
-WATCHING = frozenset({Part.EACH, Part.GATHER, Part.ANNOUNCED})
+WATCHING = (Part.ANNOUNCED, Part.GATHER, Part.EACH)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Rules:
 
     def span(self, choices: Payload) -> tuple[int, int]:
         """The first and the last row of an iteration, as a generation's choices say."""
-        return SLICES.get(choices.get("rl_phase", ""), (self.first, self.last))
+        chosen = SLICES.get(choices.get("rl_phase", "")) if choices else None
+        return chosen or (self.first, self.last)
 
 
 @record

@@ -44,12 +44,12 @@ def i1_nobody_passes_early(history: History) -> Iterator[str]:
         elif event.event == "phase_finished":
             place, generation = place_of(event.node), event.node.generation
             assert generation is not None
-            done = history.facts.get(place, {})
-            for member in generation.members:
-                if member.rank not in done or done[member.rank][0] > event.time:
-                    yield f"node {event.node.rank} passed {place} before node {member.rank} was done"
-                elif member.rank not in entered.get(place, ()):
-                    yield f"node {event.node.rank} passed {place} before node {member.rank} entered it"
+            done, there = history.facts.get(place, {}), entered.get(place, set())
+            for rank in generation.ranks:
+                if rank not in done or done[rank][0] > event.time:
+                    yield f"node {event.node.rank} passed {place} before node {rank} was done"
+                elif rank not in there:
+                    yield f"node {event.node.rank} passed {place} before node {rank} entered it"
 
 
 def i2_one_decision(history: History) -> Iterator[str]:

@@ -88,9 +88,12 @@ class Disk:
         parent, _, name = path.rpartition("/")
         if parent not in self.dirs:
             raise FileNotFoundError(2, "no such directory", path)
-        before = self.files.get(path)
-        old = None if before is None else before.data if before.durable or durable else before.old
-        self.files[path] = File(data, host, self.now, durable, old)
+        file = self.files.get(path)
+        if file is None:
+            self.files[path] = File(data, host, self.now, durable)
+        else:
+            file.old = file.data if file.durable or durable else file.old
+            file.data, file.host, file.time, file.durable = data, host, self.now, durable
         self._changed(parent, name)
         self.watch(path, host, data)
 

@@ -140,15 +140,15 @@ class World:
     def run(self) -> History:
         """From the first start to the end of the last process."""
         self._begin()
-        most = EVENTS * self.setup.nodes * self.setup.iterations
-        while self._heap:
+        most, heap, disk = EVENTS * self.setup.nodes * self.setup.iterations, self._heap, self.disk
+        while heap:
             if self._order > most:
                 self.history.stuck.append(f"{most} events, and no end")
                 break
-            time, _, action = heappop(self._heap)
+            time, _, action = heappop(heap)
             if time > self.end_s:
                 break
-            self.now = self.disk.now = time
+            self.now = disk.now = time
             action()
             if self.ending and not self.starting:
                 self.ending = False
