@@ -234,7 +234,7 @@ def unreadable_is_absent(patch: Patch) -> None:
         try:
             return original(self, position)
         except OSError:
-            return Fact(0, 0, "done")
+            return self.known.setdefault((self.generation.number, position), Fact(0, 0, "done"))
 
     patch.setattr(_Trail, "fact", fact)
 

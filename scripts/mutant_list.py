@@ -59,6 +59,7 @@ MUTANTS = [
     Mutant(faults.generation_not_flushed, "I3 I6 I8", "power"),
     Mutant(faults.recover_from_start, "I2 I3", "power,crash"),
     Mutant(faults.restart_without_a_seal, "I3", story="restarted_while_it_goes_on"),
+    Mutant(faults.unreadable_is_absent, "I2 I3", "garbled,power"),
     Mutant(
         faults.error_is_an_empty_listing,
         "I2 I3 I6 I7 error",
@@ -71,6 +72,7 @@ MUTANTS = [
     Mutant(faults.dead_when_suspected, "I7", "pause,crash"),
     Mutant(faults.own_pause_is_their_silence, "I7", "pause,slow", seeds=600),
     Mutant(faults.clocks_compared, "I7 I6"),
+    Mutant(faults.one_heartbeat_file_a_rank, "I7", "twin,stale", seeds=1500),
     Mutant(faults.a_failure_moves_nobody, "I6", "program"),
     Mutant(work.merge_whatever_is_there, "I4", "crash,program"),
     Mutant(work.no_generation_at_the_merge, "I4", story="zombie_wakes_after_fencing"),
