@@ -164,7 +164,7 @@ def _plain(item: Any) -> dict[str, Any]:
     )
 
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"), sort_keys=True, default=_plain)
+_ENCODER = json.JSONEncoder(separators=(",", ":"), default=_plain)
 
 
 def encode(item: Record) -> bytes:

@@ -28,6 +28,11 @@ from fsbarrier.protocol.facts import Fact, Generation, Member, Payload, Position
 from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
 from fsbarrier.protocol.membership import Loss, live_joiners, losses, occupied
 from fsbarrier.protocol.state import (
+    ANNOUNCED,
+    EACH,
+    GATHER,
+    LEADER,
+    NONE,
     Action,
     Announce,
     CancelWork,
@@ -36,7 +41,6 @@ from fsbarrier.protocol.state import (
     Launch,
     Node,
     Note,
-    Part,
     Propose,
     Publish,
     Recover,
@@ -77,7 +81,7 @@ def step(node: Node, view: View, now: float, rules: Rules) -> Step:
 
 
 #: what a node remembers of a row that it has just entered
-_UNBEGUN: Mapping[str, Any] = {"part": Part.NONE, "result": {}, "work_s": 0.0, "trouble_since": None}
+_UNBEGUN: Mapping[str, Any] = {"part": NONE, "result": {}, "work_s": 0.0, "trouble_since": None}
 
 
 def _end(node: Node, code: int, state: str, reason: str) -> Step:
@@ -165,7 +169,7 @@ def _release(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     generation, position = node.generation, node.position
     assert generation is not None and position is not None
     if (
-        node.part is not Part.ANNOUNCED
+        node.part is not ANNOUNCED
         or not view.arrived.issuperset(generation.ranks)
         or view.leaders_fact is None
         or view.sealed
@@ -303,37 +307,37 @@ def _work(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     generation, position, row = node.generation, node.position, _row(node, rules)
     assert generation is not None and position is not None
     leads = generation.leader == node.rank
-    if node.part is Part.NONE:
+    if node.part is NONE:
         first, _ = rules.span(generation.choices)
         if leads and position.phase == first and rules.on_node_failure != "hold":
             admitted = _admit(node, view, now, rules)
             if admitted is not None:
                 return admitted
         if row.each is not None:
-            return changed(node, part=Part.EACH), (Launch(Part.EACH),)
+            return changed(node, part=EACH), (Launch(EACH),)
         if row.leader is not None and leads:
-            return changed(node, part=Part.GATHER), ()
+            return changed(node, part=GATHER), ()
         return _publish(node, {})
     report = view.work
-    if node.part is Part.GATHER:
+    if node.part is GATHER:
         others = set(generation.ranks) - {node.rank}
         if row.each is None or view.arrived.issuperset(others):
-            return changed(node, part=Part.LEADER), (Launch(Part.LEADER),)
+            return changed(node, part=LEADER), (Launch(LEADER),)
         return None
     if report is None or report.part is not node.part:
         return None
     if not report.ok:
         fact = Fact(node.rank, node.incarnation, "failed", report.value, report.seconds)
-        return changed(node, part=Part.ANNOUNCED), (Publish(fact),)
+        return changed(node, part=ANNOUNCED), (Publish(fact),)
     done = changed(node, result={**node.result, **report.value}, work_s=node.work_s + report.seconds)
-    if node.part is Part.EACH and leads and row.leader is not None:
-        return changed(done, part=Part.GATHER), ()
+    if node.part is EACH and leads and row.leader is not None:
+        return changed(done, part=GATHER), ()
     return _publish(done, done.result)
 
 
 def _publish(node: Node, value: Payload) -> Step:
     fact = Fact(node.rank, node.incarnation, "done", value, node.work_s)
-    return changed(node, part=Part.ANNOUNCED), (Publish(fact),)
+    return changed(node, part=ANNOUNCED), (Publish(fact),)
 
 
 def _admit(node: Node, view: View, now: float, rules: Rules) -> Step | None:

@@ -29,8 +29,9 @@ class Part(Enum):
     ANNOUNCED = "announced"  # its fact is published; it waits for the others
 
 
+NONE, EACH, GATHER, LEADER, ANNOUNCED = Part  # as `Part.NONE` they are looked up the slow way
 #: the parts in which a node looks at what the others have published in its row
-WATCHING = (Part.ANNOUNCED, Part.GATHER, Part.EACH)
+WATCHING = (ANNOUNCED, GATHER, EACH)
 
 
 @dataclass(frozen=True)

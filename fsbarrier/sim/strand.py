@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Semaphore, Thread
+from threading import Lock, Thread
 
 from fsbarrier.sim.faults import Crash
 
@@ -16,7 +16,9 @@ class Strand:
         self.result = ""
         self._call, self._done, self._killed = call, False, False
         self._error: BaseException | None = None
-        self._go, self._back = Semaphore(0), Semaphore(0)
+        self._go, self._back = Lock(), Lock()  # each held until the other side is to run
+        self._go.acquire()
+        self._back.acquire()
         self._thread = Thread(target=self._main, name="strand", daemon=True)
         self._thread.start()
 
