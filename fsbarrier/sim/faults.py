@@ -116,6 +116,20 @@ def draw_habits(rng: Random, mix: Collection[str]) -> tuple[Habits, float]:
     return habits, rng.choice((0.0, 0.0, 0.01, 1.0))
 
 
+class Garbling:
+    """A mount that garbles reads again and again, drawn apart from all else; asked before each read."""
+
+    def __init__(self, seed: int, mix: Collection[str], struck: set[str]) -> None:
+        self._rng, self._struck = Random(f"garbled {seed}"), struck
+        self.rate = self._rng.choice((0.0, 0.0, 0.02, 0.2)) if "garbled" in mix else 0.0
+
+    def __call__(self) -> bool:
+        if self._rng.random() >= self.rate:
+            return False
+        self._struck.add("garbled")
+        return True
+
+
 @dataclass(frozen=True)
 class Mishap:
     """What happens to one operation: `how` is lost, error, garbled, crash, crash-after or block."""

@@ -23,7 +23,7 @@ def heal(world: World) -> None:
     world.healed = True
     world.history.healed_at = world.now
     world.say("all faults stop")
-    world.mishap_rate = world.garbled_rate = 0.0
+    world.mishap_rate = world.garbling.rate = 0.0
     world.awaited.clear()
     for process in world.processes:
         process.mishap = None

@@ -81,8 +81,7 @@ class World:
         self.hosts = [f"host{rank}" for rank in range(setup.nodes)]  # where each rank is started now
         self.strikes = faults.draw_strikes(rng, mix, setup.nodes, setup.iterations)
         self.mishap_rate = rng.choice((0.0, 0.0, 0.01, 0.05)) if mix else 0.0
-        self.garbling = Random(f"garbled {seed}")
-        self.garbled_rate = self.garbling.choice((0.0, 0.0, 0.02, 0.2)) if "garbled" in mix else 0.0
+        self.garbling = faults.Garbling(seed, mix, self.history.faults)
         self.failure_rate = rng.choice((0.0, 0.0, 0.0, 0.01, 0.04)) if "program" in mix else 0.0
         self.lengths = setup.lengths or rng.choice(
             ((0.02, 0.05, 0.2), (0.02, 0.05, 0.2), (0.1, 0.2, 1.0), (0.02, 0.05, 0.1, 0.1, 0.1, 9.0))
@@ -215,7 +214,7 @@ class World:
         host = self.hosts[rank]
         if host not in self.clients:
             client = Client(self.disk, host, self.habits)
-            client.garbled = self._garbled if self.garbled_rate else None
+            client.garbled = self.garbling if self.garbling.rate else None
             self.clients[host] = (
                 client,
                 Trouble(client, lambda seconds, stopped: self._block(host, seconds, stopped)),
@@ -225,12 +224,6 @@ class World:
         self.history.starts[process.number] = (self.now, rank)
         self.say(f"node {rank} is started on {host}")
         process.wake(self.now)
-
-    def _garbled(self) -> bool:
-        if self.garbling.random() >= self.garbled_rate:
-            return False
-        self.history.faults.add("garbled")
-        return True
 
     def look(self, process: Process) -> None:
         """Let a process look once; one that is to be held up in the middle does so in a thread."""
