@@ -19,10 +19,7 @@ from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Paylo
 from fsbarrier.protocol.machine import step
 from fsbarrier.protocol.membership import JOINING, Ledger, losses, silence
 from fsbarrier.protocol.state import (
-    ANNOUNCED,
-    EACH,
-    GATHER,
-    LEADER,
+    WORKING,
     Action,
     Announce,
     CancelWork,
@@ -113,7 +110,7 @@ class Agent:
         busy = self._act(now)
         while self.exit is None:
             view = self.observer.view(self.node, now)
-            if self.node.part in (EACH, LEADER) and (report := self.work.report()) is not None:
+            if self.node.part in WORKING and (report := self.work.report()) is not None:
                 view = changed(view, work=report)
             if view is self._idle[1] and self.node is self._idle[0]:
                 break  # nothing new since the last look; what depends on time alone is asked at the next look at heartbeats
@@ -142,7 +139,7 @@ class Agent:
         return busy
 
     def _repeat(self, now: float) -> None:
-        if self.node.part is not ANNOUNCED or self._said is None or self.exit is not None:
+        if self.node.part is not Part.ANNOUNCED or self._said is None or self.exit is not None:
             return
         when, fact = self._said
         if now - when >= REPEAT_S:
@@ -292,7 +289,7 @@ class Agent:
     def waiting_for(self, now: float) -> list[int]:
         """The members whose fact this node is waiting for in its row; empty where it works itself."""
         node = self.node
-        if node.generation is None or node.part not in (ANNOUNCED, GATHER):
+        if node.generation is None or node.part not in (Part.ANNOUNCED, Part.GATHER):
             return []
         view = self.observer.view(node, now)
         lost = {

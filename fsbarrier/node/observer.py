@@ -28,7 +28,7 @@ from fsbarrier.protocol.facts import (
     decode,
 )
 from fsbarrier.protocol.membership import Ledger
-from fsbarrier.protocol.state import ANNOUNCED, WATCHING, Node, Recovered, Stage, View, changed
+from fsbarrier.protocol.state import WATCHING, Node, Part, Recovered, Stage, View, changed
 
 _INCARNATION = re.compile(r"node-(\d{4,})\.inc-(\d{4,})\.json")
 _GENERATION = re.compile(r"gen-(\d{6,})\.json")
@@ -150,7 +150,7 @@ class Observer:
             self._whole = common
         arrived, failed = self._arrived
         leaders_fact = None
-        if node.part is ANNOUNCED and len(arrived) == len(generation.members):
+        if node.part is Part.ANNOUNCED and len(arrived) == len(generation.members):
             leaders_fact = self.read(directory / fact_name(generation.leader, "done"), Fact)
         elif self._whole is not common:
             return self._whole

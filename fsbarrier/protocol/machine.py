@@ -4,13 +4,11 @@
 with the node's next state and the actions to perform. It does no I/O, reads no clock, draws no random number.
 
 A node's life:
-
     JOINING --- a generation names my incarnation ---> RUNNING --- released from the last row, or told to end ---> ENDED
        ^                                                  |
        +---- a newer generation does not name me ---------+
 
 In RUNNING every row of the program is a barrier, passed in four steps:
-
     enter row k -> do my work in it, if any -> publish my fact "done" -> released when every member's "done" is there
 
 A row may ask for work of each member, of the leader, or of the leader once all the others are done; what it is, is never asked.
@@ -28,11 +26,6 @@ from fsbarrier.protocol.facts import Fact, Generation, Member, Payload, Position
 from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
 from fsbarrier.protocol.membership import Loss, live_joiners, losses, occupied
 from fsbarrier.protocol.state import (
-    ANNOUNCED,
-    EACH,
-    GATHER,
-    LEADER,
-    NONE,
     Action,
     Announce,
     CancelWork,
@@ -41,6 +34,7 @@ from fsbarrier.protocol.state import (
     Launch,
     Node,
     Note,
+    Part,
     Propose,
     Publish,
     Recover,
@@ -61,6 +55,8 @@ from fsbarrier.protocol.succession import (
     successor,
     with_decision,
 )
+
+NONE, EACH, GATHER, LEADER, ANNOUNCED = Part  # looked up as names, not each time in the enumeration
 
 
 def step(node: Node, view: View, now: float, rules: Rules) -> Step:

@@ -29,9 +29,10 @@ class Part(Enum):
     ANNOUNCED = "announced"  # its fact is published; it waits for the others
 
 
-NONE, EACH, GATHER, LEADER, ANNOUNCED = Part  # as `Part.NONE` they are looked up the slow way
 #: the parts in which a node looks at what the others have published in its row
-WATCHING = (ANNOUNCED, GATHER, EACH)
+WATCHING = (Part.ANNOUNCED, Part.GATHER, Part.EACH)
+#: those in which it has a program under way
+WORKING = (Part.EACH, Part.LEADER)
 
 
 @dataclass(frozen=True)
