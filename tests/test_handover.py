@@ -55,7 +55,7 @@ class Left:
 
     def leaders(self, phase: int) -> str:
         path = self.observer.row_dir(1, Position(1, phase)) / fact_name(0, "done")
-        return Observer(PosixStore(), self.observer.paths, RULES.program).must_read(path).status
+        return Observer(PosixStore(), self.observer.paths, RULES.program).must_read(path, Fact).status
 
 
 def test_what_old_listings_hide_is_found(tmp_path: Path) -> None:

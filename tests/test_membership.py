@@ -10,7 +10,7 @@ from fsbarrier.node.observer import Observer
 from fsbarrier.node.store import PosixStore
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES, Phase, Program
-from fsbarrier.protocol.facts import Beat, Join, Member, encode
+from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position, encode
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits, live_joiners, losses
 from fsbarrier.protocol.state import Node
 
@@ -84,3 +84,16 @@ def test_of_two_starts_of_a_rank_the_newer_is_heard_and_the_older_told(tmp_path:
         assert (seen.beat.incarnation, seen.since) == (2, float(counter))
         known = older.view(Node(1, 1, 0.0), float(counter)).joins[1]
         assert known.incarnation == 2
+
+
+def test_work_knows_the_joins_of_all_members(tmp_path: Path) -> None:
+    """The generation names them, so they are there, even where the listing never shows them: who shares a host rests on it."""
+    paths = RunPaths(tmp_path)
+    frozen = Frozen(paths.joins)
+    observer = Observer(frozen, paths, PING)
+    observer.prepare()
+    frozen.create(paths.join(1, 2), encode(Join(1, 2, "b", 1, "boot")))
+    generation = Generation(1, (Member(1, 2),), 1, Position(1, 0), "start")
+    assert observer.joins_of(generation)[1].host == "b"
+    with pytest.raises(OSError, match="cannot be read"):
+        observer.joins_of(Generation(1, (Member(0, 1),), 0, Position(1, 0), "start"))

@@ -18,7 +18,7 @@ from fsbarrier.start.runrecord import RunRecord
 
 @dataclass(frozen=True)
 class ContextMaker:
-    """Called with a node that is about to work; runs in the work's thread, so that looking at files holds nobody up."""
+    """Called with a node that is about to work; runs in the work's thread, so that looking at files holds nobody up. Raises OSError."""
 
     record: RunRecord
     observer: Observer
@@ -49,7 +49,7 @@ class ContextMaker:
             phase=self.observer.program.rows[position.phase],
             decisions=node.decisions,
             python=sys.executable,
-            joins=dict(self.observer.joins),
+            joins=self.observer.joins_of(generation),
             reports=partial(self.observer.reports, node),
             newest=self.observer.newest_number,
             inventory=inventory,

@@ -149,7 +149,7 @@ class _Trail:
         key = self.generation.number, position
         if key not in self.known:
             directory = self.observer.row_dir(self.generation.number, position)
-            self.known[key] = self.observer.must_read(directory / self._leaders)
+            self.known[key] = self.observer.must_read(directory / self._leaders, Fact)
         return self.known[key]
 
     def all_done(self, position: Position) -> bool:

@@ -127,7 +127,7 @@ class Jobs:
     def _run(self, node: Node, part: Part, cancel: threading.Event) -> None:
         started = time.monotonic()
         try:
-            context = self.context(node)
+            context = self._patiently(partial(self.context, node), cancel)
             row = context.phase
             builder = row.each if part is Part.EACH else row.leader
             assert builder is not None

@@ -192,7 +192,9 @@ class Observer:
         own = {node.rank: node.result} if at == position else {}
         directory = self.row_dir(generation.number, at)
         others = [rank for rank in generation.ranks if rank not in own]
-        return own | {rank: self.must_read(directory / fact_name(rank, "done")).value for rank in others}
+        return own | {
+            rank: self.must_read(directory / fact_name(rank, "done"), Fact).value for rank in others
+        }
 
     def read(self, path: Path, cls: type[R]) -> R | None:
         """A record, or None while it cannot be had whole."""
@@ -204,12 +206,24 @@ class Observer:
         except CorruptRecord:
             return None
 
-    def must_read(self, path: Path) -> Fact:
-        """A fact that is known to be there. Raises OSError where it cannot be read (now): it is not to be taken for absent."""
-        fact = self.read(path, Fact)
-        if fact is None:
+    def must_read(self, path: Path, cls: type[R]) -> R:
+        """A record that is known to be there. Raises OSError where it cannot be read (now): it is not to be taken for absent."""
+        record = self.read(path, cls)
+        if record is None:
             raise OSError(errno.EAGAIN, "this record cannot be read", str(path))
-        return fact
+        return record
+
+    def joins_of(self, generation: Generation) -> Mapping[int, Join]:
+        """All joins that are known, and those of all members: the generation's record names them, so they are there.
+
+        Nothing is changed here: work asks in a thread of its own. Raises OSError, also for one that cannot be read.
+        """
+        found = dict(self.joins)
+        for member in generation.members:
+            known = found.get(member.rank)
+            if known is None or known.incarnation < member.incarnation:
+                found[member.rank] = self.must_read(self.paths.join(member.rank, member.incarnation), Join)
+        return found
 
     def _look_at_members(self, now: float | None) -> None:
         names = self.store.names(self.paths.generations)

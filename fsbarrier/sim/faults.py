@@ -117,15 +117,21 @@ def draw_habits(rng: Random, mix: Collection[str]) -> tuple[Habits, float]:
 
 
 class Garbling:
-    """A mount that garbles reads again and again, drawn apart from all else; asked before each read."""
+    """Mounts that garble reads again and again, drawn apart from all else; asked at each read of a file.
+
+    What was read in the moment of its replacement is whole the next time: never the same file for the same host twice in a row.
+    """
 
     def __init__(self, seed: int, mix: Collection[str], struck: set[str]) -> None:
         self._rng, self._struck = Random(f"garbled {seed}"), struck
+        self._last: set[tuple[str, str]] = set()
         self.rate = self._rng.choice((0.0, 0.0, 0.02, 0.2)) if "garbled" in mix else 0.0
 
-    def __call__(self) -> bool:
-        if self._rng.random() >= self.rate:
+    def __call__(self, host: str, path: str) -> bool:
+        if self._rng.random() >= self.rate or (host, path) in self._last:
+            self._last.discard((host, path))
             return False
+        self._last.add((host, path))
         self._struck.add("garbled")
         return True
 

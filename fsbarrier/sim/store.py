@@ -196,7 +196,7 @@ class Client:
         self.left = NEVER  # operations until `alarm` is asked what becomes of the next one
         self.alarm: Alarm = lambda verb, path: None
         self.ops = dict.fromkeys(("make_dir", "read", "put", "create"), 0)  # on rows (invariant I12)
-        self.garbled: Callable[[], bool] | None = None  # whether the next read gives half of a file
+        self.garbled: Callable[[str, str], bool] | None = None  # whether the next read gives half of a file
         self.misses: dict[str, int] = {}  # reads of names that did not exist (invariant I11)
         self._caching = habits != Habits() or bool(disk.coarse_s)
         self._lists: dict[str, _Listed] = {}
@@ -271,7 +271,7 @@ class Client:
             if not isinstance(after, GarbledRead):
                 raise after
             return None if file is None else file.data[: len(file.data) // 2] + (file.old or b"")
-        if self.garbled is not None and file is not None and self.garbled():
+        if self.garbled is not None and file is not None and self.garbled(self.host, path):
             return file.data[: len(file.data) // 2] + (file.old or b"")
         if file is None:
             self.misses[path] = self.misses.get(path, 0) + 1

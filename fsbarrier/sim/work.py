@@ -112,7 +112,7 @@ class SimWork:
     # --- what a piece does ---
 
     def _run(self, piece: Piece) -> Waiting:
-        context = self.context(piece.node)
+        context = yield from self._patiently(partial(self.context, piece.node))
         builder = context.phase.each if piece.part is Part.EACH else context.phase.leader
         assert builder is not None
         work = yield from self._patiently(partial(builder, context))
@@ -326,7 +326,7 @@ class SimWork:
             phase=self.world.rules.program.rows[position.phase],
             decisions=node.decisions,
             python="python",
-            joins=dict(observer.joins),
+            joins=observer.joins_of(generation),
             reports=partial(observer.reports, node),
             newest=observer.newest_number,
             inventory=lambda split: self._inventory(split, position.iteration),
