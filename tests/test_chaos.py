@@ -33,13 +33,13 @@ def chaos(folder: Path, *arguments: str) -> Path:
 
 @pytest.fixture(scope="module")
 def struck(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six nodes that were struck for a third of a minute."""
+    """A run of six nodes that were struck for a quarter of a minute."""
     folder = tmp_path_factory.mktemp("chaos")
     arguments = (
         "--nodes",
         "6",
         "--minutes",
-        "0.33",
+        "0.25",
         "--seed",
         "5",
         "--tasks",
