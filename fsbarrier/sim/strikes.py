@@ -33,13 +33,14 @@ def heal(world: World) -> None:
         trouble.set_outage(None)
     down = [rank for rank in range(world.setup.nodes) if not lives(world, rank) and may_return(world, rank)]
     for rank in down:
-        lonely = not world.starting and not any(process.up for process in world.processes)
+        lonely = not world.starting and not any(lives(world, other) for other in range(world.setup.nodes))
         if world.rules.on_node_failure == "wait" or lonely or world.rng.random() < 0.7:
             world.start(rank, world.rng.random() * 5)
 
 
 def lives(world: World, rank: int) -> bool:
-    return any(process.up and process.rank == rank for process in world.processes)
+    """Whether the last start of a rank is up: an older one will find that out, and end."""
+    return [process.up for process in world.processes if process.rank == rank][-1:] == [True]
 
 
 def may_return(world: World, rank: int) -> bool:
