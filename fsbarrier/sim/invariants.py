@@ -270,6 +270,7 @@ def i7_no_false_death(history: History) -> Iterator[str]:
     """
     held = history.faults & {"slow", "pause"}  # of such a look, up to `blind_s` may count too much
     least = history.dead_s - (BLIND_S if held else 0.0) - 0.1
+    garbled_s = BLIND_S if "garbled" in history.faults else 0.0  # one look more: this one showed half a beat
     lives = {(event.node.rank, event.node.incarnation): event.process for event in history.events}
     for event in history.events:
         if event.event != "node_lost":
@@ -284,7 +285,7 @@ def i7_no_false_death(history: History) -> Iterator[str]:
             if ended is not None and ended.time <= event.began:
                 continue
             beats = history.beats.get((lost["node_rank"], incarnation), ())
-            seen = [time for time in beats if time <= event.began - history.hidden_s]
+            seen = [time for time in beats if time <= event.began - history.hidden_s - garbled_s]
             silent = event.began - max(seen, default=history.starts[event.process][0])
             if silent < least:
                 yield f"node {event.node.rank} took node {lost['node_rank']} for dead after {silent:.1f} s of silence"

@@ -82,9 +82,6 @@ class World:
         self.strikes = faults.draw_strikes(rng, mix, setup.nodes, setup.iterations)
         self.mishap_rate = rng.choice((0.0, 0.0, 0.01, 0.05)) if mix else 0.0
         self.garbling = faults.Garbling(seed, mix, self.history.faults)
-        self.history.hidden_s += (
-            BLIND_S if self.garbling.rate else 0.0
-        )  # the next look shows what this one did not
         self.failure_rate = rng.choice((0.0, 0.0, 0.0, 0.01, 0.04)) if "program" in mix else 0.0
         self.lengths = setup.lengths or rng.choice(
             ((0.02, 0.05, 0.2), (0.02, 0.05, 0.2), (0.1, 0.2, 1.0), (0.02, 0.05, 0.1, 0.1, 0.1, 9.0))
