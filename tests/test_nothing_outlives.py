@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, all_gone, command_lines, leftovers, rolled_out_twice
 
-SMALL = ("rollout.tasks=24", "rollout.samples=8", "eval.tasks=8", "coordination.beat_s=0.5")
+SMALL = ("rollout.tasks=256", "rollout.samples=8", "eval.tasks=8", "coordination.beat_s=0.5")
 PAUSE = "import signal; signal.pause()"
 FOREIGN = (("vllm", "serve", "VLLM::EngineCore"), ("torch.distributed.run", "fsbarrier.workers.rollout"))
 

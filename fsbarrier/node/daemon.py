@@ -38,7 +38,7 @@ from fsbarrier.program import SLICES
 from fsbarrier.protocol.facts import Join, Payload, encode
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Exit, Node, Rules, Stage
-from fsbarrier.start import ranks
+from fsbarrier.start import filesystem, ranks
 from fsbarrier.start.runrecord import CHOICES, RunRecord
 from fsbarrier.supervision import accelerators
 from fsbarrier.supervision.lastlines import last_words
@@ -124,8 +124,13 @@ class Daemon:
 
     def run(self) -> int:
         """Join and loop to the end; gives the exit code. Raises StoreError (it cannot join)."""
-        try:
-            self.agent.start(time.monotonic())
+        try:  # a start counts as one of this rank's only once it is announced: it may be tried again
+            files.patiently(
+                lambda: self.agent.start(time.monotonic()),
+                tries=filesystem.TRIES,
+                pause_s=filesystem.PAUSE_S,
+                only=files.FAILING,
+            )
         except OSError as error:
             raise StoreError(f"cannot join the run at {self.record.log_path}: {error}") from None
         beats = threading.Thread(target=self._beat, name="beat", daemon=True)
