@@ -58,7 +58,8 @@ def test_wait_goes_on_as_it_was_with_a_node_that_only_slept(tmp_path: Path) -> N
         assert_exactly_once(cluster.log_path, 1)
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
 def test_wait_ends_when_the_node_does_not_come_back(tmp_path: Path, victim: int) -> None:
     flags = ("--on-node-failure", "wait", "--rejoin-timeout", "1", *ROLLOUT)
     with Cluster(tmp_path, 3, *flags, program=HELD) as cluster:

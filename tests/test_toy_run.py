@@ -61,6 +61,7 @@ def test_a_second_daemon_of_a_rank_is_refused(tmp_path: Path) -> None:
         first.wait()
 
 
+@pytest.mark.slow
 def test_a_start_removes_what_a_killed_one_left_in_the_temporary_folder(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
@@ -77,6 +78,7 @@ def test_a_start_removes_what_a_killed_one_left_in_the_temporary_folder(tmp_path
         assert not left.exists() and not list(temporary.glob("fsbarrier-*-n0-*"))
 
 
+@pytest.mark.slow
 def test_two_daemons_of_one_rank_that_do_not_see_each_other(tmp_path: Path) -> None:
     """As on two hosts, where no lock tells them apart: the newer incarnation stays, the older one ends with code 6."""
     with Cluster(tmp_path, 2, "--iterations", "2", *FAST, "toy.phase_s=0.5") as cluster:
