@@ -125,12 +125,7 @@ class Daemon:
     def run(self) -> int:
         """Join and loop to the end; gives the exit code. Raises StoreError (it cannot join)."""
         try:  # a start counts as one of this rank's only once it is announced: it may be tried again
-            files.patiently(
-                lambda: self.agent.start(time.monotonic()),
-                tries=filesystem.TRIES,
-                pause_s=filesystem.PAUSE_S,
-                only=files.FAILING,
-            )
+            filesystem.patiently(lambda: self.agent.start(time.monotonic()))
         except OSError as error:
             raise StoreError(f"cannot join the run at {self.record.log_path}: {error}") from None
         beats = threading.Thread(target=self._beat, name="beat", daemon=True)

@@ -26,7 +26,7 @@ def admit(log_path: Path, *, write: bool) -> Report:
     Raises StoreError where it cannot carry a run or fails, UsageError where it is not for this user to write.
     """
     try:
-        report = _patiently(lambda: examine.short(log_path, write=write))
+        report = patiently(lambda: examine.short(log_path, write=write))
     except OSError as error:
         if error.errno in files.FAILING:
             raise StoreError(f"--log-path {log_path}: {error.strerror}") from None
@@ -53,11 +53,12 @@ def record(report: Report, paths: RunPaths, node_rank: int) -> None:
     body = json.dumps({"node_rank": node_rank, **about, **report.as_json()}, indent=2)
     path = paths.filesystem(node_rank)
     try:
-        _patiently(lambda: files.make_dirs(path.parent))
-        _patiently(lambda: files.write_atomic(path, body.encode() + b"\n"))
+        patiently(lambda: files.make_dirs(path.parent))
+        patiently(lambda: files.write_atomic(path, body.encode() + b"\n"))
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror or error}") from None
 
 
-def _patiently(operation: Callable[[], files.T]) -> files.T:
+def patiently(operation: Callable[[], files.T]) -> files.T:
+    """What a start's `operation` gives, once the filesystem does not fail. Raises OSError."""
     return files.patiently(operation, tries=TRIES, pause_s=PAUSE_S, only=files.FAILING)
