@@ -10,13 +10,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsbarrier.maintenance.doctor.meeting import FOLDER, pack
+from fsbarrier.commands.doctor import ended_in_order
+from fsbarrier.errors import TooFewNodes
+from fsbarrier.maintenance.doctor import across
+from fsbarrier.maintenance.doctor.meeting import FOLDER, Meeting
+from fsbarrier.maintenance.doctor.messages import pack
 
 REPO = Path(__file__).resolve().parent.parent
 DEADLINE_S = 120.0
@@ -164,10 +168,45 @@ def test_one_that_is_interrupted_is_named_by_the_other(doctors: Doctors, number:
     leaving = doctors.start("--num-nodes", "2", "--worker", "1")
     doctors.wait_for(doctors.talking)
     leaving.send_signal(number)
-    assert doctors.end(leaving)[0] == code
+    left = doctors.end(leaving)
+    assert left == (code, "", ""), left
     ended, out, err = doctors.end(staying)
     assert (ended, out) == (5, "") and "node 1" in err.splitlines()[-1] and "Traceback" not in err
     assert os.listdir(doctors.path) == []
+
+
+class Deserted(Meeting):
+    """A meeting whose other member goes after some looks."""
+
+    looks = 0
+
+    def heed(self, awaited: str, ranks: Collection[int]) -> None:
+        self.looks += 1
+        if self.looks > 3:
+            raise TooFewNodes("node 1 left")
+
+
+def test_measuring_ends_with_the_node_that_would_answer(tmp_path: Path) -> None:
+    meeting = Deserted(tmp_path, 2, 0, 1.0, leader="0" * 16, members={0: "a", 1: "b"})
+    for folder in across.FOLDERS:
+        (meeting.session / folder).mkdir(parents=True)
+    across.prepare(meeting, 0)
+    before = set(threading.enumerate())
+    with pytest.raises(TooFewNodes, match="node 1 left"):
+        across.lags(meeting, 0)
+    assert set(threading.enumerate()) <= before, "nobody asks on"
+
+
+def test_a_signal_is_heeded_where_it_is_safe_and_a_second_one_at_once() -> None:
+    with ended_in_order(at_once=False) as breaks_off:
+        breaks_off()
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit, match="143"):
+            breaks_off()
+        with pytest.raises(SystemExit, match="143"):
+            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(SystemExit, match="130"), ended_in_order(at_once=True):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_one_alone_that_is_interrupted_leaves_nothing(doctors: Doctors) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,7 +16,7 @@ from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.maintenance.doctor import examine
 from fsbarrier.maintenance.doctor.findings import Report
 from fsbarrier.start import ranks
-from fsbarrier.supervision.signals import handled
+from fsbarrier.supervision.signals import ENDING, handled
 
 SUMMARY = "Probe a directory: can it carry a run? On several nodes at once: what do they see of each other, and how late?"
 EXAMPLE = "fsbarrier doctor /shared/runs\n  fsbarrier doctor /shared/runs --num-nodes 3      (on each of three nodes)"
@@ -66,11 +65,13 @@ def main(args: argparse.Namespace) -> int:
     if count == 0:
         raise UsageError("--num-nodes 0: must be 1 or more")
     try:
-        with ended_in_order():
-            if count is None or count == 1:
+        if count is None or count == 1:
+            with ended_in_order(at_once=True):
                 report = examine.alone(args.path)
-            else:
-                report = examine.together(args.path, count, rank.value if rank else None, args.wait, say)
+        else:
+            with ended_in_order(at_once=False) as breaks_off:
+                known = rank.value if rank else None
+                report = examine.together(args.path, count, known, args.wait, say, breaks_off)
     except PermissionError as error:
         raise UsageError(f"{args.path}: not writable ({error.strerror})") from None
     except OSError as error:
@@ -83,14 +84,25 @@ def main(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def ended_in_order() -> Iterator[None]:
-    """While this lasts, SIGTERM and SIGHUP end the command as Ctrl-C does: what it made is removed."""
+def ended_in_order(*, at_once: bool) -> Iterator[Callable[[], None]]:
+    """While this lasts SIGINT, SIGTERM and SIGHUP end the command, and what it made is removed.
+
+    Not `at_once`: the first one is noted, and the function that this gives raises SystemExit where it is called. With threads at
+    work that is the safe way: an exception out of nowhere can break the joining of one.
+    """
+    noted: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        noted.append(number)
+        if at_once or len(noted) > 1:
+            break_off()
 
-    with handled((signal.SIGTERM, signal.SIGHUP), handle):
-        yield
+    def break_off() -> None:
+        if noted:
+            raise SystemExit(128 + noted[0])
+
+    with handled(ENDING, handle):
+        yield break_off
 
 
 def say(line: str) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 from fsbarrier import files
 from fsbarrier.maintenance.doctor.findings import Times
-from fsbarrier.maintenance.doctor.meeting import Meeting, Message, Waiter, pack, read, unpack
+from fsbarrier.maintenance.doctor.meeting import BEAT_S, Meeting
+from fsbarrier.maintenance.doctor.messages import Message, Waiter, pack, read, unpack
 
 KINDS = ("link", "create")
 FOLDERS = (*KINDS, "readers", "content", "absent", "names")
@@ -68,6 +69,7 @@ def race(meeting: Meeting, me: int, clock: tuple[float, float] | None) -> dict[s
     begin = time.monotonic() + min(START_MAX_S, max(0.0, last + START_S + ahead[me] - time.time()))
     result = {}
     for kind in KINDS:
+        meeting.breaks_off()
         result[kind] = _race(meeting.session / kind, me, kind, begin, round_s)
         begin += ROUNDS * round_s + START_S
     meeting.exchange("raced", {})
@@ -263,14 +265,21 @@ class Answering:
 
 
 def lags(meeting: Meeting, me: int) -> Lags:
-    """Round trips with the next rank."""
-    result, begin, asking = Lags(), time.monotonic(), []
+    """Round trips with the next rank. Raises TooFewNodes as soon as any node has gone, OSError."""
+    result, begin, asking, stop = Lags(), time.monotonic(), [], threading.Event()
     for kind in SAMPLES:
         ping, pong = (Channel(meeting.session, kind, me, part) for part in ("ping", "pong"))
         end = begin + (ABSENT_S if kind == "absent" else LAG_S)
-        asking.append(_thread(_ask, ping, pong, result, begin + ENOUGH_S, end))
-    for thread in asking:
-        thread.join()
+        asking.append(_thread(_ask, ping, pong, result, (begin + ENOUGH_S, end), stop))
+    try:
+        for thread in asking:
+            while thread.is_alive():
+                meeting.heed("ready", meeting.members.keys() - {me})
+                thread.join(BEAT_S)
+    finally:
+        stop.set()
+        for thread in asking:
+            thread.join()
     return result
 
 
@@ -280,8 +289,10 @@ def _thread(work: Callable[..., None], *arguments: Any) -> threading.Thread:
     return thread
 
 
-def _ask(ping: Channel, pong: Channel, result: Lags, enough: float, end: float) -> None:
-    pause = threading.Event()
+def _ask(
+    ping: Channel, pong: Channel, result: Lags, until: tuple[float, float], stop: threading.Event
+) -> None:
+    (enough, end), pause = until, threading.Event()
     for number in range(SAMPLES[ping.kind]):
         if ping.kind == "absent":  # let both sides look in vain first
             pong.seen(number)
@@ -293,7 +304,7 @@ def _ask(ping: Channel, pong: Channel, result: Lags, enough: float, end: float) 
             ping.tell(number)
         except OSError:
             continue
-        answer = _await(pong, number, end)
+        answer = _await(pong, number, end, stop)
         took, now = time.monotonic() - begin, time.time()
         if answer is None:
             result.given_up[ping.kind] = took / 2

@@ -73,16 +73,22 @@ def _tried(races: Check, scratch: Path, replacements: int, samples: int) -> list
 
 
 def together(
-    path: Path, num_nodes: int, rank: int | None, wait_s: float = WAIT_S, say: Callable[[str], None] = print
+    path: Path,
+    num_nodes: int,
+    rank: int | None,
+    wait_s: float = WAIT_S,
+    say: Callable[[str], None] = print,
+    breaks_off: Callable[[], None] = lambda: None,
 ) -> Report:
     """What `num_nodes` doctors find out about the directory they share. All give the same answer.
 
+    `say` is told what is waited for; `breaks_off` is called again and again, and may raise to end it in order.
     Raises TooFewNodes where one does not come or goes away, UsageError where they contradict each other, OSError.
     """
     mount = mounts.find(path)
     if any(check.level == "refused" for check in mounts.judge(mount)):
         return alone(path)  # nothing that nodes could find out makes it fit
-    meeting, done = Meeting(path, num_nodes, rank, wait_s, say), False
+    meeting, done = Meeting(path, num_nodes, rank, wait_s, say, breaks_off), False
     try:
         me = meeting.meet(across.FOLDERS)
         if rank is None:
@@ -120,7 +126,9 @@ def _examine(path: Path, mount: mounts.Mount, meeting: Meeting, me: int) -> dict
             reach = reached({rank: other for rank, other in doors.items() if rank != me})
             scratch = meeting.session / f"scratch-{me}"
             files.make_dirs(scratch)
+            meeting.breaks_off()
             own = _own_checks(path, mount, scratch)
+            meeting.breaks_off()
             reading, lags = across.reading(meeting, me), across.lags(meeting, me)
             races = across.race(
                 meeting, me, lags.clock()

@@ -9,8 +9,6 @@ removed by the next.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -24,11 +22,11 @@ from typing import Any
 
 from fsbarrier import files
 from fsbarrier.errors import TooFewNodes, UsageError
+from fsbarrier.maintenance.doctor.messages import Message, Waiter, pack, read
 from fsbarrier.node.host import boot_id
 
 FOLDER = ".fsbarrier-doctor"
 BEAT_S = 0.2
-POLL_MIN_S, POLL_MAX_S = 0.0005, 0.02
 SILENT_S = 35.0  # without a sign of life a node counts as gone
 ANSWER_S = 40.0  # what one exchange may take, on a mount that shows things late
 DEAD_S = 5.0  # a record that never moved for so long is a leftover
@@ -38,48 +36,6 @@ BLIND = ".blind"
 BYE_S = 5.0
 LINGER_S = 1.0
 REMOVE_S = 12.0
-
-Message = dict[str, Any]
-
-
-class Waiter:
-    """Looks for something again and again: quickly at first, then up to every 20 ms, until a deadline."""
-
-    def __init__(self, deadline: float, stop: threading.Event | None = None) -> None:
-        """`deadline` on the monotonic clock; `stop` ends the wait at once."""
-        self.deadline, self.stop = deadline, stop or threading.Event()
-        self._pause = POLL_MIN_S
-
-    def again(self) -> bool:
-        """Pause; False once there is no more time."""
-        left = self.deadline - time.monotonic()
-        if left <= 0 or self.stop.wait(min(self._pause, left)):
-            return False
-        self._pause = min(1.5 * self._pause, POLL_MAX_S)
-        return True
-
-
-def pack(message: Mapping[str, Any]) -> bytes:
-    """A message as a file: its digest, then JSON."""
-    body = json.dumps(message).encode()
-    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
-
-
-def unpack(data: bytes) -> Message | None:
-    """The message in a file's bytes; None for anything but a whole one."""
-    digest, _, body = data.partition(b"\n")
-    if hashlib.sha256(body).hexdigest().encode() != digest:
-        return None
-    message = json.loads(body)
-    return message if isinstance(message, dict) else None
-
-
-def read(path: Path) -> Message | None:
-    """The message at `path`; None where there is no whole one now."""
-    try:
-        return unpack(path.read_bytes())
-    except (OSError, ValueError):
-        return None
 
 
 def _remove_tree(folder: Path) -> None:
@@ -101,13 +57,14 @@ class Peer:
 
 @dataclass
 class Meeting:
-    """One node's part. `rank`: None where nobody says it; `say` is told what is being waited for."""
+    """One node's part. `rank`: None where nobody says it; `say` is told what is being waited for; `breaks_off` may end any wait."""
 
     path: Path
     num_nodes: int
     rank: int | None
     wait_s: float
     say: Callable[[str], None] = lambda line: None
+    breaks_off: Callable[[], None] = lambda: None
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     members: dict[int, str] = field(default_factory=dict)
     leader: str = ""
@@ -157,6 +114,7 @@ class Meeting:
         begin = time.monotonic()
         waiter, told = Waiter(begin + self.wait_s), False
         while True:
+            self.breaks_off()
             self._look()
             here = self._here()
             if self._agreed(here, folders):
@@ -261,15 +219,20 @@ class Meeting:
                 if before is not None:  # all have heard what was said before this
                     before.unlink(missing_ok=True)
                 return dict(sorted(heard.items()))
-            self._look()
-            for rank in sorted(self.members.keys() - heard.keys()):
-                if self._has_left(self.members[rank]):
-                    raise TooFewNodes(f"doctor: node {rank} ({self.host(rank)}) left before it said: {name}")
+            self.heed(name, self.members.keys() - heard.keys())
             if not waiter.again():
                 rank = min(self.members.keys() - heard.keys())
                 raise TooFewNodes(
                     f"doctor: node {rank} ({self.host(rank)}) has not said within {ANSWER_S:g} s: {name}"
                 )
+
+    def heed(self, awaited: str, ranks: Collection[int]) -> None:
+        """See whether one of these has gone who should still say what is `awaited`. Raises TooFewNodes naming it."""
+        self.breaks_off()
+        self._look()
+        for rank in sorted(ranks):
+            if self._has_left(self.members[rank]):
+                raise TooFewNodes(f"doctor: node {rank} ({self.host(rank)}) left before it said: {awaited}")
 
     def _listed(self) -> list[str]:
         try:

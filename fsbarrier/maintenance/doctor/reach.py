@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from types import TracebackType
 
-from fsbarrier.maintenance.doctor.meeting import Message
+from fsbarrier.maintenance.doctor.messages import Message
 from fsbarrier.node.rendezvous import listen
 
 CONNECT_S = 2.0
