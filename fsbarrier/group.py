@@ -31,7 +31,7 @@ from fsbarrier.node.presence import Offer, Presence
 from fsbarrier.node.store import PosixStore
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import Context, Phase, Program, Value
-from fsbarrier.protocol.facts import CorruptRecord, Fact, Generation, Join, Member, Payload, Position, decode
+from fsbarrier.protocol.facts import Fact, Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Rules
 
@@ -58,7 +58,7 @@ class Group:
 
     def __init__(self, agent: Agent, offer: Offer, timeout_s: float, beat_s: float) -> None:
         self._paths, self._join = agent.observer.paths, agent.join
-        self._store = PosixStore()
+        self._observer = agent.observer  # only to read and to list: the looking is another thread's
         self._timeout_s = timeout_s
         self._presence = Presence(agent, offer, beat_s)
         self._generation: Generation | None = None  # the one that the caller knows of
@@ -261,7 +261,7 @@ class Group:
 
     def _all_there(self, generation: Generation, position: Position) -> bool:
         try:
-            names = set(self._store.names(self._row(generation, position.iteration)))
+            names = set(self._observer.store.names(self._row(generation, position.iteration)))
         except OSError:
             return False
         return names.issuperset(fact_name(rank, "done") for rank in generation.ranks)
@@ -283,8 +283,8 @@ class Group:
         dead_s, began, pause = self._presence.rules.limits.dead_s, time.monotonic(), threading.Event()
         while True:
             try:
-                return decode(self._store.read(path) or b"", Fact).value
-            except (OSError, CorruptRecord) as error:
+                return self._observer.must_read(path, Fact).value
+            except OSError as error:
                 waited = time.monotonic() - began
                 if waited > dead_s:
                     what = f"what node {rank} ({host}) gave cannot be read: {path}: {error}"

@@ -16,9 +16,10 @@ from fsbarrier.node.observer import Observer, fact_name
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import Program
 from fsbarrier.protocol import machine, succession
-from fsbarrier.protocol.facts import Beat, Fact, Generation, Position, encode
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Position
 from fsbarrier.protocol.membership import Ledger, Limits, Loss, losses
 from fsbarrier.protocol.state import Part, Recovered, View, changed
+from fsbarrier.sim import store
 from fsbarrier.sim.store import Client
 from fsbarrier.sim.work import SimWork
 
@@ -44,8 +45,8 @@ def _row(observer: Observer, at: Any) -> Any:
 def _created_without_flush(patch: Patch, concerned: Callable[[str], bool]) -> None:
     create = Client.create
 
-    def unflushed(self: Client, path: Any, data: bytes) -> bool:
-        created = create(self, path, data)
+    def unflushed(self: Client, path: Any, record: Any) -> bool:
+        created = create(self, path, record)
         if created and concerned(path):
             self.disk.files[path].durable = False
         return created
@@ -101,14 +102,13 @@ def release_without_decision(patch: Patch) -> None:
 
 def trust_any_bytes(patch: Patch) -> None:
     """a fact that cannot be decoded counts as an empty one"""
-    original = Observer.read
+    original = store.as_record
 
-    def read(self: Observer, path: Any, cls: Any) -> Any:
-        found = original(self, path, cls)
-        torn = found is None and cls is Fact and self.store.read(path) is not None
-        return Fact(0, 0, "done") if torn else found
+    def as_record(content: Any, cls: Any) -> Any:
+        found = original(content, cls)
+        return Fact(0, 0, "done") if found is None and cls is Fact else found
 
-    patch.setattr(Observer, "read", read)
+    patch.setattr(store, "as_record", as_record)
 
 
 def decision_not_flushed(patch: Patch) -> None:
@@ -160,7 +160,7 @@ def no_exclusive_create(patch: Patch) -> None:
     """generations are put, not created: the last one wins"""
 
     def propose(self: Agent, generation: Generation) -> None:
-        self.store.put(self.observer.paths.generation(generation.number), encode(generation))
+        self.store.put(self.observer.paths.generation(generation.number), generation)
         self.observer.learn(generation)
         self.observer.hurry()
 

@@ -27,7 +27,7 @@ from fsbarrier.node.presence import Offer
 from fsbarrier.node.store import PosixStore
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES, Phase, Program
-from fsbarrier.protocol.facts import Generation, Join, Member, Position, encode
+from fsbarrier.protocol.facts import Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node, Part, Rules, changed
 
 HERE = socket.gethostname()
@@ -302,11 +302,11 @@ def test_what_a_member_gave_may_take_a_moment_to_be_read(
 ) -> None:
     read, tries = PosixStore.read, []
 
-    def late(store: PosixStore, path: Path) -> bytes | None:
+    def late(store: PosixStore, path: Path, cls: type[Any]) -> Any:
         if path.name == "node-0000.done" and threading.current_thread() is threading.main_thread():
             tries.append(path)
-            return None if len(tries) < 4 else read(store, path)
-        return read(store, path)
+            return None if len(tries) < 4 else read(store, path, cls)
+        return read(store, path, cls)
 
     monkeypatch.setattr(PosixStore, "read", late)
     assert alone.all_gather("x") == ["x"] and len(tries) == 4
@@ -412,9 +412,9 @@ def test_no_heartbeat_bears_another_process_s_incarnation(tmp_path: Path) -> Non
     agent.start(0.0)
     for number, members in ((1, (Member(0, 1), Member(1, 1))), (2, (Member(1, 1),))):
         if number == 2:
-            store.create(paths.join(0, 2), encode(replace(here, incarnation=2, host="new", pid=2)))
+            store.create(paths.join(0, 2), replace(here, incarnation=2, host="new", pid=2))
         record = Generation(number, members, members[0].rank, Position(1, 0), "")
-        store.create(paths.generation(number), encode(record))
+        store.create(paths.generation(number), record)
         agent.observer.hurry()
         with contextlib.suppress(fsbarrier.Fenced):
             agent.tick(float(number))

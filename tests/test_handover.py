@@ -14,7 +14,7 @@ from fsbarrier.node.presence import Offer
 from fsbarrier.node.store import PosixStore
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES, Phase, Program
-from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position, encode
+from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position
 from fsbarrier.protocol.state import Recovered, Rules
 
 ROWS = tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))
@@ -41,14 +41,14 @@ class Left:
         self.observer.prepare()
         members = (Member(0, 1), Member(1, 1))
         generation = Generation(1, members, 0, Position(1, 0), "start", **more)
-        store.create(self.observer.paths.generation(1), encode(generation))
+        store.create(self.observer.paths.generation(1), generation)
         self.observer.prepare()
 
     def publish(self, phase: int, *ranks: int) -> None:
         directory = self.observer.row_dir(1, Position(1, phase))
         self.observer.store.make_dir(directory)
         for rank in ranks:
-            self.observer.store.put(directory / fact_name(rank, "done"), encode(Fact(rank, 1, "done")))
+            self.observer.store.put(directory / fact_name(rank, "done"), Fact(rank, 1, "done"))
 
     def recover(self, seal: Fact | None = SEAL) -> Recovered:
         return Handover(self.observer).recover(RULES, 1.0, seal)
@@ -117,7 +117,7 @@ def test_members_that_live_do_not_pass_a_seal_and_go_on_behind_it(tmp_path: Path
     for tenths in range(300):
         for agent in [agent for agent in agents if agent.exit is None]:
             beat = agent.beat()
-            store.put(paths.beat(beat.rank, beat.incarnation), encode(beat))
+            store.put(paths.beat(beat.rank, beat.incarnation), beat)
             agent.tick(tenths / 10)
         if sealed.iteration == 9 and len(passed) > 6:
             intruder = Observer(store, paths, RULES.program)

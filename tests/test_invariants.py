@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsbarrier.protocol.facts import Fact, Generation, Position, decode, encode
+from fsbarrier.protocol.facts import Fact, Generation, Position
 from fsbarrier.protocol.state import changed
 from fsbarrier.sim.history import Ended, Entry, Event, History, Missing, Published, Used
 from fsbarrier.sim.invariants import budget, check, i12_operations
@@ -35,8 +35,8 @@ def fresh(history: History) -> None:
 def generation(history: History, number: int, change: Callable[[Generation], Generation]) -> None:
     """Change a generation's record."""
     for at, write in enumerate(history.writes):
-        if write.path.endswith(f"generations/gen-{number:06d}.json"):
-            history.writes[at] = write._replace(data=encode(change(decode(write.data, Generation))))
+        if write.path.endswith(f"generations/gen-{number:06d}.json") and isinstance(write.record, Generation):
+            history.writes[at] = write._replace(record=change(write.record))
     fresh(history)
 
 
@@ -78,7 +78,8 @@ def back_again(history: History) -> None:
 
 def written_twice(history: History) -> None:
     write = next(w for w in history.writes if "/generations/" in w.path)
-    history.writes.append(write._replace(data=write.data + b" "))
+    assert isinstance(write.record, Generation)
+    history.writes.append(write._replace(record=replace(write.record, reason="another")))
 
 
 def starts_too_far(history: History) -> None:
@@ -112,9 +113,10 @@ def one_task_too_few(history: History) -> None:
     """Nobody notices but whoever knows how many there are."""
     name = "p01-train_assign/node-0000.done"
     at, write = next((i, w) for i, w in enumerate(history.writes) if w.path.endswith(name))
-    fact = decode(write.data, Fact)
+    fact = write.record
+    assert isinstance(fact, Fact)
     value = {**fact.value, "wanted": fact.value["wanted"][1:]}
-    history.writes[at] = write._replace(data=encode(replace(fact, value=value)))
+    history.writes[at] = write._replace(record=replace(fact, value=value))
     gone = fact.value["wanted"][0]
     for n, merged in enumerate(history.merges):
         if merged.split == "train":

@@ -10,7 +10,7 @@ from fsbarrier.node.observer import Observer
 from fsbarrier.node.store import PosixStore
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES, Phase, Program
-from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position, encode
+from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits, live_joiners, losses
 from fsbarrier.protocol.state import Node
 
@@ -70,7 +70,7 @@ def test_of_two_starts_of_a_rank_the_newer_is_heard_and_the_older_told(tmp_path:
         store.make_dir(folder)
     for incarnation in (1, 2):
         join = Join(1, incarnation, "ab"[incarnation - 1], 1, "boot")
-        store.put(paths.join(1, incarnation), encode(join))
+        store.put(paths.join(1, incarnation), join)
         if incarnation == 1:
             frozen = Frozen(paths.joins)
     others, older = Observer(store, paths, PING), Observer(frozen, paths, PING)
@@ -79,7 +79,7 @@ def test_of_two_starts_of_a_rank_the_newer_is_heard_and_the_older_told(tmp_path:
     for counter in range(20):
         for incarnation in (2, 1):  # the older one always beats last
             beat = Beat(1, incarnation, counter, "ab"[incarnation - 1], 1, JOINING)
-            store.put(paths.beat(1, incarnation), encode(beat))
+            store.put(paths.beat(1, incarnation), beat)
         seen = others.view(Node(0, 1, 0.0), float(counter)).ledger.seen[1]
         assert (seen.beat.incarnation, seen.since) == (2, float(counter))
         known = older.view(Node(1, 1, 0.0), float(counter)).joins[1]
@@ -92,7 +92,7 @@ def test_work_knows_the_joins_of_all_members(tmp_path: Path) -> None:
     frozen = Frozen(paths.joins)
     observer = Observer(frozen, paths, PING)
     observer.prepare()
-    frozen.create(paths.join(1, 2), encode(Join(1, 2, "b", 1, "boot")))
+    frozen.create(paths.join(1, 2), Join(1, 2, "b", 1, "boot"))
     generation = Generation(1, (Member(1, 2),), 1, Position(1, 0), "start")
     assert observer.joins_of(generation)[1].host == "b"
     with pytest.raises(OSError, match="cannot be read"):

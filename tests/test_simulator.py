@@ -16,6 +16,7 @@ import pytest
 
 from fsbarrier.node import observer
 from fsbarrier.program import PHASE_NAMES
+from fsbarrier.protocol.facts import decode, encode
 from fsbarrier.sim.campaign import campaign
 from fsbarrier.sim.faults import USUAL, parse_mix
 from fsbarrier.sim.invariants import budget, i12_operations
@@ -88,6 +89,13 @@ def test_a_seed_replays_identically_also_in_another_process() -> None:
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout) == told
+
+
+def test_bytes_would_give_the_nodes_the_same_records() -> None:
+    """The simulated directory keeps the objects that were written; a real one keeps their bytes."""
+    for seed in range(40):
+        for write in World(seed, replace(ALL, iterations=2)).run().writes:
+            assert decode(encode(write.record), type(write.record)) == write.record  # type: ignore[type-var]
 
 
 def test_i10_clocks_decide_nothing() -> None:

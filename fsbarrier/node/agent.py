@@ -15,7 +15,7 @@ from fsbarrier.errors import Fenced
 from fsbarrier.node.handover import Handover
 from fsbarrier.node.observer import Observer, fact_name
 from fsbarrier.node.store import Store
-from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Payload, Position, encode
+from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Payload, Position
 from fsbarrier.protocol.machine import step
 from fsbarrier.protocol.membership import JOINING, Ledger, losses, silence
 from fsbarrier.protocol.state import (
@@ -167,7 +167,7 @@ class Agent:
         join = replace(self.join, incarnation=incarnation)
         path = self.observer.paths.join(join.rank, incarnation)
         try:
-            mine = self.store.create(path, encode(join))
+            mine = self.store.create(path, join)
         except OSError:
             self._ambiguous = incarnation
             raise
@@ -235,14 +235,14 @@ class Agent:
         directory = self.observer.row_dir(node.generation.number, node.position)
         path = directory / fact_name(node.rank, fact.status)
         if node.generation.leader == node.rank and not self.rules.program.rows[node.position.phase].transient:
-            self.store.create(path, encode(fact))
+            self.store.create(path, fact)
         else:
-            self.store.put(path, encode(fact))
+            self.store.put(path, fact)
         self._said = (now, fact)
 
     def _propose(self, generation: Generation) -> None:
         path = self.observer.paths.generation(generation.number)
-        if self.store.create(path, encode(generation)):
+        if self.store.create(path, generation):
             self.observer.learn(generation)
             self.record(
                 "generation_proposed", self.node, {"number": generation.number, "reason": generation.reason}

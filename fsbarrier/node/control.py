@@ -10,7 +10,7 @@ from pathlib import Path
 from fsbarrier.errors import UsageError
 from fsbarrier.node.store import PosixStore
 from fsbarrier.paths import RunPaths
-from fsbarrier.protocol.facts import StopRequest, encode
+from fsbarrier.protocol.facts import StopRequest
 
 
 def request_stop(log_path: Path, *, now: bool, who: str | None = None) -> Path:
@@ -27,6 +27,6 @@ def request_stop(log_path: Path, *, now: bool, who: str | None = None) -> Path:
     asking = who or f"{getpass.getuser()}@{socket.gethostname()}"
     request = StopRequest(now=now, who=asking, time=datetime.now(UTC).isoformat(timespec="seconds"))
     number = max(numbers, default=0) + 1
-    while not store.create(paths.stops / f"{number:06d}.json", encode(request)):
+    while not store.create(paths.stops / f"{number:06d}.json", request):
         number += 1
     return paths.stops / f"{number:06d}.json"

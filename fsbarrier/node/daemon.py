@@ -35,7 +35,7 @@ from fsbarrier.node.observer import Observer, Paces, eagerness
 from fsbarrier.node.store import PosixStore
 from fsbarrier.node.telling import Console, told
 from fsbarrier.program import SLICES
-from fsbarrier.protocol.facts import Join, Payload, encode
+from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Exit, Node, Rules, Stage
 from fsbarrier.start import filesystem, ranks
@@ -210,7 +210,7 @@ class Daemon:
             if not stuck:
                 try:
                     beat = self.agent.beat()
-                    self._store.put(self.record.paths.beat(beat.rank, beat.incarnation), encode(beat))
+                    self._store.put(self.record.paths.beat(beat.rank, beat.incarnation), beat)
                 except OSError:
                     pass  # the loop meets the same filesystem, and decides
             if last:

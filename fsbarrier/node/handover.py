@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from fsbarrier.node.observer import Observer, decides, fact_name, numbered
 from fsbarrier.program import Phase
-from fsbarrier.protocol.facts import SEALED, Fact, Generation, Payload, Position, encode
+from fsbarrier.protocol.facts import SEALED, Fact, Generation, Payload, Position
 from fsbarrier.protocol.state import Recovered, Rules
 from fsbarrier.protocol.succession import with_decision
 
@@ -121,7 +121,7 @@ class _Trail:
     def _sealed(self, position: Position, seal: Fact) -> bool:
         directory = self.observer.row_dir(self.generation.number, position)
         self.observer.store.make_dir(directory)
-        created = self.observer.store.create(directory / self._leaders, encode(seal))
+        created = self.observer.store.create(directory / self._leaders, seal)
         return created or self.fact(position).status == SEALED
 
     def decisions(self, reached: Position) -> Mapping[str, Payload]:

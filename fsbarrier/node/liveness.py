@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsbarrier.node.store import PosixStore
 from fsbarrier.paths import RunPaths
-from fsbarrier.protocol.facts import Beat, CorruptRecord, decode
+from fsbarrier.protocol.facts import Beat
 from fsbarrier.protocol.membership import GONE
 
 LOOK_S = 0.05
@@ -19,10 +19,7 @@ def read_beats(log_path: Path, rank: int | None = None) -> dict[int, Beat]:
     paths, store = RunPaths(log_path), PosixStore()
     prefix, beats = "node-" if rank is None else f"node-{rank:04d}.", dict[int, Beat]()
     for name in store.names(paths.beats):
-        try:
-            beat = decode(store.read(paths.beats / name) or b"", Beat) if name.startswith(prefix) else None
-        except CorruptRecord:
-            continue
+        beat = store.read(paths.beats / name, Beat) if name.startswith(prefix) else None
         if beat is not None and (beat.rank not in beats or beat.incarnation > beats[beat.rank].incarnation):
             beats[beat.rank] = beat
     return beats

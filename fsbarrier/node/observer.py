@@ -17,7 +17,6 @@ from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import (
     Beat,
-    CorruptRecord,
     Fact,
     Generation,
     Join,
@@ -25,7 +24,6 @@ from fsbarrier.protocol.facts import (
     Position,
     R,
     StopRequest,
-    decode,
 )
 from fsbarrier.protocol.membership import Ledger
 from fsbarrier.protocol.state import WATCHING, Node, Part, Recovered, Stage, View, changed
@@ -198,13 +196,7 @@ class Observer:
 
     def read(self, path: Path, cls: type[R]) -> R | None:
         """A record, or None while it cannot be had whole."""
-        data = self.store.read(path)
-        if data is None:
-            return None
-        try:
-            return decode(data, cls)
-        except CorruptRecord:
-            return None
+        return self.store.read(path, cls)
 
     def must_read(self, path: Path, cls: type[R]) -> R:
         """A record that is known to be there. Raises OSError where it cannot be read (now): it is not to be taken for absent."""

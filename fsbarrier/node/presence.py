@@ -15,7 +15,7 @@ from pathlib import Path
 from fsbarrier.errors import Fenced, FsbarrierError, StoreError
 from fsbarrier.node.agent import Agent
 from fsbarrier.node.hints import Hints
-from fsbarrier.protocol.facts import Join, Member, Payload, Position, encode
+from fsbarrier.protocol.facts import Join, Member, Payload, Position
 from fsbarrier.protocol.membership import Ledger, live_joiners, losses, silence
 from fsbarrier.protocol.state import Exit, Node, Part, Stage, WorkReport
 
@@ -255,7 +255,7 @@ class Presence:
                 self._agent.exit = Exit(0, "left", "left")
             try:
                 beat = self._agent.beat()
-                store.put(paths.beat(beat.rank, beat.incarnation), encode(beat))
+                store.put(paths.beat(beat.rank, beat.incarnation), beat)
                 now = time.monotonic()
                 self._unheard = now, now - self._unheard[0]
             except OSError:

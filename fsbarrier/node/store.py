@@ -1,7 +1,7 @@
-"""The shared directory as the protocol sees it: five verbs, one implementation for the real thing.
+"""The shared directory as the protocol sees it: five verbs for records and their names, one implementation for the real thing.
 
-The simulator has a twin with the same verbs (fsbarrier/sim/). Nothing here looks up a name that does not exist yet
-(invariant I11): `names` lists a directory that this node made itself, `read` opens what a listing named.
+The simulator has a twin with the same verbs (fsbarrier/sim/), which need not make a record's bytes. Nothing here looks up a name
+that does not exist yet (invariant I11): `names` lists a directory that this node made itself, `read` opens what a listing named.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fsbarrier import files
+from fsbarrier.protocol.facts import CorruptRecord, R, Record, decode, encode
 
 #: what a reader meets while a name is being replaced under it; everything else that goes wrong is raised
 REPLACED = frozenset({errno.ENOENT, errno.ESTALE})
@@ -29,13 +30,13 @@ class Store(Protocol):
         An error is never an empty answer: whoever goes on with a run must not take "cannot be listed" for "nothing there".
         """
 
-    def read(self, path: Path) -> bytes | None:
-        """A file's content, freshly opened; None where there is none under this name now."""
+    def read(self, path: Path, cls: type[R]) -> R | None:
+        """The record in a file, freshly opened; None while there is no whole one of this kind under this name."""
 
-    def put(self, path: Path, data: bytes, *, durable: bool = False) -> None:
+    def put(self, path: Path, record: Record) -> None:
         """Create or replace a file of one's own, as a whole."""
 
-    def create(self, path: Path, data: bytes) -> bool:
+    def create(self, path: Path, record: Record) -> bool:
         """Create a file exclusively and durably; False where somebody else's is there."""
 
 
@@ -52,23 +53,20 @@ class PosixStore:
         except FileNotFoundError:
             return []
 
-    def read(self, path: Path) -> bytes | None:
+    def read(self, path: Path, cls: type[R]) -> R | None:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            if error.errno in REPLACED:
-                return None
-            raise
-        try:
             with os.fdopen(fd, "rb") as stream:
-                return stream.read()
+                return decode(stream.read(), cls)
+        except CorruptRecord:
+            return None
         except OSError as error:
             if error.errno in REPLACED:
                 return None
             raise
 
-    def put(self, path: Path, data: bytes, *, durable: bool = False) -> None:
-        files.write_atomic(path, data, durable=durable)
+    def put(self, path: Path, record: Record) -> None:
+        files.write_atomic(path, encode(record))
 
-    def create(self, path: Path, data: bytes) -> bool:
-        return files.create_exclusive(path, data)
+    def create(self, path: Path, record: Record) -> bool:
+        return files.create_exclusive(path, encode(record))

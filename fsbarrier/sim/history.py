@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from fsbarrier.protocol.facts import CorruptRecord, Fact, Generation, Join, Payload, decode
+from fsbarrier.protocol.facts import Fact, Generation, Join, Payload, Record
 from fsbarrier.protocol.state import Node
 
 #: (generation, iteration, phase)
@@ -33,7 +33,7 @@ class Write(NamedTuple):
     time: float
     host: str
     path: str
-    data: bytes
+    record: Record
 
 
 class Entry(NamedTuple):
@@ -136,12 +136,8 @@ class History:
         """The record of each number, as it was first created."""
         found: dict[int, tuple[Write, Generation]] = {}
         for write in self.writes:
-            if "/generations/" in write.path:
-                try:
-                    record = decode(write.data, Generation)
-                except CorruptRecord:
-                    continue
-                found.setdefault(record.number, (write, record))
+            if isinstance(write.record, Generation):
+                found.setdefault(write.record.number, (write, write.record))
         return found
 
     @cached_property
@@ -149,13 +145,12 @@ class History:
         """place -> rank -> (when it was first published, the "done" fact)."""
         found: dict[Place, dict[int, tuple[float, Fact]]] = {}
         for write in self.writes:
-            if not write.path.endswith(".done"):
+            fact = write.record
+            if not isinstance(fact, Fact) or fact.status != "done":
                 continue
             _, generation, iteration, phase, _ = write.path.rsplit("/", 4)
             place = (int(generation[4:]), int(iteration[5:]), int(phase[1:3]))
-            fact = decode(write.data, Fact)
-            if fact.status == "done":
-                found.setdefault(place, {}).setdefault(fact.rank, (write.time, fact))
+            found.setdefault(place, {}).setdefault(fact.rank, (write.time, fact))
         return found
 
     @cached_property
@@ -163,9 +158,8 @@ class History:
         """(rank, incarnation) -> its record."""
         found: dict[tuple[int, int], Write] = {}
         for write in self.writes:
-            if "/joins/" in write.path:
-                join = decode(write.data, Join)
-                found.setdefault((join.rank, join.incarnation), write)
+            if isinstance(write.record, Join):
+                found.setdefault((write.record.rank, write.record.incarnation), write)
         return found
 
     @cached_property

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from fsbarrier.program import PHASE_NAMES, Program
-from fsbarrier.protocol.facts import Generation, Payload
+from fsbarrier.protocol.facts import Generation, Payload, Record
 from fsbarrier.sim.history import History, Merged, Place, place_of
 
 if TYPE_CHECKING:
@@ -108,9 +108,9 @@ def i3_only_forward(history: History) -> Iterator[str]:
         if before is not None and place <= before:
             yield f"node {event.node.rank} went from {before} to {place}"
         at[event.process] = place
-    once: dict[str, bytes] = {}
+    once: dict[str, Record] = {}
     for write in history.writes:
-        if once.setdefault(write.path, write.data) != write.data:
+        if once.setdefault(write.path, write.record) != write.record:
             yield f"{write.path} was written twice with different contents"
     for number, (write, record) in history.generations.items():
         if f"gen-{number:06d}.json" not in write.path:

@@ -1,7 +1,8 @@
 """The shared directory in memory: one Disk, and for each host a Client with that host's caches and troubles.
 
 A Client has the five verbs of fsbarrier.node.store.Store and answers like PosixStore on a mount that misbehaves: listings and
-contents may be old, absences may be remembered, an error may be raised although the work was done.
+contents may be old, absences may be remembered, an error may be raised although the work was done. A record that nothing happens to
+stays the object that was written: its bytes are made where they are torn or mixed with others.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from fsbarrier.node.store import REPLACED
+from fsbarrier.protocol.facts import CorruptRecord, R, Record, decode, encode
 
 NEVER = 1_000_000  # operations until the next alarm, where none is planned
 
@@ -35,15 +37,37 @@ class SimPath(str):
         return SimPath(f"{self.rpartition('/')[0]}/{name}")
 
 
+#: a record, or bytes that are none
+Content = Record | bytes
+
+
+def as_bytes(content: Content) -> bytes:
+    return content if isinstance(content, bytes) else encode(content)
+
+
+def as_record(content: Content, cls: type[R]) -> R | None:
+    """What PosixStore makes of a file with this content."""
+    try:
+        return content if isinstance(content, cls) else decode(as_bytes(content), cls)
+    except CorruptRecord:
+        return None
+
+
 @dataclass(slots=True)
 class File:
     """What the server holds under one name. `old`: the content that an un-flushed replacement may fall back to."""
 
-    data: bytes
+    content: Content
     host: str
     time: float
     durable: bool
-    old: bytes | None = None
+    old: Content | None = None
+
+    @property
+    def mixed(self) -> bytes:
+        """What is read while the content is being replaced: the half of it, and the old one."""
+        new = as_bytes(self.content)
+        return new[: len(new) // 2] + (as_bytes(self.old) if self.old is not None else b"")
 
 
 @dataclass(slots=True)
@@ -56,7 +80,7 @@ class Directory:
     seen: dict[str, float] = field(default_factory=dict)  # host -> when it last looked
 
 
-Watcher = Callable[[SimPath, str, bytes], None]
+Watcher = Callable[[SimPath, str, Record], None]
 
 
 class Disk:
@@ -72,7 +96,7 @@ class Disk:
         self.dirs: dict[str, Directory] = {}
         self.torn: set[str] = set()
         self.coarse_s, self.order, self.exclusive = coarse_s, order, exclusive
-        self.watch: Watcher = lambda path, host, data: None
+        self.watch: Watcher = lambda path, host, record: None
         self._changes = 0
 
     def make_dir(self, path: str) -> None:
@@ -83,19 +107,19 @@ class Disk:
             if parent:
                 self._changed(parent, name)
 
-    def write(self, path: SimPath, data: bytes, host: str, durable: bool) -> None:
-        """Put `data` under a name in one step. Raises FileNotFoundError where its directory is missing."""
+    def write(self, path: SimPath, record: Record, host: str, durable: bool) -> None:
+        """Put `record` under a name in one step. Raises FileNotFoundError where its directory is missing."""
         parent, _, name = path.rpartition("/")
         if parent not in self.dirs:
             raise FileNotFoundError(2, "no such directory", path)
         file = self.files.get(path)
         if file is None:
-            self.files[path] = File(data, host, self.now, durable)
+            self.files[path] = File(record, host, self.now, durable)
         else:
-            file.old = file.data if file.durable or durable else file.old
-            file.data, file.host, file.time, file.durable = data, host, self.now, durable
+            file.old = file.content if file.durable or durable else file.old
+            file.content, file.host, file.time, file.durable = record, host, self.now, durable
         self._changed(parent, name)
-        self.watch(path, host, data)
+        self.watch(path, host, record)
 
     def touch(self, path: str) -> None:
         """A temporary file came and went in a directory: its time changes, its names do not."""
@@ -143,11 +167,10 @@ class Disk:
                 continue
             hurt.append(path)
             if fate < 0.75 and file.old is not None:
-                file.data = file.old
+                file.content = file.old
             elif fate < 0.9:
-                file.data = (
-                    b"\0" * len(file.data) if fate < 0.8 else file.data[: int(rng.random() * len(file.data))]
-                )
+                whole = as_bytes(file.content)
+                file.content = bytes(len(whole)) if fate < 0.8 else whole[: int(rng.random() * len(whole))]
                 self.torn.add(path)
             else:
                 file.host = "gone"
@@ -200,7 +223,7 @@ class Client:
         self.misses: dict[str, int] = {}  # reads of names that did not exist (invariant I11)
         self._caching = habits != Habits() or bool(disk.coarse_s)
         self._lists: dict[str, _Listed] = {}
-        self._contents: dict[str, tuple[bytes, float]] = {}
+        self._contents: dict[str, tuple[Content, float]] = {}
         self._absent: dict[str, float] = {}
 
     def _trouble(self, verb: str, path: str) -> BaseException | None:
@@ -254,7 +277,11 @@ class Client:
             known.names, known.stamp, known.until = listing, stamp, now + self.habits.listing_s
         return listing
 
-    def read(self, path: SimPath) -> bytes | None:
+    def read(self, path: SimPath, cls: type[R]) -> R | None:
+        content = self._content(path)
+        return content if content is None else as_record(content, cls)
+
+    def _content(self, path: SimPath) -> Content | None:
         after = None
         if "/iter-" in path:
             self.ops["read"] += 1
@@ -270,13 +297,13 @@ class Client:
         if after is not None:
             if not isinstance(after, GarbledRead):
                 raise after
-            return None if file is None else file.data[: len(file.data) // 2] + (file.old or b"")
+            return None if file is None else file.mixed
         if self.garbled is not None and file is not None and self.garbled(self.host, path):
-            return file.data[: len(file.data) // 2] + (file.old or b"")
+            return file.mixed
         if file is None:
             self.misses[path] = self.misses.get(path, 0) + 1
         if not self._caching:
-            return None if file is None else file.data
+            return None if file is None else file.content
         now = self.disk.now
         if self._absent and self._absent.get(path, 0.0) > now:
             return None
@@ -286,22 +313,22 @@ class Client:
         if file is None:
             self._absent[path] = now + self.habits.absence_s
             return None
-        self._contents[path] = (file.data, now + self.habits.content_s)
-        return file.data
+        self._contents[path] = (file.content, now + self.habits.content_s)
+        return file.content
 
-    def put(self, path: SimPath, data: bytes, *, durable: bool = False) -> None:
+    def put(self, path: SimPath, record: Record) -> None:
         after = self._trouble("put", path)
-        self.disk.write(path, data, self.host, durable)
+        self.disk.write(path, record, self.host, False)
         if self._caching:
             self._forget(path)
         if after is not None:
             raise after
 
-    def create(self, path: SimPath, data: bytes) -> bool:
+    def create(self, path: SimPath, record: Record) -> bool:
         after = self._trouble("create", path)
         free = path not in self.disk.files
         if free or not self.disk.exclusive:
-            self.disk.write(path, data, self.host, True)
+            self.disk.write(path, record, self.host, True)
             free = True
         else:
             self.disk.touch(path.parent)

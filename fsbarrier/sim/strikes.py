@@ -6,7 +6,7 @@ import errno
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fsbarrier.protocol.facts import StopRequest, encode
+from fsbarrier.protocol.facts import StopRequest
 from fsbarrier.protocol.state import Exit
 from fsbarrier.sim.faults import Mishap, Strike
 from fsbarrier.sim.process import Process
@@ -135,4 +135,4 @@ def ask_to_stop(world: World, *, now: bool) -> None:
     world.history.stopped_at = world.now
     path = PATHS.stops / f"{len(world.history.writes):06d}.json"
     world.disk.make_dir(path.parent)  # type: ignore[arg-type]
-    world.disk.write(path, encode(StopRequest(now, "operator")), "operator", True)  # type: ignore[arg-type]
+    world.disk.write(path, StopRequest(now, "operator"), "operator", True)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from random import Random
 from typing import NamedTuple
 
 from fsbarrier.program import SLICES
-from fsbarrier.protocol.facts import encode
+from fsbarrier.protocol.facts import Beat, Record
 from fsbarrier.protocol.state import Exit, Node, Part, Rules, Stage
 from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
@@ -104,7 +104,6 @@ class World:
         self.end_s = NEVER_S  # when everything must have ended
         self._heap: list[tuple[float, int, Action]] = []
         self._order = 0
-        self._beat_of: tuple[int, int] = (0, 0)
 
     # --- time ---
 
@@ -357,16 +356,15 @@ class World:
         if process.trouble.outage is not None:
             process.client.left = 1
         beat = process.agent.beat()
-        self._beat_of = beat.rank, beat.incarnation
         try:
-            process.client.put(process.beat_path(beat.incarnation), encode(beat))
+            process.client.put(process.beat_path(beat.incarnation), beat)
         except OSError:
             pass  # the loop meets the same filesystem
         process.client.left = left
 
-    def _written(self, path: SimPath, host: str, data: bytes) -> None:
-        if "/beats/" in path:
-            beats = self.history.beats.setdefault(self._beat_of, [])
+    def _written(self, path: SimPath, host: str, record: Record) -> None:
+        if isinstance(record, Beat):
+            beats = self.history.beats.setdefault((record.rank, record.incarnation), [])
             beats.append(self.now)
             for process in self.processes if len(beats) <= 2 else ():  # then it is known to be alive
                 if (
@@ -377,7 +375,7 @@ class World:
                     seen_at = max(process.client.visible_at(path.parent), process.client.fresh_at(path))
                     process.wake(seen_at + self.rng.random() * POLL_S, seen_at)
             return
-        self.history.writes.append(Write(self.now, host, path, data))
+        self.history.writes.append(Write(self.now, host, path, record))
         directory = path.rpartition("/")[0]
         for process in self.processes:
             if not process.up or process.paused or process.client.host == host:
