@@ -118,7 +118,7 @@ class Agent:
             if not actions and (node is self.node or node == self.node):
                 self._idle = node, view
                 break
-            busy = busy or node.position != self.node.position or bool(actions)
+            busy = busy or bool(actions) or node.position != self.node.position
             self.node = node
             self._pending.extend(actions)
             self._enough = False

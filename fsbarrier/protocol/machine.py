@@ -61,17 +61,9 @@ NONE, EACH, GATHER, LEADER, ANNOUNCED = Part  # looked up as names, not each tim
 
 def step(node: Node, view: View, now: float, rules: Rules) -> Step:
     """One transition, or none: (the node as it is now, the actions to perform in order). The first rule that applies wins."""
-    if node.stage is Stage.ENDED:
-        return node, ()
-    for rule in _ALWAYS:
-        result = rule(node, view, now, rules)
-        if result is not None:
-            return result
-    if node.stage is Stage.JOINING:
-        return _join(node, view, now, rules)
-    for rule in _RUNNING:
-        result = rule(node, view, now, rules)
-        if result is not None:
+    seen = vars(view)
+    for needed, rule in _RULES[node.stage]:
+        if seen[needed] and (result := rule(node, view, now, rules)) is not None:
             return result
     return node, ()
 
@@ -135,8 +127,7 @@ def _enter_generation(node: Node, generation: Generation, now: float) -> Step:
 
 def _stop(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     """Somebody asked the run to end: whoever sees it first, at the next start of an iteration or at once, decides it for all."""
-    if view.stop is None:
-        return None
+    assert view.stop is not None
     if node.stage is Stage.JOINING:
         return _end(node, 0, "stopped", f"stopped before it began, as {view.stop.who} asked")
     generation, position = node.generation, node.position
@@ -163,13 +154,8 @@ def _gone(node: Node, generation: Generation, view: View, now: float, rules: Rul
 def _release(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     """Every member is done with this row: on to the next one."""
     generation, position = node.generation, node.position
-    assert generation is not None and position is not None
-    if (
-        node.part is not ANNOUNCED
-        or not view.arrived.issuperset(generation.ranks)
-        or view.leaders_fact is None
-        or view.sealed
-    ):
+    assert generation is not None and position is not None and view.leaders_fact is not None
+    if node.part is not ANNOUNCED or view.sealed or not view.arrived.issuperset(generation.ranks):
         return None
     value, decisions = view.leaders_fact.value, node.decisions
     if value and not _row(node, rules).transient:
@@ -207,7 +193,7 @@ def _failed_program(node: Node, view: View, now: float, rules: Rules) -> Step | 
     """
     generation = node.generation
     assert generation is not None
-    if not view.failed or _gone(node, generation, view, now, rules):
+    if _gone(node, generation, view, now, rules):
         return None
     if node.failed_since is None:
         return changed(node, failed_since=now), (CancelWork(),)
@@ -396,5 +382,18 @@ def _nothing_to_do(node: Node, until: int | None) -> Step:
     return changed(node, stage=Stage.ENDED), (Exit(0, "finished", done),)
 
 
-_ALWAYS = (_fenced, _newer_generation, _stop)
-_RUNNING = (_release, _regroup, _sealed, _failed_program, _lost_member, _work)
+_ALWAYS = (("joins", _fenced), ("newest", _newer_generation), ("stop", _stop))
+#: the rules of each stage, each behind what must be seen for it to have anything to say
+_RULES = {
+    Stage.JOINING: (*_ALWAYS, ("ledger", _join)),
+    Stage.RUNNING: (
+        *_ALWAYS,
+        ("leaders_fact", _release),
+        ("ledger", _regroup),
+        ("leaders_fact", _sealed),
+        ("failed", _failed_program),
+        ("ledger", _lost_member),
+        ("ledger", _work),
+    ),
+    Stage.ENDED: (),
+}

@@ -96,10 +96,9 @@ class Process:
             self.wake(self.world.now + max(POLL_S, IDLE_S - self.world.rng.random() - blind_s))
 
     def _tick(self) -> None:
-        now = self.world.now
-        if not self.up or now not in self.due:
+        if not self.up or self.world.now not in self.due:
             return
-        self.due = [time for time in self.due if time > now]
+        self.due.remove(self.world.now)
         if not self.paused and self.strand is None:
             self.world.look(self)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from random import Random
 
 from fsbarrier.node.store import REPLACED
@@ -22,8 +23,9 @@ class SimPath(str):
 
     __slots__ = ()
 
+    @lru_cache(maxsize=4096)  # noqa: B019 - schedules ask for the same paths again and again
     def __truediv__(self, name: str) -> SimPath:
-        return SimPath(name if name[:1] == "/" else "/".join((self, name)))
+        return SimPath(name if name[:1] == "/" else f"{self}/{name}")
 
     @property
     def name(self) -> str:
@@ -46,9 +48,9 @@ def as_bytes(content: Content) -> bytes:
 
 
 def as_record(content: Content, cls: type[R]) -> R | None:
-    """What PosixStore makes of a file with this content."""
+    """What PosixStore makes of a file that holds something else than a `cls`, or bytes."""
     try:
-        return content if isinstance(content, cls) else decode(as_bytes(content), cls)
+        return decode(as_bytes(content), cls)
     except CorruptRecord:
         return None
 
@@ -279,7 +281,7 @@ class Client:
 
     def read(self, path: SimPath, cls: type[R]) -> R | None:
         content = self._content(path)
-        return content if content is None else as_record(content, cls)
+        return content if content is None or isinstance(content, cls) else as_record(content, cls)
 
     def _content(self, path: SimPath) -> Content | None:
         after = None
