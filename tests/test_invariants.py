@@ -28,7 +28,7 @@ def world() -> World:
 
 def fresh(history: History) -> None:
     """Forget what was read from the records and the journals."""
-    for name in ("generations", "facts", "joins", "passed", "entered"):
+    for name in ("generations", "facts", "joins", "places", "passed", "entered"):
         history.__dict__.pop(name, None)
 
 

@@ -163,14 +163,20 @@ class History:
         return found
 
     @cached_property
+    def places(self) -> list[tuple[Event, Place]]:
+        """Every entry of a process into a row, and every release from one, as they happened."""
+        rows = ("phase_started", "phase_finished")
+        return [(event, place_of(event.node)) for event in self.events if event.event in rows]
+
+    @cached_property
     def passed(self) -> list[tuple[Event, Place]]:
         """Every release of a process from a row: the journal's phase_finished."""
-        return [(event, place_of(event.node)) for event in self.events if event.event == "phase_finished"]
+        return [(event, place) for event, place in self.places if event.event == "phase_finished"]
 
     @cached_property
     def entered(self) -> list[tuple[Event, Place]]:
         """Every entry of a process into a row: the journal's phase_started."""
-        return [(event, place_of(event.node)) for event in self.events if event.event == "phase_started"]
+        return [(event, place) for event, place in self.places if event.event == "phase_started"]
 
 
 def place_of(node: Node) -> Place:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fsbarrier.program import PHASE_NAMES, Program
 from fsbarrier.protocol.facts import Generation, Payload, Record
-from fsbarrier.sim.history import History, Merged, Place, place_of
+from fsbarrier.sim.history import History, Merged, Place
 
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World
@@ -38,18 +38,17 @@ def check(world: World) -> list[Violation]:
 def i1_nobody_passes_early(history: History) -> Iterator[str]:
     """Nobody passes a row before every member of its generation entered it and published that it is done."""
     entered: dict[Place, set[int]] = {}
-    for event in history.events:
+    for event, place in history.places:
         if event.event == "phase_started":
-            entered.setdefault(place_of(event.node), set()).add(event.node.rank)
-        elif event.event == "phase_finished":
-            place, generation = place_of(event.node), event.node.generation
-            assert generation is not None
-            done, there = history.facts.get(place, {}), entered.get(place, set())
-            for rank in generation.ranks:
-                if rank not in done or done[rank][0] > event.time:
-                    yield f"node {event.node.rank} passed {place} before node {rank} was done"
-                elif rank not in there:
-                    yield f"node {event.node.rank} passed {place} before node {rank} entered it"
+            entered.setdefault(place, set()).add(event.node.rank)
+            continue
+        assert event.node.generation is not None
+        done, there = history.facts.get(place, {}), entered.get(place, ())
+        for rank in event.node.generation.ranks:
+            if rank not in done or done[rank][0] > event.time:
+                yield f"node {event.node.rank} passed {place} before node {rank} was done"
+            elif rank not in there:
+                yield f"node {event.node.rank} passed {place} before node {rank} entered it"
 
 
 def i2_one_decision(history: History) -> Iterator[str]:
@@ -110,7 +109,8 @@ def i3_only_forward(history: History) -> Iterator[str]:
         at[event.process] = place
     once: dict[str, Record] = {}
     for write in history.writes:
-        if once.setdefault(write.path, write.record) != write.record:
+        first = once.setdefault(write.path, write.record)
+        if first is not write.record and first != write.record:
             yield f"{write.path} was written twice with different contents"
     for number, (write, record) in history.generations.items():
         if f"gen-{number:06d}.json" not in write.path:
