@@ -10,6 +10,7 @@ import errno
 import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from fsbarrier.node.store import Store
@@ -224,8 +225,8 @@ class Observer:
         names = self.store.names(self.paths.joins)
         if names != self._known_joins:
             for name in names:
-                match = _INCARNATION.fullmatch(name) if name not in self._learnt else None
-                if name not in self._learnt and (not match or self._learn_join(int(match[1]), int(match[2]))):
+                start = start_named(name)
+                if name not in self._learnt and (start is None or self._learn_join(*start)):
                     self._learnt.add(name)
             if self._learnt.issuperset(names):
                 self._known_joins = names
@@ -297,8 +298,9 @@ class Observer:
 
     def _by_rank(self, names: list[str]) -> dict[int, list[tuple[int, Path]]]:
         found: dict[int, list[tuple[int, Path]]] = {}
-        for match in filter(None, map(_INCARNATION.fullmatch, names)):
-            found.setdefault(int(match[1]), []).append((int(match[2]), self.paths.beats / match[0]))
+        for name in names:
+            if (start := start_named(name)) is not None:
+                found.setdefault(start[0], []).append((start[1], self.paths.beats / name))
         return {rank: sorted(files, reverse=True) for rank, files in found.items()}
 
     def _newest_beat(self, rank: int, files: list[tuple[int, Path]]) -> Beat | None:
@@ -314,6 +316,14 @@ def decides(row: Phase) -> bool:
     return (row.each is not None or row.leader is not None) and not row.transient
 
 
+@lru_cache(maxsize=4096)
+def start_named(name: str) -> tuple[int, int] | None:
+    """The rank and the incarnation that a file in joins/ or beats/ speaks of; None for a name that is none of ours."""
+    match = _INCARNATION.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+@lru_cache(maxsize=4096)
 def fact_name(rank: int, status: str) -> str:
     """The file name of a node's fact in its row's directory."""
     return f"node-{rank:04d}.{status}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from fsbarrier.protocol.facts import Fact, Generation, Join, Payload, Record
@@ -148,9 +148,7 @@ class History:
             fact = write.record
             if not isinstance(fact, Fact) or fact.status != "done":
                 continue
-            _, generation, iteration, phase, _ = write.path.rsplit("/", 4)
-            place = (int(generation[4:]), int(iteration[5:]), int(phase[1:3]))
-            found.setdefault(place, {}).setdefault(fact.rank, (write.time, fact))
+            found.setdefault(row_of(write.path), {}).setdefault(fact.rank, (write.time, fact))
         return found
 
     @cached_property
@@ -177,6 +175,13 @@ class History:
     def entered(self) -> list[tuple[Event, Place]]:
         """Every entry of a process into a row: the journal's phase_started."""
         return [(event, place) for event, place in self.places if event.event == "phase_started"]
+
+
+@lru_cache(maxsize=4096)
+def row_of(path: str) -> Place:
+    """The row that a fact's path speaks of."""
+    _, generation, iteration, phase, _ = path.rsplit("/", 4)
+    return int(generation[4:]), int(iteration[5:]), int(phase[1:3])
 
 
 def place_of(node: Node) -> Place:

@@ -2,7 +2,7 @@
 
 A Client has the five verbs of fsbarrier.node.store.Store and answers like PosixStore on a mount that misbehaves: listings and
 contents may be old, absences may be remembered, an error may be raised although the work was done. A record that nothing happens to
-stays the object that was written: its bytes are made where they are torn or mixed with others.
+stays the object that was written: its bytes are made where a loss of power tears them.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class SimPath(str):
 
 #: a record, or bytes that are none
 Content = Record | bytes
+MIXED = b"half of a record, and another one"  # what is read in the moment of a replacement
 
 
 def as_bytes(content: Content) -> bytes:
@@ -64,12 +65,6 @@ class File:
     time: float
     durable: bool
     old: Content | None = None
-
-    @property
-    def mixed(self) -> bytes:
-        """What is read while the content is being replaced: the half of it, and the old one."""
-        new = as_bytes(self.content)
-        return new[: len(new) // 2] + (as_bytes(self.old) if self.old is not None else b"")
 
 
 @dataclass(slots=True)
@@ -240,10 +235,11 @@ class Client:
         after = self._trouble("make_dir", path)
         if path not in self.disk.dirs:
             self.disk.make_dir(path)
-            self._forget(path)
-            parent = path
-            while parent := parent.parent:
-                self._lists.pop(parent, None)
+            if self._caching:
+                self._forget(path)
+                parent = path
+                while parent := parent.parent:
+                    self._lists.pop(parent, None)
         if after is not None:
             raise after
 
@@ -299,9 +295,9 @@ class Client:
         if after is not None:
             if not isinstance(after, GarbledRead):
                 raise after
-            return None if file is None else file.mixed
+            return None if file is None else MIXED
         if self.garbled is not None and file is not None and self.garbled(self.host, path):
-            return file.mixed
+            return MIXED
         if file is None:
             self.misses[path] = self.misses.get(path, 0) + 1
         if not self._caching:
