@@ -36,7 +36,7 @@ def generation(history: History, number: int, change: Callable[[Generation], Gen
     """Change a generation's record."""
     for at, write in enumerate(history.writes):
         if write.path.endswith(f"generations/gen-{number:06d}.json") and isinstance(write.record, Generation):
-            history.writes[at] = write._replace(record=change(write.record))
+            history.writes[at] = replace(write, record=change(write.record))
     fresh(history)
 
 
@@ -65,7 +65,7 @@ def other_decision(history: History) -> None:
     )
     entry = {"iteration": 1, "value": {"wanted": []}}
     node = changed(history.events[at].node, decisions={"train_assign": entry})
-    history.events[at] = history.events[at]._replace(node=node)
+    history.events[at] = replace(history.events[at], node=node)
 
 
 def nothing_adopted(history: History) -> None:
@@ -79,7 +79,7 @@ def back_again(history: History) -> None:
 def written_twice(history: History) -> None:
     write = next(w for w in history.writes if "/generations/" in w.path)
     assert isinstance(write.record, Generation)
-    history.writes.append(write._replace(record=replace(write.record, reason="another")))
+    history.writes.append(replace(write, record=replace(write.record, reason="another")))
 
 
 def starts_too_far(history: History) -> None:
@@ -116,7 +116,7 @@ def one_task_too_few(history: History) -> None:
     fact = write.record
     assert isinstance(fact, Fact)
     value = {**fact.value, "wanted": fact.value["wanted"][1:]}
-    history.writes[at] = write._replace(record=replace(fact, value=value))
+    history.writes[at] = replace(write, record=replace(fact, value=value))
     gone = fact.value["wanted"][0]
     for n, merged in enumerate(history.merges):
         if merged.split == "train":
@@ -146,7 +146,7 @@ def dead_too_soon(history: History) -> None:
     event = history.events[first(history, "node_lost")]
     lost = [{"node_rank": 0, "host": "host0", "why": "no heartbeat for 15.0 s"}]
     early = history.ended[next(n for n, end in history.ended.items() if end.code is None)].time - 0.01
-    history.events.append(event._replace(time=early, began=early, fields={"lost": lost}))
+    history.events.append(replace(event, time=early, began=early, fields={"lost": lost}))
 
 
 def unrecorded(history: History) -> None:

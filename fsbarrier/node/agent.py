@@ -107,7 +107,8 @@ class Agent:
 
         What could not be done then is done first at the next tick: an action that was decided is never dropped.
         """
-        busy = self._act(now)
+        busy = bool(self._pending)
+        self._act(now)
         while self.exit is None:
             view = self.observer.view(self.node, now)
             if self.node.part in WORKING and (report := self.work.report()) is not None:
@@ -131,12 +132,10 @@ class Agent:
         self._repeat(now)
         return busy
 
-    def _act(self, now: float) -> bool:
-        busy = bool(self._pending)
+    def _act(self, now: float) -> None:
         while self._pending:
             self._perform(self._pending[0], now)
             self._pending.popleft()
-        return busy
 
     def _repeat(self, now: float) -> None:
         if self.node.part is not Part.ANNOUNCED or self._said is None or self.exit is not None:
@@ -182,6 +181,8 @@ class Agent:
         match action:
             case Publish(fact):
                 self._publish(fact, now)
+            case Entered(position, generation, left, _):
+                self._entered(position, generation, left)
             case Launch(part):
                 self.work.launch(self.node, part)
                 self._enough = True
@@ -198,8 +199,6 @@ class Agent:
             case Recover(for_good):
                 seal = Fact(self.node.rank, self.node.incarnation, SEALED) if for_good else None
                 self.observer.recovered = self.handover.recover(self.rules, now, seal)
-            case Entered(position, generation, left, _):
-                self._entered(position, generation, left)
             case Note(event, fields, at):
                 self.record(event, at or self.node, fields)
             case Exit():

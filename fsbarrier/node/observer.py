@@ -305,7 +305,7 @@ class Observer:
 
     def _newest_beat(self, rank: int, files: list[tuple[int, Path]]) -> Beat | None:
         for incarnation, path in files:
-            beat = self.read(path, Beat)
+            beat = self.store.read(path, Beat)
             if beat is not None and (beat.rank, beat.incarnation) == (rank, incarnation):
                 return beat
         return None

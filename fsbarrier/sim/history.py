@@ -14,7 +14,8 @@ from fsbarrier.protocol.state import Node
 Place = tuple[int, int, int]
 
 
-class Event(NamedTuple):
+@dataclass(slots=True)
+class Event:
     """A line of some process's journal. `process` numbers the starts of all nodes; `node` is the state at that moment; the look in
     which it happened began at `began`.
     """
@@ -27,7 +28,8 @@ class Event(NamedTuple):
     began: float
 
 
-class Write(NamedTuple):
+@dataclass(slots=True)
+class Write:
     """A record that the server took (heartbeats are kept apart)."""
 
     time: float
