@@ -197,13 +197,6 @@ class Habits:
         return self.listing_s + self.content_s
 
 
-@dataclass(slots=True)
-class _Listed:
-    names: list[str]
-    stamp: float
-    until: float
-
-
 #: (verb, path) -> an error to raise after the work was done. It may raise instead, or take its time.
 Alarm = Callable[[str, str], BaseException | None]
 
@@ -219,7 +212,7 @@ class Client:
         self.garbled: Callable[[str, str], bool] | None = None  # whether the next read gives half of a file
         self.misses: dict[str, int] = {}  # reads of names that did not exist (invariant I11)
         self._caching = habits != Habits() or bool(disk.coarse_s)
-        self._lists: dict[str, _Listed] = {}
+        self._lists: dict[str, tuple[list[str], float, float]] = {}  # names, stamp, until when
         self._contents: dict[str, tuple[Content, float]] = {}
         self._absent: dict[str, float] = {}
 
@@ -254,8 +247,8 @@ class Client:
             found.seen[self.host] = self.disk.now
             return found.listing or self.disk.listing(found)
         now, known = self.disk.now, self._lists.get(directory)
-        if known is not None and now < known.until:
-            return known.names
+        if known is not None and now < known[2]:
+            return known[0]
         if self._absent and self._absent.get(directory, 0.0) > now:
             return []
         found = self.disk.dirs.get(directory)
@@ -264,15 +257,12 @@ class Client:
             return []
         found.seen[self.host] = now
         listing, stamp = found.listing or self.disk.listing(found), found.stamp
-        if known is not None and known.stamp == stamp:
-            listing = known.names  # the directory looks unchanged, even if it is not
+        if known is not None and known[1] == stamp:
+            listing = known[0]  # the directory looks unchanged, even if it is not
         elif self._absent and self.habits.listing_frees:
             for path in [path for path in self._absent if path.startswith(directory)]:
                 del self._absent[path]
-        if known is None:
-            self._lists[directory] = _Listed(listing, stamp, now + self.habits.listing_s)
-        else:
-            known.names, known.stamp, known.until = listing, stamp, now + self.habits.listing_s
+        self._lists[directory] = listing, stamp, now + self.habits.listing_s
         return listing
 
     def read(self, path: SimPath, cls: type[R]) -> R | None:
@@ -347,12 +337,12 @@ class Client:
     def shown(self, directory: SimPath) -> list[str]:
         """The names that this client was shown in a directory when it last looked."""
         known = self._lists.get(directory)
-        return known.names if known is not None else self.disk.listing(self.disk.dirs[directory])
+        return known[0] if known is not None else self.disk.listing(self.disk.dirs[directory])
 
     def visible_at(self, directory: str) -> float:
         """When this client will look at a directory again rather than answer from memory."""
         known = self._lists.get(directory)
-        return self.disk.now if known is None else max(self.disk.now, known.until)
+        return self.disk.now if known is None else max(self.disk.now, known[2])
 
     def fresh_at(self, path: str) -> float:
         """The same for a file's content."""

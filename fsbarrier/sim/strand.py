@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from _thread import start_new_thread
 from collections.abc import Callable
-from threading import Lock, Thread
+from threading import Lock
 
 from fsbarrier.sim.faults import Crash
 
@@ -19,8 +20,7 @@ class Strand:
         self._go, self._back = Lock(), Lock()  # each held until the other side is to run
         self._go.acquire()
         self._back.acquire()
-        self._thread = Thread(target=self._main, name="strand", daemon=True)
-        self._thread.start()
+        start_new_thread(self._main, ())
 
     def _main(self) -> None:
         self._go.acquire()
@@ -54,4 +54,3 @@ class Strand:
         self._killed = True
         if not self._done:
             self.go_on()
-        self._thread.join()
