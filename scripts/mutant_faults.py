@@ -286,8 +286,21 @@ def own_pause_is_their_silence(patch: Patch) -> None:
     patch.setattr(
         Ledger,
         "observe",
-        lambda self, beats, before, after, blind_s: observe(self, beats, before, after, 1e9),
+        lambda self, beats, before, after, blind_s, unread: observe(self, beats, before, after, 1e9, unread),
     )
+
+
+def judged_by_older_looks(patch: Patch) -> None:
+    """a generation's members are judged by the looks that were cast before it"""
+    entered = Agent._entered
+
+    def mutant(self: Agent, position: Position, generation: Generation, left: Position | None) -> None:
+        observer = self.observer
+        looked = observer._looked, observer._looked_at_beats
+        entered(self, position, generation, left)
+        observer._looked, observer._looked_at_beats = looked
+
+    patch.setattr(Agent, "_entered", mutant)
 
 
 def clocks_compared(patch: Patch) -> None:

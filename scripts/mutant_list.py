@@ -71,6 +71,7 @@ MUTANTS = [
     Mutant(faults.never_dead, "I6", "crash"),
     Mutant(faults.dead_when_suspected, "I7", "pause,crash"),
     Mutant(faults.own_pause_is_their_silence, "I7", "pause,slow", seeds=600),
+    Mutant(faults.judged_by_older_looks, "I7", story="silent_before_the_generation"),
     Mutant(faults.clocks_compared, "I7 I6"),
     Mutant(faults.one_heartbeat_file_a_rank, "I7", "twin,stale", seeds=1500),
     Mutant(faults.a_failure_moves_nobody, "I6", "program"),

@@ -50,6 +50,25 @@ def test_whoever_beats_as_a_newer_start_is_not_silent(known: int) -> None:
     assert loss.why == "restarted as incarnation 2"
 
 
+def test_one_whose_heartbeat_cannot_be_read_is_not_taken_for_dead_yet() -> None:
+    """I7: half a heartbeat may be news. But a dead node's may stay torn for ever, so that this holds for `blind_s` and no longer."""
+    ledger = Ledger().observe({0: Beat(0, 1, 5, "a", 1, "running")}, 0.0, 0.0, 3.0)
+    for second in range(1, 20):
+        ledger = ledger.observe({0: Beat(0, 1, 5, "a", 1, "running")}, float(second), float(second), 3.0)
+
+    def lost(ledger: Ledger, now: float) -> bool:
+        return bool(losses([Member(0, 1, "a")], 1, {}, ledger, since=0.0, now=now, limits=Limits()))
+
+    assert lost(ledger, 19.0)
+    torn = ledger.observe({}, 20.0, 20.0, 3.0, unread={0})
+    assert not lost(torn, 20.0)
+    heard = torn.observe({0: Beat(0, 1, 6, "a", 1, "running")}, 21.0, 21.0, 3.0)
+    assert not lost(heard, 21.0)
+    for second in (21.0, 22.0, 23.0):
+        torn = torn.observe({}, second, second, 3.0, unread={0})
+        assert lost(torn, second) == (second >= 23.0)
+
+
 PING = Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES)))
 
 
@@ -84,6 +103,31 @@ def test_of_two_starts_of_a_rank_the_newer_is_heard_and_the_older_told(tmp_path:
         assert (seen.beat.incarnation, seen.since) == (2, float(counter))
         known = older.view(Node(1, 1, 0.0), float(counter)).joins[1]
         assert known.incarnation == 2
+
+
+def test_half_a_heartbeat_is_known_as_such(tmp_path: Path) -> None:
+    """Whatever an older start of that rank says; and it is looked at again at the next look, however quick."""
+    paths, store = RunPaths(tmp_path), PosixStore()
+    for folder in (paths.joins, paths.beats):
+        store.make_dir(folder)
+    for incarnation in (1, 2):
+        store.put(paths.join(1, incarnation), encode(Join(1, incarnation, "a", 1, "boot")))
+    observer, me = Observer(store, paths, PING), Node(0, 1, 0.0)
+    observer.prepare()
+
+    def beat(incarnation: int, counter: int) -> bytes:
+        return encode(Beat(1, incarnation, counter, "a", 1, JOINING))
+
+    store.put(paths.beat(1, 1), beat(1, 7))
+    for counter in (1, 2):  # it is seen to move: quick looks spare it
+        store.put(paths.beat(1, 2), beat(2, counter))
+        assert observer.view(me, float(counter)).ledger.unsure == {}
+    store.put(paths.beat(1, 2), beat(2, 3)[:-9])
+    torn = observer.view(me, 3.0).ledger
+    assert (torn.seen[1].beat.counter, torn.unsure) == (2, {1: 3.0 + observer.paces.blind_s})
+    store.put(paths.beat(1, 2), beat(2, 3))
+    again = observer.view(me, 3.0 + observer.paces.beats_s / observer.paces.eager).ledger
+    assert (again.seen[1].beat.counter, again.unsure) == (3, {})
 
 
 def test_work_knows_the_joins_of_all_members(tmp_path: Path) -> None:

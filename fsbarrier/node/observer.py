@@ -274,17 +274,22 @@ class Observer:
         """While nodes gather, looks come fast: one that was seen to be alive is looked at again at the usual pace."""
         spared = {me}
         if joining and now - self._looked_at_all < self.paces.beats_s:
-            spared.update(rank for rank, item in self.ledger.seen.items() if item.moved)
+            seen, unsure = self.ledger.seen, self.ledger.unsure
+            spared.update(rank for rank, item in seen.items() if item.moved and rank not in unsure)
         else:
             self._looked_at_all = now
-        self.ledger = self.ledger.observe(self.read_beats(spared), now, now, self.paces.blind_s)
+        beats, unread = self.read_beats(spared)
+        self.ledger = self.ledger.observe(beats, now, now, self.paces.blind_s, unread)
 
-    def read_beats(self, spared: Set[int] = frozenset()) -> dict[int, Beat]:
+    def read_beats(self, spared: Set[int] = frozenset()) -> tuple[dict[int, Beat], set[int]]:
         """The others' heartbeats, of each rank its newest start's, and that of a newer start of a `spared` rank.
 
-        What the others have seen exists: it can be opened, however old this node's listings are.
+        And the ranks whose newest known start could not be read, whatever an older one says. What the others have seen exists: it
+        can be opened, however old this node's listings are.
         """
-        names, beats = self.store.names(self.paths.beats), {}
+        names = self.store.names(self.paths.beats)
+        beats: dict[int, Beat] = {}
+        unread: set[int] = set()
         if names != self._known_beats:
             self._known_beats, self._beat_files = names, self._by_rank(names)
         for rank, files in self._beat_files.items():
@@ -292,6 +297,8 @@ class Observer:
             if rank in spared and files[0][0] <= known:
                 continue
             beat = self._newest_beat(rank, files)
+            if known > (beat.incarnation if beat is not None else 0):
+                unread.add(rank)
             if beat is None:
                 continue
             beats[rank] = beat
@@ -301,7 +308,7 @@ class Observer:
                 record = self.read(self.paths.generation(beat.generation), Generation)
                 if record is not None and self._fits(record, beat.generation):
                     self.learn(record)
-        return beats
+        return beats, unread
 
     def _by_rank(self, names: list[str]) -> dict[int, list[tuple[int, Path]]]:
         found: dict[int, list[tuple[int, Path]]] = {}

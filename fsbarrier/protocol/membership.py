@@ -7,7 +7,7 @@ clocks are compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member
@@ -38,13 +38,24 @@ class Ledger:
     seen: Mapping[int, Seen] = field(default_factory=dict)
     looked_at: float | None = None
     blind: bool = False  # the time before the last look was too long
+    unsure: Mapping[int, float] = field(default_factory=dict)  # rank -> until when: see `observe`
 
-    def observe(self, beats: Mapping[int, Beat], before: float, after: float, blind_s: float) -> Ledger:
+    def observe(
+        self,
+        beats: Mapping[int, Beat],
+        before: float,
+        after: float,
+        blind_s: float,
+        unread: Set[int] = frozenset(),
+    ) -> Ledger:
         """Take in what one look showed. `before`/`after`: local time around the reads.
 
         If this node was blind for longer than `blind_s` (stopped, or its reads hung), that time does not count: a server's outage or
         this node's own pause must not make it declare everybody dead. Of each further such time in a row `blind_s` do count: looks
         that are slow for ever must not hide a death.
+
+        `unread`: the ranks whose heartbeat is there, and could not be read whole. It may be news: for `blind_s` from the first of such
+        looks in a row, nobody concludes anything from that rank's silence. Not for longer, since a dead node's may stay torn for ever.
         """
         gap = max(before - self.looked_at if self.looked_at is not None else 0.0, after - before)
         blind = gap > blind_s
@@ -59,7 +70,8 @@ class Ledger:
                     seen[rank] = Seen(beat, before, moved=False)
             elif beat.counter > old.beat.counter:
                 seen[rank] = Seen(beat, before, moved=True)
-        return Ledger(seen, after, blind)
+        unsure = {rank: self.unsure.get(rank, after + blind_s) for rank in unread}
+        return Ledger(seen, after, blind, unsure)
 
     def age(self, member: Member, now: float) -> float | None:
         """Seconds for which `member`'s counter has not moved; None while nothing was seen of this incarnation."""
@@ -128,7 +140,7 @@ def losses(
             why = f"restarted as incarnation {started}"
         elif state in DESERTED:
             why = "it was stopped by hand or ended in an error"
-        elif age >= limits.dead_s:
+        elif age >= limits.dead_s and now >= ledger.unsure.get(member.rank, now):
             why = f"{f'it {state}, and no' if state in GONE else 'no'} heartbeat for {age:.1f} s"
         else:
             continue
