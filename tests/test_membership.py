@@ -11,7 +11,7 @@ from fsbarrier.node.store import PosixStore
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position, encode
-from fsbarrier.protocol.membership import JOINING, Ledger, Limits, live_joiners, losses
+from fsbarrier.protocol.membership import JOINING, Ledger, Limits, left_to_others, live_joiners, losses
 from fsbarrier.protocol.state import Node
 
 
@@ -67,6 +67,28 @@ def test_one_whose_heartbeat_cannot_be_read_is_not_taken_for_dead_yet() -> None:
     for second in (21.0, 22.0, 23.0):
         torn = torn.observe({}, second, second, 3.0, unread={0})
         assert lost(torn, second) == (second >= 23.0)
+
+
+def test_one_that_was_for_others_to_watch_is_silent_only_from_the_first_look_on() -> None:
+    """I7: whoever becomes a watcher has old news of most members, or none; that is no silence."""
+    member, beat = Member(0, 1, "a"), Beat(0, 1, 5, "a", 1, "running")
+    for known in ({0: beat}, {}):
+        ledger = Ledger().observe(known, 0.0, 0.0, 3.0)
+        for second in range(1, 31):
+            ledger = ledger.observe({}, float(second), float(second), 3.0, left_out={0})
+        for second in range(31, 46):
+            ledger = ledger.observe({0: beat} if second > 32 else {}, float(second), float(second), 3.0)
+            lost = losses([member], 1, {}, ledger, since=0.0, now=float(second), limits=Limits())
+            assert bool(lost) == (bool(known) and second == 45), second
+        assert ledger.age(member, 46.0) == (16.0 if known else 13.0)
+
+
+def test_the_first_members_watch_all_and_all_watch_them() -> None:
+    members = tuple(Member(rank, 1) for rank in (2, 3, 5, 8, 13))
+    generation = Generation(1, members, 2, Position(1, 0), "start")
+    left_out = {rank: left_to_others(generation, rank, 2) for rank in generation.ranks}
+    assert left_out == {2: set(), 3: set(), 5: {8, 13}, 8: {5, 13}, 13: {5, 8}}
+    assert left_to_others(generation, 13, 5) == left_to_others(None, 13, 2) == frozenset()
 
 
 PING = Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES)))
