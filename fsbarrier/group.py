@@ -334,7 +334,7 @@ def join(
     limits = Limits(suspect_s, dead_s, 2 * beat_s, join_timeout_s=float("inf"))
     rules = Rules(_PROGRAM, 0, 0, num_nodes, on_node_failure="hold", limits=limits)
     members_s = min(0.05 * max(1.0, num_nodes / 16), beat_s / 2)
-    paces = Paces(members_s, beats_s=beat_s / 2, blind_s=1.5 * beat_s, eager=eagerness(num_nodes))
+    paces = Paces(members_s, beat_s / 2, 1.5 * beat_s, eagerness(num_nodes), watchers=num_nodes)
     store, offer = PosixStore(), Offer()
     observer = Observer(store, paths, _PROGRAM, paces)
     agent = Agent(store, observer, rules, offer, here, lambda event, node, fields: None)

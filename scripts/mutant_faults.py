@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
+from fsbarrier.node import observer as observer_module
 from fsbarrier.node.agent import Agent
 from fsbarrier.node.handover import Handover, _Trail
 from fsbarrier.node.observer import Observer, fact_name
@@ -297,8 +298,37 @@ def own_pause_is_their_silence(patch: Patch) -> None:
     patch.setattr(
         Ledger,
         "observe",
-        lambda self, beats, before, after, blind_s: observe(self, beats, before, after, 1e9),
+        lambda self, beats, before, after, blind_s, *more: observe(self, beats, before, after, 1e9, *more),
     )
+
+
+def nobody_watches_the_watchers(patch: Patch) -> None:
+    """the first of a generation look at all heartbeats, the others at none"""
+
+    def mutant(generation: Generation | None, me: int, watchers: int) -> frozenset[int]:
+        watching = () if generation is None else sorted(generation.ranks)[:watchers]
+        return frozenset() if generation is None or me in watching else frozenset(generation.ranks) - {me}
+
+    patch.setattr(observer_module, "left_to_others", mutant)
+
+
+def unwatched_is_silent(patch: Patch) -> None:
+    """the time in which others watched a member counts as its silence"""
+    observe = Ledger.observe
+    patch.setattr(Ledger, "observe", lambda *args: observe(*args[:6]))
+
+
+def judged_by_older_looks(patch: Patch) -> None:
+    """a generation's members are judged by the looks that were cast before it"""
+    entered = Agent._entered
+
+    def mutant(self: Agent, position: Position, generation: Generation, left: Position | None) -> None:
+        observer = self.observer
+        looked = observer._looked, observer._looked_at_beats
+        entered(self, position, generation, left)
+        observer._looked, observer._looked_at_beats = looked
+
+    patch.setattr(Agent, "_entered", mutant)
 
 
 def clocks_compared(patch: Patch) -> None:

@@ -10,8 +10,8 @@ from fsbarrier.node.observer import Observer
 from fsbarrier.node.store import PosixStore
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES, Phase, Program
-from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position
-from fsbarrier.protocol.membership import JOINING, Ledger, Limits, live_joiners, losses
+from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position, encode
+from fsbarrier.protocol.membership import JOINING, Ledger, Limits, left_to_others, live_joiners, losses
 from fsbarrier.protocol.state import Node
 
 
@@ -50,6 +50,47 @@ def test_whoever_beats_as_a_newer_start_is_not_silent(known: int) -> None:
     assert loss.why == "restarted as incarnation 2"
 
 
+def test_one_whose_heartbeat_cannot_be_read_is_not_taken_for_dead_yet() -> None:
+    """I7: half a heartbeat may be news. But a dead node's may stay torn for ever, so that this holds for `blind_s` and no longer."""
+    ledger = Ledger().observe({0: Beat(0, 1, 5, "a", 1, "running")}, 0.0, 0.0, 3.0)
+    for second in range(1, 20):
+        ledger = ledger.observe({0: Beat(0, 1, 5, "a", 1, "running")}, float(second), float(second), 3.0)
+
+    def lost(ledger: Ledger, now: float) -> bool:
+        return bool(losses([Member(0, 1, "a")], 1, {}, ledger, since=0.0, now=now, limits=Limits()))
+
+    assert lost(ledger, 19.0)
+    torn = ledger.observe({}, 20.0, 20.0, 3.0, unread={0})
+    assert not lost(torn, 20.0)
+    heard = torn.observe({0: Beat(0, 1, 6, "a", 1, "running")}, 21.0, 21.0, 3.0)
+    assert not lost(heard, 21.0)
+    for second in (21.0, 22.0, 23.0):
+        torn = torn.observe({}, second, second, 3.0, unread={0})
+        assert lost(torn, second) == (second >= 23.0)
+
+
+def test_one_that_was_for_others_to_watch_is_silent_only_from_the_first_look_on() -> None:
+    """I7: whoever becomes a watcher has old news of most members, or none; that is no silence."""
+    member, beat = Member(0, 1, "a"), Beat(0, 1, 5, "a", 1, "running")
+    for known in ({0: beat}, {}):
+        ledger = Ledger().observe(known, 0.0, 0.0, 3.0)
+        for second in range(1, 31):
+            ledger = ledger.observe({}, float(second), float(second), 3.0, left_out={0})
+        for second in range(31, 46):
+            ledger = ledger.observe({0: beat} if second > 32 else {}, float(second), float(second), 3.0)
+            lost = losses([member], 1, {}, ledger, since=0.0, now=float(second), limits=Limits())
+            assert bool(lost) == (bool(known) and second == 45), second
+        assert ledger.age(member, 46.0) == (16.0 if known else 13.0)
+
+
+def test_the_first_members_watch_all_and_all_watch_them() -> None:
+    members = tuple(Member(rank, 1) for rank in (2, 3, 5, 8, 13))
+    generation = Generation(1, members, 2, Position(1, 0), "start")
+    left_out = {rank: left_to_others(generation, rank, 2) for rank in generation.ranks}
+    assert left_out == {2: set(), 3: set(), 5: {8, 13}, 8: {5, 13}, 13: {5, 8}}
+    assert left_to_others(generation, 13, 5) == left_to_others(None, 13, 2) == frozenset()
+
+
 PING = Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES)))
 
 
@@ -84,6 +125,31 @@ def test_of_two_starts_of_a_rank_the_newer_is_heard_and_the_older_told(tmp_path:
         assert (seen.beat.incarnation, seen.since) == (2, float(counter))
         known = older.view(Node(1, 1, 0.0), float(counter)).joins[1]
         assert known.incarnation == 2
+
+
+def test_half_a_heartbeat_is_known_as_such(tmp_path: Path) -> None:
+    """Whatever an older start of that rank says; and it is looked at again at the next look, however quick."""
+    paths, store = RunPaths(tmp_path), PosixStore()
+    for folder in (paths.joins, paths.beats):
+        store.make_dir(folder)
+    for incarnation in (1, 2):
+        store.put(paths.join(1, incarnation), Join(1, incarnation, "a", 1, "boot"))
+    observer, me = Observer(store, paths, PING), Node(0, 1, 0.0)
+    observer.prepare()
+
+    def beat(incarnation: int, counter: int) -> Beat:
+        return Beat(1, incarnation, counter, "a", 1, JOINING)
+
+    store.put(paths.beat(1, 1), beat(1, 7))
+    for counter in (1, 2):  # it is seen to move: quick looks spare it
+        store.put(paths.beat(1, 2), beat(2, counter))
+        assert observer.view(me, float(counter)).ledger.unsure == {}
+    paths.beat(1, 2).write_bytes(encode(beat(2, 3))[:-9])
+    torn = observer.view(me, 3.0).ledger
+    assert (torn.seen[1].beat.counter, torn.unsure) == (2, {1: 3.0 + observer.paces.blind_s})
+    store.put(paths.beat(1, 2), beat(2, 3))
+    again = observer.view(me, 3.0 + observer.paces.beats_s / observer.paces.eager).ledger
+    assert (again.seen[1].beat.counter, again.unsure) == (3, {})
 
 
 def test_work_knows_the_joins_of_all_members(tmp_path: Path) -> None:

@@ -15,13 +15,15 @@ from pathlib import Path
 import pytest
 
 from fsbarrier.node import observer
+from fsbarrier.node.observer import Observer
 from fsbarrier.program import PHASE_NAMES
-from fsbarrier.protocol.facts import decode, encode
+from fsbarrier.protocol.facts import R, decode, encode
+from fsbarrier.protocol.state import Node
 from fsbarrier.sim.campaign import campaign
 from fsbarrier.sim.faults import USUAL, parse_mix
 from fsbarrier.sim.invariants import budget, i12_operations
 from fsbarrier.sim.setup import Setup
-from fsbarrier.sim.store import Habits
+from fsbarrier.sim.store import Client, Habits, SimPath
 from fsbarrier.sim.transcript import transcript
 from fsbarrier.sim.world import World
 
@@ -138,6 +140,31 @@ def test_i12_operations_do_not_grow_with_the_nodes(nodes: int) -> None:
     world = World(0, setup)
     assert len(world.run().passed) == nodes * 4 * len(PHASE_NAMES)
     assert i12_operations(world.history) <= budget(nodes)
+
+
+@pytest.mark.parametrize("nodes", [6, 24])
+def test_the_watchers_read_all_heartbeats_and_the_others_theirs(
+    nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the load grows with the nodes, and not with their square."""
+    read, look = Client.read, Observer._look_at_beats
+    count, looks = [0], dict[str, set[int]]()
+
+    def counting(self: Client, path: SimPath, cls: type[R]) -> R | None:
+        count[0] += "/beats/" in path
+        return read(self, path, cls)
+
+    def looking(self: Observer, node: Node, now: float, joining: bool) -> None:
+        before = count[0]
+        look(self, node, now, joining)
+        if node.generation is not None:
+            looks.setdefault(node.host, set()).add(count[0] - before)
+
+    monkeypatch.setattr(Client, "read", counting)
+    monkeypatch.setattr(Observer, "_look_at_beats", looking)
+    none = frozenset[str]()
+    World(0, Setup(nodes, mix=none, lengths=(9.0,), phases="both", policy="shrink", watchers=3)).run()
+    assert looks == {f"host{rank}": {nodes - 1 if rank < 3 else 3} for rank in range(nodes)}
 
 
 def test_a_create_that_two_clients_win_breaks_the_protocol() -> None:

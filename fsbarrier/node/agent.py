@@ -255,8 +255,10 @@ class Agent:
         self.observer.hurry()
 
     def _entered(self, position: Position, generation: Generation, left: Position | None) -> None:
-        self._suspected.clear() if left is None else None
-        if left is not None:
+        if left is None:  # a generation begins: its members are judged by what can be seen now
+            self._suspected.clear()
+            self.observer.hurry()
+        else:
             at = changed(self.node, position=left, generation=generation)
             self.record("phase_finished", at, {})
             if left.phase == self.rules.span(generation.choices)[1]:

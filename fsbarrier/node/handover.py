@@ -79,7 +79,7 @@ class _Trail:
 
     def heard(self) -> Position:
         """The furthest row that a member is known to have entered by its own word."""
-        beats = self.observer.read_beats().values()
+        beats = self.observer.read_beats()[0].values()
         said = [beat for beat in beats if beat.generation == self.generation.number and beat.iteration > 0]
         return max([self.generation.start, *(Position(beat.iteration, beat.phase) for beat in said)])
 

@@ -26,7 +26,7 @@ from fsbarrier.protocol.facts import (
     R,
     StopRequest,
 )
-from fsbarrier.protocol.membership import Ledger
+from fsbarrier.protocol.membership import Ledger, left_to_others
 from fsbarrier.protocol.state import WATCHING, Node, Part, Recovered, Stage, View, changed
 
 _INCARNATION = re.compile(r"node-(\d{4,})\.inc-(\d{4,})\.json")
@@ -45,6 +45,7 @@ class Paces:
     beats_s: float = 1.0
     blind_s: float = 3.0  # of a gap between two looks, at most this much counts as somebody's silence
     eager: float = 10.0  # how many times as often heartbeats are looked at by a node that joins
+    watchers: int = 8  # so many members of a generation look at all heartbeats, the others only at theirs
     void_s: float = 10.0  # a generation's record that cannot be read for this long never will be
 
 
@@ -75,6 +76,7 @@ class Observer:
     _listed: tuple[Path, list[str]] | None = None
     _arrived: tuple[frozenset[int], dict[int, Fact]] = (frozenset(), {})
     _known_beats: list[str] = field(default_factory=list)
+    _filed: set[str] = field(default_factory=set)  # of them, what is in `_beat_files`, or is no heartbeat
     _beat_files: dict[int, list[tuple[int, Path]]] = field(default_factory=dict)  # the newest start first
     _known_generations: list[str] = field(default_factory=list)
     _known_joins: list[str] = field(default_factory=list)
@@ -115,7 +117,7 @@ class Observer:
             self._look_at_members(now)
             self._looked = now
         if now - self._looked_at_beats >= self.paces.beats_s / (self.paces.eager if joining else 1):
-            self._look_at_beats(node.rank, now, joining)
+            self._look_at_beats(node, now, joining)
             self._looked_at_beats, self._common = now, None
         if self._common is None or self._common.recovered is not self.recovered:
             self._common = self._whole = changed(
@@ -263,28 +265,36 @@ class Observer:
         self.joins[rank], self._common = join, None
         return True
 
-    def _look_at_beats(self, me: int, now: float, joining: bool) -> None:
+    def _look_at_beats(self, node: Node, now: float, joining: bool) -> None:
         """While nodes gather, looks come fast: one that was seen to be alive is looked at again at the usual pace."""
-        spared = {me}
+        left_out = left_to_others(node.generation, node.rank, self.paces.watchers)
+        spared = {node.rank, *left_out}
         if joining and now - self._looked_at_all < self.paces.beats_s:
-            spared.update(rank for rank, item in self.ledger.seen.items() if item.moved)
+            seen, unsure = self.ledger.seen, self.ledger.unsure
+            spared.update(rank for rank, item in seen.items() if item.moved and rank not in unsure)
         else:
             self._looked_at_all = now
-        self.ledger = self.ledger.observe(self.read_beats(spared), now, now, self.paces.blind_s)
+        beats, unread = self.read_beats(spared)
+        self.ledger = self.ledger.observe(beats, now, now, self.paces.blind_s, unread, left_out)
 
-    def read_beats(self, spared: Set[int] = frozenset()) -> dict[int, Beat]:
+    def read_beats(self, spared: Set[int] = frozenset()) -> tuple[dict[int, Beat], set[int]]:
         """The others' heartbeats, of each rank its newest start's, and that of a newer start of a `spared` rank.
 
-        What the others have seen exists: it can be opened, however old this node's listings are.
+        And the ranks whose newest known start could not be read, whatever an older one says. What the others have seen exists: it
+        can be opened, however old this node's listings are.
         """
-        names, beats = self.store.names(self.paths.beats), {}
+        names = self.store.names(self.paths.beats)
+        beats: dict[int, Beat] = {}
+        unread: set[int] = set()
         if names != self._known_beats:
-            self._known_beats, self._beat_files = names, self._by_rank(names)
+            self._file_beats(names)
         for rank, files in self._beat_files.items():
             known = self.joins[rank].incarnation if rank in self.joins else 0
             if rank in spared and files[0][0] <= known:
                 continue
             beat = self._newest_beat(rank, files)
+            if known > (beat.incarnation if beat is not None else 0):
+                unread.add(rank)
             if beat is None:
                 continue
             beats[rank] = beat
@@ -294,14 +304,20 @@ class Observer:
                 record = self.read(self.paths.generation(beat.generation), Generation)
                 if record is not None and self._fits(record, beat.generation):
                     self.learn(record)
-        return beats
+        return beats, unread
 
-    def _by_rank(self, names: list[str]) -> dict[int, list[tuple[int, Path]]]:
-        found: dict[int, list[tuple[int, Path]]] = {}
-        for name in names:
+    def _file_beats(self, names: list[str]) -> None:
+        """Sort the names of heartbeats by rank and start; only what is new, since at a large start each of many looks shows one more."""
+        if not self._filed.issubset(names):
+            self._filed, self._beat_files = set(), {}
+        new = [name for name in names if name not in self._filed]
+        for name in new:
             if (start := start_named(name)) is not None:
-                found.setdefault(start[0], []).append((start[1], self.paths.beats / name))
-        return {rank: sorted(files, reverse=True) for rank, files in found.items()}
+                files = self._beat_files.setdefault(start[0], [])
+                files.append((start[1], self.paths.beats / name))
+                files.sort(reverse=True)
+        self._filed.update(new)
+        self._known_beats = names
 
     def _newest_beat(self, rank: int, files: list[tuple[int, Path]]) -> Beat | None:
         for incarnation, path in files:

@@ -60,13 +60,14 @@ def found_by_others(node: Node, newest: Generation, view: View, now: float, rule
     gone = [m for m in node.generation.members if newest.incarnation_of(m.rank) != m.incarnation]
     known = losses(gone, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
     noticed = {loss.member: loss for loss in known}
-    return [noticed.get(m) or _heard_of(m, f"found by node {newest.created_by}", view, now) for m in gone]
+    return [noticed.get(m) or _heard_of(m, newest, view, now) for m in gone]
 
 
-def _heard_of(member: Member, why: str, view: View, now: float) -> Loss:
-    seen = view.ledger.seen.get(member.rank)
-    beat = seen.beat if seen is not None and seen.beat.incarnation == member.incarnation else None
-    return Loss(member, why, beat, view.ledger.age(member, now))
+def _heard_of(member: Member, newest: Generation, view: View, now: float) -> Loss:
+    seen, why = view.ledger.news(member), f"found by node {newest.created_by}"
+    if seen is None:  # it was for others to watch: they know more
+        return Loss(member, f"{why}, which says: {newest.reason}")
+    return Loss(member, why, seen.beat, view.ledger.age(member, now))
 
 
 def last_news(view: View, rank: int, now: float) -> str:

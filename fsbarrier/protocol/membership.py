@@ -7,7 +7,7 @@ clocks are compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member
@@ -38,35 +38,63 @@ class Ledger:
     seen: Mapping[int, Seen] = field(default_factory=dict)
     looked_at: float | None = None
     blind: bool = False  # the time before the last look was too long
+    unsure: Mapping[int, float] = field(default_factory=dict)  # rank -> until when: see `observe`
+    unwatched: Mapping[int, float] = field(default_factory=dict)  # rank -> when a look last left it out
 
-    def observe(self, beats: Mapping[int, Beat], before: float, after: float, blind_s: float) -> Ledger:
+    def observe(
+        self,
+        beats: Mapping[int, Beat],
+        before: float,
+        after: float,
+        blind_s: float,
+        unread: Set[int] = frozenset(),
+        left_out: Set[int] = frozenset(),
+    ) -> Ledger:
         """Take in what one look showed. `before`/`after`: local time around the reads.
 
         If this node was blind for longer than `blind_s` (stopped, or its reads hung), that time does not count: a server's outage or
         this node's own pause must not make it declare everybody dead. Of each further such time in a row `blind_s` do count: looks
         that are slow for ever must not hide a death.
+
+        `unread`: the ranks whose heartbeat is there, and could not be read whole. It may be news: for `blind_s` from the first of such
+        looks in a row, nobody concludes anything from that rank's silence. Not for longer, since a dead node's may stay torn for ever.
+
+        `left_out`: the ranks that are for others to watch. What is not looked at is no silence.
         """
         gap = max(before - self.looked_at if self.looked_at is not None else 0.0, after - before)
         blind = gap > blind_s
         pause = 0.0 if not blind else gap - blind_s if self.blind else gap
-        seen = dict(self.seen)
+        seen, unwatched = dict(self.seen), dict(self.unwatched)
         if pause:
             seen = {rank: replace(item, since=min(item.since + pause, after)) for rank, item in seen.items()}
+            unwatched = {rank: min(last + pause, after) for rank, last in unwatched.items()}
         for rank, beat in beats.items():
             old = seen.get(rank)
+            if rank in unwatched:
+                last = unwatched.pop(rank)
+                old = seen[rank] = (
+                    replace(old, since=max(old.since, last)) if old else Seen(beat, before, False)
+                )
             if old is None or old.beat.incarnation != beat.incarnation:
                 if old is None or beat.incarnation > old.beat.incarnation:
                     seen[rank] = Seen(beat, before, moved=False)
             elif beat.counter > old.beat.counter:
                 seen[rank] = Seen(beat, before, moved=True)
-        return Ledger(seen, after, blind)
+        unsure = {rank: self.unsure.get(rank, after + blind_s) for rank in unread}
+        unwatched.update(dict.fromkeys(left_out, after))
+        return Ledger(seen, after, blind, unsure, unwatched)
+
+    def news(self, member: Member) -> Seen | None:
+        """The last news of this very incarnation; None where there was none, or others watch it."""
+        item = self.seen.get(member.rank)
+        if item is None or item.beat.incarnation != member.incarnation or member.rank in self.unwatched:
+            return None
+        return item
 
     def age(self, member: Member, now: float) -> float | None:
-        """Seconds for which `member`'s counter has not moved; None while nothing was seen of this incarnation."""
-        item = self.seen.get(member.rank)
-        if item is None or item.beat.incarnation != member.incarnation:
-            return None
-        return max(0.0, now - item.since)
+        """Seconds for which `member`'s counter has not moved; None where there is no news of it."""
+        item = self.news(member)
+        return None if item is None else max(0.0, now - item.since)
 
     def state(self, member: Member) -> str:
         item = self.seen.get(member.rank)
@@ -118,17 +146,17 @@ def losses(
         if member.rank == me:
             continue
         newest, item = joins.get(member.rank), ledger.seen.get(member.rank)
-        beat, age, state = None, now - since, ""
+        beat, age, state = None, now - max(since, ledger.unwatched.get(member.rank, since)), ""
         started = newest.incarnation if newest is not None else 0
         if item is not None:
             started = max(started, item.beat.incarnation)
-            if item.beat.incarnation == member.incarnation:
+            if item.beat.incarnation == member.incarnation and member.rank not in ledger.unwatched:
                 beat, age, state = item.beat, now - item.since, item.beat.state
         if started > member.incarnation:  # its record is there, or it beats and the record is yet to be seen
             why = f"restarted as incarnation {started}"
         elif state in DESERTED:
             why = "it was stopped by hand or ended in an error"
-        elif age >= limits.dead_s:
+        elif age >= limits.dead_s and now >= ledger.unsure.get(member.rank, now):
             why = f"{f'it {state}, and no' if state in GONE else 'no'} heartbeat for {age:.1f} s"
         else:
             continue
@@ -139,7 +167,20 @@ def losses(
 def silence(member: Member, ledger: Ledger, since: float, now: float) -> float:
     """Seconds without news of `member`; one never seen has been silent since this node began to watch, or to look."""
     age = ledger.age(member, now)
-    return now - since if age is None else age
+    return now - max(since, ledger.unwatched.get(member.rank, since)) if age is None else age
+
+
+def left_to_others(generation: Generation | None, me: int, watchers: int) -> frozenset[int]:
+    """The members whose heartbeats node `me` need not read.
+
+    The first `watchers` of a generation (its leader is one) look at all members, and all look at them: whoever dies is missed by
+    somebody who lives, and the load grows with the nodes and not with their square. Where all watchers die at once, the others
+    go on without them, and the first of those watch.
+    """
+    if generation is None or len(generation.ranks) <= watchers:
+        return frozenset()
+    watching = sorted(generation.ranks)[:watchers]
+    return frozenset() if me in watching else frozenset(generation.ranks).difference(watching, (me,))
 
 
 def live_joiners(joins: Mapping[int, Join], ledger: Ledger, now: float, limits: Limits) -> dict[int, Member]:

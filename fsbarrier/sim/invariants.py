@@ -279,7 +279,8 @@ def i7_no_false_death(history: History) -> Iterator[str]:
         assert generation is not None
         for lost in event.fields["lost"]:
             incarnation = generation.incarnation_of(lost["node_rank"])
-            if "no heartbeat" not in lost["why"] or incarnation is None:
+            told = lost["why"].startswith("found by")  # another's judgement, held against what that one saw
+            if told or "no heartbeat" not in lost["why"] or incarnation is None:
                 continue
             ended = history.ended.get(lives.get((lost["node_rank"], incarnation), -1))
             if ended is not None and ended.time <= event.began:

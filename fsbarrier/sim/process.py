@@ -48,7 +48,8 @@ class Process:
         self._beats_as = 0, SimPath()
         self.offset = world.clocks.uniform(0, 1e6) if clocks else 0.0
         self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
-        observer = Observer(cast(Any, client), PATHS, world.rules.program, Paces(RARELY_S, RARELY_S, BLIND_S))
+        paces = Paces(RARELY_S, RARELY_S, BLIND_S, watchers=world.watchers)
+        observer = Observer(cast(Any, client), PATHS, world.rules.program, paces)
         self.work = SimWork(world, self)
         host = f"{client.host}"
         join = Join(

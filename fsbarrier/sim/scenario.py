@@ -1,6 +1,7 @@
 """Stories told in a few lines, for tests: which nodes, what happens to whom when. Rendered as a transcript.
 
-    nodes 3                                   how many (also: iterations, policy, min-nodes, length, seed, stale, stale-content, phases)
+    nodes 3                                   how many (also: iterations, policy, min-nodes, length, seed, stale, stale-content, phases,
+                                              watchers)
     when node 0 enters train_aggregate: kill node 0
     when node 0 enters train_rollout, 2 s later: stop node 2 for 30 s
     at 5 s: ask to stop
@@ -65,6 +66,7 @@ def _world(settings: dict[str, str]) -> World:
         "stale",
         "stale-content",
         "phases",
+        "watchers",
     }
     if settings.keys() - known:
         raise UsageError(f"unknown in a scenario: {', '.join(sorted(settings.keys() - known))}")
@@ -76,6 +78,7 @@ def _world(settings: dict[str, str]) -> World:
         policy=settings.get("policy", "shrink"),
         min_nodes=int(settings.get("min-nodes", "1")),
         phases=settings.get("phases", "both"),
+        watchers=int(settings.get("watchers", "8")),
         lengths=(float(settings.get("length", "1.0")),),
         habits=Habits(stale, float(settings.get("stale-content", stale)), stale),
         clocks=False,

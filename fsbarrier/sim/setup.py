@@ -28,6 +28,7 @@ class Setup:
     policy: str | None = None
     min_nodes: int | None = None
     phases: str | None = None
+    watchers: int | None = None
     limits: Limits = field(default_factory=lambda: Limits(join_timeout_s=60.0, rejoin_timeout_s=40.0))
     lengths: tuple[float, ...] | None = None  # of working phases, in seconds; one is drawn each time
     habits: Habits | None = None

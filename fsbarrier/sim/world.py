@@ -61,6 +61,7 @@ class World:
             policy,
             limits=setup.limits,
         )
+        self.watchers = setup.watchers or (1, 2, 8, 8)[seed % 4]
         self.settings = settings(setup.nodes, phases)
         drawn, coarse = faults.draw_habits(rng, mix)
         self.habits = setup.habits or drawn
