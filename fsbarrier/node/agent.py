@@ -19,6 +19,8 @@ from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Paylo
 from fsbarrier.protocol.machine import step
 from fsbarrier.protocol.membership import JOINING, Ledger, losses, silence
 from fsbarrier.protocol.state import (
+    ANNOUNCED,
+    GATHER,
     WORKING,
     Action,
     Announce,
@@ -138,7 +140,7 @@ class Agent:
             self._pending.popleft()
 
     def _repeat(self, now: float) -> None:
-        if self.node.part is not Part.ANNOUNCED or self._said is None or self.exit is not None:
+        if self.node.part is not ANNOUNCED or self._said is None or self.exit is not None:
             return
         when, fact = self._said
         if now - when >= REPEAT_S:
@@ -290,7 +292,7 @@ class Agent:
     def waiting_for(self, now: float) -> list[int]:
         """The members whose fact this node is waiting for in its row; empty where it works itself."""
         node = self.node
-        if node.generation is None or node.part not in (Part.ANNOUNCED, Part.GATHER):
+        if node.generation is None or node.part not in (ANNOUNCED, GATHER):
             return []
         view = self.observer.view(node, now)
         lost = {

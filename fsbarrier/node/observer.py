@@ -27,12 +27,12 @@ from fsbarrier.protocol.facts import (
     StopRequest,
 )
 from fsbarrier.protocol.membership import Ledger, left_to_others
-from fsbarrier.protocol.state import WATCHING, Node, Part, Recovered, Stage, View, changed
+from fsbarrier.protocol.state import ANNOUNCED, WATCHING, Node, Recovered, Stage, View, changed
 
 _INCARNATION = re.compile(r"node-(\d{4,})\.inc-(\d{4,})\.json")
 _GENERATION = re.compile(r"gen-(\d{6,})\.json")
 _FAILED = re.compile(r"node-(\d{4,})\.failed")
-
+_JOINING = Stage.JOINING
 
 _NOTHING = View()
 
@@ -112,7 +112,7 @@ class Observer:
 
     def view(self, node: Node, now: float) -> View:
         """What the node can see at `now`; the same object while nothing is new. Raises OSError when the filesystem fails."""
-        joining = node.stage is Stage.JOINING
+        joining = node.stage is _JOINING
         if now - self._looked >= self.paces.members_s / (4 if joining else 1):
             self._look_at_members(now)
             self._looked = now
@@ -151,7 +151,7 @@ class Observer:
             self._whole = common
         arrived, failed = self._arrived
         leaders_fact = None
-        if node.part is Part.ANNOUNCED and len(arrived) == len(generation.members):
+        if node.part is ANNOUNCED and len(arrived) == len(generation.members):
             leaders_fact = self.read(directory / fact_name(generation.leader, "done"), Fact)
         elif self._whole is not common:
             return self._whole

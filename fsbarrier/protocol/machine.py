@@ -26,6 +26,11 @@ from fsbarrier.protocol.facts import Fact, Generation, Member, Payload, Position
 from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
 from fsbarrier.protocol.membership import Loss, live_joiners, losses, occupied
 from fsbarrier.protocol.state import (
+    ANNOUNCED,
+    EACH,
+    GATHER,
+    LEADER,
+    NONE,
     Action,
     Announce,
     CancelWork,
@@ -34,7 +39,6 @@ from fsbarrier.protocol.state import (
     Launch,
     Node,
     Note,
-    Part,
     Propose,
     Publish,
     Recover,
@@ -55,8 +59,6 @@ from fsbarrier.protocol.succession import (
     successor,
     with_decision,
 )
-
-NONE, EACH, GATHER, LEADER, ANNOUNCED = Part  # looked up as names, not each time in the enumeration
 
 
 def step(node: Node, view: View, now: float, rules: Rules) -> Step:
@@ -383,17 +385,10 @@ def _nothing_to_do(node: Node, until: int | None) -> Step:
 
 
 _ALWAYS = (("joins", _fenced), ("newest", _newer_generation), ("stop", _stop))
+_UNUSUAL = (("leaders_fact", _sealed), ("failed", _failed_program), ("ledger", _lost_member))
 #: the rules of each stage, each behind what must be seen for it to have anything to say
 _RULES = {
     Stage.JOINING: (*_ALWAYS, ("ledger", _join)),
-    Stage.RUNNING: (
-        *_ALWAYS,
-        ("leaders_fact", _release),
-        ("ledger", _regroup),
-        ("leaders_fact", _sealed),
-        ("failed", _failed_program),
-        ("ledger", _lost_member),
-        ("ledger", _work),
-    ),
+    Stage.RUNNING: (*_ALWAYS, ("leaders_fact", _release), ("ledger", _regroup), *_UNUSUAL, ("ledger", _work)),
     Stage.ENDED: (),
 }
