@@ -227,8 +227,10 @@ class Observer:
         names = self.store.names(self.paths.joins)
         if names != self._known_joins:
             for name in names:
+                if name in self._learnt:
+                    continue
                 start = start_named(name)
-                if name not in self._learnt and (start is None or self._learn_join(*start)):
+                if start is None or self._learn_join(*start):
                     self._learnt.add(name)
             if self._learnt.issuperset(names):
                 self._known_joins = names
