@@ -221,7 +221,7 @@ def test_a_node_looks_at_anything(
     store.make_dir(row)
     for name in ("node-0000.done", "node-0001.failed"):
         (row / name).write_bytes(fact)
-    node = Node(0, 1, 0.0, "", Stage.RUNNING, 0, generation, Position(1, 0), Part.ANNOUNCED)
+    node = Node(0, 1, 0.0, "", Stage.RUNNING, 0, True, generation, Position(1, 0), Part.ANNOUNCED)
     for now in (0.0, 1.0, 20.0):
         view = observer.view(node, now)
     assert view.newest is None or view.newest.number == 3
