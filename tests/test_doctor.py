@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from fsbarrier import cli
-from fsbarrier.maintenance.doctor import claims_unsafe, examine, mounts, verdict
+from fsbarrier.maintenance.doctor import claims_unsafe, examine, mounts, probes, verdict
 from fsbarrier.maintenance.doctor.across import ROUNDS, SAMPLES
 from fsbarrier.maintenance.doctor.findings import Check, Times
-from fsbarrier.maintenance.doctor.probes import judge_races
 from fsbarrier.paths import RunPaths
 from fsbarrier.start import runrecord
 
@@ -110,10 +109,12 @@ def test_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_races_judged() -> None:
-    assert judge_races("r", [[1, 0, 1], [0, 1, 0]], "2").level == "ok"
-    assert judge_races("r", [[1, 1, 1], [0, 1, 0]], "2").level == "refused"
-    assert judge_races("r", [[0, 0, 0], [0, 0, 0]], "2").level == "refused", "identity is not to be had"
-    assert judge_races("r", [[1] * 19 + [0], [0] * 20], "2").level == "note", "once nobody won"
+    assert probes.judge_races("r", [[1, 0, 1], [0, 1, 0]], "2").level == "ok"
+    assert probes.judge_races("r", [[1, 1, 1], [0, 1, 0]], "2").level == "refused"
+    assert probes.judge_races("r", [[0, 0, 0], [0, 0, 0]], "2").level == "refused", (
+        "identity is not to be had"
+    )
+    assert probes.judge_races("r", [[1] * 19 + [0], [0] * 20], "2").level == "note", "once nobody won"
 
 
 def test_timeouts_follow_what_was_measured() -> None:
@@ -315,3 +316,19 @@ def test_a_mount_without_any_exclusive_create_is_refused(
     monkeypatch.setattr("fsbarrier.files.create_exclusive", refuse)
     report = examine.short(tmp_path)
     assert [check.name for check in report.refused] == ["exclusive create"]
+
+
+def test_a_slow_filesystem_is_asked_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "ENOUGH_S", 0.0)
+    assert "1 races of 4 processes" in probes.exclusive_create(tmp_path).finding
+    assert probes.replacement(tmp_path).finding == "1 replacements, each read back whole"
+    assert all("median" in check.finding for check in probes.latencies(tmp_path))
+
+
+def test_a_create_that_does_not_come_back_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "_RACER", "import signal; print('ready', flush=True); signal.pause()")
+    monkeypatch.setattr(probes, "CHILD_S", 0.2)
+    check = probes.exclusive_create(tmp_path)
+    assert check.level == "refused" and "did not come back within 0.2 s" in check.finding
