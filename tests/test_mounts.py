@@ -1,7 +1,7 @@
 """Whole runs of the toy program over real mounts: each node its own client of one directory, with real kernel caches and faults.
 
 The nodes live in mount namespaces of their own, so that all have the same path and none sees through another's caches. Needs root and
-FUSE; the GlusterFS part its server. What is asserted: every task exactly once, whatever was killed.
+FUSE; the GlusterFS and NFS parts their servers, and NFS a kernel that has it. What is asserted: every task exactly once, whatever was killed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from cluster import FAST, REPO, Cluster
-from fuse import gluster, mounting
+from fuse import gluster, mounting, nfs
 from test_toy_run import assert_exactly_once
 
 INSIDE = Path(__file__).parent / "fuse" / "inside.py"
@@ -122,6 +122,18 @@ def test_kills_on_glusterfs_lose_and_double_nothing(tmp_path: Path) -> None:
     settings = ("--iterations", "3", *FAST, *waits_for(2), "toy.phase_s=0.2")
     with (
         gluster.nodes(tmp_path, 3) as mounts,
+        MountedCluster(tmp_path, tmp_path / "shared", mounts, *settings) as cluster,
+    ):
+        kill_two_and_finish(cluster)
+
+
+@pytest.mark.skipif(bool(nfs.missing()), reason=nfs.missing() or "")
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["vers=4.2", "vers=4.2,lookupcache=none", "vers=3,nolock"])
+def test_kills_on_nfs_lose_and_double_nothing(tmp_path: Path, options: str) -> None:
+    settings = ("--iterations", "3", *FAST, *waits_for(2), "toy.phase_s=0.2")
+    with (
+        nfs.nodes(tmp_path, 3, options) as mounts,
         MountedCluster(tmp_path, tmp_path / "shared", mounts, *settings) as cluster,
     ):
         kill_two_and_finish(cluster)
