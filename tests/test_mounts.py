@@ -1,7 +1,8 @@
 """Whole runs of the toy program over real mounts: each node its own client of one directory, with real kernel caches and faults.
 
 The nodes live in mount namespaces of their own, so that all have the same path and none sees through another's caches. Needs root and
-FUSE; the GlusterFS and NFS parts their servers, and NFS a kernel that has it. What is asserted: every task exactly once, whatever was killed.
+FUSE; the GlusterFS and NFS parts their servers, and NFS a kernel that has it. What is asserted: every task exactly once, whatever
+was killed.
 """
 
 from __future__ import annotations

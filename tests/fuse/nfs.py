@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 READY_S = 60.0
+MODULES = ("nfsd", "nfsv4", "veth", "bridge")
 SUBNET = "10.213.0"
 #: the server keeps its state in file systems of its own, and lives until its standard input ends
 SERVER = """
@@ -50,11 +51,12 @@ def missing() -> str | None:
     ]
     if absent:
         return f"{', '.join(absent)}: not installed (Debian: nfs-kernel-server, iproute2)"
-    for module in ("nfsd", "nfsv4", "veth", "bridge"):
-        if (
-            shutil.which("modprobe") is None
-            or subprocess.run(("modprobe", module), capture_output=True).returncode
-        ):
+    for module in MODULES:
+        found = (
+            shutil.which("modprobe")
+            and subprocess.run(("modprobe", "--dry-run", "--quiet", module)).returncode == 0
+        )
+        if not found:
             return f"this kernel has no module {module}"
     return None
 
@@ -64,6 +66,7 @@ def nodes(folder: Path, count: int, options: str) -> Iterator[list[Path]]:
     """`count` NFS mounts of one directory, `folder`/shared, each by a host of its own, with mount `options`. Nothing is left afterwards."""
     backing = folder / "shared"
     backing.mkdir()
+    _run("modprobe", "--all", *MODULES)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(
             _host(SERVER.format(subnet=SUBNET, backing=backing), folder / "server.log")
