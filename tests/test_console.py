@@ -49,6 +49,10 @@ TOLD = [
     (raw("node_suspected", suspect=2, host="c", silent_s=6.2), "node 2 (c) is silent for 6 s"),
     (raw("node_recovered", suspect=2, host="c"), "node 2 (c) is heard again"),
     (
+        raw("generation_sealed", number=3, goes_on_at=[2, 7]),
+        "generation 3 is over, whoever of it still lives; the run goes on at iteration 2, phase 7",
+    ),
+    (
         raw("node_lost", lost=[{"node_rank": 2, "host": "c", "why": "no heartbeat for 15.1 s"}]),
         "node 2 (c) is lost: no heartbeat for 15.1 s",
     ),

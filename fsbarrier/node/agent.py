@@ -199,8 +199,7 @@ class Agent:
                     )
                 self.observer.hurry()
             case Recover(for_good):
-                seal = Fact(self.node.rank, self.node.incarnation, SEALED) if for_good else None
-                self.observer.recovered = self.handover.recover(self.rules, now, seal)
+                self._recover(for_good, now)
             case Note(event, fields, at):
                 self.record(event, at or self.node, fields)
             case Exit():
@@ -210,6 +209,13 @@ class Agent:
                     self.node,
                     {"state": action.state, "code": action.code, "reason": action.reason},
                 )
+
+    def _recover(self, for_good: bool, now: float) -> None:
+        seal = Fact(self.node.rank, self.node.incarnation, SEALED) if for_good else None
+        self.observer.recovered = found = self.handover.recover(self.rules, now, seal)
+        if for_good and found.generation:
+            place = [found.position.iteration, found.position.phase]
+            self.record("generation_sealed", self.node, {"number": found.generation, "goes_on_at": place})
 
     def _publish(self, fact: Fact, now: float) -> None:
         node = self.node

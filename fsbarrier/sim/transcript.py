@@ -68,6 +68,10 @@ def _events(events: list[Event]) -> Iterator[Line]:
             case "node_lost":
                 each = "; ".join(f"node {lost['node_rank']}: {lost['why']}" for lost in event.fields["lost"])
                 text = f"{who} has lost {each}{' (and waits for it)' if event.fields.get('waiting') else ''}"
+            case "generation_sealed":
+                iteration, phase = event.fields["goes_on_at"]
+                number = event.fields["number"]
+                text = f"{who} seals generation {number}; the run goes on at iteration {iteration}, {_row(phase)}"
             case "left_generation":
                 text = f"{who} is not in generation {event.fields['newest']}; it joins again"
         yield Line(event.time, mark, text)

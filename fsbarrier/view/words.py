@@ -48,6 +48,15 @@ def _generation(line: Line) -> str:
     return f"generation {line.generation}: nodes {nodes}; leader {leader if leader is not None else '?'}{why}"
 
 
+def _sealed(line: Line) -> str:
+    number, place = integer(line.fields, "number"), line.fields.get("goes_on_at")
+    where = (
+        f" at iteration {place[0]}, phase {place[1]}" if isinstance(place, list) and len(place) == 2 else ""
+    )
+    name = number if number is not None else "?"
+    return f"generation {name} is over, whoever of it still lives; the run goes on{where}"
+
+
 def _left(line: Line) -> str:
     reason = text(line.fields, "reason")
     newest = integer(line.fields, "newest")
@@ -150,6 +159,7 @@ def _ended(line: Line) -> str:
 _TELL: dict[str, Callable[[Line], str | None]] = {
     "node_joined": _joined,
     "generation_started": _generation,
+    "generation_sealed": _sealed,
     "left_generation": _left,
     "node_suspected": _suspect,
     "node_recovered": _suspect,
