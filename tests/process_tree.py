@@ -70,7 +70,7 @@ live()
 
 # A daemon: starts one tree for each of its arguments, in a thread of its own that ends, says its guards' and programs' pids.
 DAEMON = r"""
-import os, sys, signal, threading
+import os, select, sys, signal, threading
 sys.path.insert(0, sys.argv[1])
 if sys.stdin.isatty():
     import fcntl, termios
@@ -94,7 +94,8 @@ for child in children: print("child", child.guard_pid, child.pid, flush=True)
 print("ready", flush=True)
 while True:
     try:
-        if not sys.stdin.readline(): break
+        while not select.select([0], [], [], 0.2)[0]: pass  # a signal just before a read that blocks is noticed only after it
+        if not os.read(0, 4096): break
     except KeyboardInterrupt:
         print("interrupted", end=" ")
     print("polled", *[child.poll() for child in children], flush=True)
