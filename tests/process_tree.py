@@ -75,6 +75,7 @@ sys.path.insert(0, sys.argv[1])
 if sys.stdin.isatty():
     import fcntl, termios
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the suite was started in the background
 from pathlib import Path
 from fsbarrier.supervision import supervisor
 from fsbarrier.supervision.supervisor import Child
