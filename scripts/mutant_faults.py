@@ -75,7 +75,7 @@ def count_instead_of_set(patch: Patch) -> None:
     def change(self: Observer, view: View, at: Any) -> View:
         if at.part is not Part.ANNOUNCED or len(self.store.names(_row(self, at))) < 2:
             return view
-        fact = self.read(_row(self, at) / fact_name(at.generation.leader, "done"), Fact)
+        fact = self.store.read(_row(self, at) / fact_name(at.generation.leader, "done"), Fact)
         return changed(view, arrived=frozenset(at.generation.ranks), leaders_fact=fact)
 
     _seen_otherwise(patch, change)
@@ -86,7 +86,9 @@ def decision_from_ones_own_copy(patch: Patch) -> None:
 
     def change(self: Observer, view: View, at: Any) -> View:
         own = _row(self, at) / fact_name(at.rank, "done")
-        return changed(view, leaders_fact=self.read(own, Fact)) if view.leaders_fact is not None else view
+        return (
+            changed(view, leaders_fact=self.store.read(own, Fact)) if view.leaders_fact is not None else view
+        )
 
     _seen_otherwise(patch, change)
 
@@ -97,7 +99,7 @@ def leader_by_rank_alone(patch: Patch) -> None:
     def change(self: Observer, view: View, at: Any) -> View:
         if at.part is not Part.ANNOUNCED or len(view.arrived) < len(at.generation.members):
             return view
-        return changed(view, leaders_fact=self.read(_row(self, at) / fact_name(0, "done"), Fact))
+        return changed(view, leaders_fact=self.store.read(_row(self, at) / fact_name(0, "done"), Fact))
 
     _seen_otherwise(patch, change)
 
@@ -148,7 +150,7 @@ def wait_on_a_missing_name(patch: Patch) -> None:
 
     def change(self: Observer, view: View, at: Any) -> View:
         if at.part is Part.ANNOUNCED and at.generation.leader not in view.arrived:
-            self.read(_row(self, at) / fact_name(at.generation.leader, "done"), Fact)
+            self.store.read(_row(self, at) / fact_name(at.generation.leader, "done"), Fact)
         return view
 
     _seen_otherwise(patch, change)
@@ -159,7 +161,7 @@ def read_everybodys_fact(patch: Patch) -> None:
 
     def change(self: Observer, view: View, at: Any) -> View:
         for rank in view.arrived if view.leaders_fact is not None else ():
-            self.read(_row(self, at) / fact_name(rank, "done"), Fact)
+            self.store.read(_row(self, at) / fact_name(rank, "done"), Fact)
         return view
 
     _seen_otherwise(patch, change)
@@ -354,7 +356,7 @@ def one_heartbeat_file_a_rank(patch: Patch) -> None:
     patch.setattr(
         RunPaths, "beat", lambda self, rank, incarnation: self.beats / f"node-{rank:04d}.inc-0000.json"
     )
-    patch.setattr(Observer, "_newest_beat", lambda self, rank, files: self.read(files[0][1], Beat))
+    patch.setattr(Observer, "_newest_beat", lambda self, rank, files: self.store.read(files[0][1], Beat))
 
 
 def a_failure_moves_nobody(patch: Patch) -> None:

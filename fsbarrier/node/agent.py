@@ -173,7 +173,7 @@ class Agent:
             self._ambiguous = incarnation
             raise
         if not mine and self._ambiguous == incarnation:
-            mine = self.observer.read(path, Join) == join  # done, although an error was returned
+            mine = self.store.read(path, Join) == join  # done, although an error was returned
         if mine:
             self._announced = incarnation
             self.observer.joins[join.rank] = join
@@ -255,7 +255,7 @@ class Agent:
                 "generation_proposed", self.node, {"number": generation.number, "reason": generation.reason}
             )
         else:
-            record = self.observer.read(path, Generation)
+            record = self.store.read(path, Generation)
             self.observer.learn(record)
             self._enough = (
                 record is None

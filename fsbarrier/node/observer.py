@@ -152,7 +152,7 @@ class Observer:
         arrived, failed = self._arrived
         leaders_fact = None
         if node.part is ANNOUNCED and len(arrived) == len(generation.members):
-            leaders_fact = self.read(directory / fact_name(generation.leader, "done"), Fact)
+            leaders_fact = self.store.read(directory / fact_name(generation.leader, "done"), Fact)
         elif self._whole is not common:
             return self._whole
         self._whole = changed(common, arrived=arrived, failed=failed, leaders_fact=leaders_fact)
@@ -162,7 +162,7 @@ class Observer:
         """The members' facts of failure; None while one of them cannot be read."""
         failed = {}
         for match in filter(None, map(_FAILED.fullmatch, names)):
-            fact = self.read(directory / match[0], Fact) if int(match[1]) in generation.ranks else None
+            fact = self.store.read(directory / match[0], Fact) if int(match[1]) in generation.ranks else None
             if fact is not None:
                 failed[int(match[1])] = fact
             elif int(match[1]) in generation.ranks:
@@ -197,13 +197,9 @@ class Observer:
             rank: self.must_read(directory / fact_name(rank, "done"), Fact).value for rank in others
         }
 
-    def read(self, path: Path, cls: type[R]) -> R | None:
-        """A record, or None while it cannot be had whole."""
-        return self.store.read(path, cls)
-
     def must_read(self, path: Path, cls: type[R]) -> R:
         """A record that is known to be there. Raises OSError where it cannot be read (now): it is not to be taken for absent."""
-        record = self.read(path, cls)
+        record = self.store.read(path, cls)
         if record is None:
             raise OSError(errno.EAGAIN, "this record cannot be read", str(path))
         return record
@@ -236,7 +232,7 @@ class Observer:
                 self._known_joins = names
         for name in self.store.names(self.paths.stops):
             if name not in self._old_stops:
-                self.stop = self.read(self.paths.stops / name, StopRequest) or self.stop
+                self.stop = self.store.read(self.paths.stops / name, StopRequest) or self.stop
                 self._common = None
 
     def _look_at_generations(self, names: list[str], now: float | None) -> bool:
@@ -246,7 +242,7 @@ class Observer:
         for number in numbers:
             if number <= known:
                 break
-            record = self.read(self.paths.generation(number), Generation)
+            record = self.store.read(self.paths.generation(number), Generation)
             if record is not None and self._fits(record, number):
                 self.learn(record)
                 known = number
@@ -261,7 +257,7 @@ class Observer:
         known = self.joins.get(rank)
         if known is not None and known.incarnation >= incarnation:
             return True
-        join = self.read(self.paths.join(rank, incarnation), Join)
+        join = self.store.read(self.paths.join(rank, incarnation), Join)
         if join is None or (join.rank, join.incarnation) != (rank, incarnation):
             return False
         self.joins[rank], self._common = join, None
@@ -303,7 +299,7 @@ class Observer:
             if beat.incarnation > known:
                 self._learn_join(rank, beat.incarnation)
             if beat.generation > (self.newest.number if self.newest is not None else 0):
-                record = self.read(self.paths.generation(beat.generation), Generation)
+                record = self.store.read(self.paths.generation(beat.generation), Generation)
                 if record is not None and self._fits(record, beat.generation):
                     self.learn(record)
         return beats, unread

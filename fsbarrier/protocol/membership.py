@@ -70,11 +70,9 @@ class Ledger:
             unwatched = {rank: min(last + pause, after) for rank, last in unwatched.items()}
         for rank, beat in beats.items():
             old = seen.get(rank)
-            if rank in unwatched:
-                last = unwatched.pop(rank)
-                old = seen[rank] = (
-                    replace(old, since=max(old.since, last)) if old else Seen(beat, before, False)
-                )
+            last = unwatched.pop(rank, None)
+            if old is not None and last is not None:
+                seen[rank] = old = replace(old, since=max(old.since, last))
             if old is None or old.beat.incarnation != beat.incarnation:
                 if old is None or beat.incarnation > old.beat.incarnation:
                     seen[rank] = Seen(beat, before, moved=False)
@@ -145,13 +143,10 @@ def losses(
     for member in members:
         if member.rank == me:
             continue
-        newest, item = joins.get(member.rank), ledger.seen.get(member.rank)
-        beat, age, state = None, now - max(since, ledger.unwatched.get(member.rank, since)), ""
-        started = newest.incarnation if newest is not None else 0
-        if item is not None:
-            started = max(started, item.beat.incarnation)
-            if item.beat.incarnation == member.incarnation and member.rank not in ledger.unwatched:
-                beat, age, state = item.beat, now - item.since, item.beat.state
+        newest, item, news = joins.get(member.rank), ledger.seen.get(member.rank), ledger.news(member)
+        beat, state = (news.beat, news.beat.state) if news is not None else (None, "")
+        age = silence(member, ledger, since, now)
+        started = max(newest.incarnation if newest else 0, item.beat.incarnation if item else 0)
         if started > member.incarnation:  # its record is there, or it beats and the record is yet to be seen
             why = f"restarted as incarnation {started}"
         elif state in DESERTED:
