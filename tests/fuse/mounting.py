@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -75,25 +75,31 @@ def unmount(mountpoint: Path) -> None:
 
 
 @contextlib.contextmanager
-def mounted(backing: Path, mountpoint: Path, flags: Sequence[str] = ()) -> Iterator[Path]:
-    """`backing` shown at `mountpoint` while this lasts; nothing is left afterwards, whatever happens."""
-    backing.mkdir(exist_ok=True, parents=True)
-    mountpoint.mkdir(exist_ok=True, parents=True)
-    program = Path(__file__).with_name("passthrough.py")
-    server = subprocess.Popen(
-        [sys.executable, str(program), str(backing), str(mountpoint), *flags],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def serving(
+    command: Sequence[str],
+    ready: str,
+    errors: Path | None = None,
+    before_end: Callable[[], None] = lambda: None,
+) -> Iterator[int]:
+    """A server that says `ready` and lives until its standard input ends; gives its pid. It is gone afterwards, whatever happens."""
+    with contextlib.ExitStack() as stack:
+        server = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stack.enter_context(errors.open("wb")) if errors else None,
+            text=True,
+            start_new_session=True,
+        )
     assert server.stdin is not None and server.stdout is not None
     try:
-        if server.stdout.readline() != "mounted\n":
-            raise OSError(f"the FUSE server for {mountpoint} did not come up")
-        yield mountpoint
+        if server.stdout.readline() != f"{ready}\n":
+            raise OSError(
+                f"{' '.join(command)[:200]}: it does not come up{': ' + errors.read_text() if errors else ''}"
+            )
+        yield server.pid
     finally:
-        unmount(mountpoint)
+        before_end()
         server.stdin.close()
         try:
             server.wait(ENDS_S)
@@ -101,6 +107,17 @@ def mounted(backing: Path, mountpoint: Path, flags: Sequence[str] = ()) -> Itera
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
         server.stdout.close()
+
+
+@contextlib.contextmanager
+def mounted(backing: Path, mountpoint: Path, flags: Sequence[str] = ()) -> Iterator[Path]:
+    """`backing` shown at `mountpoint` while this lasts; nothing is left afterwards, whatever happens."""
+    backing.mkdir(exist_ok=True, parents=True)
+    mountpoint.mkdir(exist_ok=True, parents=True)
+    program = Path(__file__).with_name("passthrough.py")
+    command = (sys.executable, str(program), str(backing), str(mountpoint), *flags)
+    with serving(command, "mounted", before_end=lambda: unmount(mountpoint)):
+        yield mountpoint
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from fuse import mounting
+
 READY_S = 60.0
 MODULES = ("nfsd", "nfsv4", "veth", "bridge")
 SUBNET = "10.213.0"
@@ -78,35 +80,14 @@ def nodes(folder: Path, count: int, options: str) -> Iterator[list[Path]]:
             mount = folder / f"mount-{number}"
             mount.mkdir()
             _mount(host, mount, options, backing)
-            stack.callback(_run, "umount", "--force", "--lazy", str(mount))
+            stack.callback(mounting.unmount, mount)
             mounts.append(mount)
         yield mounts
 
 
-@contextlib.contextmanager
-def _host(script: str, log: Path) -> Iterator[int]:
+def _host(script: str, log: Path) -> contextlib.AbstractContextManager[int]:
     """A process in network and mount namespaces of its own; gives its number once it says that it is ready."""
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            ("unshare", "--net", "--mount", "sh", "-c", script),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=out,
-            start_new_session=True,
-        )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        if process.stdout.readline() != b"ready\n":
-            raise OSError(f"a host does not come up: {log.read_text()[-2000:]}")
-        yield process.pid
-    finally:
-        process.stdin.close()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
-        process.stdout.close()
+    return mounting.serving(("unshare", "--net", "--mount", "sh", "-c", script), "ready", log)
 
 
 def _connect(server: int, host: int, number: int) -> None:
