@@ -84,6 +84,12 @@ def test_options_that_do_harm_are_named_with_what_helps(
     assert all(option.split("=")[0] in check.finding and word in check.advice for check in said)
 
 
+def test_a_mount_that_remembers_nothing_is_not_told_to_remember_less() -> None:
+    assert "actimeo" in mounts.Mount("nfs4", "s:/", ("rw",)).fresher
+    assert "actimeo" not in mounts.Mount("nfs4", "s:/", ("rw", "noac")).fresher
+    assert mounts.Mount("fuse.new", "x", ()).fresher == mounts.OTHER.fresher
+
+
 def test_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {
         "ext4": "local",

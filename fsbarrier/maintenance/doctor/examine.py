@@ -145,7 +145,7 @@ def _examine(path: Path, mount: mounts.Mount, meeting: Meeting, me: int) -> dict
 def _conclude(path: Path, said: dict[int, dict[str, Any]]) -> Report:
     own = {rank: [Check(**check) for check in message["checks"]] for rank, message in said.items()}
     mounted = [mounts.Mount(**message["about"]["mount"]) for message in said.values()]
-    hint = "; ".join(dict.fromkeys(mount.family.fresher or mounts.OTHER.fresher for mount in mounted))
+    hint = "; ".join(dict.fromkeys(mount.fresher for mount in mounted))
     checks = [*verdict.merged(own), *verdict.between(said, hint)]
     stale_s = verdict.stale_s(said)
     nodes = tuple({"node_rank": rank, **message["about"]} for rank, message in said.items())

@@ -119,6 +119,13 @@ class Mount:
     def family(self) -> Family:
         return family_of(self.kind, self.source)
 
+    @property
+    def fresher(self) -> str:
+        """What makes names and content younger here."""
+        if self.kind.startswith("nfs") and "noac" in self.options:
+            return "a server, or a network, that answers sooner: with noac this client remembers nothing"
+        return self.family.fresher or OTHER.fresher
+
 
 def mount_of(path: Path) -> tuple[str, str, tuple[str, ...]]:
     """(type, source, options) of the mount that holds `path`. Raises OSError."""
