@@ -167,25 +167,26 @@ class Trouble:
     def __init__(self, client: Client, block: Callable[[float, bool], None]) -> None:
         self.client, self._block = client, block
         self.outage: int | None = None  # errno
+        self.calm = LIVELOCK  # operations until the next alarm, where no mishap is planned
         self._mishap: Mishap | None = None
         client.alarm = self._alarm
 
-    def begin(self, mishap: Mishap | None) -> None:
+    def begin(self, mishap: Mishap) -> None:
         """A look begins; `mishap` strikes in it."""
         self._mishap = mishap
         if self.outage is None:
-            self.client.left = LIVELOCK if mishap is None else mishap.step
+            self.client.left = mishap.step
 
     def rest(self) -> Mishap | None:
-        """Between two looks (heartbeats have no mishaps, but share outages); gives the mishap that did not happen."""
+        """That look is over; gives the mishap if it did not happen."""
         left, self._mishap = self._mishap, None
         if left is not None:
             left = replace(left, step=max(1, self.client.left))
-        self.client.left = NEVER if self.outage is None else 1
+        self.client.left = self.calm
         return left
 
     def set_outage(self, code: int | None) -> None:
-        self.outage = code
+        self.outage, self.calm = code, LIVELOCK if code is None else 1
         self.rest()
 
     def _alarm(self, verb: str, path: str) -> BaseException | None:

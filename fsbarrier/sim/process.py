@@ -9,7 +9,7 @@ from fsbarrier.errors import Fenced
 from fsbarrier.node.agent import Agent
 from fsbarrier.node.observer import Observer, Paces
 from fsbarrier.protocol.facts import Join
-from fsbarrier.protocol.state import Exit, Node
+from fsbarrier.protocol.state import Exit, Node, Stage
 from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
 from fsbarrier.sim.history import Event
 from fsbarrier.sim.invariants import BLIND_S
@@ -49,13 +49,13 @@ class Process:
         self.offset = world.clocks.uniform(0, 1e6) if clocks else 0.0
         self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
         paces = Paces(RARELY_S, RARELY_S, BLIND_S, watchers=world.watchers)
-        observer = Observer(cast(Any, client), PATHS, world.rules.program, paces)
+        self.observer = Observer(cast(Any, client), PATHS, world.rules.program, paces)
         self.work = SimWork(world, self)
         host = f"{client.host}"
         join = Join(
             rank, 0, host, number, host, (f"10.0.0.{rank}",), world.setup.iterations, time=f"p{number}"
         )
-        self.agent = Agent(cast(Any, client), observer, world.rules, self.work, join, self._record)
+        self.agent = Agent(cast(Any, client), self.observer, world.rules, self.work, join, self._record)
 
     @property
     def clock(self) -> float:
@@ -83,57 +83,144 @@ class Process:
         self.news_at = at if self.news_at is None else max(at, self.news_at)
         self.wake(at + self.world.rng.random() * POLL_S, at)
 
-    def idle(self) -> None:
+    def _idle(self) -> None:
         """Plan the next look, unless one is due: polls between two changes would see nothing new and are left out. Heartbeats
         must be looked at before the time since the last look counts as blindness.
         """
-        if not self.due:
-            seen_at = self.agent.observer.ledger.looked_at
-            blind_s = (
-                (self.clock - seen_at) / self.rate
-                if self.failing_since is None and seen_at is not None
-                else 1.8
-            )
-            self.wake(self.world.now + max(POLL_S, IDLE_S - self.world.rng.random() - blind_s))
+        if self.due:
+            return
+        world, blind_s, seen_at = self.world, 1.8, self.observer.ledger.looked_at
+        if self.failing_since is None and seen_at is not None:
+            blind_s = (self.clock - seen_at) / self.rate
+        at = world.now + max(POLL_S, IDLE_S - world.rng.random() - blind_s)
+        self.due.append(at)
+        world.at(at, self._tick)
+
+    # --- a look ---
 
     def _tick(self) -> None:
-        if not self.up or self.world.now not in self.due:
+        if not self.up:
             return
         self.due.remove(self.world.now)
-        if not self.paused and self.strand is None:
-            self.world.look(self)
+        if self.paused or self.strand is not None:
+            return
+        mishap = self.mishap
+        if mishap is None and self.world.mishap_rate:
+            mishap = self.world.small_mishap()
+        if mishap is not None:
+            self._struck(mishap)
+            return
+        self.client.left = self.trouble.calm
+        self._looked(self._look())
 
-    def _record(self, event: str, node: Node, fields: Any) -> None:
-        self.world.history.events.append(
-            Event(self.world.now, self.number, event, node, fields, self.ticked_at)
-        )
-        if event == "phase_started":
-            assert node.generation is not None and node.position is not None
-            self.watching = self.agent.observer.row_dir(node.generation.number, node.position)
-            self.world.entered(node)
+    def _struck(self, mishap: Mishap) -> None:
+        """A look in which something goes wrong; one that is to be held up in the middle is done in a thread."""
+        self.mishap = None
+        self.trouble.begin(mishap)
+        if mishap.how == "block":
+            self.strand = Strand(self._look)
+            self.go_on()
+        else:
+            self._came_through(self._look())
 
-    def loop(self) -> str:
-        """One look of the daemon's loop (or its start), and how it went; never raises."""
+    def go_on(self) -> None:
+        """Go on where this process was held up, until it is through or held up again."""
+        if not self.up or self.strand is None:
+            return
+        if self.paused:
+            self.deferred.append(self.go_on)
+        elif self.strand.go_on():
+            strand, self.strand = self.strand, None
+            self._came_through(strand.result)
+
+    def _came_through(self, how: str) -> None:
+        left = self.trouble.rest()
+        self.mishap = self.mishap or left
+        self._looked(how)
+
+    def _look(self) -> str:
+        """One look of the daemon's loop (or its start), and what was unusual about it; never raises."""
         now = self.ticked_at = self.world.now
-        if self.news_at is not None and self.news_at <= now and self.joined:
-            self.news_at = None
-            self.agent.observer.hurry()
         try:
             if not self.joined:
-                self.agent.observer.prepare()
-                self.agent.start(self.clock)
-                self.joined = True
-                return "joined"
-            busy = self.agent.tick(self.offset + now * self.rate)
+                return self._join()
+            if self.news_at is not None and self.news_at <= now:
+                self.news_at = None
+                self.observer.hurry()
+            self.agent.tick(self.offset + now * self.rate)
         except OSError as error:
             return f"error {error}"
         except Fenced as error:
             self.agent.exit = Exit(6, "left", str(error))
-            return "busy"
+            return ""
         except Crash:
             return "crash"
         except Livelock as error:
             self.world.history.stuck.append(f"node {self.rank}: {error}")
             return "crash"
         self.failing_since = None
-        return "busy" if busy else "idle"
+        return ""
+
+    def _join(self) -> str:
+        self.observer.prepare()
+        self.agent.start(self.clock)
+        self.joined = True
+        return "joined"
+
+    def _looked(self, how: str) -> None:
+        """`how` a look ended: "" as most do."""
+        if how == "crash":
+            self.world.kill(self, "killed in the middle of an operation")
+        elif how.startswith("error"):
+            self._failed(how)
+        if not self.up:
+            return
+        if self.agent.exit is not None:
+            self.world.finish(self)
+        elif how == "joined":
+            self.beat()
+            self.wake(self.world.now + 0.001)
+        else:
+            self._idle()
+
+    def _failed(self, how: str) -> None:
+        """The filesystem failed: tried again for a while, as the daemon does; its start is not."""
+        now = self.world.now
+        if self.failing_since is None:
+            self.failing_since = now
+        if not self.joined:
+            self.world.end(self, 3, how)
+        elif now - self.failing_since >= self.world.rules.limits.dead_s:
+            self.agent.exit = Exit(3, "left", how)
+
+    # --- heartbeats and the journal ---
+
+    def beat(self) -> None:
+        """A heartbeat, and the plan of the next one."""
+        world, now = self.world, self.world.now
+        if not self.up:
+            return
+        if self.paused:
+            self.deferred.append(self.beat)
+            return
+        if now - self.ticked_at <= world.rules.limits.dead_s:
+            self.put_beat()
+        pause_s = BEAT_S
+        if self.agent.node.stage is Stage.JOINING:
+            age_s = now - self.started
+            pause_s = 0.2 if age_s < 1.0 else 0.8 if age_s < 5.0 else BEAT_S
+        world.after(pause_s, self.beat)
+
+    def put_beat(self) -> None:
+        """A heartbeat has no mishaps; where the filesystem fails it is lost, and the loop meets the same."""
+        beat = self.agent.beat()
+        if self.trouble.outage is None:
+            self.client.replace(self.beat_path(beat.incarnation), beat)
+
+    def _record(self, event: str, node: Node, fields: Any) -> None:
+        world = self.world
+        world.history.events.append(Event(world.now, self.number, event, node, fields, self.ticked_at))
+        if event == "phase_started":
+            assert node.generation is not None and node.position is not None
+            self.watching = self.observer.row_dir(node.generation.number, node.position)
+            world.entered(node)

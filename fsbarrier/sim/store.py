@@ -306,11 +306,15 @@ class Client:
 
     def put(self, path: SimPath, record: Record) -> None:
         after = self._trouble("put", path)
+        self.replace(path, record)
+        if after is not None:
+            raise after
+
+    def replace(self, path: SimPath, record: Record) -> None:
+        """As `put`, where nothing goes wrong."""
         self.disk.write(path, record, self.host, False)
         if self._caching:
             self._forget(path)
-        if after is not None:
-            raise after
 
     def create(self, path: SimPath, record: Record) -> bool:
         after = self._trouble("create", path)

@@ -14,16 +14,15 @@ from typing import NamedTuple
 
 from fsbarrier.program import SLICES
 from fsbarrier.protocol.facts import Beat, Record
-from fsbarrier.protocol.state import Exit, Node, Part, Rules, Stage
+from fsbarrier.protocol.state import Node, Part, Rules, Stage
 from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
-from fsbarrier.sim.faults import Trouble
+from fsbarrier.sim.faults import Mishap, Trouble
 from fsbarrier.sim.history import Ended, History, Said, Write
 from fsbarrier.sim.invariants import BLIND_S
-from fsbarrier.sim.process import BEAT_S, POLL_S, Process
+from fsbarrier.sim.process import POLL_S, Process
 from fsbarrier.sim.setup import PATHS, Setup, litter, program, settings
-from fsbarrier.sim.store import NEVER, Client, Disk, Habits, SimPath
-from fsbarrier.sim.strand import Strand
+from fsbarrier.sim.store import Client, Disk, Habits, SimPath
 
 EVENTS = 20_000  # for each node and iteration: a hundred times what schedules need; more is a livelock
 SETTLE_S = 900.0  # virtual time, for each iteration, within which all must end after the faults stopped
@@ -225,29 +224,12 @@ class World:
         self.say(f"node {rank} is started on {host}")
         process.wake(self.now)
 
-    def look(self, process: Process) -> None:
-        """Let a process look once; one that is to be held up in the middle does so in a thread."""
-        mishap, process.mishap = process.mishap, None
-        if mishap is None and self.mishap_rate:
-            mishap = faults.draw_mishap(self.rng, self.setup.mix, self.mishap_rate)
-            if mishap is not None:
-                self.history.faults.add(mishap.how)
-        process.trouble.begin(mishap)
-        if mishap is not None and mishap.how == "block":
-            process.strand = Strand(process.loop)
-            self._go_on(process)
-        else:
-            self._looked(process, process.loop())
-
-    def _go_on(self, process: Process) -> None:
-        """Run a process that was held up, until it is through or held up again."""
-        if not process.up or process.strand is None:
-            return
-        if process.paused:
-            process.deferred.append(lambda: self._go_on(process))
-        elif process.strand.go_on():
-            strand, process.strand = process.strand, None
-            self._looked(process, strand.result)
+    def small_mishap(self) -> Mishap | None:
+        """What goes wrong in the look that begins now."""
+        mishap = faults.draw_mishap(self.rng, self.setup.mix, self.mishap_rate)
+        if mishap is not None:
+            self.history.faults.add(mishap.how)
+        return mishap
 
     def _block(self, host: str, seconds: float, stopped: bool) -> None:
         """Called by a process in the middle of an operation."""
@@ -256,53 +238,22 @@ class World:
         assert strand is not None
         if stopped:
             self.pause(process, seconds, frozen=True)
-            process.deferred.append(lambda: self._go_on(process))
+            process.deferred.append(process.go_on)
         else:
             self.say(f"node {process.rank}: an operation hangs for {seconds:g} s")
-            self.after(seconds, lambda: self._go_on(process))
+            self.after(seconds, process.go_on)
         strand.park()
-
-    def _looked(self, process: Process, how: str) -> None:
-        left = process.trouble.rest()
-        process.mishap = process.mishap or left
-        if how == "crash":
-            self.kill(process, "killed in the middle of an operation")
-            return
-        if how.startswith("error"):
-            self._failed_look(process, how)
-        if process.agent.exit is not None:
-            self.finish(process)
-            return
-        if not process.up:
-            return
-        if how == "joined":
-            self._beat(process)
-            process.wake(self.now + 0.001)
-        else:
-            process.idle()
-
-    def _failed_look(self, process: Process, how: str) -> None:
-        """The filesystem failed: tried again for a while, as the daemon does; its start is not."""
-        if process.failing_since is None:
-            process.failing_since = self.now
-        if process.joined and self.now - process.failing_since < self.rules.limits.dead_s:
-            return
-        if process.joined:
-            process.agent.exit = Exit(3, "left", how)
-        else:
-            process.up = False
-            self._end(process, 3, how)
 
     def finish(self, process: Process) -> None:
         """A process ends by itself: its work, then its last heartbeat."""
         ended = process.agent.exit
         assert ended is not None
         process.work.cancel()
-        self._put_beat(process)
-        process.up = False
-        self._end(process, ended.code, f"{ended.state}: {ended.reason}")
+        process.put_beat()
+        self.end(process, ended.code, f"{ended.state}: {ended.reason}")
 
-    def _end(self, process: Process, code: int, why: str) -> None:
+    def end(self, process: Process, code: int, why: str) -> None:
+        process.up = False
         self.ending = True
         self.history.ended[process.number] = Ended(self.now, process.rank, code, why)
         self.say(f"node {process.rank} ends with code {code}: {why}")
@@ -337,31 +288,7 @@ class World:
                 self.after(self.short() / 10, action)
             process.wake(self.now + self.short())
 
-    # --- heartbeats, and what others notice ---
-
-    def _beat(self, process: Process) -> None:
-        if not process.up:
-            return
-        if process.paused:
-            process.deferred.append(lambda: self._beat(process))
-            return
-        if self.now - process.ticked_at <= self.rules.limits.dead_s:
-            self._put_beat(process)
-        joining = process.agent.node.stage is Stage.JOINING
-        age_s = self.now - process.started
-        joining_s = 0.2 if age_s < 1.0 else 0.8 if age_s < 5.0 else BEAT_S
-        self.after(joining_s if joining else BEAT_S, partial(self._beat, process))
-
-    def _put_beat(self, process: Process) -> None:
-        left, process.client.left = process.client.left, NEVER
-        if process.trouble.outage is not None:
-            process.client.left = 1
-        beat = process.agent.beat()
-        try:
-            process.client.put(process.beat_path(beat.incarnation), beat)
-        except OSError:
-            pass  # the loop meets the same filesystem
-        process.client.left = left
+    # --- what others notice ---
 
     def _written(self, path: SimPath, host: str, record: Record) -> None:
         if isinstance(record, Beat):
