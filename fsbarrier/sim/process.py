@@ -32,6 +32,7 @@ class Process:
 
     def __init__(self, world: World, number: int, rank: int, client: Client, trouble: Trouble) -> None:
         self.world, self.number, self.rank, self.client, self.trouble = world, number, rank, client, trouble
+        self.host = client.host
         self.up = True
         self.paused = False
         self.frozen = False  # the whole host: its programs stand still too
@@ -51,9 +52,8 @@ class Process:
         paces = Paces(RARELY_S, RARELY_S, BLIND_S, watchers=world.watchers)
         self.observer = Observer(cast(Any, client), PATHS, world.rules.program, paces)
         self.work = SimWork(world, self)
-        host = f"{client.host}"
         join = Join(
-            rank, 0, host, number, host, (f"10.0.0.{rank}",), world.setup.iterations, time=f"p{number}"
+            rank, 0, self.host, number, self.host, (f"10.0.0.{rank}",), world.setup.iterations, time=f"p{number}"
         )
         self.agent = Agent(cast(Any, client), self.observer, world.rules, self.work, join, self._record)
 

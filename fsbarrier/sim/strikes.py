@@ -22,6 +22,7 @@ def heal(world: World) -> None:
         return
     world.healed = True
     world.history.healed_at = world.now
+    world.end_s = world.now + world.settle_s
     world.say("all faults stop")
     world.mishap_rate = world.garbling.rate = 0.0
     world.awaited.clear()
@@ -29,7 +30,8 @@ def heal(world: World) -> None:
         process.mishap = None
         if process.paused:
             world.resume(process)
-    for _, trouble in world.clients.values():
+    for client, trouble in world.clients.values():
+        client.garbled = None
         trouble.set_outage(None)
     down = [rank for rank in range(world.setup.nodes) if not lives(world, rank) and may_return(world, rank)]
     for rank in down:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fsbarrier.program import SLICES
 from fsbarrier.protocol.facts import Beat, Record
-from fsbarrier.protocol.state import Node, Part, Rules, Stage
+from fsbarrier.protocol.state import ANNOUNCED, GATHER, Node, Part, Rules, Stage
 from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.faults import Mishap, Trouble
@@ -101,7 +101,8 @@ class World:
         ]
         self.starting = 0  # starts that are due
         self.ending = False  # some process has ended: maybe it was the last
-        self.end_s = NEVER_S  # when everything must have ended
+        self.settle_s = SETTLE_S * setup.iterations
+        self.end_s = NEVER_S if mix else self.settle_s  # when everything must have ended
         self._heap: list[tuple[float, int, Action]] = []
         self._order = 0
 
@@ -142,24 +143,28 @@ class World:
         self._begin()
         most, heap, disk = EVENTS * self.setup.nodes * self.setup.iterations, self._heap, self.disk
         while heap:
-            if self._order > most:
-                self.history.stuck.append(f"{most} events, and no end")
-                break
-            time, _, action = heappop(heap)
+            time, order, action = heappop(heap)
             if time > self.end_s:
                 break
             self.now = disk.now = time
             action()
-            if self.ending and not self.starting:
-                self.ending = False
-                if not any(process.up for process in self.processes):
-                    if self.healed or self._over():
-                        break
-                    strikes.heal(self)
-            if self.healed and self.end_s == NEVER_S:
-                self.end_s = self.now + SETTLE_S * self.setup.iterations
+            if self.ending and not self.starting and self._all_ended():
+                break
+            if order > most:
+                self.history.stuck.append(f"{most} events, and no end")
+                break
         self._close()
         return self.history
+
+    def _all_ended(self) -> bool:
+        """Whether no process is left, and none to come: once more the faults stop."""
+        self.ending = False
+        if any(process.up for process in self.processes):
+            return False
+        if self.healed or self._over():
+            return True
+        strikes.heal(self)
+        return False
 
     def _begin(self) -> None:
         if "junk" in self.setup.mix and self.rng.random() < 0.3:
@@ -294,30 +299,37 @@ class World:
         if isinstance(record, Beat):
             beats = self.history.beats.setdefault((record.rank, record.incarnation), [])
             beats.append(self.now)
-            for process in self.processes if len(beats) <= 2 else ():  # then it is known to be alive
-                if (
-                    process.joined
-                    and process.agent.node.stage is Stage.JOINING
-                    and process.client.host != host
-                ):
-                    seen_at = max(process.client.visible_at(path.parent), process.client.fresh_at(path))
-                    process.wake(seen_at + self.rng.random() * POLL_S, seen_at)
+            if len(beats) <= 2:  # then it is known to be alive
+                self._first_beats(path, host)
             return
         self.history.writes.append(Write(self.now, host, path, record))
         directory = path.rpartition("/")[0]
+        if "/iter-" in path:
+            self._fact_written(path, directory, host)
+            return
         for process in self.processes:
-            if not process.up or process.paused or process.client.host == host:
-                continue
-            if process.watching == directory:
-                if process.agent.node.part not in (Part.ANNOUNCED, Part.GATHER) and path.endswith(".done"):
-                    continue
-                generation = process.agent.node.generation
-                size = 1 if generation is None else len(generation.members)
-                if len(self.disk.dirs[directory].names) >= size or self.rng.random() * size < 0.6:
-                    visible = process.client.visible_at(directory)
-                    process.wake(visible + self.rng.random() * 0.05, visible)
-            elif "/iter-" not in path:
+            if process.up and not process.paused and process.host != host:
                 process.notice(process.client.visible_at(directory))
+
+    def _fact_written(self, path: SimPath, directory: str, host: str) -> None:
+        """Those who wait in a row see what is published there."""
+        for process in self.processes:
+            if process.watching != directory or process.host == host or not process.up or process.paused:
+                continue
+            node = process.agent.node
+            if node.part not in (ANNOUNCED, GATHER) and path.endswith(".done"):
+                continue
+            size = 1 if node.generation is None else len(node.generation.members)
+            if len(self.disk.dirs[directory].names) >= size or self.rng.random() * size < 0.6:
+                visible = process.client.visible_at(directory)
+                process.wake(visible + self.rng.random() * 0.05, visible)
+
+    def _first_beats(self, path: SimPath, host: str) -> None:
+        """Those who join see who else is there."""
+        for process in self.processes:
+            if process.joined and process.agent.node.stage is Stage.JOINING and process.host != host:
+                seen_at = max(process.client.visible_at(path.parent), process.client.fresh_at(path))
+                process.wake(seen_at + self.rng.random() * POLL_S, seen_at)
 
     def say(self, text: str, mark: str = "!") -> None:
         self.history.said.append(Said(self.now, text, len(self.history.events), mark))
