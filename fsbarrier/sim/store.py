@@ -57,17 +57,6 @@ def as_record(content: Content, cls: type[R]) -> R | None:
 
 
 @dataclass(slots=True)
-class File:
-    """What the server holds under one name. `old`: the content that an un-flushed replacement may fall back to."""
-
-    content: Content
-    host: str
-    time: float
-    durable: bool
-    old: Content | None = None
-
-
-@dataclass(slots=True)
 class Directory:
     """The names in one directory. `stamp` is its modification time as clients compare it, maybe coarse."""
 
@@ -75,6 +64,18 @@ class Directory:
     listing: list[str] | None = None
     stamp: float = 0.0
     seen: dict[str, float] = field(default_factory=dict)  # host -> when it last looked
+
+
+@dataclass(slots=True)
+class File:
+    """What the server holds under one name. `old`: the content that an un-flushed replacement may fall back to."""
+
+    content: Content
+    host: str
+    time: float
+    durable: bool
+    folder: Directory
+    old: Content | None = None
 
 
 Watcher = Callable[[SimPath, str, Record], None]
@@ -102,39 +103,40 @@ class Disk:
             self.make_dir(parent)
             self.dirs[path] = Directory()
             if parent:
-                self._changed(parent, name)
+                self._added(self.dirs[parent], name)
 
     def write(self, path: SimPath, record: Record, host: str, durable: bool) -> None:
         """Put `record` under a name in one step. Raises FileNotFoundError where its directory is missing."""
-        parent, _, name = path.rpartition("/")
-        if parent not in self.dirs:
-            raise FileNotFoundError(2, "no such directory", path)
         file = self.files.get(path)
         if file is None:
-            self.files[path] = File(record, host, self.now, durable)
+            self._create(path, record, host, durable)
         else:
-            file.old = file.content if file.durable or durable else file.old
+            if file.durable or durable:
+                file.old = file.content
             file.content, file.host, file.time, file.durable = record, host, self.now, durable
-        self._changed(parent, name)
+            self.touch(file.folder)
         self.watch(path, host, record)
-
-    def touch(self, path: str) -> None:
-        """A temporary file came and went in a directory: its time changes, its names do not."""
-        self._changes += 1
-        directory = self.dirs[path]
-        directory.stamp = self.now // self.coarse_s if self.coarse_s else self._changes
 
     def junk(self, directory: str, name: str, data: bytes) -> None:
         """Something that is not ours, as filesystems and editors leave it."""
         self.make_dir(directory)
-        self.files[f"{directory}/{name}"] = File(data, "nobody", self.now, True)
-        self._changed(directory, name)
+        self._create(f"{directory}/{name}", data, "nobody", True)
 
-    def _changed(self, path: str, name: str) -> None:
-        directory = self.dirs[path]
-        if name not in directory.names:
-            directory.names[name] = None
-            directory.listing = None
+    def _create(self, path: str, content: Content, host: str, durable: bool) -> None:
+        parent, _, name = path.rpartition("/")
+        folder = self.dirs.get(parent)
+        if folder is None:
+            raise FileNotFoundError(2, "no such directory", path)
+        self.files[path] = File(content, host, self.now, durable, folder)
+        self._added(folder, name)
+
+    def _added(self, directory: Directory, name: str) -> None:
+        directory.names[name] = None
+        directory.listing = None
+        self.touch(directory)
+
+    def touch(self, directory: Directory) -> None:
+        """Something happened in a directory, if only that a temporary file came and went: its time changes, maybe not its names."""
         self._changes += 1
         directory.stamp = self.now // self.coarse_s if self.coarse_s else self._changes
 
@@ -156,8 +158,7 @@ class Disk:
         for path, file in self.files.items():
             if file.durable or file.host not in hosts or self.now - file.time > horizon_s:
                 continue
-            seen = self.dirs[path.rpartition("/")[0]].seen
-            if any(when >= file.time for host, when in seen.items() if host not in hosts):
+            if any(when >= file.time for host, when in file.folder.seen.items() if host not in hosts):
                 continue
             fate = rng.random()
             if fate < 0.5:
@@ -172,11 +173,10 @@ class Disk:
             else:
                 file.host = "gone"
         for path in [path for path in hurt if self.files[path].host == "gone"]:
-            del self.files[path]
-            parent, _, name = path.rpartition("/")
-            self._changed(parent, name)
-            del self.dirs[parent].names[name]
-            self.dirs[parent].listing = None
+            folder = self.files.pop(path).folder
+            del folder.names[path.rpartition("/")[2]]
+            folder.listing = None
+            self.touch(folder)
         return hurt
 
 
@@ -240,37 +240,37 @@ class Client:
         self.left -= 1
         if self.left <= 0 and (after := self.alarm("names", directory)) is not None:
             raise after
-        if not self._caching:
-            found = self.disk.dirs.get(directory)
-            if found is None:
-                return []
-            found.seen[self.host] = self.disk.now
-            return found.listing or self.disk.listing(found)
+        if self._caching:
+            return self._remembered_names(directory)
+        folder = self.disk.dirs.get(directory)
+        if folder is None:
+            return []
+        folder.seen[self.host] = self.disk.now
+        return folder.listing if folder.listing is not None else self.disk.listing(folder)
+
+    def _remembered_names(self, directory: SimPath) -> list[str]:
+        """What this mount takes for the names in a directory."""
         now, known = self.disk.now, self._lists.get(directory)
         if known is not None and now < known[2]:
             return known[0]
         if self._absent and self._absent.get(directory, 0.0) > now:
             return []
-        found = self.disk.dirs.get(directory)
-        if found is None:
+        folder = self.disk.dirs.get(directory)
+        if folder is None:
             self._absent[directory] = now + self.habits.absence_s
             return []
-        found.seen[self.host] = now
-        listing, stamp = found.listing or self.disk.listing(found), found.stamp
-        if known is not None and known[1] == stamp:
+        folder.seen[self.host] = now
+        if known is not None and known[1] == folder.stamp:
             listing = known[0]  # the directory looks unchanged, even if it is not
-        elif self._absent and self.habits.listing_frees:
-            for path in [path for path in self._absent if path.startswith(directory)]:
-                del self._absent[path]
-        self._lists[directory] = listing, stamp, now + self.habits.listing_s
+        else:
+            listing = folder.listing if folder.listing is not None else self.disk.listing(folder)
+            if self._absent and self.habits.listing_frees:
+                for path in [path for path in self._absent if path.startswith(directory)]:
+                    del self._absent[path]
+        self._lists[directory] = listing, folder.stamp, now + self.habits.listing_s
         return listing
 
     def read(self, path: SimPath, cls: type[R]) -> R | None:
-        content = self._content(path)
-        return content if content is None or isinstance(content, cls) else as_record(content, cls)
-
-    def _content(self, path: SimPath) -> Content | None:
-        after = None
         if "/iter-" in path:
             self.ops["read"] += 1
         self.left -= 1
@@ -281,17 +281,23 @@ class Client:
                 if error.errno in REPLACED:
                     return None
                 raise
-        file = self.disk.files.get(path)
-        if after is not None:
-            if not isinstance(after, GarbledRead):
+            if isinstance(after, GarbledRead):
+                return as_record(MIXED, cls) if path in self.disk.files else None
+            if after is not None:
                 raise after
-            return None if file is None else MIXED
-        if self.garbled is not None and file is not None and self.garbled(self.host, path):
-            return MIXED
+        file = self.disk.files.get(path)
         if file is None:
             self.misses[path] = self.misses.get(path, 0) + 1
-        if not self._caching:
-            return None if file is None else file.content
+        elif self.garbled is not None and self.garbled(self.host, path):
+            return as_record(MIXED, cls)
+        if self._caching:
+            content = self._remembered(path, file)
+        else:
+            content = file.content if file is not None else None
+        return content if content is None or isinstance(content, cls) else as_record(content, cls)
+
+    def _remembered(self, path: SimPath, file: File | None) -> Content | None:
+        """What this mount takes for the content of a file."""
         now = self.disk.now
         if self._absent and self._absent.get(path, 0.0) > now:
             return None
@@ -301,7 +307,8 @@ class Client:
         if file is None:
             self._absent[path] = now + self.habits.absence_s
             return None
-        self._contents[path] = (file.content, now + self.habits.content_s)
+        if self.habits.content_s:
+            self._contents[path] = (file.content, now + self.habits.content_s)
         return file.content
 
     def put(self, path: SimPath, record: Record) -> None:
@@ -323,7 +330,7 @@ class Client:
             self.disk.write(path, record, self.host, True)
             free = True
         else:
-            self.disk.touch(path.parent)
+            self.disk.touch(self.disk.files[path].folder)
         if self._caching:
             self._forget(path)
         if after is not None:
