@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from fsbarrier.errors import UsageError
-from fsbarrier.sim.store import NEVER, Client, GarbledRead, Habits
+from fsbarrier.sim.store import Client, GarbledRead, Habits
 
 #: name -> what it is, as `fsbarrier simulate --help` tells it
 KINDS = {

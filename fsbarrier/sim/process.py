@@ -14,13 +14,14 @@ from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
 from fsbarrier.sim.history import Event
 from fsbarrier.sim.invariants import BLIND_S
 from fsbarrier.sim.setup import PATHS
-from fsbarrier.sim.store import Client, SimPath
+from fsbarrier.sim.store import Client, Directory, SimPath
 from fsbarrier.sim.strand import Strand
 from fsbarrier.sim.work import SimWork
 
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World
 
+JOINING = Stage.JOINING
 BEAT_S = 2.0
 POLL_S = 0.1  # the longest time between two polls, which are simulated only where they see something new
 RARELY_S = 1.9  # the time between two looks at what changes seldom; whoever changes it wakes the others
@@ -43,7 +44,7 @@ class Process:
         self.joined = False
         self.failing_since: float | None = None
         self.mishap: Mishap | None = None
-        self.watching: Any = ""
+        self.watching: Directory | None = None  # its row's
         self.news_at: float | None = None  # when it is going to see something new beside its row
         clocks = world.setup.clocks
         self._beats_as = 0, SimPath()
@@ -53,7 +54,14 @@ class Process:
         self.observer = Observer(cast(Any, client), PATHS, world.rules.program, paces)
         self.work = SimWork(world, self)
         join = Join(
-            rank, 0, self.host, number, self.host, (f"10.0.0.{rank}",), world.setup.iterations, time=f"p{number}"
+            rank,
+            0,
+            self.host,
+            number,
+            self.host,
+            (f"10.0.0.{rank}",),
+            world.setup.iterations,
+            time=f"p{number}",
         )
         self.agent = Agent(cast(Any, client), self.observer, world.rules, self.work, join, self._record)
 
@@ -171,16 +179,14 @@ class Process:
         """`how` a look ended: "" as most do."""
         if how == "crash":
             self.world.kill(self, "killed in the middle of an operation")
-        elif how.startswith("error"):
-            self._failed(how)
-        if not self.up:
-            return
-        if self.agent.exit is not None:
-            self.world.finish(self)
         elif how == "joined":
             self.beat()
             self.wake(self.world.now + 0.001)
-        else:
+        elif how:
+            self._failed(how)
+        if self.up and self.agent.exit is not None:
+            self.world.finish(self)
+        elif self.up:
             self._idle()
 
     def _failed(self, how: str) -> None:
@@ -206,7 +212,7 @@ class Process:
         if now - self.ticked_at <= world.rules.limits.dead_s:
             self.put_beat()
         pause_s = BEAT_S
-        if self.agent.node.stage is Stage.JOINING:
+        if self.agent.node.stage is JOINING:
             age_s = now - self.started
             pause_s = 0.2 if age_s < 1.0 else 0.8 if age_s < 5.0 else BEAT_S
         world.after(pause_s, self.beat)
@@ -222,5 +228,7 @@ class Process:
         world.history.events.append(Event(world.now, self.number, event, node, fields, self.ticked_at))
         if event == "phase_started":
             assert node.generation is not None and node.position is not None
-            self.watching = self.observer.row_dir(node.generation.number, node.position)
-            world.entered(node)
+            row = cast(SimPath, self.observer.row_dir(node.generation.number, node.position))
+            self.watching = world.disk.dirs.get(row)
+            if world.awaited:
+                world.entered(node)

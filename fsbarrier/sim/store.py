@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
+from typing import Any, cast
 
 from fsbarrier.node.store import REPLACED
 from fsbarrier.protocol.facts import CorruptRecord, R, Record, decode, encode
@@ -50,16 +51,23 @@ def as_bytes(content: Content) -> bytes:
 
 def as_record(content: Content, cls: type[R]) -> R | None:
     """What PosixStore makes of a file that holds something else than a `cls`, or bytes."""
+    found: R | None = _decoded(as_bytes(content), cast(Any, cls))
+    return found
+
+
+@lru_cache(maxsize=256)  # litter is read again and again
+def _decoded(data: bytes, cls: Any) -> Any:
     try:
-        return decode(as_bytes(content), cls)
+        return decode(data, cls)
     except CorruptRecord:
         return None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Directory:
     """The names in one directory. `stamp` is its modification time as clients compare it, maybe coarse."""
 
+    parent: Directory | None
     names: dict[str, None] = field(default_factory=dict)
     listing: list[str] | None = None
     stamp: float = 0.0
@@ -74,11 +82,11 @@ class File:
     host: str
     time: float
     durable: bool
-    folder: Directory
+    directory: Directory
     old: Content | None = None
 
 
-Watcher = Callable[[SimPath, str, Record], None]
+Watcher = Callable[[SimPath, Record, File], None]
 
 
 class Disk:
@@ -94,41 +102,47 @@ class Disk:
         self.dirs: dict[str, Directory] = {}
         self.torn: set[str] = set()
         self.coarse_s, self.order, self.exclusive = coarse_s, order, exclusive
-        self.watch: Watcher = lambda path, host, record: None
+        self.watch: Watcher = lambda path, record, file: None
         self._changes = 0
 
-    def make_dir(self, path: str) -> None:
-        if path and path not in self.dirs:
+    def make_dir(self, path: str) -> Directory | None:
+        """Make a directory, and what it lies in; None for the top of all."""
+        if not path:
+            return None
+        directory = self.dirs.get(path)
+        if directory is None:
             parent, _, name = path.rpartition("/")
-            self.make_dir(parent)
-            self.dirs[path] = Directory()
-            if parent:
-                self._added(self.dirs[parent], name)
+            directory = self.dirs[path] = Directory(self.make_dir(parent))
+            if directory.parent is not None:
+                self._added(directory.parent, name)
+        return directory
 
-    def write(self, path: SimPath, record: Record, host: str, durable: bool) -> None:
+    def write(self, path: SimPath, record: Record, host: str, durable: bool) -> File:
         """Put `record` under a name in one step. Raises FileNotFoundError where its directory is missing."""
         file = self.files.get(path)
         if file is None:
-            self._create(path, record, host, durable)
+            file = self._create(path, record, host, durable)
         else:
             if file.durable or durable:
                 file.old = file.content
             file.content, file.host, file.time, file.durable = record, host, self.now, durable
-            self.touch(file.folder)
-        self.watch(path, host, record)
+            self.touch(file.directory)
+        self.watch(path, record, file)
+        return file
 
     def junk(self, directory: str, name: str, data: bytes) -> None:
         """Something that is not ours, as filesystems and editors leave it."""
         self.make_dir(directory)
         self._create(f"{directory}/{name}", data, "nobody", True)
 
-    def _create(self, path: str, content: Content, host: str, durable: bool) -> None:
+    def _create(self, path: str, content: Content, host: str, durable: bool) -> File:
         parent, _, name = path.rpartition("/")
-        folder = self.dirs.get(parent)
-        if folder is None:
+        directory = self.dirs.get(parent)
+        if directory is None:
             raise FileNotFoundError(2, "no such directory", path)
-        self.files[path] = File(content, host, self.now, durable, folder)
-        self._added(folder, name)
+        file = self.files[path] = File(content, host, self.now, durable, directory)
+        self._added(directory, name)
+        return file
 
     def _added(self, directory: Directory, name: str) -> None:
         directory.names[name] = None
@@ -158,7 +172,7 @@ class Disk:
         for path, file in self.files.items():
             if file.durable or file.host not in hosts or self.now - file.time > horizon_s:
                 continue
-            if any(when >= file.time for host, when in file.folder.seen.items() if host not in hosts):
+            if any(when >= file.time for host, when in file.directory.seen.items() if host not in hosts):
                 continue
             fate = rng.random()
             if fate < 0.5:
@@ -173,10 +187,10 @@ class Disk:
             else:
                 file.host = "gone"
         for path in [path for path in hurt if self.files[path].host == "gone"]:
-            folder = self.files.pop(path).folder
-            del folder.names[path.rpartition("/")[2]]
-            folder.listing = None
-            self.touch(folder)
+            directory = self.files.pop(path).directory
+            del directory.names[path.rpartition("/")[2]]
+            directory.listing = None
+            self.touch(directory)
         return hurt
 
 
@@ -212,7 +226,7 @@ class Client:
         self.garbled: Callable[[str, str], bool] | None = None  # whether the next read gives half of a file
         self.misses: dict[str, int] = {}  # reads of names that did not exist (invariant I11)
         self._caching = habits != Habits() or bool(disk.coarse_s)
-        self._lists: dict[str, tuple[list[str], float, float]] = {}  # names, stamp, until when
+        self._lists: dict[Directory, tuple[list[str], float, float]] = {}  # names, stamp, until when
         self._contents: dict[str, tuple[Content, float]] = {}
         self._absent: dict[str, float] = {}
 
@@ -227,12 +241,11 @@ class Client:
     def make_dir(self, path: SimPath) -> None:
         after = self._trouble("make_dir", path)
         if path not in self.disk.dirs:
-            self.disk.make_dir(path)
+            directory = self.disk.make_dir(path)
             if self._caching:
-                self._forget(path)
-                parent = path
-                while parent := parent.parent:
-                    self._lists.pop(parent, None)
+                self._absent.pop(path, None)
+                while directory := directory and directory.parent:
+                    self._lists.pop(directory, None)
         if after is not None:
             raise after
 
@@ -240,34 +253,36 @@ class Client:
         self.left -= 1
         if self.left <= 0 and (after := self.alarm("names", directory)) is not None:
             raise after
+        found = self.disk.dirs.get(directory)
         if self._caching:
-            return self._remembered_names(directory)
-        folder = self.disk.dirs.get(directory)
-        if folder is None:
+            return self._remembered_names(directory, found)
+        if found is None:
             return []
-        folder.seen[self.host] = self.disk.now
-        return folder.listing if folder.listing is not None else self.disk.listing(folder)
+        found.seen[self.host] = self.disk.now
+        return found.listing if found.listing is not None else self.disk.listing(found)
 
-    def _remembered_names(self, directory: SimPath) -> list[str]:
+    def _remembered_names(self, path: SimPath, directory: Directory | None) -> list[str]:
         """What this mount takes for the names in a directory."""
-        now, known = self.disk.now, self._lists.get(directory)
-        if known is not None and now < known[2]:
-            return known[0]
-        if self._absent and self._absent.get(directory, 0.0) > now:
+        now = self.disk.now
+        if directory is None:
+            if self._absent.get(path, 0.0) <= now:
+                self._absent[path] = now + self.habits.absence_s
             return []
-        folder = self.disk.dirs.get(directory)
-        if folder is None:
-            self._absent[directory] = now + self.habits.absence_s
+        known = self._lists.get(directory)
+        if known is not None:
+            if now < known[2]:
+                return known[0]
+        elif self._absent and self._absent.get(path, 0.0) > now:
             return []
-        folder.seen[self.host] = now
-        if known is not None and known[1] == folder.stamp:
+        directory.seen[self.host] = now
+        if known is not None and known[1] == directory.stamp:
             listing = known[0]  # the directory looks unchanged, even if it is not
         else:
-            listing = folder.listing if folder.listing is not None else self.disk.listing(folder)
+            listing = self.disk.listing(directory)
             if self._absent and self.habits.listing_frees:
-                for path in [path for path in self._absent if path.startswith(directory)]:
-                    del self._absent[path]
-        self._lists[directory] = listing, folder.stamp, now + self.habits.listing_s
+                for absent in [absent for absent in self._absent if absent.startswith(path)]:
+                    del self._absent[absent]
+        self._lists[directory] = listing, directory.stamp, now + self.habits.listing_s
         return listing
 
     def read(self, path: SimPath, cls: type[R]) -> R | None:
@@ -290,10 +305,7 @@ class Client:
             self.misses[path] = self.misses.get(path, 0) + 1
         elif self.garbled is not None and self.garbled(self.host, path):
             return as_record(MIXED, cls)
-        if self._caching:
-            content = self._remembered(path, file)
-        else:
-            content = file.content if file is not None else None
+        content = self._remembered(path, file) if self._caching else file and file.content
         return content if content is None or isinstance(content, cls) else as_record(content, cls)
 
     def _remembered(self, path: SimPath, file: File | None) -> Content | None:
@@ -319,38 +331,39 @@ class Client:
 
     def replace(self, path: SimPath, record: Record) -> None:
         """As `put`, where nothing goes wrong."""
-        self.disk.write(path, record, self.host, False)
+        file = self.disk.write(path, record, self.host, False)
         if self._caching:
-            self._forget(path)
+            self._forget(path, file)
 
     def create(self, path: SimPath, record: Record) -> bool:
         after = self._trouble("create", path)
-        free = path not in self.disk.files
-        if free or not self.disk.exclusive:
-            self.disk.write(path, record, self.host, True)
-            free = True
+        file = self.disk.files.get(path)
+        free = file is None or not self.disk.exclusive
+        if file is None or free:
+            file = self.disk.write(path, record, self.host, True)
         else:
-            self.disk.touch(self.disk.files[path].folder)
+            self.disk.touch(file.directory)
         if self._caching:
-            self._forget(path)
+            self._forget(path, file)
         if after is not None:
             raise after
         return free
 
     # --- caches ---
 
-    def _forget(self, path: SimPath) -> None:
+    def _forget(self, path: SimPath, file: File) -> None:
         """What this host changes, it sees."""
-        self._lists.pop(path.rpartition("/")[0], None)
+        self._lists.pop(file.directory, None)
         self._contents.pop(path, None)
         self._absent.pop(path, None)
 
-    def shown(self, directory: SimPath) -> list[str]:
+    def shown(self, path: SimPath) -> list[str]:
         """The names that this client was shown in a directory when it last looked."""
+        directory = self.disk.dirs[path]
         known = self._lists.get(directory)
-        return known[0] if known is not None else self.disk.listing(self.disk.dirs[directory])
+        return known[0] if known is not None else self.disk.listing(directory)
 
-    def visible_at(self, directory: str) -> float:
+    def visible_at(self, directory: Directory) -> float:
         """When this client will look at a directory again rather than answer from memory."""
         known = self._lists.get(directory)
         return self.disk.now if known is None else max(self.disk.now, known[2])

@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 from fsbarrier.program import SLICES
 from fsbarrier.protocol.facts import Beat, Record
-from fsbarrier.protocol.state import ANNOUNCED, GATHER, Node, Part, Rules, Stage
+from fsbarrier.protocol.state import ANNOUNCED, GATHER, Node, Part, Rules
 from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.faults import Mishap, Trouble
 from fsbarrier.sim.history import Ended, History, Said, Write
 from fsbarrier.sim.invariants import BLIND_S
-from fsbarrier.sim.process import POLL_S, Process
+from fsbarrier.sim.process import JOINING, POLL_S, Process
 from fsbarrier.sim.setup import PATHS, Setup, litter, program, settings
-from fsbarrier.sim.store import Client, Disk, Habits, SimPath
+from fsbarrier.sim.store import Client, Disk, File, Habits, SimPath
 
 EVENTS = 20_000  # for each node and iteration: a hundred times what schedules need; more is a livelock
 SETTLE_S = 900.0  # virtual time, for each iteration, within which all must end after the faults stopped
@@ -295,40 +295,40 @@ class World:
 
     # --- what others notice ---
 
-    def _written(self, path: SimPath, host: str, record: Record) -> None:
+    def _written(self, path: SimPath, record: Record, file: File) -> None:
         if isinstance(record, Beat):
             beats = self.history.beats.setdefault((record.rank, record.incarnation), [])
             beats.append(self.now)
             if len(beats) <= 2:  # then it is known to be alive
-                self._first_beats(path, host)
+                self._first_beats(path, file)
             return
-        self.history.writes.append(Write(self.now, host, path, record))
-        directory = path.rpartition("/")[0]
+        self.history.writes.append(Write(self.now, file.host, path, record))
         if "/iter-" in path:
-            self._fact_written(path, directory, host)
+            self._fact_written(path, file)
             return
         for process in self.processes:
-            if process.up and not process.paused and process.host != host:
-                process.notice(process.client.visible_at(directory))
+            if process.up and not process.paused and process.host != file.host:
+                process.notice(process.client.visible_at(file.directory))
 
-    def _fact_written(self, path: SimPath, directory: str, host: str) -> None:
+    def _fact_written(self, path: SimPath, file: File) -> None:
         """Those who wait in a row see what is published there."""
+        directory, host = file.directory, file.host
         for process in self.processes:
-            if process.watching != directory or process.host == host or not process.up or process.paused:
+            if process.watching is not directory or process.host == host or not process.up or process.paused:
                 continue
             node = process.agent.node
             if node.part not in (ANNOUNCED, GATHER) and path.endswith(".done"):
                 continue
             size = 1 if node.generation is None else len(node.generation.members)
-            if len(self.disk.dirs[directory].names) >= size or self.rng.random() * size < 0.6:
+            if len(directory.names) >= size or self.rng.random() * size < 0.6:
                 visible = process.client.visible_at(directory)
                 process.wake(visible + self.rng.random() * 0.05, visible)
 
-    def _first_beats(self, path: SimPath, host: str) -> None:
+    def _first_beats(self, path: SimPath, file: File) -> None:
         """Those who join see who else is there."""
         for process in self.processes:
-            if process.joined and process.agent.node.stage is Stage.JOINING and process.host != host:
-                seen_at = max(process.client.visible_at(path.parent), process.client.fresh_at(path))
+            if process.joined and process.agent.node.stage is JOINING and process.host != file.host:
+                seen_at = max(process.client.visible_at(file.directory), process.client.fresh_at(path))
                 process.wake(seen_at + self.rng.random() * POLL_S, seen_at)
 
     def say(self, text: str, mark: str = "!") -> None:
