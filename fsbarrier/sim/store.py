@@ -305,7 +305,7 @@ class Client:
             self.misses[path] = self.misses.get(path, 0) + 1
         elif self.garbled is not None and self.garbled(self.host, path):
             return as_record(MIXED, cls)
-        content = self._remembered(path, file) if self._caching else file and file.content
+        content = self._remembered(path, file) if file is None or self._caching else file.content
         return content if content is None or isinstance(content, cls) else as_record(content, cls)
 
     def _remembered(self, path: SimPath, file: File | None) -> Content | None:
