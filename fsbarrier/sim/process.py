@@ -47,7 +47,8 @@ class Process:
         self.watching: Directory | None = None  # its row's
         self.news_at: float | None = None  # when it is going to see something new beside its row
         clocks = world.setup.clocks
-        self._beats_as = 0, SimPath()
+        self._beats_as = 0  # the incarnation that its heartbeats name
+        self._beat_path, self._beats = SimPath(), list[float]()
         self.offset = world.clocks.uniform(0, 1e6) if clocks else 0.0
         self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
         paces = Paces(RARELY_S, RARELY_S, BLIND_S, watchers=world.watchers)
@@ -70,12 +71,6 @@ class Process:
         """This process's own monotonic clock."""
         return self.offset + self.world.now * self.rate
 
-    def beat_path(self, incarnation: int) -> SimPath:
-        """Where its heartbeat goes."""
-        if self._beats_as[0] != incarnation:
-            self._beats_as = incarnation, cast(SimPath, PATHS.beat(self.rank, incarnation))
-        return self._beats_as[1]
-
     def wake(self, at: float, since: float | None = None) -> None:
         """Look at `at`; a look that is due between `since` and then does as well."""
         if not self.up:
@@ -92,15 +87,14 @@ class Process:
         self.wake(at + self.world.rng.random() * POLL_S, at)
 
     def _idle(self) -> None:
-        """Plan the next look, unless one is due: polls between two changes would see nothing new and are left out. Heartbeats
+        """Plan the next look where none is due: polls between two changes would see nothing new and are left out. Heartbeats
         must be looked at before the time since the last look counts as blindness.
         """
-        if self.due:
-            return
         world, blind_s, seen_at = self.world, 1.8, self.observer.ledger.looked_at
+        now = world.now
         if self.failing_since is None and seen_at is not None:
-            blind_s = (self.clock - seen_at) / self.rate
-        at = world.now + max(POLL_S, IDLE_S - world.rng.random() - blind_s)
+            blind_s = (self.offset + now * self.rate - seen_at) / self.rate
+        at = now + max(POLL_S, IDLE_S - world.rng.random() - blind_s)
         self.due.append(at)
         world.at(at, self._tick)
 
@@ -177,17 +171,23 @@ class Process:
 
     def _looked(self, how: str) -> None:
         """`how` a look ended: "" as most do."""
+        if how:
+            self._looked_oddly(how)
+        if not self.up:
+            return
+        if self.agent.exit is not None:
+            self.world.finish(self)
+        elif not self.due:
+            self._idle()
+
+    def _looked_oddly(self, how: str) -> None:
         if how == "crash":
             self.world.kill(self, "killed in the middle of an operation")
         elif how == "joined":
             self.beat()
             self.wake(self.world.now + 0.001)
-        elif how:
+        else:
             self._failed(how)
-        if self.up and self.agent.exit is not None:
-            self.world.finish(self)
-        elif self.up:
-            self._idle()
 
     def _failed(self, how: str) -> None:
         """The filesystem failed: tried again for a while, as the daemon does; its start is not."""
@@ -215,13 +215,21 @@ class Process:
         if self.agent.node.stage is JOINING:
             age_s = now - self.started
             pause_s = 0.2 if age_s < 1.0 else 0.8 if age_s < 5.0 else BEAT_S
-        world.after(pause_s, self.beat)
+        world.at(now + pause_s, self.beat)
 
     def put_beat(self) -> None:
         """A heartbeat has no mishaps; where the filesystem fails it is lost, and the loop meets the same."""
-        beat = self.agent.beat()
-        if self.trouble.outage is None:
-            self.client.replace(self.beat_path(beat.incarnation), beat)
+        beat, world = self.agent.beat(), self.world
+        if self.trouble.outage is not None:
+            return
+        if beat.incarnation != self._beats_as:
+            self._beats_as = beat.incarnation
+            self._beat_path = cast(SimPath, PATHS.beat(self.rank, beat.incarnation))
+            self._beats = world.history.beats.setdefault((self.rank, beat.incarnation), [])
+        file = self.client.replace(self._beat_path, beat)
+        self._beats.append(world.now)
+        if len(self._beats) <= 2:  # then it is known to be alive
+            world.first_beat(self._beat_path, file)
 
     def _record(self, event: str, node: Node, fields: Any) -> None:
         world = self.world

@@ -86,7 +86,7 @@ class File:
     old: Content | None = None
 
 
-Watcher = Callable[[SimPath, Record, File], None]
+Watcher = Callable[[SimPath, File], None]
 
 
 class Disk:
@@ -102,7 +102,7 @@ class Disk:
         self.dirs: dict[str, Directory] = {}
         self.torn: set[str] = set()
         self.coarse_s, self.order, self.exclusive = coarse_s, order, exclusive
-        self.watch: Watcher = lambda path, record, file: None
+        self.watch: Watcher = lambda path, file: None  # told of what is written, but for heartbeats
         self._changes = 0
 
     def make_dir(self, path: str) -> Directory | None:
@@ -127,7 +127,6 @@ class Disk:
                 file.old = file.content
             file.content, file.host, file.time, file.durable = record, host, self.now, durable
             self.touch(file.directory)
-        self.watch(path, record, file)
         return file
 
     def junk(self, directory: str, name: str, data: bytes) -> None:
@@ -325,15 +324,16 @@ class Client:
 
     def put(self, path: SimPath, record: Record) -> None:
         after = self._trouble("put", path)
-        self.replace(path, record)
+        self.disk.watch(path, self.replace(path, record))
         if after is not None:
             raise after
 
-    def replace(self, path: SimPath, record: Record) -> None:
-        """As `put`, where nothing goes wrong."""
+    def replace(self, path: SimPath, record: Record) -> File:
+        """As `put`, where nothing goes wrong and nobody watches."""
         file = self.disk.write(path, record, self.host, False)
         if self._caching:
             self._forget(path, file)
+        return file
 
     def create(self, path: SimPath, record: Record) -> bool:
         after = self._trouble("create", path)
@@ -341,6 +341,7 @@ class Client:
         free = file is None or not self.disk.exclusive
         if file is None or free:
             file = self.disk.write(path, record, self.host, True)
+            self.disk.watch(path, file)
         else:
             self.disk.touch(file.directory)
         if self._caching:

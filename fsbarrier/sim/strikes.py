@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from fsbarrier.protocol.facts import StopRequest
 from fsbarrier.protocol.state import Exit
 from fsbarrier.sim.faults import Mishap, Strike
 from fsbarrier.sim.process import Process
 from fsbarrier.sim.setup import PATHS
+from fsbarrier.sim.store import SimPath
 
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World
@@ -135,6 +136,6 @@ def ask_to_stop(world: World, *, now: bool) -> None:
     world.history.faults.add("stop")
     world.say(f"an operator asks to stop{' at once' if now else ''}")
     world.history.stopped_at = world.now
-    path = PATHS.stops / f"{len(world.history.writes):06d}.json"
-    world.disk.make_dir(path.parent)  # type: ignore[arg-type]
-    world.disk.write(path, StopRequest(now, "operator"), "operator", True)  # type: ignore[arg-type]
+    path = cast(SimPath, PATHS.stops / f"{len(world.history.writes):06d}.json")
+    world.disk.make_dir(path.parent)
+    world.disk.watch(path, world.disk.write(path, StopRequest(now, "operator"), "operator", True))

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from fsbarrier.program import SLICES
-from fsbarrier.protocol.facts import Beat, Record
+from fsbarrier.protocol.facts import Record
 from fsbarrier.protocol.state import ANNOUNCED, GATHER, Node, Part, Rules
 from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
@@ -295,14 +295,8 @@ class World:
 
     # --- what others notice ---
 
-    def _written(self, path: SimPath, record: Record, file: File) -> None:
-        if isinstance(record, Beat):
-            beats = self.history.beats.setdefault((record.rank, record.incarnation), [])
-            beats.append(self.now)
-            if len(beats) <= 2:  # then it is known to be alive
-                self._first_beats(path, file)
-            return
-        self.history.writes.append(Write(self.now, file.host, path, record))
+    def _written(self, path: SimPath, file: File) -> None:
+        self.history.writes.append(Write(self.now, file.host, path, cast(Record, file.content)))
         if "/iter-" in path:
             self._fact_written(path, file)
             return
@@ -324,7 +318,7 @@ class World:
                 visible = process.client.visible_at(directory)
                 process.wake(visible + self.rng.random() * 0.05, visible)
 
-    def _first_beats(self, path: SimPath, file: File) -> None:
+    def first_beat(self, path: SimPath, file: File) -> None:
         """Those who join see who else is there."""
         for process in self.processes:
             if process.joined and process.agent.node.stage is JOINING and process.host != file.host:
