@@ -39,14 +39,7 @@ def _seen_otherwise(patch: Patch, change: Callable[[Observer, View, Any], View])
     patch.setattr(Observer, "_with_row", lambda self, view, at: change(self, original(self, view, at), at))
 
 
-def _ruled_otherwise(patch: Patch, others: dict[Any, Any]) -> None:
-    """Put other rules into the state machine's table."""
-    for stage, rules in machine._RULES.items():
-        changed_rules = tuple((needed, others.get(rule, rule)) for needed, rule in rules)
-        patch.setitem(machine._RULES, stage, changed_rules)
-
-
-def _silent(at: Any, view: View, now: float, rules: Any) -> None:
+def _silent(*_: Any) -> None:
     """A rule that never applies."""
 
 
@@ -189,7 +182,7 @@ def stay_in_old_generation(patch: Patch) -> None:
         named = view.newest is not None and view.newest.incarnation_of(at.rank) == at.incarnation
         return original(at, view, now, rules) if named or at.generation is None else None
 
-    _ruled_otherwise(patch, {original: newer})
+    patch.setattr(machine, "_newer_generation", newer)
 
 
 def no_incarnation_check(patch: Patch) -> None:
@@ -202,7 +195,8 @@ def no_incarnation_check(patch: Patch) -> None:
             return machine._enter_generation(at, newest, now)
         return original(at, view, now, rules)
 
-    _ruled_otherwise(patch, {original: newer, machine._fenced: _silent})
+    patch.setattr(machine, "_newer_generation", newer)
+    patch.setattr(machine, "_fenced", _silent)
 
 
 def adopt_nothing(patch: Patch) -> None:
@@ -361,4 +355,4 @@ def one_heartbeat_file_a_rank(patch: Patch) -> None:
 
 def a_failure_moves_nobody(patch: Patch) -> None:
     """a failed program's fact is not looked at"""
-    _ruled_otherwise(patch, {machine._failed_program: _silent})
+    patch.setattr(machine, "_failed_program", _silent)

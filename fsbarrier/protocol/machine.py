@@ -18,19 +18,20 @@ created exclusively, so that whatever two nodes believe, there is one truth per 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from fsbarrier.program import Phase
-from fsbarrier.protocol.facts import Fact, Generation, Member, Payload, Position, Verdict
+from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position, Verdict
 from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
 from fsbarrier.protocol.membership import Loss, live_joiners, losses, occupied
 from fsbarrier.protocol.state import (
     ANNOUNCED,
     EACH,
+    ENDED,
     GATHER,
     LEADER,
     NONE,
+    RUNNING,
     Action,
     Announce,
     CancelWork,
@@ -39,6 +40,7 @@ from fsbarrier.protocol.state import (
     Launch,
     Node,
     Note,
+    Part,
     Propose,
     Publish,
     Recover,
@@ -63,26 +65,39 @@ from fsbarrier.protocol.succession import (
 
 def step(node: Node, view: View, now: float, rules: Rules) -> Step:
     """One transition, or none: (the node as it is now, the actions to perform in order). The first rule that applies wins."""
-    seen = vars(view)
-    for needed, rule in _RULES[node.stage]:
-        if seen[needed] and (result := rule(node, view, now, rules)) is not None:
-            return result
-    return node, ()
+    if node.stage is ENDED:
+        return node, ()
+    mine, newest = view.joins.get(node.rank), view.newest
+    return (
+        (_fenced(node, mine) if mine is not None and mine.incarnation > node.incarnation else None)
+        or (_newer_generation(node, view, now, rules) if newest is not node.generation else None)
+        or (_stop(node, view, now, rules) if view.stop is not None else None)
+        or (_run if node.stage is RUNNING else _join)(node, view, now, rules)
+        or (node, ())
+    )
 
 
-#: what a node remembers of a row that it has just entered
-_UNBEGUN: Mapping[str, Any] = {"part": NONE, "result": {}, "work_s": 0.0, "trouble_since": None}
+def _run(node: Node, view: View, now: float, rules: Rules) -> Step | None:
+    """The rules of a node in a generation. What each of them needs is looked at here: most of the time nothing is there."""
+    assert node.generation is not None
+    fact = view.leaders_fact
+    sealed = fact is not None and fact.status == SEALED
+    return (
+        (_release(node, view, fact, rules) if fact is not None and not sealed else None)
+        or (_regroup(node, view, now, rules) if rules.regroup == node.generation.number else None)
+        or (_sealed(node, view, now, rules) if sealed else None)
+        or (_failed_program(node, view, now, rules) if view.failed else None)
+        or _lost_member(node, view, now, rules)
+        or (_work(node, view, now, rules) if node.part is not ANNOUNCED else None)
+    )
 
 
 def _end(node: Node, code: int, state: str, reason: str) -> Step:
-    return changed(node, stage=Stage.ENDED), (CancelWork(), Exit(code, state, reason))
+    return changed(node, stage=ENDED), (CancelWork(), Exit(code, state, reason))
 
 
-def _fenced(node: Node, view: View, now: float, rules: Rules) -> Step | None:
+def _fenced(node: Node, newest: Join) -> Step:
     """Another process took this rank."""
-    newest = view.joins.get(node.rank)
-    if newest is None or newest.incarnation <= node.incarnation:
-        return None
     where = f"on {newest.host}, process {newest.pid}" if newest.host else "elsewhere"
     return _end(node, 6, "left", f"node {node.rank} was started again {where}; this older one ends")
 
@@ -111,13 +126,16 @@ def _newer_generation(node: Node, view: View, now: float, rules: Rules) -> Step 
 def _enter_generation(node: Node, generation: Generation, now: float) -> Step:
     entered = changed(
         node,
-        stage=Stage.RUNNING,
+        stage=RUNNING,
         since=now,
         generation=generation,
         position=generation.start,
+        part=NONE,
+        result={},
+        work_s=0.0,
         decisions=dict(generation.decisions),
+        trouble_since=None,
         failed_since=None,
-        **_UNBEGUN,
     )
     fields = {"members": list(generation.ranks), "leader": generation.leader, "reason": generation.reason}
     return entered, (
@@ -144,45 +162,41 @@ def _stop(node: Node, view: View, now: float, rules: Rules) -> Step | None:
 # --- RUNNING ----------------------------------------------------------------------------------------------------------------
 
 
-def _row(node: Node, rules: Rules) -> Phase:
-    assert node.position is not None
-    return rules.program.rows[node.position.phase]
-
-
-def _gone(node: Node, generation: Generation, view: View, now: float, rules: Rules) -> Sequence[Loss]:
+def _gone(node: Node, view: View, now: float, rules: Rules) -> Sequence[Loss]:
+    generation = node.generation
+    assert generation is not None
     return losses(generation.members, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
 
 
-def _release(node: Node, view: View, now: float, rules: Rules) -> Step | None:
-    """Every member is done with this row: on to the next one."""
+def _release(node: Node, view: View, fact: Fact, rules: Rules) -> Step | None:
+    """Every member is done with this row, and the leader's fact tells what was decided: on to the next one."""
     generation, position = node.generation, node.position
-    assert generation is not None and position is not None and view.leaders_fact is not None
-    if node.part is not ANNOUNCED or view.sealed or not view.arrived.issuperset(generation.ranks):
+    assert generation is not None and position is not None
+    if node.part is not ANNOUNCED or not view.arrived.issuperset(generation.ranks):
         return None
-    value, decisions = view.leaders_fact.value, node.decisions
-    if value and not _row(node, rules).transient:
-        decisions = with_decision(decisions, _row(node, rules).name, position.iteration, value)
+    row, decisions = rules.program.rows[position.phase], node.decisions
+    if fact.value and not row.transient:
+        decisions = with_decision(decisions, row.name, position.iteration, fact.value)
     first, last = rules.span(generation.choices)
     if position.phase < last:
         following = Position(position.iteration, position.phase + 1)
+        part, actions = _begin(node, rules.program.rows[following.phase])
     elif generation.until is not None and position.iteration >= generation.until:
-        ended = changed(node, stage=Stage.ENDED, decisions=decisions)
+        ended = changed(node, stage=ENDED, decisions=decisions)
         done = f"{position.iteration} iterations are done"
         return ended, (Entered(position, generation, position, True), Exit(0, "finished", done))
-    else:
+    else:  # where an iteration starts a stop may take effect, and nodes be admitted: its work begins after that
         following = Position(position.iteration + 1, first)
-    moved = changed(node, position=following, decisions=decisions, **_UNBEGUN)
-    entered = Entered(following, generation, position, True)
-    if following.phase == first:  # here a stop may take effect, and nodes be admitted
-        return moved, (entered,)
-    at_work = _work(moved, view, now, rules)
-    return (at_work[0], (entered, *at_work[1])) if at_work is not None else (moved, (entered,))
+        part, actions = NONE, ()
+    moved = changed(
+        node, position=following, part=part, result={}, work_s=0.0, decisions=decisions, trouble_since=None
+    )
+    return moved, (Entered(following, generation, position, True), *actions)
 
 
 def _sealed(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     """A node that joined took all members for dead and ended this generation; if it does not go on itself, those who live do."""
-    generation = node.generation
-    if generation is None or not view.sealed or _gone(node, generation, view, now, rules):
+    if _gone(node, view, now, rules):
         return None
     return _propose_in_turn(node, behind_the_seal(node, view, rules), now, rules, ())
 
@@ -195,7 +209,7 @@ def _failed_program(node: Node, view: View, now: float, rules: Rules) -> Step | 
     """
     generation = node.generation
     assert generation is not None
-    if _gone(node, generation, view, now, rules):
+    if _gone(node, view, now, rules):
         return None
     if node.failed_since is None:
         return changed(node, failed_since=now), (CancelWork(),)
@@ -207,11 +221,11 @@ def _failed_program(node: Node, view: View, now: float, rules: Rules) -> Step | 
 
 def _lost_member(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     """A member is gone: shrink, wait for it, or end the run."""
-    generation, position = node.generation, node.position
-    assert generation is not None and position is not None
-    gone = _gone(node, generation, view, now, rules)
+    gone = _gone(node, view, now, rules)
     if not gone:  # a false alarm is over
         return (changed(node, trouble_since=None), ()) if node.trouble_since is not None else None
+    generation, position = node.generation, node.position
+    assert generation is not None and position is not None
     names = lost_as_text(gone, node, rules)
     lost_ranks = {loss.member.rank for loss in gone}
     living = tuple(m for m in generation.members if m.rank not in lost_ranks)
@@ -247,9 +261,7 @@ def _regroup(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     """
     generation = node.generation
     assert generation is not None
-    if generation.number != rules.regroup:
-        return None
-    gone = _gone(node, generation, view, now, rules)
+    gone = _gone(node, view, now, rules)
     lost_ranks = {loss.member.rank for loss in gone}
     joiners = live_joiners(view.joins, view.ledger, now, rules.limits)
     known = {m.rank: m.incarnation for m in generation.members}
@@ -288,46 +300,49 @@ def _propose_in_turn(
 
 def _work(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     """This node's own work in its row, up to its published fact."""
-    generation, position, row = node.generation, node.position, _row(node, rules)
+    generation, position = node.generation, node.position
     assert generation is not None and position is not None
-    leads = generation.leader == node.rank
+    row = rules.program.rows[position.phase]
     if node.part is NONE:
-        first, _ = rules.span(generation.choices)
-        if leads and position.phase == first and rules.on_node_failure != "hold":
-            admitted = _admit(node, view, now, rules)
-            if admitted is not None:
-                return admitted
-        if row.each is not None:
-            return changed(node, part=EACH), (Launch(EACH),)
-        if row.leader is not None and leads:
-            return changed(node, part=GATHER), ()
-        return _publish(node, {})
-    report = view.work
+        admitted = _admit(node, view, now, rules)
+        if admitted is not None:
+            return admitted
+        part, actions = _begin(node, row)
+        return changed(node, part=part), actions
     if node.part is GATHER:
-        others = set(generation.ranks) - {node.rank}
-        if row.each is None or view.arrived.issuperset(others):
+        if row.each is None or view.arrived.issuperset(set(generation.ranks) - {node.rank}):
             return changed(node, part=LEADER), (Launch(LEADER),)
         return None
+    report = view.work
     if report is None or report.part is not node.part:
         return None
     if not report.ok:
         fact = Fact(node.rank, node.incarnation, "failed", report.value, report.seconds)
         return changed(node, part=ANNOUNCED), (Publish(fact),)
-    done = changed(node, result={**node.result, **report.value}, work_s=node.work_s + report.seconds)
-    if node.part is EACH and leads and row.leader is not None:
-        return changed(done, part=GATHER), ()
-    return _publish(done, done.result)
+    result, work_s = {**node.result, **report.value}, node.work_s + report.seconds
+    if node.part is EACH and row.leader is not None and generation.leader == node.rank:
+        return changed(node, part=GATHER, result=result, work_s=work_s), ()
+    fact = Fact(node.rank, node.incarnation, "done", result, work_s)
+    return changed(node, part=ANNOUNCED, result=result, work_s=work_s), (Publish(fact),)
 
 
-def _publish(node: Node, value: Payload) -> Step:
-    fact = Fact(node.rank, node.incarnation, "done", value, node.work_s)
-    return changed(node, part=ANNOUNCED), (Publish(fact),)
+def _begin(node: Node, row: Phase) -> tuple[Part, Sequence[Action]]:
+    """How a member's part in a row begins; where there is nothing for it to do it is done at once."""
+    assert node.generation is not None
+    if row.each is not None:
+        return EACH, (Launch(EACH),)
+    if row.leader is not None and node.generation.leader == node.rank:
+        return GATHER, ()
+    return ANNOUNCED, (Publish(Fact(node.rank, node.incarnation, "done")),)
 
 
 def _admit(node: Node, view: View, now: float, rules: Rules) -> Step | None:
-    """Start of an iteration: nodes that came back are taken in, by a new generation."""
+    """Start of an iteration: nodes that came back are taken in by the leader, in a new generation."""
     generation, position = node.generation, node.position
     assert generation is not None and position is not None
+    first, _ = rules.span(generation.choices)
+    if node.rank != generation.leader or position.phase != first or rules.on_node_failure == "hold":
+        return None
     joiners = live_joiners(view.joins, view.ledger, now, rules.limits)
     new = [member for rank, member in joiners.items() if generation.incarnation_of(rank) is None]
     if not new:
@@ -381,14 +396,4 @@ def _join(node: Node, view: View, now: float, rules: Rules) -> Step:
 
 def _nothing_to_do(node: Node, until: int | None) -> Step:
     done = f"the run has already done its {until} iterations; a larger --iterations goes on"
-    return changed(node, stage=Stage.ENDED), (Exit(0, "finished", done),)
-
-
-_ALWAYS = (("joins", _fenced), ("newest", _newer_generation), ("stop", _stop))
-_UNUSUAL = (("leaders_fact", _sealed), ("failed", _failed_program), ("ledger", _lost_member))
-#: the rules of each stage, each behind what must be seen for it to have anything to say
-_RULES = {
-    Stage.JOINING: (*_ALWAYS, ("ledger", _join)),
-    Stage.RUNNING: (*_ALWAYS, ("leaders_fact", _release), ("ledger", _regroup), *_UNUSUAL, ("ledger", _work)),
-    Stage.ENDED: (),
-}
+    return changed(node, stage=ENDED), (Exit(0, "finished", done),)

@@ -140,29 +140,58 @@ def losses(
 ) -> tuple[Loss, ...]:
     """The members that are gone. `since`: when this node began to watch this generation (a member never seen ages from there)."""
     found = []
+    seen, dead_s = ledger.seen, limits.dead_s
     for member in members:
-        if member.rank == me:
+        rank = member.rank
+        if rank == me:
             continue
-        newest, item, news = joins.get(member.rank), ledger.seen.get(member.rank), ledger.news(member)
-        beat, state = (news.beat, news.beat.state) if news is not None else (None, "")
-        age = silence(member, ledger, since, now)
-        started = max(newest.incarnation if newest else 0, item.beat.incarnation if item else 0)
-        if started > member.incarnation:  # its record is there, or it beats and the record is yet to be seen
-            why = f"restarted as incarnation {started}"
-        elif state in DESERTED:
-            why = "it was stopped by hand or ended in an error"
-        elif age >= limits.dead_s and now >= ledger.unsure.get(member.rank, now):
-            why = f"{f'it {state}, and no' if state in GONE else 'no'} heartbeat for {age:.1f} s"
-        else:
-            continue
-        found.append(Loss(member, why, beat, age))
+        item, join = seen.get(rank), joins.get(rank)
+        if (
+            item is not None
+            and now - item.since < dead_s
+            and item.beat.incarnation == member.incarnation
+            and (join is None or join.incarnation <= member.incarnation)
+            and item.beat.state not in DESERTED
+            and rank not in ledger.unwatched
+        ):
+            continue  # it was heard lately: nearly always, and asked at every step
+        loss = _loss(member, item, join, ledger, since, now, limits)
+        if loss is not None:
+            found.append(loss)
     return tuple(found)
+
+
+def _loss(
+    member: Member,
+    item: Seen | None,
+    join: Join | None,
+    ledger: Ledger,
+    since: float,
+    now: float,
+    limits: Limits,
+) -> Loss | None:
+    """Whether a member is gone, after the newest beat (`item`) and the newest start (`join`) of its rank."""
+    news = ledger.news(member)
+    beat, state = (news.beat, news.beat.state) if news is not None else (None, "")
+    age = silence(member, ledger, since, now)
+    started = max(join.incarnation if join else 0, item.beat.incarnation if item else 0)
+    if started > member.incarnation:  # its record is there, or it beats and the record is yet to be seen
+        why = f"restarted as incarnation {started}"
+    elif state in DESERTED:
+        why = "it was stopped by hand or ended in an error"
+    elif age >= limits.dead_s and now >= ledger.unsure.get(member.rank, now):
+        why = f"{f'it {state}, and no' if state in GONE else 'no'} heartbeat for {age:.1f} s"
+    else:
+        return None
+    return Loss(member, why, beat, age)
 
 
 def silence(member: Member, ledger: Ledger, since: float, now: float) -> float:
     """Seconds without news of `member`; one never seen has been silent since this node began to watch, or to look."""
-    age = ledger.age(member, now)
-    return now - max(since, ledger.unwatched.get(member.rank, since)) if age is None else age
+    news = ledger.news(member)
+    if news is not None:
+        return max(0.0, now - news.since)
+    return now - max(since, ledger.unwatched.get(member.rank, since))
 
 
 def left_to_others(generation: Generation | None, me: int, watchers: int) -> frozenset[int]:

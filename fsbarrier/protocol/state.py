@@ -8,7 +8,7 @@ from enum import Enum, StrEnum
 from typing import Any, TypeVar
 
 from fsbarrier.program import SLICES, Program
-from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Payload, Position, StopRequest
+from fsbarrier.protocol.facts import Fact, Generation, Join, Payload, Position, StopRequest
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits
 from fsbarrier.protocol.records import record
 
@@ -29,7 +29,9 @@ class Part(Enum):
     ANNOUNCED = "announced"  # its fact is published; it waits for the others
 
 
-NONE, EACH, GATHER, LEADER, ANNOUNCED = Part  # names are looked up several times as fast as in an enumeration
+# Names are looked up several times as fast as in an enumeration.
+RUNNING, ENDED = Stage.RUNNING, Stage.ENDED
+NONE, EACH, GATHER, LEADER, ANNOUNCED = Part
 #: the parts in which a node looks at what the others have published in its row
 WATCHING = (ANNOUNCED, GATHER, EACH)
 #: those in which it has a program under way
@@ -119,11 +121,6 @@ class View:
     work: WorkReport | None = None
     stop: StopRequest | None = None
     recovered: Recovered | None = None
-
-    @property
-    def sealed(self) -> bool:
-        """Whether this generation was ended in the row that the node is in."""
-        return self.leaders_fact is not None and self.leaders_fact.status == SEALED
 
 
 T = TypeVar("T", Node, View)
