@@ -80,11 +80,13 @@ class Agent:
     counter: int = 0
     _enough: bool = False  # nothing more can come of this look
     _weighed: Ledger | None = None  # the heartbeats that were last looked through for suspects
-    _idle: tuple[Node | None, View | None] = (None, None)
+    _idle_node: Node | None = None  # after the last step that led nowhere, and what was seen then
+    _idle_view: View | None = None
     _pending: deque[Action] = field(default_factory=deque)
     _announced: int = 0  # no heartbeat bears an incarnation that may turn out to be another process's
     _ambiguous: int = 0  # the incarnation whose announcement ended in an error: it may be there
-    _said: tuple[float, Fact] | None = None
+    _said: Fact | None = None  # the fact published last
+    _said_at: float = 0.0
     _suspected: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -110,18 +112,20 @@ class Agent:
         What could not be done then is done first at the next tick: an action that was decided is never dropped.
         """
         busy = bool(self._pending)
-        self._act(now)
+        if busy:
+            self._act(now)
         while self.exit is None:
-            view = self.observer.view(self.node, now)
-            if self.node.part in WORKING and (report := self.work.report()) is not None:
+            before = self.node
+            view = self.observer.view(before, now)
+            if before.part in WORKING and (report := self.work.report()) is not None:
                 view = changed(view, work=report)
-            if view is self._idle[1] and self.node is self._idle[0]:
+            if view is self._idle_view and before is self._idle_node:
                 break  # nothing new since the last look; what depends on time alone is asked at the next look at heartbeats
-            node, actions = step(self.node, view, now, self.rules)
-            if not actions and (node is self.node or node == self.node):
-                self._idle = node, view
+            node, actions = step(before, view, now, self.rules)
+            if not actions and (node is before or node == before):
+                self._idle_node, self._idle_view = node, view
                 break
-            busy = busy or bool(actions) or node.position != self.node.position
+            busy = busy or bool(actions) or node.position != before.position
             self.node = node
             self._pending.extend(actions)
             self._enough = False
@@ -131,7 +135,8 @@ class Agent:
         if self.observer.ledger is not self._weighed:
             self._weighed = self.observer.ledger
             self._note_suspects(now)
-        self._repeat(now)
+        if self._said is not None and now - self._said_at >= REPEAT_S:
+            self._repeat(self._said, now)
         return busy
 
     def _act(self, now: float) -> None:
@@ -139,11 +144,8 @@ class Agent:
             self._perform(self._pending[0], now)
             self._pending.popleft()
 
-    def _repeat(self, now: float) -> None:
-        if self.node.part is not ANNOUNCED or self._said is None or self.exit is not None:
-            return
-        when, fact = self._said
-        if now - when >= REPEAT_S:
+    def _repeat(self, fact: Fact, now: float) -> None:
+        if self.node.part is ANNOUNCED and self.exit is None:
             self._put(fact, now)
 
     def beat(self) -> Beat:
@@ -180,35 +182,36 @@ class Agent:
         return mine
 
     def _perform(self, action: Action, now: float) -> None:
-        match action:
-            case Publish(fact):
-                self._publish(fact, now)
-            case Entered(position, generation, left, _):
-                self._entered(position, generation, left)
-            case Launch(part):
-                self.work.launch(self.node, part)
-                self._enough = True
-            case CancelWork():
-                self.work.cancel()
-            case Propose(generation):
-                self._propose(generation)
-            case Announce(incarnation):
-                if not self._announce(incarnation):
-                    raise Fenced(
-                        f"node {self.node.rank}: another process took this rank (incarnation {incarnation})"
-                    )
-                self.observer.hurry()
-            case Recover(for_good):
-                self._recover(for_good, now)
-            case Note(event, fields, at):
-                self.record(event, at or self.node, fields)
-            case Exit():
-                self.exit = action
-                self.record(
-                    "node_ended",
-                    self.node,
-                    {"state": action.state, "code": action.code, "reason": action.reason},
-                )
+        if isinstance(action, Publish):
+            self._publish(action.fact, now)
+        elif isinstance(action, Entered):
+            self._entered(action.position, action.generation, action.left)
+        elif isinstance(action, Launch):
+            self.work.launch(self.node, action.part)
+            self._enough = True
+        elif isinstance(action, Note):
+            self.record(action.event, action.at or self.node, action.fields)
+        elif isinstance(action, CancelWork):
+            self.work.cancel()
+        elif isinstance(action, Propose):
+            self._propose(action.generation)
+        elif isinstance(action, Announce):
+            self._announce_again(action.incarnation)
+        elif isinstance(action, Recover):
+            self._recover(action.for_good, now)
+        else:
+            self._end(action)
+
+    def _announce_again(self, incarnation: int) -> None:
+        if not self._announce(incarnation):
+            raise Fenced(f"node {self.node.rank}: another process took this rank (incarnation {incarnation})")
+        self.observer.hurry()
+
+    def _end(self, ended: Exit) -> None:
+        self.exit = ended
+        self.record(
+            "node_ended", self.node, {"state": ended.state, "code": ended.code, "reason": ended.reason}
+        )
 
     def _recover(self, for_good: bool, now: float) -> None:
         seal = Fact(self.node.rank, self.node.incarnation, SEALED) if for_good else None
@@ -245,7 +248,7 @@ class Agent:
             self.store.create(path, fact)
         else:
             self.store.put(path, fact)
-        self._said = (now, fact)
+        self._said, self._said_at = fact, now
 
     def _propose(self, generation: Generation) -> None:
         path = self.observer.paths.generation(generation.number)
