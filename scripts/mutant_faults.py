@@ -320,9 +320,9 @@ def judged_by_older_looks(patch: Patch) -> None:
 
     def mutant(self: Agent, position: Position, generation: Generation, left: Position | None) -> None:
         observer = self.observer
-        looked = observer._looked, observer._looked_at_beats
+        due = observer._due, observer._members_due, observer._beats_due
         entered(self, position, generation, left)
-        observer._looked, observer._looked_at_beats = looked
+        observer._due, observer._members_due, observer._beats_due = due
 
     patch.setattr(Agent, "_entered", mutant)
 

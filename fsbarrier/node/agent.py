@@ -215,25 +215,28 @@ class Agent:
 
     def _recover(self, for_good: bool, now: float) -> None:
         seal = Fact(self.node.rank, self.node.incarnation, SEALED) if for_good else None
-        self.observer.recovered = found = self.handover.recover(self.rules, now, seal)
+        found = self.handover.recover(self.rules, now, seal)
+        self.observer.found(found)
         if for_good and found.generation:
             place = [found.position.iteration, found.position.phase]
             self.record("generation_sealed", self.node, {"number": found.generation, "goes_on_at": place})
 
     def _publish(self, fact: Fact, now: float) -> None:
-        node = self.node
-        events = fact.value.get("events", ())
+        node, value, done = self.node, fact.value, fact.status == "done"
+        events = value.get("events", ())
         if events:
-            fact = replace(fact, value={k: v for k, v in fact.value.items() if k != "events"})
+            value = {k: v for k, v in value.items() if k != "events"}
+            fact = replace(fact, value=value)
         self._put(fact, now)
-        event = "work_finished" if fact.status == "done" else "work_failed"
-        value = {k: v for k, v in fact.value.items() if k in ("error", "exit_code", "log")}
-        self.record(event, node, {"work_s": round(fact.work_s, 6), **value})
+        told: dict[str, Any] = {"work_s": round(fact.work_s, 6)}
+        if value:
+            told.update((k, v) for k, v in value.items() if k in ("error", "exit_code", "log"))
+        self.record("work_finished" if done else "work_failed", node, told)
         for line in events:
             self.record(line["event"], node, {k: v for k, v in line.items() if k != "event"})
         assert node.generation is not None
-        if node.generation.leader == node.rank and fact.value and fact.status == "done":
-            self.record("decision", node, {"value": summary(fact.value)})
+        if value and done and node.generation.leader == node.rank:
+            self.record("decision", node, {"value": summary(value)})
 
     def _put(self, fact: Fact, now: float) -> None:
         """Write this node's fact about the row it is in.
@@ -272,7 +275,7 @@ class Agent:
         else:
             at = changed(self.node, position=left, generation=generation)
             self.record("phase_finished", at, {})
-            if left.phase == self.rules.span(generation.choices)[1]:
+            if position.phase <= left.phase:  # no later row follows: it was the iteration's last
                 self.record("iteration_finished", at, {})
         if self.node.stage is not Stage.ENDED:
             self.store.make_dir(self.observer.row_dir(generation.number, position))

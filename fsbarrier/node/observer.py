@@ -35,6 +35,7 @@ _FAILED = re.compile(r"node-(\d{4,})\.failed")
 _JOINING = Stage.JOINING
 
 _NOTHING = View()
+_AT_ONCE = float("-inf")
 
 
 @dataclass
@@ -55,6 +56,19 @@ def eagerness(num_nodes: int) -> float:
 
 
 @dataclass
+class _Row:
+    """The row that the node is in, and what its directory showed when it was last listed."""
+
+    generation: Generation
+    position: Position
+    directory: Path
+    ranks: Mapping[str, int]  # the name of a member's fact -> its rank
+    names: list[str] | None = None
+    arrived: frozenset[int] = frozenset()
+    failed: Mapping[int, Fact] = field(default_factory=dict)
+
+
+@dataclass
 class Observer:
     """One node's eyes. `joining` looks more often, since a start is worth waiting less for."""
 
@@ -69,12 +83,9 @@ class Observer:
     recovered: Recovered | None = None
     void: int = 0
     _unreadable: dict[int, float] = field(default_factory=dict)
-    _expected: dict[str, int] = field(default_factory=dict)
-    _expected_by: Generation | None = None
     _common: View | None = None  # without what is known of a row
     _whole: View = field(default_factory=View)
-    _listed: tuple[Path, list[str]] | None = None
-    _arrived: tuple[frozenset[int], dict[int, Fact]] = (frozenset(), {})
+    _row: _Row | None = None
     _known_beats: list[str] = field(default_factory=list)
     _filed: set[str] = field(default_factory=set)  # of them, what is in `_beat_files`, or is no heartbeat
     _beat_files: dict[int, list[tuple[int, Path]]] = field(default_factory=dict)  # the newest start first
@@ -82,10 +93,11 @@ class Observer:
     _known_joins: list[str] = field(default_factory=list)
     _learnt: set[str] = field(default_factory=set)  # names in joins/ that need not be looked at again
     _old_stops: frozenset[str] = frozenset()
-    _row: tuple[int, Position, Path] | None = None
-    _looked: float = float("-inf")
-    _looked_at_beats: float = float("-inf")
-    _looked_at_all: float = float("-inf")
+    _dir: tuple[int, Position, Path] | None = None  # the row directory that was asked for last
+    _due: float = _AT_ONCE  # the next look at members or beats, whichever comes first
+    _members_due: float = _AT_ONCE
+    _beats_due: float = _AT_ONCE
+    _looked_at_all: float = _AT_ONCE
 
     def prepare(self) -> None:
         """Make the directories that will be listed, and note what was there before this start. Raises OSError."""
@@ -100,6 +112,10 @@ class Observer:
         if generation is not None and (self.newest is None or generation.number > self.newest.number):
             self.newest, self._common = generation, None
 
+    def found(self, recovered: Recovered) -> None:
+        """Take for known where the newest generation left the run."""
+        self.recovered, self._common = recovered, None
+
     def newest_number(self) -> int:
         """The number of the newest generation that can be seen now. Raises OSError."""
         listed = numbered(_GENERATION, self.store.names(self.paths.generations))
@@ -107,20 +123,16 @@ class Observer:
 
     def hurry(self) -> None:
         """Look at everything at the next view, whatever its pace."""
-        self._looked = self._looked_at_beats = float("-inf")
+        self._due = self._members_due = self._beats_due = _AT_ONCE
         self._common = None
 
     def view(self, node: Node, now: float) -> View:
         """What the node can see at `now`; the same object while nothing is new. Raises OSError when the filesystem fails."""
-        joining = node.stage is _JOINING
-        if now - self._looked >= self.paces.members_s / (4 if joining else 1):
-            self._look_at_members(now)
-            self._looked = now
-        if now - self._looked_at_beats >= self.paces.beats_s / (self.paces.eager if joining else 1):
-            self._look_at_beats(node, now, joining)
-            self._looked_at_beats, self._common = now, None
-        if self._common is None or self._common.recovered is not self.recovered:
-            self._common = self._whole = changed(
+        if now >= self._due:
+            self._look(node, now)
+        common = self._common
+        if common is None:
+            self._common = self._whole = common = changed(
                 _NOTHING,
                 newest=self.newest,
                 void=self.void,
@@ -130,33 +142,49 @@ class Observer:
                 recovered=self.recovered,
             )
         if node.generation is None or node.part not in WATCHING:
-            return self._common
-        return self._with_row(self._common, node)
+            return common
+        return self._with_row(common, node)
+
+    def _look(self, node: Node, now: float) -> None:
+        """Look at what is due beside the row. (A node that enters a generation, or leaves one, hurries: its pace is another.)"""
+        joining, paces = node.stage is _JOINING, self.paces
+        if now >= self._members_due:
+            self._look_at_members(now)
+            self._members_due = now + paces.members_s / (4 if joining else 1)
+        if now >= self._beats_due:
+            self._look_at_beats(node, now, joining)
+            self._beats_due, self._common = now + paces.beats_s / (paces.eager if joining else 1), None
+        self._due = min(self._members_due, self._beats_due)
 
     def _with_row(self, common: View, node: Node) -> View:
-        generation, position = node.generation, node.position
-        assert generation is not None and position is not None
-        directory = self.row_dir(generation.number, position)
-        names = self.store.names(directory)
-        if self._listed != (directory, names):
-            if self._expected_by is not generation:
-                self._expected_by = generation
-                self._expected = {fact_name(rank, "done"): rank for rank in generation.ranks}
-            expected = self._expected
-            arrived = frozenset([expected[name] for name in names if name in expected])
-            failed = {} if len(names) == len(arrived) else self._failed(directory, names, generation)
+        generation, row = node.generation, self._row
+        assert generation is not None
+        if row is None or row.position is not node.position or row.generation is not generation:
+            row = self._row = self._enter(generation, node)
+        names = self.store.names(row.directory)
+        if names != row.names:
+            arrived = frozenset(map(row.ranks.__getitem__, row.ranks.keys() & names))
+            failed = {} if len(names) == len(arrived) else self._failed(row.directory, names, generation)
             if failed is None:
                 return common
-            self._listed, self._arrived = (directory, names), (arrived, failed)
+            row.names, row.arrived, row.failed = names, arrived, failed
             self._whole = common
-        arrived, failed = self._arrived
         leaders_fact = None
-        if node.part is ANNOUNCED and len(arrived) == len(generation.members):
-            leaders_fact = self.store.read(directory / fact_name(generation.leader, "done"), Fact)
+        if node.part is ANNOUNCED and len(row.arrived) == len(generation.ranks):
+            leaders_fact = self.store.read(row.directory / fact_name(generation.leader, "done"), Fact)
         elif self._whole is not common:
             return self._whole
-        self._whole = changed(common, arrived=arrived, failed=failed, leaders_fact=leaders_fact)
+        self._whole = changed(common, arrived=row.arrived, failed=row.failed, leaders_fact=leaders_fact)
         return self._whole
+
+    def _enter(self, generation: Generation, node: Node) -> _Row:
+        """The row that the node is in now, not listed yet."""
+        assert node.position is not None
+        before, directory = self._row, self.row_dir(generation.number, node.position)
+        if before is not None and before.generation is generation:
+            return _Row(generation, node.position, directory, before.ranks)
+        ranks = {fact_name(rank, "done"): rank for rank in generation.ranks}
+        return _Row(generation, node.position, directory, ranks)
 
     def _failed(self, directory: Path, names: list[str], generation: Generation) -> dict[int, Fact] | None:
         """The members' facts of failure; None while one of them cannot be read."""
@@ -174,12 +202,12 @@ class Observer:
 
     def row_dir(self, generation: int, position: Position) -> Path:
         """Where the facts about one row are."""
-        row = self._row
-        if row is None or row[0] != generation or (row[1] is not position and row[1] != position):
+        last = self._dir
+        if last is None or last[0] != generation or (last[1] is not position and last[1] != position):
             name = self.phase_name(position.phase)
             path = self.paths.phase(generation, position.iteration, position.phase, name)
-            self._row = row = (generation, position, path)
-        return row[2]
+            self._dir = last = (generation, position, path)
+        return last[2]
 
     def reports(self, node: Node, phase_name: str) -> Mapping[int, Payload]:
         """What each member published about a row of this iteration that `node` has passed, or in which it leads.
@@ -287,7 +315,8 @@ class Observer:
         if names != self._known_beats:
             self._file_beats(names)
         for rank, files in self._beat_files.items():
-            known = self.joins[rank].incarnation if rank in self.joins else 0
+            join = self.joins.get(rank)
+            known = join.incarnation if join is not None else 0
             if rank in spared and files[0][0] <= known:
                 continue
             beat = self._newest_beat(rank, files)
