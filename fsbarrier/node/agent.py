@@ -15,12 +15,14 @@ from fsbarrier.errors import Fenced
 from fsbarrier.node.handover import Handover
 from fsbarrier.node.observer import Observer, fact_name
 from fsbarrier.node.store import Store
-from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Payload, Position
+from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.machine import step
 from fsbarrier.protocol.membership import JOINING, Ledger, losses, silence
 from fsbarrier.protocol.state import (
     ANNOUNCED,
+    ENDED,
     GATHER,
+    RUNNING,
     WORKING,
     Action,
     Announce,
@@ -35,7 +37,6 @@ from fsbarrier.protocol.state import (
     Publish,
     Recover,
     Rules,
-    Stage,
     View,
     WorkReport,
     changed,
@@ -87,7 +88,7 @@ class Agent:
     _ambiguous: int = 0  # the incarnation whose announcement ended in an error: it may be there
     _said: Fact | None = None  # the fact published last
     _said_at: float = 0.0
-    _suspected: set[tuple[int, int]] = field(default_factory=set)
+    _suspected: set[Member] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.handover = Handover(self.observer)
@@ -125,7 +126,7 @@ class Agent:
             if not actions and (node is before or node == before):
                 self._idle_node, self._idle_view = node, view
                 break
-            busy = busy or bool(actions) or node.position != before.position
+            busy = busy or bool(actions)
             self.node = node
             self._pending.extend(actions)
             self._enough = False
@@ -277,28 +278,25 @@ class Agent:
             self.record("phase_finished", at, {})
             if position.phase <= left.phase:  # no later row follows: it was the iteration's last
                 self.record("iteration_finished", at, {})
-        if self.node.stage is not Stage.ENDED:
+        if self.node.stage is not ENDED:
             self.store.make_dir(self.observer.row_dir(generation.number, position))
             self.record("phase_started", self.node, {})
 
     def _note_suspects(self, now: float) -> None:
-        node = self.node
-        if node.generation is None or node.stage is not Stage.RUNNING:
+        node, ledger = self.node, self.observer.ledger
+        if node.generation is None or node.stage is not RUNNING:
             return
-        limits, ledger = self.rules.limits, self.observer.ledger
         for member in node.generation.members:
-            key = (member.rank, member.incarnation)
-            late = member.rank != node.rank and silence(member, ledger, node.since, now) >= limits.suspect_s
-            if late and key not in self._suspected and ledger.state(member) not in ("finished", "stopped"):
-                self._suspected.add(key)
-                age = silence(member, ledger, node.since, now)
-                self.record(
-                    "node_suspected",
-                    node,
-                    {"suspect": member.rank, "host": member.host, "silent_s": round(age, 3)},
-                )
-            elif not late and key in self._suspected:
-                self._suspected.discard(key)
+            if member.rank == node.rank:
+                continue
+            silent_s = silence(member, ledger, node.since, now)
+            if silent_s >= self.rules.limits.suspect_s:
+                if member not in self._suspected and ledger.state(member) not in ("finished", "stopped"):
+                    self._suspected.add(member)
+                    told = {"suspect": member.rank, "host": member.host, "silent_s": round(silent_s, 3)}
+                    self.record("node_suspected", node, told)
+            elif self._suspected and member in self._suspected:
+                self._suspected.discard(member)
                 self.record("node_recovered", node, {"suspect": member.rank, "host": member.host})
 
     def waiting_for(self, now: float) -> list[int]:

@@ -55,7 +55,7 @@ def eagerness(num_nodes: int) -> float:
     return min(10.0, max(1.0, 80.0 / num_nodes))
 
 
-@dataclass
+@dataclass(slots=True)
 class _Row:
     """The row that the node is in, and what its directory showed when it was last listed."""
 
@@ -63,9 +63,9 @@ class _Row:
     position: Position
     directory: Path
     ranks: Mapping[str, int]  # the name of a member's fact -> its rank
-    names: list[str] | None = None
-    arrived: frozenset[int] = frozenset()
-    failed: Mapping[int, Fact] = field(default_factory=dict)
+    names: list[str] | None  # None: not listed yet
+    arrived: frozenset[int]
+    failed: Mapping[int, Fact]
 
 
 @dataclass
@@ -163,7 +163,8 @@ class Observer:
             row = self._row = self._enter(generation, node)
         names = self.store.names(row.directory)
         if names != row.names:
-            arrived = frozenset(map(row.ranks.__getitem__, row.ranks.keys() & names))
+            ranks = row.ranks
+            arrived = frozenset([ranks[name] for name in names if name in ranks])
             failed = {} if len(names) == len(arrived) else self._failed(row.directory, names, generation)
             if failed is None:
                 return common
@@ -182,9 +183,10 @@ class Observer:
         assert node.position is not None
         before, directory = self._row, self.row_dir(generation.number, node.position)
         if before is not None and before.generation is generation:
-            return _Row(generation, node.position, directory, before.ranks)
-        ranks = {fact_name(rank, "done"): rank for rank in generation.ranks}
-        return _Row(generation, node.position, directory, ranks)
+            ranks = before.ranks
+        else:
+            ranks = {fact_name(rank, "done"): rank for rank in generation.ranks}
+        return _Row(generation, node.position, directory, ranks, None, frozenset(), {})
 
     def _failed(self, directory: Path, names: list[str], generation: Generation) -> dict[int, Fact] | None:
         """The members' facts of failure; None while one of them cannot be read."""
@@ -203,7 +205,7 @@ class Observer:
     def row_dir(self, generation: int, position: Position) -> Path:
         """Where the facts about one row are."""
         last = self._dir
-        if last is None or last[0] != generation or (last[1] is not position and last[1] != position):
+        if last is None or last[1] is not position or last[0] != generation:
             name = self.phase_name(position.phase)
             path = self.paths.phase(generation, position.iteration, position.phase, name)
             self._dir = last = (generation, position, path)
@@ -270,16 +272,19 @@ class Observer:
         for number in numbers:
             if number <= known:
                 break
-            record = self.store.read(self.paths.generation(number), Generation)
-            if record is not None and self._fits(record, number):
-                self.learn(record)
+            if self._read_generation(number):
                 known = number
             elif now is not None and now - self._unreadable.setdefault(number, now) >= self.paces.void_s:
                 self.void, self._common = max(self.void, number), None
         return max(numbers, default=0) <= known
 
-    def _fits(self, record: Generation, number: int) -> bool:
-        return record.number == number and record.start.phase < len(self.program.rows)
+    def _read_generation(self, number: int) -> bool:
+        """Learn a generation from its record; False while it cannot be read."""
+        record = self.store.read(self.paths.generation(number), Generation)
+        if record is None or record.number != number or record.start.phase >= len(self.program.rows):
+            return False
+        self.learn(record)
+        return True
 
     def _learn_join(self, rank: int, incarnation: int) -> bool:
         known = self.joins.get(rank)
@@ -320,17 +325,17 @@ class Observer:
             if rank in spared and files[0][0] <= known:
                 continue
             beat = self._newest_beat(rank, files)
-            if known > (beat.incarnation if beat is not None else 0):
-                unread.add(rank)
             if beat is None:
+                if known:
+                    unread.add(rank)
                 continue
             beats[rank] = beat
             if beat.incarnation > known:
                 self._learn_join(rank, beat.incarnation)
+            elif beat.incarnation < known:
+                unread.add(rank)
             if beat.generation > (self.newest.number if self.newest is not None else 0):
-                record = self.store.read(self.paths.generation(beat.generation), Generation)
-                if record is not None and self._fits(record, beat.generation):
-                    self.learn(record)
+                self._read_generation(beat.generation)
         return beats, unread
 
     def _file_beats(self, names: list[str]) -> None:

@@ -61,7 +61,7 @@ class Ledger:
 
         `left_out`: the ranks that are for others to watch. What is not looked at is no silence.
         """
-        gap = max(before - self.looked_at if self.looked_at is not None else 0.0, after - before)
+        gap = after - before if self.looked_at is None else max(before - self.looked_at, after - before)
         blind = gap > blind_s
         pause = 0.0 if not blind else gap - blind_s if self.blind else gap
         seen, unwatched = dict(self.seen), dict(self.unwatched)
@@ -70,16 +70,15 @@ class Ledger:
             unwatched = {rank: min(last + pause, after) for rank, last in unwatched.items()}
         for rank, beat in beats.items():
             old = seen.get(rank)
-            last = unwatched.pop(rank, None)
-            if old is not None and last is not None:
+            if unwatched and (last := unwatched.pop(rank, None)) is not None and old is not None:
                 seen[rank] = old = replace(old, since=max(old.since, last))
-            if old is None or old.beat.incarnation != beat.incarnation:
-                if old is None or beat.incarnation > old.beat.incarnation:
-                    seen[rank] = Seen(beat, before, moved=False)
-            elif beat.counter > old.beat.counter:
-                seen[rank] = Seen(beat, before, moved=True)
-        unsure = {rank: self.unsure.get(rank, after + blind_s) for rank in unread}
-        unwatched.update(dict.fromkeys(left_out, after))
+            if old is None or beat.incarnation > old.beat.incarnation:
+                seen[rank] = Seen(beat, before, False)
+            elif beat.incarnation == old.beat.incarnation and beat.counter > old.beat.counter:
+                seen[rank] = Seen(beat, before, True)
+        unsure = {rank: self.unsure.get(rank, after + blind_s) for rank in unread} if unread else {}
+        if left_out:
+            unwatched.update(dict.fromkeys(left_out, after))
         return Ledger(seen, after, blind, unsure, unwatched)
 
     def news(self, member: Member) -> Seen | None:

@@ -124,6 +124,7 @@ class View:
 
 
 T = TypeVar("T", Node, View)
+_new = object.__new__
 
 
 def changed(old: T, **changes: Any) -> T:
@@ -131,7 +132,7 @@ def changed(old: T, **changes: Any) -> T:
 
     A dictionary of its own: of one that is shared with the class's other objects the interpreter looks up each field the slow way.
     """
-    copy = object.__new__(type(old))
+    copy = _new(type(old))
     copy.__dict__ = {**old.__dict__, **changes}
     return copy
 
