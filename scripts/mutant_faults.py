@@ -320,9 +320,10 @@ def judged_by_older_looks(patch: Patch) -> None:
 
     def mutant(self: Agent, position: Position, generation: Generation, left: Position | None) -> None:
         observer = self.observer
-        due = observer._due, observer._members_due, observer._beats_due
         entered(self, position, generation, left)
-        observer._due, observer._members_due, observer._beats_due = due
+        if observer.ledger.looked_at is not None and left is None:
+            again = observer.ledger.looked_at + observer.paces.beats_s
+            observer._due = observer._members_due = observer._beats_due = again
 
     patch.setattr(Agent, "_entered", mutant)
 
