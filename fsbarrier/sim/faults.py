@@ -128,12 +128,13 @@ class Garbling:
         self.rate = self._rng.choice((0.0, 0.0, 0.02, 0.2)) if "garbled" in mix else 0.0
 
     def __call__(self, host: str, path: str) -> bool:
-        if self._rng.random() >= self.rate or (host, path) in self._last:
+        if self._rng.random() < self.rate and (host, path) not in self._last:
+            self._last.add((host, path))
+            self._struck.add("garbled")
+            return True
+        if self._last:
             self._last.discard((host, path))
-            return False
-        self._last.add((host, path))
-        self._struck.add("garbled")
-        return True
+        return False
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,6 @@ class Trouble:
             return Crash()
         if mishap.how == "garbled":
             return GarbledRead() if verb == "read" else None
-        error = OSError(mishap.code, os.strerror(mishap.code), path)
         if mishap.how == "lost":
-            return error
-        raise error
+            return OSError(mishap.code, os.strerror(mishap.code), path)
+        raise OSError(mishap.code, os.strerror(mishap.code), path)

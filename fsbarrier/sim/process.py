@@ -47,7 +47,7 @@ class Process:
         self.watching: Directory | None = None  # its row's
         self.news_at: float | None = None  # when it is going to see something new beside its row
         clocks = world.setup.clocks
-        self._beats_as = 0  # the incarnation that its heartbeats name
+        self._beats_as = -1  # the incarnation that its heartbeats name
         self._beat_path, self._beats = SimPath(), list[float]()
         self.offset = world.clocks.uniform(0, 1e6) if clocks else 0.0
         self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
@@ -203,12 +203,12 @@ class Process:
 
     def beat(self) -> None:
         """A heartbeat, and the plan of the next one."""
-        world, now = self.world, self.world.now
         if not self.up:
             return
         if self.paused:
             self.deferred.append(self.beat)
             return
+        world, now = self.world, self.world.now
         if now - self.ticked_at <= world.rules.limits.dead_s:
             self.put_beat()
         pause_s = BEAT_S
