@@ -86,6 +86,7 @@ class File:
     old: Content | None = None
 
 
+_ORDERS: tuple[Callable[[dict[str, None]], list[str]], ...] = (list, lambda names: [*reversed(names)], sorted)
 Watcher = Callable[[SimPath, File], None]
 
 
@@ -101,7 +102,8 @@ class Disk:
         self.files: dict[str, File] = {}
         self.dirs: dict[str, Directory] = {}
         self.torn: set[str] = set()
-        self.coarse_s, self.order, self.exclusive = coarse_s, order, exclusive
+        self.coarse_s, self.exclusive = coarse_s, exclusive
+        self._ordered = _ORDERS[order]
         self.watch: Watcher = lambda path, file: None  # told of what is written, but for heartbeats
         self._changes = 0
 
@@ -156,10 +158,7 @@ class Disk:
     def listing(self, directory: Directory) -> list[str]:
         """Its names as a client gets them; the same list until they change."""
         if directory.listing is None:
-            names = list(directory.names)
-            directory.listing = (
-                names if self.order == 0 else sorted(names) if self.order == 2 else names[::-1]
-            )
+            directory.listing = self._ordered(directory.names)
         return directory.listing
 
     def lose_power(self, hosts: set[str], rng: Random, horizon_s: float) -> list[str]:
