@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 from fsbarrier.errors import UsageError
+from fsbarrier.protocol.records import record
 from fsbarrier.sim.store import Client, GarbledRead, Habits
 
 #: name -> what it is, as `fsbarrier simulate --help` tells it
@@ -57,7 +58,7 @@ def parse_mix(text: str) -> frozenset[str]:
     return names
 
 
-@dataclass(frozen=True)
+@record
 class Strike:
     """One fault to come. It is due at `time`, or `delay` after node `rank` first enters (`iteration`, `phase`) if that is given.
 
@@ -137,9 +138,9 @@ class Garbling:
         return False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Mishap:
-    """What happens to one operation: `how` is lost, error, garbled, crash, crash-after or block."""
+    """What happens to one operation: `how` is lost, error, garbled, crash, crash-after or block. It is the so-many-th from now on."""
 
     how: str
     step: int
@@ -182,7 +183,7 @@ class Trouble:
         """That look is over; gives the mishap if it did not happen."""
         left, self._mishap = self._mishap, None
         if left is not None:
-            left = replace(left, step=max(1, self.client.left))
+            left.step = max(1, self.client.left)
         self.client.left = self.calm
         return left
 

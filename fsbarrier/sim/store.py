@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from fsbarrier.node.store import REPLACED
 from fsbarrier.protocol.facts import CorruptRecord, R, Record, decode, encode
+from fsbarrier.protocol.records import record
 
 NEVER = 1_000_000  # operations until the next alarm, where none is planned
 
@@ -192,7 +193,7 @@ class Disk:
         return hurt
 
 
-@dataclass(frozen=True)
+@record
 class Habits:
     """How old a client's answers may be, in seconds.
 
