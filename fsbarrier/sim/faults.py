@@ -169,39 +169,40 @@ class Trouble:
     def __init__(self, client: Client, block: Callable[[float, bool], None]) -> None:
         self.client, self._block = client, block
         self.outage: int | None = None  # errno
-        self.calm = LIVELOCK  # operations until the next alarm, where no mishap is planned
         self._mishap: Mishap | None = None
         client.alarm = self._alarm
+        self._expect(LIVELOCK)
 
     def begin(self, mishap: Mishap) -> None:
         """A look begins; `mishap` strikes in it."""
         self._mishap = mishap
-        if self.outage is None:
-            self.client.left = mishap.step
+        self._expect(mishap.step)
 
     def rest(self) -> Mishap | None:
         """That look is over; gives the mishap if it did not happen."""
         left, self._mishap = self._mishap, None
         if left is not None:
-            left.step = max(1, self.client.left)
-        self.client.left = self.calm
+            left.step = max(1, self.client.alarm_at - self.client.done)
+        self._expect(LIVELOCK)
         return left
 
     def set_outage(self, code: int | None) -> None:
-        self.outage, self.calm = code, LIVELOCK if code is None else 1
+        self.outage = code
         self.rest()
+
+    def _expect(self, step: int) -> None:
+        """Be asked at the `step`-th operation from now on; in an outage at each."""
+        self.client.done, self.client.alarm_at = 0, step if self.outage is None else 1
 
     def _alarm(self, verb: str, path: str) -> BaseException | None:
         if self.outage is not None:
-            self.client.left = 1
             if self.outage == errno.ENOSPC and verb in ("read", "names"):
                 return None
             raise OSError(self.outage, os.strerror(self.outage), path)
         if self._mishap is not None and self._mishap.verb not in ("", verb):
-            self.client.left = 1
-            return None
+            return None  # asked again at the next
         mishap, self._mishap = self._mishap, None
-        self.client.left = LIVELOCK
+        self._expect(LIVELOCK)
         if mishap is None:
             raise Livelock(f"{LIVELOCK} operations in one look; the last was {verb} {path}")
         if mishap.how == "block":

@@ -112,7 +112,7 @@ class Process:
         if mishap is not None:
             self._struck(mishap)
             return
-        self.client.left = self.trouble.calm
+        self.client.done = 0
         self._looked(self._look())
 
     def _struck(self, mishap: Mishap) -> None:

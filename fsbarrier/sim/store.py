@@ -7,6 +7,7 @@ stays the object that was written: its bytes are made where a loss of power tear
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,8 +17,6 @@ from typing import Any, cast
 from fsbarrier.node.store import REPLACED
 from fsbarrier.protocol.facts import CorruptRecord, R, Record, decode, encode
 from fsbarrier.protocol.records import record
-
-NEVER = 1_000_000  # operations until the next alarm, where none is planned
 
 
 class SimPath(str):
@@ -219,7 +218,10 @@ class Client:
 
     def __init__(self, disk: Disk, host: str, habits: Habits) -> None:
         self.disk, self.host, self.habits = disk, host, habits
-        self.left = NEVER  # operations until `alarm` is asked what becomes of the next one
+        self.done = (
+            0  # operations in this look; from the `alarm_at`-th on, `alarm` is asked what becomes of each
+        )
+        self.alarm_at = sys.maxsize
         self.alarm: Alarm = lambda verb, path: None
         self.ops = dict.fromkeys(("make_dir", "read", "put", "create"), 0)  # on rows (invariant I12)
         self.garbled: Callable[[str, str], bool] | None = None  # whether the next read gives half of a file
@@ -232,8 +234,8 @@ class Client:
     def _trouble(self, verb: str, path: str) -> BaseException | None:
         if "/iter-" in path:
             self.ops[verb] += 1
-        self.left -= 1
-        return self.alarm(verb, path) if self.left <= 0 else None
+        self.done += 1
+        return self.alarm(verb, path) if self.done >= self.alarm_at else None
 
     # --- the five verbs ---
 
@@ -249,8 +251,8 @@ class Client:
             raise after
 
     def names(self, directory: SimPath) -> list[str]:
-        self.left -= 1
-        if self.left <= 0 and (after := self.alarm("names", directory)) is not None:
+        self.done += 1
+        if self.done >= self.alarm_at and (after := self.alarm("names", directory)) is not None:
             raise after
         found = self.disk.dirs.get(directory)
         if self._caching:
@@ -287,8 +289,8 @@ class Client:
     def read(self, path: SimPath, cls: type[R]) -> R | None:
         if "/iter-" in path:
             self.ops["read"] += 1
-        self.left -= 1
-        if self.left <= 0:
+        self.done += 1
+        if self.done >= self.alarm_at:
             try:
                 after = self.alarm("read", path)
             except OSError as error:
