@@ -87,7 +87,7 @@ class Agent:
     _announced: int = 0  # no heartbeat bears an incarnation that may turn out to be another process's
     _ambiguous: int = 0  # the incarnation whose announcement ended in an error: it may be there
     _said: Fact | None = None  # the fact published last
-    _said_at: float = 0.0
+    _said_at: float = float("inf")
     _suspected: set[Member] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class Agent:
             before = self.node
             view = self.observer.view(before, now)
             if before.part in WORKING and (report := self.work.report()) is not None:
-                view = changed(view, work=report)
+                view = view.with_work(report)
             if view is self._idle_view and before is self._idle_node:
                 break  # nothing new since the last look; what depends on time alone is asked at the next look at heartbeats
             node, actions = step(before, view, now, self.rules)
@@ -136,8 +136,8 @@ class Agent:
         if self.observer.ledger is not self._weighed:
             self._weighed = self.observer.ledger
             self._note_suspects(now)
-        if self._said is not None and now - self._said_at >= REPEAT_S:
-            self._repeat(self._said, now)
+        if now - self._said_at >= REPEAT_S:
+            self._repeat(now)
         return busy
 
     def _act(self, now: float) -> None:
@@ -145,9 +145,9 @@ class Agent:
             self._perform(self._pending[0], now)
             self._pending.popleft()
 
-    def _repeat(self, fact: Fact, now: float) -> None:
-        if self.node.part is ANNOUNCED and self.exit is None:
-            self._put(fact, now)
+    def _repeat(self, now: float) -> None:
+        if self.node.part is ANNOUNCED and self._said is not None and self.exit is None:
+            self._put(self._said, now)
 
     def beat(self) -> Beat:
         """The next heartbeat."""
@@ -279,7 +279,7 @@ class Agent:
             if position.phase <= left.phase:  # no later row follows: it was the iteration's last
                 self.record("iteration_finished", at, {})
         if self.node.stage is not ENDED:
-            self.store.make_dir(self.observer.row_dir(generation.number, position))
+            self.store.make_dir(self.observer.enter(generation, position))
             self.record("phase_started", self.node, {})
 
     def _note_suspects(self, now: float) -> None:

@@ -27,14 +27,13 @@ from fsbarrier.protocol.facts import (
     StopRequest,
 )
 from fsbarrier.protocol.membership import Ledger, left_to_others
-from fsbarrier.protocol.state import ANNOUNCED, WATCHING, Node, Recovered, Stage, View, changed
+from fsbarrier.protocol.state import ANNOUNCED, WATCHING, Node, Recovered, Stage, View
 
 _INCARNATION = re.compile(r"node-(\d{4,})\.inc-(\d{4,})\.json")
 _GENERATION = re.compile(r"gen-(\d{6,})\.json")
 _FAILED = re.compile(r"node-(\d{4,})\.failed")
 _JOINING = Stage.JOINING
 
-_NOTHING = View()
 _AT_ONCE = float("-inf")
 
 
@@ -93,7 +92,6 @@ class Observer:
     _known_joins: list[str] = field(default_factory=list)
     _learnt: set[str] = field(default_factory=set)  # names in joins/ that need not be looked at again
     _old_stops: frozenset[str] = frozenset()
-    _dir: tuple[int, Position, Path] | None = None  # the row directory that was asked for last
     _due: float = _AT_ONCE  # the next look at members or beats, whichever comes first
     _members_due: float = _AT_ONCE
     _beats_due: float = _AT_ONCE
@@ -132,15 +130,8 @@ class Observer:
             self._look(node, now)
         common = self._common
         if common is None:
-            self._common = self._whole = common = changed(
-                _NOTHING,
-                newest=self.newest,
-                void=self.void,
-                joins=self.joins,
-                ledger=self.ledger,
-                stop=self.stop,
-                recovered=self.recovered,
-            )
+            common = View(self.newest, self.void, self.joins, self.ledger, self.stop, self.recovered)
+            self._common = self._whole = common
         if node.generation is None or node.part not in WATCHING:
             return common
         return self._with_row(common, node)
@@ -157,10 +148,10 @@ class Observer:
         self._due = min(self._members_due, self._beats_due)
 
     def _with_row(self, common: View, node: Node) -> View:
-        generation, row = node.generation, self._row
-        assert generation is not None
-        if row is None or row.position is not node.position or row.generation is not generation:
-            row = self._row = self._enter(generation, node)
+        generation, position, row = node.generation, node.position, self._row
+        assert generation is not None and position is not None
+        if row is None or row.position is not position or row.generation is not generation:
+            row = self._enter(generation, position)
         names = self.store.names(row.directory)
         if names != row.names:
             ranks = row.ranks
@@ -175,18 +166,21 @@ class Observer:
             leaders_fact = self.store.read(row.directory / fact_name(generation.leader, "done"), Fact)
         elif self._whole is not common:
             return self._whole
-        self._whole = changed(common, arrived=row.arrived, failed=row.failed, leaders_fact=leaders_fact)
-        return self._whole
+        self._whole = whole = common.with_row(row.arrived, row.failed, leaders_fact)
+        return whole
 
-    def _enter(self, generation: Generation, node: Node) -> _Row:
-        """The row that the node is in now, not listed yet."""
-        assert node.position is not None
-        before, directory = self._row, self.row_dir(generation.number, node.position)
+    def enter(self, generation: Generation, position: Position) -> Path:
+        """Where the facts about a row are that the node is in from now on."""
+        return self._enter(generation, position).directory
+
+    def _enter(self, generation: Generation, position: Position) -> _Row:
+        before, directory = self._row, self.row_dir(generation.number, position)
         if before is not None and before.generation is generation:
             ranks = before.ranks
         else:
             ranks = {fact_name(rank, "done"): rank for rank in generation.ranks}
-        return _Row(generation, node.position, directory, ranks, None, frozenset(), {})
+        self._row = row = _Row(generation, position, directory, ranks, None, frozenset(), {})
+        return row
 
     def _failed(self, directory: Path, names: list[str], generation: Generation) -> dict[int, Fact] | None:
         """The members' facts of failure; None while one of them cannot be read."""
@@ -204,12 +198,12 @@ class Observer:
 
     def row_dir(self, generation: int, position: Position) -> Path:
         """Where the facts about one row are."""
-        last = self._dir
-        if last is None or last[1] is not position or last[0] != generation:
-            name = self.phase_name(position.phase)
-            path = self.paths.phase(generation, position.iteration, position.phase, name)
-            self._dir = last = (generation, position, path)
-        return last[2]
+        row = self._row
+        if row is not None and row.position is position and row.generation.number == generation:
+            return row.directory
+        return self.paths.phase(
+            generation, position.iteration, position.phase, self.phase_name(position.phase)
+        )
 
     def reports(self, node: Node, phase_name: str) -> Mapping[int, Payload]:
         """What each member published about a row of this iteration that `node` has passed, or in which it leads.

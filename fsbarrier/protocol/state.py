@@ -106,7 +106,7 @@ class Recovered:
 
 @record
 class View:
-    """The facts that one node can see. `arrived`, `failed`, `leaders_fact` are those of the row the node is in.
+    """The facts that one node can see. `arrived`, `failed`, `leaders_fact` are those of the row the node is in, `work` is its own.
 
     `void`: generations up to this number that are newer than `newest` have no readable record, and had none for long.
     """
@@ -115,12 +115,37 @@ class View:
     void: int = 0
     joins: Mapping[int, Join] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
+    stop: StopRequest | None = None
+    recovered: Recovered | None = None
     arrived: frozenset[int] = frozenset()
     failed: Mapping[int, Fact] = field(default_factory=dict)
     leaders_fact: Fact | None = None
     work: WorkReport | None = None
-    stop: StopRequest | None = None
-    recovered: Recovered | None = None
+
+    def with_row(
+        self,
+        arrived: frozenset[int],
+        failed: Mapping[int, Fact],
+        leaders_fact: Fact | None,
+        work: WorkReport | None = None,
+    ) -> View:
+        """The same, and this of the row."""
+        return View(
+            self.newest,
+            self.void,
+            self.joins,
+            self.ledger,
+            self.stop,
+            self.recovered,
+            arrived,
+            failed,
+            leaders_fact,
+            work,
+        )
+
+    def with_work(self, work: WorkReport) -> View:
+        """The same, and how the node's own work ended."""
+        return self.with_row(self.arrived, self.failed, self.leaders_fact, work)
 
 
 T = TypeVar("T", Node, View)
