@@ -156,6 +156,7 @@ class Agent:
         state = self.exit.state if self.exit is not None else node.stage
         if state == JOINING and self._announced != node.incarnation:
             state = "leaving"  # its old generation; nobody may take in what it was there
+        at = place(node, node.position, self.rules)
         return Beat(
             node.rank,
             self._announced,
@@ -163,8 +164,11 @@ class Agent:
             self.join.host,
             self.join.pid,
             state,
-            progress=self.work.progress(),
-            **place(node, node.position, self.rules),
+            at["generation"],
+            at["iteration"],
+            at["phase"],
+            at["phase_name"],
+            self.work.progress(),
         )
 
     def _announce(self, incarnation: int) -> bool:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, field, fields
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
-from fsbarrier.protocol.records import record
+from fsbarrier.protocol.records import ordered_record, record
 
 MAGIC = "fsbarrier"
 FORMAT = 1
@@ -37,7 +37,7 @@ class Member:
     host: str = ""
 
 
-@dataclass(frozen=True, order=True)
+@ordered_record
 class Position:
     """Where in the run: iteration from 1, phase as its index in the program's rows."""
 
