@@ -17,7 +17,7 @@ from fsbarrier.node.observer import Observer, fact_name
 from fsbarrier.node.store import Store
 from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.machine import step
-from fsbarrier.protocol.membership import JOINING, Ledger, losses, silence
+from fsbarrier.protocol.membership import JOINING, Ledger, losses, silent_members
 from fsbarrier.protocol.state import (
     ANNOUNCED,
     ENDED,
@@ -290,18 +290,17 @@ class Agent:
         node, ledger = self.node, self.observer.ledger
         if node.generation is None or node.stage is not RUNNING:
             return
-        for member in node.generation.members:
-            if member.rank == node.rank:
-                continue
-            silent_s = silence(member, ledger, node.since, now)
-            if silent_s >= self.rules.limits.suspect_s:
-                if member not in self._suspected and ledger.state(member) not in ("finished", "stopped"):
-                    self._suspected.add(member)
-                    told = {"suspect": member.rank, "host": member.host, "silent_s": round(silent_s, 3)}
-                    self.record("node_suspected", node, told)
-            elif self._suspected and member in self._suspected:
-                self._suspected.discard(member)
-                self.record("node_recovered", node, {"suspect": member.rank, "host": member.host})
+        members, known = node.generation.members, self._suspected
+        silent = silent_members(members, node.rank, ledger, node.since, now, self.rules.limits.suspect_s)
+        for member in members if silent or known else ():
+            told: dict[str, Any] = {"suspect": member.rank, "host": member.host}
+            if member in silent:
+                if member not in known and ledger.state(member) not in ("finished", "stopped"):
+                    known.add(member)
+                    self.record("node_suspected", node, {**told, "silent_s": round(silent[member], 3)})
+            elif member in known:
+                known.discard(member)
+                self.record("node_recovered", node, told)
 
     def waiting_for(self, now: float) -> list[int]:
         """The members whose fact this node is waiting for in its row; empty where it works itself."""

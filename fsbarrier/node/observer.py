@@ -311,6 +311,7 @@ class Observer:
         names = self.store.names(self.paths.beats)
         beats: dict[int, Beat] = {}
         unread: set[int] = set()
+        newest = self.newest.number if self.newest is not None else 0
         if names != self._known_beats:
             self._file_beats(names)
         for rank, files in self._beat_files.items():
@@ -328,8 +329,8 @@ class Observer:
                 self._learn_join(rank, beat.incarnation)
             elif beat.incarnation < known:
                 unread.add(rank)
-            if beat.generation > (self.newest.number if self.newest is not None else 0):
-                self._read_generation(beat.generation)
+            if beat.generation > newest and self._read_generation(beat.generation):
+                newest = beat.generation
         return beats, unread
 
     def _file_beats(self, names: list[str]) -> None:
@@ -348,7 +349,7 @@ class Observer:
     def _newest_beat(self, rank: int, files: list[tuple[int, Path]]) -> Beat | None:
         for incarnation, path in files:
             beat = self.store.read(path, Beat)
-            if beat is not None and (beat.rank, beat.incarnation) == (rank, incarnation):
+            if beat is not None and beat.incarnation == incarnation and beat.rank == rank:
                 return beat
         return None
 

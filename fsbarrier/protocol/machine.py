@@ -79,13 +79,9 @@ def step(node: Node, view: View, now: float, rules: Rules) -> Step:
 
 def _run(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     """The rules of a node in a generation. What each of them needs is looked at here: most of the time nothing is there."""
-    assert node.generation is not None
-    fact = view.leaders_fact
-    sealed = fact is not None and fact.status == SEALED
     return (
-        (_release(node, view, fact, rules) if fact is not None and not sealed else None)
-        or (_regroup(node, view, now, rules) if rules.regroup == node.generation.number else None)
-        or (_sealed(node, view, now, rules) if sealed else None)
+        (_release(node, view, now, rules) if view.leaders_fact is not None else None)
+        or (_regroup(node, view, now, rules) if rules.regroup else None)
         or (_failed_program(node, view, now, rules) if view.failed else None)
         or _lost_member(node, view, now, rules)
         or (_work(node, view, now, rules) if node.part is not ANNOUNCED else None)
@@ -168,10 +164,12 @@ def _gone(node: Node, view: View, now: float, rules: Rules) -> Sequence[Loss]:
     return losses(generation.members, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
 
 
-def _release(node: Node, view: View, fact: Fact, rules: Rules) -> Step | None:
+def _release(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     """Every member is done with this row, and the leader's fact tells what was decided: on to the next one."""
-    generation, position = node.generation, node.position
-    assert generation is not None and position is not None
+    generation, position, fact = node.generation, node.position, view.leaders_fact
+    assert generation is not None and position is not None and fact is not None
+    if fact.status == SEALED:
+        return _sealed(node, view, now, rules)
     if node.part is not ANNOUNCED or not view.arrived.issuperset(generation.ranks):
         return None
     row, decisions = rules.program.rows[position.phase], node.decisions
@@ -261,6 +259,8 @@ def _regroup(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     """
     generation = node.generation
     assert generation is not None
+    if generation.number != rules.regroup:
+        return None
     gone = _gone(node, view, now, rules)
     lost_ranks = {loss.member.rank for loss in gone}
     joiners = live_joiners(view.joins, view.ledger, now, rules.limits)

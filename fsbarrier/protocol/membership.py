@@ -7,7 +7,7 @@ clocks are compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member
@@ -63,9 +63,9 @@ class Ledger:
         """
         gap = after - before if self.looked_at is None else max(before - self.looked_at, after - before)
         blind = gap > blind_s
-        pause = 0.0 if not blind else gap - blind_s if self.blind else gap
         seen, unwatched = dict(self.seen), dict(self.unwatched)
-        if pause:
+        if blind:
+            pause = gap - blind_s if self.blind else gap
             seen = {rank: replace(item, since=min(item.since + pause, after)) for rank, item in seen.items()}
             unwatched = {rank: min(last + pause, after) for rank, last in unwatched.items()}
         for rank, beat in beats.items():
@@ -136,7 +136,7 @@ def losses(
     since: float,
     now: float,
     limits: Limits,
-) -> tuple[Loss, ...]:
+) -> Sequence[Loss]:
     """The members that are gone. `since`: when this node began to watch this generation (a member never seen ages from there)."""
     found = []
     seen, dead_s = ledger.seen, limits.dead_s
@@ -157,7 +157,7 @@ def losses(
         loss = _loss(member, item, join, ledger, since, now, limits)
         if loss is not None:
             found.append(loss)
-    return tuple(found)
+    return found
 
 
 def _loss(
@@ -191,6 +191,20 @@ def silence(member: Member, ledger: Ledger, since: float, now: float) -> float:
     if news is not None:
         return max(0.0, now - news.since)
     return now - max(since, ledger.unwatched.get(member.rank, since))
+
+
+def silent_members(
+    members: Iterable[Member], me: int, ledger: Ledger, since: float, now: float, for_s: float
+) -> dict[Member, float]:
+    """The other members of whom there was no news for `for_s` seconds or more, and for how many."""
+    found = {}
+    for member in members:
+        item = ledger.seen.get(member.rank)
+        if item is not None and now - item.since < for_s and ledger.news(member) is item:
+            continue
+        if member.rank != me and (silent_s := silence(member, ledger, since, now)) >= for_s:
+            found[member] = silent_s
+    return found
 
 
 def left_to_others(generation: Generation | None, me: int, watchers: int) -> frozenset[int]:
