@@ -156,19 +156,9 @@ class Agent:
         state = self.exit.state if self.exit is not None else node.stage
         if state == JOINING and self._announced != node.incarnation:
             state = "leaving"  # its old generation; nobody may take in what it was there
-        at = place(node, node.position, self.rules)
+        here, at = self.join, _place(node, node.position, self.rules)
         return Beat(
-            node.rank,
-            self._announced,
-            self.counter,
-            self.join.host,
-            self.join.pid,
-            state,
-            at["generation"],
-            at["iteration"],
-            at["phase"],
-            at["phase_name"],
-            self.work.progress(),
+            node.rank, self._announced, self.counter, here.host, here.pid, state, *at, self.work.progress()
         )
 
     def _announce(self, incarnation: int) -> bool:
@@ -325,19 +315,16 @@ class Agent:
 
 def place(node: Node, position: Position | None, rules: Rules) -> dict[str, Any]:
     """Where a node is, in the fields that heartbeats and the journal share."""
-    if position is None or node.generation is None:
-        return {
-            "generation": node.generation.number if node.generation else 0,
-            "iteration": 0,
-            "phase": 0,
-            "phase_name": "",
-        }
-    return {
-        "generation": node.generation.number,
-        "iteration": position.iteration,
-        "phase": position.phase,
-        "phase_name": rules.program.rows[position.phase].name,
-    }
+    return dict(
+        zip(("generation", "iteration", "phase", "phase_name"), _place(node, position, rules), strict=True)
+    )
+
+
+def _place(node: Node, position: Position | None, rules: Rules) -> tuple[int, int, int, str]:
+    if node.generation is None or position is None:
+        return (node.generation.number if node.generation is not None else 0), 0, 0, ""
+    name = rules.program.rows[position.phase].name
+    return node.generation.number, position.iteration, position.phase, name
 
 
 def summary(value: Mapping[str, Any], limit: int = 400) -> dict[str, Any]:

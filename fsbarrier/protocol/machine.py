@@ -219,11 +219,11 @@ def _failed_program(node: Node, view: View, now: float, rules: Rules) -> Step | 
 
 def _lost_member(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     """A member is gone: shrink, wait for it, or end the run."""
-    gone = _gone(node, view, now, rules)
-    if not gone:  # a false alarm is over
-        return (changed(node, trouble_since=None), ()) if node.trouble_since is not None else None
     generation, position = node.generation, node.position
     assert generation is not None and position is not None
+    gone = losses(generation.members, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
+    if not gone:  # a false alarm is over
+        return (changed(node, trouble_since=None), ()) if node.trouble_since is not None else None
     names = lost_as_text(gone, node, rules)
     lost_ranks = {loss.member.rank for loss in gone}
     living = tuple(m for m in generation.members if m.rank not in lost_ranks)

@@ -8,7 +8,7 @@ clocks are compared.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member
 from fsbarrier.protocol.records import record
@@ -29,6 +29,10 @@ class Seen:
     beat: Beat
     since: float
     moved: bool  # the counter was seen to advance: this is a live process, not a leftover file
+
+    def at(self, since: float) -> Seen:
+        """The same news, as if it had come at `since`."""
+        return Seen(self.beat, since, self.moved)
 
 
 @record
@@ -66,12 +70,12 @@ class Ledger:
         seen, unwatched = dict(self.seen), dict(self.unwatched)
         if blind:
             pause = gap - blind_s if self.blind else gap
-            seen = {rank: replace(item, since=min(item.since + pause, after)) for rank, item in seen.items()}
+            seen = {rank: item.at(min(item.since + pause, after)) for rank, item in seen.items()}
             unwatched = {rank: min(last + pause, after) for rank, last in unwatched.items()}
         for rank, beat in beats.items():
             old = seen.get(rank)
             if unwatched and (last := unwatched.pop(rank, None)) is not None and old is not None:
-                seen[rank] = old = replace(old, since=max(old.since, last))
+                seen[rank] = old = old.at(max(old.since, last))
             if old is None or beat.incarnation > old.beat.incarnation:
                 seen[rank] = Seen(beat, before, False)
             elif beat.incarnation == old.beat.incarnation and beat.counter > old.beat.counter:
