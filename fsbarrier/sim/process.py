@@ -236,7 +236,7 @@ class Process:
         world.history.events.append(Event(world.now, self.number, event, node, fields, self.ticked_at))
         if event == "phase_started":
             assert node.generation is not None and node.position is not None
-            row = cast(SimPath, self.observer.row_dir(node.generation.number, node.position))
-            self.watching = world.disk.dirs.get(row)
+            row = self.observer.row_dir(node.generation.number, node.position)
+            self.watching = world.disk.dirs.get(row)  # type: ignore[call-overload]
             if world.awaited:
                 world.entered(node)

@@ -87,7 +87,7 @@ class File:
 
 
 _ORDERS: tuple[Callable[[dict[str, None]], list[str]], ...] = (list, lambda names: [*reversed(names)], sorted)
-Watcher = Callable[[SimPath, File], None]
+Watcher = Callable[[SimPath, Record, File], None]
 
 
 class Disk:
@@ -104,7 +104,7 @@ class Disk:
         self.torn: set[str] = set()
         self.coarse_s, self.exclusive = coarse_s, exclusive
         self._ordered = _ORDERS[order]
-        self.watch: Watcher = lambda path, file: None  # told of what is written, but for heartbeats
+        self.watch: Watcher = lambda path, record, file: None  # told of what is written, but for heartbeats
         self._changes = 0
 
     def make_dir(self, path: str) -> Directory | None:
@@ -326,7 +326,7 @@ class Client:
 
     def put(self, path: SimPath, record: Record) -> None:
         after = self._trouble("put", path)
-        self.disk.watch(path, self.replace(path, record))
+        self.disk.watch(path, record, self.replace(path, record))
         if after is not None:
             raise after
 
@@ -343,7 +343,7 @@ class Client:
         free = file is None or not self.disk.exclusive
         if file is None or free:
             file = self.disk.write(path, record, self.host, True)
-            self.disk.watch(path, file)
+            self.disk.watch(path, record, file)
         else:
             self.disk.touch(file.directory)
         if self._caching:

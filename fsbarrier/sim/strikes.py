@@ -138,4 +138,5 @@ def ask_to_stop(world: World, *, now: bool) -> None:
     world.history.stopped_at = world.now
     path = cast(SimPath, PATHS.stops / f"{len(world.history.writes):06d}.json")
     world.disk.make_dir(path.parent)
-    world.disk.watch(path, world.disk.write(path, StopRequest(now, "operator"), "operator", True))
+    request = StopRequest(now, "operator")
+    world.disk.watch(path, request, world.disk.write(path, request, "operator", True))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
 from random import Random
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from fsbarrier.program import SLICES
 from fsbarrier.protocol.facts import Record
@@ -295,8 +295,8 @@ class World:
 
     # --- what others notice ---
 
-    def _written(self, path: SimPath, file: File) -> None:
-        self.history.writes.append(Write(self.now, file.host, path, cast(Record, file.content)))
+    def _written(self, path: SimPath, record: Record, file: File) -> None:
+        self.history.writes.append(Write(self.now, file.host, path, record))
         if "/iter-" in path:
             self._fact_written(path, file)
             return
