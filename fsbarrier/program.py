@@ -7,14 +7,14 @@ carries out the work that the table's functions describe. Pure: these functions 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from fsbarrier.errors import UsageError
 from fsbarrier.paths import RunPaths
 from fsbarrier.protocol.facts import Join, Member, Payload
+from fsbarrier.protocol.records import record
 
 PHASE_NAMES = (
     "iteration_start",
@@ -38,14 +38,14 @@ SLICES = {"both": (0, 13), "rollout": (0, 6), "update": (7, 13)}
 # --- work: what a phase asks its node to do -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@record
 class Value:
     """Nothing to run: `value` is the phase's result."""
 
     value: Payload
 
 
-@dataclass(frozen=True)
+@record
 class Command:
     """A program to launch. `spec` is written to a private file; `{spec}` in argv and env is replaced by its path.
 
@@ -63,7 +63,7 @@ class Command:
     event: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class ServeWeights:
     """The local engine is to serve `folder` as `policy_version`: started, reloaded in place, or left as it is.
 
@@ -75,12 +75,12 @@ class ServeWeights:
     threads: int = 0
 
 
-@dataclass(frozen=True)
+@record
 class ReleaseEngine:
     """The local engine is to give the accelerator's memory back (stop, sleep, or stay where there is none)."""
 
 
-@dataclass(frozen=True)
+@record
 class OpenRendezvous:
     """The leader listens on a free port, so that the others can try its addresses before torchrun needs one of them.
 
@@ -90,7 +90,7 @@ class OpenRendezvous:
     loopback: bool
 
 
-@dataclass(frozen=True)
+@record
 class ProbeAddresses:
     """Connect to each of the leader's addresses; the result's "reached" names those that answered, in the order given."""
 
@@ -98,7 +98,7 @@ class ProbeAddresses:
     port: int
 
 
-@dataclass(frozen=True)
+@record
 class PublishWeights:
     """Verify a policy version's folder, then point the run at it; keep the newest `keep` versions.
 
@@ -113,7 +113,7 @@ class PublishWeights:
     keep_trajectories: int = 0
 
 
-@dataclass(frozen=True)
+@record
 class PublishFile:
     """What this generation made in `source` becomes what people find under `name`, unless a newer generation exists."""
 
@@ -121,7 +121,7 @@ class PublishFile:
     name: Path
 
 
-@dataclass(frozen=True)
+@record
 class Steps:
     """Several works, one after the other; their results are merged."""
 
@@ -144,7 +144,7 @@ Work = (
 # --- context: what the functions of a table may look at -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@record
 class PartOnDisk:
     """A part file of this iteration: which groups it durably holds, in its first `valid_bytes` bytes."""
 
@@ -154,7 +154,7 @@ class PartOnDisk:
     tasks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@record
 class Policy:
     """The policy that this iteration rolls out: its version and its folder ("model" below it is what vLLM loads)."""
 
@@ -163,7 +163,7 @@ class Policy:
     trainer: Path | None
 
 
-@dataclass(frozen=True)
+@record
 class Context:
     """Everything that a phase's functions may depend on. Read-only."""
 
@@ -197,24 +197,24 @@ class Context:
     @property
     def threads(self) -> int:
         """The CPUs of this host, shared among the members that run on it."""
-        here = self.joins.get(self.node_rank)
+        joins, here = self.joins, self.joins.get(self.node_rank)
         sharing = [
-            r for r in self.ranks if here and r in self.joins and self.joins[r].boot_id == here.boot_id
+            m for m in self.members if here and m.rank in joins and joins[m.rank].boot_id == here.boot_id
         ]
         return max(1, self.cpus // max(1, len(sharing)))
 
-    @cached_property
+    @property
     def policy_version(self) -> int:
         """How many updates the policy that this iteration rolls out has had."""
         published = self.latest("weights_publish")
         return published["policy_version"] if published is not None else 0
 
-    @cached_property
+    @property
     def policy(self) -> Policy:
         """The newest published policy; the run's model as version 0 before the first."""
         published = self.latest("weights_publish")
         if published is not None:
-            folder = Path(published["folder"])
+            folder = self.paths.root / published["folder"]  # which is absolute
             return Policy(published["policy_version"], folder / "model", folder / "trainer")
         if self.model is None:
             raise UsageError(f"phase {self.phase.name}: this program needs a model, and the run has none")
@@ -233,9 +233,9 @@ class Context:
         entry = self.decisions.get(phase_name)
         return None if entry is None else entry["value"]
 
-    @cached_property
+    @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(m.rank for m in self.members)
+        return tuple([m.rank for m in self.members])
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -271,7 +271,7 @@ class Context:
 Builder = Callable[[Context], Work]
 
 
-@dataclass(frozen=True)
+@record
 class Phase:
     """One row. `each` is every member's work; `leader` is the leader's, and where a row has both, it comes after all the
     others are done. A row with neither is a barrier. `resume`: where a new generation goes on when this row was under way.
@@ -286,7 +286,7 @@ class Phase:
     transient: bool = False
 
 
-@dataclass(frozen=True)
+@record
 class Program:
     """The fourteen rows. `needs`: what a run of it must have ("model", "data")."""
 
