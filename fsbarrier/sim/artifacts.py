@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,7 @@ class Artifacts:
                 del self.checkpoints[folder]
 
 
-@dataclass
+@dataclass(slots=True)
 class Piece:
     """One piece of work of one process, on its way. `inside`: it is the daemon itself that works, no child of it."""
 
@@ -70,9 +70,10 @@ class Piece:
     node: Node
     part: Part
     began: float
-    steps: Waiting | None = None
     alive: bool = True
     inside: bool = True
     broken: str = ""
     fails: float | None = None  # the share of the program's time after which it fails
     meeting: Meeting | None = None
+    steps: Waiting = field(init=False)
+    advance: Callable[[], None] = field(init=False)  # take the next of the steps

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
 
 from fsbarrier.errors import FsbarrierError, ProgramFailed
+from fsbarrier.paths import SPLITS
 from fsbarrier.program import (
     Command,
     Context,
@@ -27,7 +28,7 @@ from fsbarrier.program import (
 )
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Part, WorkReport
-from fsbarrier.sim.artifacts import Artifacts, Meeting, PartFile, Piece, Waiting
+from fsbarrier.sim.artifacts import Meeting, PartFile, Piece, Waiting
 from fsbarrier.sim.history import Entry, Merged, Missing, Published, Used
 from fsbarrier.sim.setup import PATHS
 from fsbarrier.sim.store import SimPath
@@ -40,23 +41,25 @@ GENERATIONS = cast(SimPath, PATHS.generations)
 GROUP_BYTES = 100  # what one group of trajectories takes in a simulated part
 FOREVER = float("inf")
 RETRY_S = 0.5  # after a filesystem's error while a piece of work is being prepared
+TASKS = {split: {"path": f"/data/{split}", "count": 6} for split in SPLITS}
 T = TypeVar("T")
+Asked = TypeVarTuple("Asked")
 
 
 class SimWork:
     """The WorkRunner of one simulated process."""
 
     def __init__(self, world: World, process: Process) -> None:
-        self.world, self.process = world, process
+        self.world, self.process, self.artifacts = world, process, world.artifacts
         self.piece: Piece | None = None
         self._report: WorkReport | None = None
 
     def launch(self, node: Node, part: Part) -> None:
         self.cancel()
         piece = Piece(self.process, node, part, self.world.now, fails=self.world.failure_of(node, part))
-        piece.steps = self._run(piece)
+        piece.steps, piece.advance = self._run(piece), partial(self.advance, piece)
         self.piece, self._report = piece, None
-        self.world.after(self.world.short(), lambda: self.advance(piece))
+        self.world.after(self.world.short(), piece.advance)
 
     def cancel(self) -> None:
         piece, self.piece, self._report = self.piece, None, None
@@ -75,9 +78,8 @@ class SimWork:
         if not piece.alive or not self.process.up:
             return
         if self.process.paused and (piece.inside or self.process.frozen):
-            self.process.deferred.append(lambda: self.advance(piece))
+            self.process.deferred.append(piece.advance)
             return
-        assert piece.steps is not None
         try:
             if piece.broken:
                 raise ProgramFailed(piece.broken)
@@ -88,7 +90,7 @@ class SimWork:
             self._end(piece, False, {"error": str(error), "log": ["the program's last line"]})
         else:
             if wait != FOREVER:
-                self.world.after(wait, lambda: self.advance(piece))
+                self.world.after(wait, piece.advance)
 
     def _end(self, piece: Piece, ok: bool, value: dict[str, Any]) -> None:
         piece.alive = False
@@ -107,23 +109,23 @@ class SimWork:
             for other in meeting.pieces.values():
                 if other.alive:
                     other.broken = "connection closed by peer"
-                    self.world.after(1.0, partial(other.process.work.advance, other))
+                    self.world.after(1.0, other.advance)
 
     # --- what a piece does ---
 
     def _run(self, piece: Piece) -> Waiting:
-        context = yield from self._patiently(partial(self.context, piece.node))
+        context = yield from self._patiently(self.context, piece.node)
         builder = context.phase.each if piece.part is Part.EACH else context.phase.leader
         assert builder is not None
-        work = yield from self._patiently(partial(builder, context))
+        work = yield from self._patiently(builder, context)
         return (yield from self._do(work, context, piece))
 
-    def _patiently(self, ask: Callable[[], T]) -> Generator[float, None, T]:
+    def _patiently(self, ask: Callable[[*Asked], T], *about: *Asked) -> Generator[float, None, T]:
         """What the shared directory says; while it fails it is asked again."""
         deadline = self.world.now + self.world.rules.limits.dead_s
         while True:
             try:
-                return ask()
+                return ask(*about)
             except OSError as error:
                 if self.world.now > deadline:
                     raise ProgramFailed(f"the shared directory fails: {error}") from None
@@ -131,6 +133,8 @@ class SimWork:
 
     def _do(self, work: Work, context: Context, piece: Piece) -> Waiting:
         match work:
+            case Command():
+                return {**work.extra, **(yield from self._command(work, context, piece))}
             case Value(value):
                 return dict(value)
             case Steps(works):
@@ -162,21 +166,18 @@ class SimWork:
             case PublishWeights():
                 yield from self._still_newest(context)
                 return (yield from self._publish(work, piece))
-            case Command():
-                return {**work.extra, **(yield from self._command(work, context, piece))}
 
     def _command(self, work: Command, context: Context, piece: Piece) -> Waiting:
-        name = next(
-            word for word in work.argv if word.startswith("fsbarrier.") or word == "torch.distributed.run"
-        )
-        programs: dict[str, Callable[[Command, Context, Piece], Waiting]] = {
-            "fsbarrier.workers.rollout": self._rollout,
-            "fsbarrier.aggregate": self._aggregate,
-            "fsbarrier.workers.prepare": self._prepare,
-            "torch.distributed.run": self._update,
-        }
         piece.inside = False
-        value = yield from programs[name](work, context, piece)
+        match work.argv[2]:  # python -m PROGRAM
+            case "fsbarrier.workers.rollout":
+                value = yield from self._rollout(work, context, piece)
+            case "fsbarrier.aggregate":
+                value = yield from self._aggregate(work, context, piece)
+            case "fsbarrier.workers.prepare":
+                value = yield from self._prepare(work, context, piece)
+            case _:
+                value = yield from self._update(work, context, piece)
         piece.inside = True
         return value
 
@@ -267,7 +268,7 @@ class SimWork:
             length = self.world.length()
             for other in meeting.pieces.values():
                 if other is not piece and other.alive:
-                    self.world.after(length, partial(other.process.work.advance, other))
+                    self.world.after(length, other.advance)
             yield length
         else:
             yield FOREVER
@@ -292,10 +293,6 @@ class SimWork:
         if newest > context.generation:
             raise ProgramFailed(f"generation {context.generation} has ended")
 
-    @property
-    def artifacts(self) -> Artifacts:
-        return self.world.artifacts
-
     def _need(self, folder: str, piece: Piece) -> None:
         """A policy's folder must be there; "" is the model that the run began with."""
         if folder and folder not in self.artifacts.checkpoints:
@@ -314,7 +311,7 @@ class SimWork:
             run_id="sim",
             paths=observer.paths,
             settings=self.world.settings,
-            tasks={split: {"path": f"/data/{split}", "count": 6} for split in ("train", "test")},
+            tasks=TASKS,
             model=cast(Any, "/model"),
             node_rank=node.rank,
             incarnation=node.incarnation,
