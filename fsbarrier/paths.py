@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 SPLITS = ("train", "test")
@@ -62,36 +62,34 @@ class RunPaths:
         return self.coordination / f"gen-{generation:06d}"
 
     def iteration(self, generation: int, iteration: int) -> Path:
-        return self.coordination / f"gen-{generation:06d}/iter-{iteration:06d}"
+        return self.coordination / _iteration(generation, iteration)
 
     def phase(self, generation: int, iteration: int, index: int, name: str) -> Path:
-        return self.coordination / f"gen-{generation:06d}/iter-{iteration:06d}/p{index:02d}-{name}"
+        return self.coordination / f"{_iteration(generation, iteration)}/p{index:02d}-{name}"
 
     def claims(self, generation: int, iteration: int, split: str) -> Path:
         """Who rolls out what, settled while it happens (fsbarrier/data/claims.py), and how far all are."""
-        return self.iteration(generation, iteration) / f"claims-{split}"
+        return self.coordination / f"{_iteration(generation, iteration)}/claims-{split}"
 
     def trajectories(self, split: str) -> Path:
         return self.root / f"{split}_trajectories"
 
     def merged(self, split: str, iteration: int) -> Path:
         """The merged file of one iteration: {"trajectories": [...], "metadata": {...}}."""
-        return self.trajectories(split) / f"{split}_trajectories.pt.iteration{iteration}"
+        return self.root / _merged(split, iteration)
 
     def merged_by(self, split: str, iteration: int, generation: int) -> Path:
         """The same as one generation made it: no other one, woken up late, can put its own in its place."""
-        merged = self.merged(split, iteration)
-        return merged.with_name(f"{merged.name}.g{generation:04d}")
+        return self.root / f"{_merged(split, iteration)}.g{generation:04d}"
 
     def rank_checkpoint(self, split: str, iteration: int, rank: int) -> Path:
         """What one node rank rolled out, finished."""
-        merged = self.merged(split, iteration)
-        return merged.with_name(f"{merged.name}_rank_{rank}.checkpoint")
+        return self.root / _rank_checkpoint(split, iteration, rank)
 
     def part(self, split: str, iteration: int, rank: int, generation: int, incarnation: int) -> Path:
         """A growing, crash-safe part of a rank's checkpoint; one writer, one generation."""
-        final = self.rank_checkpoint(split, iteration, rank)
-        return final.with_name(f"{final.name}.g{generation:04d}i{incarnation:04d}.part")
+        final = _rank_checkpoint(split, iteration, rank)
+        return self.root / f"{final}.g{generation:04d}i{incarnation:04d}.part"
 
     @property
     def checkpoints(self) -> Path:
@@ -129,3 +127,19 @@ class RunPaths:
     def journal(self, rank: int, incarnation: int) -> Path:
         """The event journal of one incarnation; one writer a file."""
         return self.events / f"node_{rank}.inc-{incarnation:04d}.jsonl"
+
+
+# --- names that are parts of others ----------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def _iteration(generation: int, iteration: int) -> str:
+    return f"gen-{generation:06d}/iter-{iteration:06d}"
+
+
+def _merged(split: str, iteration: int) -> str:
+    return f"{split}_trajectories/{split}_trajectories.pt.iteration{iteration}"
+
+
+def _rank_checkpoint(split: str, iteration: int, rank: int) -> str:
+    return f"{_merged(split, iteration)}_rank_{rank}.checkpoint"
