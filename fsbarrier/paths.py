@@ -65,7 +65,7 @@ class RunPaths:
         return self.coordination / _iteration(generation, iteration)
 
     def phase(self, generation: int, iteration: int, index: int, name: str) -> Path:
-        return self.coordination / f"{_iteration(generation, iteration)}/p{index:02d}-{name}"
+        return self.coordination / _row(generation, iteration, index, name)
 
     def claims(self, generation: int, iteration: int, split: str) -> Path:
         """Who rolls out what, settled while it happens (fsbarrier/data/claims.py), and how far all are."""
@@ -135,6 +135,11 @@ class RunPaths:
 @lru_cache(maxsize=64)
 def _iteration(generation: int, iteration: int) -> str:
     return f"gen-{generation:06d}/iter-{iteration:06d}"
+
+
+@lru_cache(maxsize=1024)
+def _row(generation: int, iteration: int, index: int, name: str) -> str:
+    return f"{_iteration(generation, iteration)}/p{index:02d}-{name}"
 
 
 def _merged(split: str, iteration: int) -> str:
