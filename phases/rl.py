@@ -95,18 +95,19 @@ def rollout_train(ctx: Context) -> Work:
 def rollout(ctx: Context, split: str, assigned: Payload | None, sampling: Payload) -> Work:
     if not assigned or not assigned["shares"][str(ctx.node_rank)]:
         return NOTHING
+    policy = ctx.policy
     command = ctx.worker(
         "rollout",
         "rollout.log",
         **share_of(ctx, split, assigned),
         task_file=ctx.tasks[split]["path"],
-        model=str(ctx.policy.model),
+        model=str(policy.model),
         engine="{engine}",
         sampling={
             key: sampling[key] for key in ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
         },
     )
-    return Steps((ServeWeights(ctx.policy.model, ctx.policy.version, ctx.threads), command))
+    return Steps((ServeWeights(policy.model, policy.version, ctx.threads), command))
 
 
 def share_of(ctx: Context, split: str, assigned: Payload) -> dict[str, Any]:
@@ -246,15 +247,14 @@ def stop_engine(ctx: Context) -> Work:
 
 def prepare_batch(ctx: Context) -> Work:
     """Leader: the training batch; and a port on which the others try the leader's addresses."""
-    batch = str(ctx.paths.batch(ctx.iteration, ctx.generation))
-    model = str(ctx.policy.model)
+    policy = ctx.policy
     prepare = ctx.worker(
         "prepare",
         "update.log",
         merged=learned_from(ctx),
-        batch=batch,
-        model=model,
-        policy_version=ctx.policy.version,
+        batch=str(ctx.paths.batch(ctx.iteration, ctx.generation)),
+        model=str(policy.model),
+        policy_version=policy.version,
     )
     return Steps((prepare, open_rendezvous(ctx)))
 
@@ -313,7 +313,8 @@ def update(ctx: Context) -> Work:
     """Every node: one multi-node torchrun, or the user's own trainer command."""
     prepared, ready = ctx.decided("batch_prepare"), ctx.decided("update_ready")
     assert prepared is not None and ready is not None
-    policy, version = ctx.policy, ctx.policy.version + 1
+    policy = ctx.policy
+    version = policy.version + 1
     out = ctx.paths.checkpoint(version, ctx.generation)
     spec = {
         "batch": prepared["batch"],
@@ -371,7 +372,8 @@ def start_engine(ctx: Context) -> Work:
     """Every node: vLLM serves the new weights, reloaded in place or started."""
     if ctx.settings["rl_phase"] == "update":
         return NOTHING
-    return ServeWeights(ctx.policy.model, ctx.policy.version, ctx.threads)
+    policy = ctx.policy
+    return ServeWeights(policy.model, policy.version, ctx.threads)
 
 
 PROGRAM = Program(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 def sample_tasks(total: int, count: int, *, seed: int, iteration: int) -> list[int]:
@@ -14,10 +15,15 @@ def sample_tasks(total: int, count: int, *, seed: int, iteration: int) -> list[i
     """
     if count <= 0 or count >= total:
         return list(range(total))
+    return [*_sampled(total, count, seed, iteration)]
+
+
+@lru_cache(maxsize=8)
+def _sampled(total: int, count: int, seed: int, iteration: int) -> tuple[int, ...]:
     data_pass, piece = divmod(iteration - 1, total // count)
     order = list(range(total))
     random.Random(f"{seed}:{data_pass}").shuffle(order)
-    return order[piece * count : (piece + 1) * count]
+    return tuple(order[piece * count : (piece + 1) * count])
 
 
 def split_by_weight(tasks: Sequence[int], weights: Sequence[float]) -> list[list[int]]:
