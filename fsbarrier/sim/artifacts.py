@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.protocol.state import Node, Part
 from fsbarrier.sim.history import Merged
 
 if TYPE_CHECKING:
     from fsbarrier.sim.process import Process
 
+FOREVER = float("inf")
 Waiting = Generator[float, None, dict[str, Any]]
 
 
@@ -70,10 +72,29 @@ class Piece:
     node: Node
     part: Part
     began: float
+    fails: float | None  # the share of the program's time after which it fails
     alive: bool = True
     inside: bool = True
     broken: str = ""
-    fails: float | None = None  # the share of the program's time after which it fails
     meeting: Meeting | None = None
     steps: Waiting = field(init=False)
-    advance: Callable[[], None] = field(init=False)  # take the next of the steps
+
+    def advance(self) -> None:
+        """Take the next step, unless it was called off; a stopped process's later."""
+        process = self.process
+        if not self.alive or not process.up:
+            return
+        if process.paused and (self.inside or process.frozen):
+            process.deferred.append(self.advance)
+            return
+        try:
+            if self.broken:
+                raise ProgramFailed(self.broken)
+            wait = next(self.steps)
+        except StopIteration as stop:
+            process.work.ended(self, True, stop.value)
+        except FsbarrierError as error:
+            process.work.ended(self, False, {"error": str(error), "log": ["the program's last line"]})
+        else:
+            if wait != FOREVER:
+                process.world.after(wait, self.advance)

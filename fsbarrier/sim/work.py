@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
 
-from fsbarrier.errors import FsbarrierError, ProgramFailed
+from fsbarrier.errors import ProgramFailed
 from fsbarrier.paths import SPLITS
 from fsbarrier.program import (
     Command,
@@ -28,7 +28,7 @@ from fsbarrier.program import (
 )
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Part, WorkReport
-from fsbarrier.sim.artifacts import Meeting, PartFile, Piece, Waiting
+from fsbarrier.sim.artifacts import FOREVER, Meeting, PartFile, Piece, Waiting
 from fsbarrier.sim.history import Entry, Merged, Missing, Published, Used
 from fsbarrier.sim.setup import PATHS
 from fsbarrier.sim.store import SimPath
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 GENERATIONS = cast(SimPath, PATHS.generations)
 GROUP_BYTES = 100  # what one group of trajectories takes in a simulated part
-FOREVER = float("inf")
 RETRY_S = 0.5  # after a filesystem's error while a piece of work is being prepared
 TASKS = {split: {"path": f"/data/{split}", "count": 6} for split in SPLITS}
 T = TypeVar("T")
@@ -56,8 +55,8 @@ class SimWork:
 
     def launch(self, node: Node, part: Part) -> None:
         self.cancel()
-        piece = Piece(self.process, node, part, self.world.now, fails=self.world.failure_of(node, part))
-        piece.steps, piece.advance = self._run(piece), partial(self.advance, piece)
+        piece = Piece(self.process, node, part, self.world.now, self.world.failure_of(node, part))
+        piece.steps = self._run(piece)
         self.piece, self._report = piece, None
         self.world.after(self.world.short(), piece.advance)
 
@@ -73,26 +72,8 @@ class SimWork:
     def progress(self) -> Payload:
         return {}
 
-    def advance(self, piece: Piece) -> None:
-        """Take the next step of a piece, unless it was called off; a stopped process's later."""
-        if not piece.alive or not self.process.up:
-            return
-        if self.process.paused and (piece.inside or self.process.frozen):
-            self.process.deferred.append(piece.advance)
-            return
-        try:
-            if piece.broken:
-                raise ProgramFailed(piece.broken)
-            wait = next(piece.steps)
-        except StopIteration as stop:
-            self._end(piece, True, stop.value)
-        except FsbarrierError as error:
-            self._end(piece, False, {"error": str(error), "log": ["the program's last line"]})
-        else:
-            if wait != FOREVER:
-                self.world.after(wait, piece.advance)
-
-    def _end(self, piece: Piece, ok: bool, value: dict[str, Any]) -> None:
+    def ended(self, piece: Piece, ok: bool, value: dict[str, Any]) -> None:
+        """What has become of a piece."""
         piece.alive = False
         if not ok:
             self._leave_meeting(piece)
