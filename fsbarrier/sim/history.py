@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from fsbarrier.protocol.facts import Fact, Generation, Join, Payload, Record
+from fsbarrier.protocol.records import record
 from fsbarrier.protocol.state import Node
 
 #: (generation, iteration, phase)
@@ -38,6 +39,10 @@ class Write:
     record: Record
 
 
+#: rank -> (when it was first published, the "done" fact)
+Done = dict[int, tuple[float, Fact]]
+
+
 class Entry(NamedTuple):
     """A group of trajectories in a merged file, and where it comes from. `at`: its place in its part file."""
 
@@ -48,7 +53,7 @@ class Entry(NamedTuple):
     policy_version: int
 
 
-@dataclass(frozen=True)
+@record
 class Merged:
     """A merged file, once. `stamp` tells it from every other."""
 
@@ -143,14 +148,13 @@ class History:
         return found
 
     @cached_property
-    def facts(self) -> dict[Place, dict[int, tuple[float, Fact]]]:
-        """place -> rank -> (when it was first published, the "done" fact)."""
-        found: dict[Place, dict[int, tuple[float, Fact]]] = {}
+    def facts(self) -> dict[Place, Done]:
+        """Who is done with which row."""
+        found: dict[Place, Done] = {}
         for write in self.writes:
             fact = write.record
-            if not isinstance(fact, Fact) or fact.status != "done":
-                continue
-            found.setdefault(row_of(write.path), {}).setdefault(fact.rank, (write.time, fact))
+            if type(fact) is Fact and fact.status == "done":
+                found.setdefault(row_of(write.path), {}).setdefault(fact.rank, (write.time, fact))
         return found
 
     @cached_property
@@ -165,7 +169,7 @@ class History:
     @cached_property
     def places(self) -> list[tuple[Event, Place]]:
         """Every entry of a process into a row, and every release from one, as they happened."""
-        rows = ("phase_started", "phase_finished")
+        rows = frozenset(("phase_started", "phase_finished"))
         return [(event, place_of(event.node)) for event in self.events if event.event in rows]
 
     @cached_property
@@ -188,5 +192,6 @@ def row_of(path: str) -> Place:
 
 def place_of(node: Node) -> Place:
     """Where a running node is."""
-    assert node.generation is not None and node.position is not None
-    return node.generation.number, node.position.iteration, node.position.phase
+    generation, position = node.generation, node.position
+    assert generation is not None and position is not None
+    return generation.number, position.iteration, position.phase

@@ -6,6 +6,7 @@ records that the server took, at the journals, and at what lies in the merged fi
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,49 +38,55 @@ def check(world: World) -> list[Violation]:
 
 def i1_nobody_passes_early(history: History) -> Iterator[str]:
     """Nobody passes a row before every member of its generation entered it and published that it is done."""
-    entered: dict[Place, set[int]] = {}
+    entered: defaultdict[Place, set[int]] = defaultdict(set)
+    through: dict[Place, Generation] = {}  # whose members had all entered and were done when the first passed
+    facts = history.facts
     for event, place in history.places:
+        node, generation = event.node, event.node.generation
         if event.event == "phase_started":
-            entered.setdefault(place, set()).add(event.node.rank)
-            continue
-        assert event.node.generation is not None
-        done, there = history.facts.get(place, {}), entered.get(place, ())
-        for rank in event.node.generation.ranks:
-            if rank not in done or done[rank][0] > event.time:
-                yield f"node {event.node.rank} passed {place} before node {rank} was done"
-            elif rank not in there:
-                yield f"node {event.node.rank} passed {place} before node {rank} entered it"
+            entered[place].add(node.rank)
+        elif through.get(place) is not generation:
+            assert generation is not None
+            done, there, early = facts.get(place, {}), entered[place], False
+            for rank in generation.ranks:
+                if rank not in done or done[rank][0] > event.time:
+                    early = True
+                    yield f"node {node.rank} passed {place} before node {rank} was done"
+                elif rank not in there:
+                    early = True
+                    yield f"node {node.rank} passed {place} before node {rank} entered it"
+            if not early:
+                through[place] = generation
 
 
 def i2_one_decision(history: History) -> Iterator[str]:
     """All who pass a row have read the same decision: the one that its leader published. Later generations adopt no other."""
-    read: dict[Place, Payload] = {}
+    read: dict[Place, tuple[float, Payload]] = {}  # when somebody first did, and what
+    facts = history.facts
     for event, place in history.passed:
-        name, node = PHASE_NAMES[place[2]], event.node
-        assert node.generation is not None
-        entry = node.decisions.get(name)
+        node, generation = event.node, event.node.generation
+        assert generation is not None
+        entry = node.decisions.get(PHASE_NAMES[place[2]])
         value: Payload = entry["value"] if entry is not None and entry["iteration"] == place[1] else {}
-        fact = history.facts.get(place, {}).get(node.generation.leader)
-        if fact is not None and fact[1].value != value:
-            yield f"node {node.rank} passed {place} with {value}, its leader had published {fact[1].value}"
-        if read.setdefault(place, value) != value:
-            yield f"node {node.rank} passed {place} with {value}, others with {read[place]}"
+        _, fact = facts.get(place, {}).get(generation.leader, (0.0, None))
+        if fact is not None and fact.value is not value and fact.value != value:
+            yield f"node {node.rank} passed {place} with {value}, its leader had published {fact.value}"
+        if place not in read:
+            read[place] = event.time, value
+        elif (first := read[place][1]) is not value and first != value:
+            yield f"node {node.rank} passed {place} with {value}, others with {first}"
     yield from _adopted(history, read)
 
 
-def _adopted(history: History, read: Mapping[Place, Payload]) -> Iterator[str]:
+def _adopted(history: History, read: Mapping[Place, tuple[float, Payload]]) -> Iterator[str]:
     """Each generation's record names the last decision of each row before its start that any node had read by then."""
-    times: dict[Place, float] = {}
-    for event, place in history.passed:
-        times.setdefault(place, event.time)
     latest: dict[str, tuple[int, Payload]] = {}
     for number, (write, record) in sorted(history.generations.items()):
-        before = [p for p in read if p[0] == number - 1 and times[p] <= write.time]
-        for _, iteration, phase in sorted(before):
-            if (iteration, phase) < (record.start.iteration, record.start.phase) and read[
-                (number - 1, iteration, phase)
-            ]:
-                latest[PHASE_NAMES[phase]] = (iteration, read[(number - 1, iteration, phase)])
+        start = number - 1, record.start.iteration, record.start.phase
+        for place in sorted(place for place in read if place[0] == number - 1 and place < start):
+            time, value = read[place]
+            if value and time <= write.time:
+                latest[PHASE_NAMES[place[2]]] = (place[1], value)
         for name, (iteration, value) in latest.items():
             entry = record.decisions.get(name)
             if entry is None or (
@@ -119,9 +126,6 @@ def i3_only_forward(history: History) -> Iterator[str]:
 
 def start_positions(history: History, program: Program) -> Iterator[str]:
     """A generation goes on where the one before it was: at most one row back, then as far as that row says."""
-    furthest: dict[int, list[tuple[float, tuple[int, int]]]] = {}
-    for event, (number, iteration, phase) in history.entered:
-        furthest.setdefault(number, []).append((event.time, (iteration, phase)))
     for number, (write, record) in sorted(history.generations.items()):
         if number == 1:
             continue
@@ -130,7 +134,11 @@ def start_positions(history: History, program: Program) -> Iterator[str]:
             yield f"generation {number} follows none"
             continue
         start = previous[1].start
-        reached = [place for time, place in furthest.get(number - 1, ()) if time <= write.time]
+        reached = [
+            (iteration, phase)
+            for event, (older, iteration, phase) in history.entered
+            if older == number - 1 and event.time <= write.time
+        ]
         most = max(reached, default=(start.iteration, start.phase))
         floor = _resumed(_before(most, history, (start.iteration, start.phase)), program, history)
         ceiling = _after(most, history) if _all_done((number - 1, *most), previous[1], history) else most
@@ -271,7 +279,6 @@ def i7_no_false_death(history: History) -> Iterator[str]:
     held = history.faults & {"slow", "pause"}  # of such a look, up to `blind_s` may count too much
     least = history.dead_s - (BLIND_S if held else 0.0) - 0.1
     garbled_s = BLIND_S if "garbled" in history.faults else 0.0  # one look more: this one showed half a beat
-    lives = {(event.node.rank, event.node.incarnation): event.process for event in history.events}
     for event in history.events:
         if event.event != "node_lost":
             continue
@@ -282,7 +289,7 @@ def i7_no_false_death(history: History) -> Iterator[str]:
             told = lost["why"].startswith("found by")  # another's judgement, held against what that one saw
             if told or "no heartbeat" not in lost["why"] or incarnation is None:
                 continue
-            ended = history.ended.get(lives.get((lost["node_rank"], incarnation), -1))
+            ended = history.ended.get(_process_of(lost["node_rank"], incarnation, history))
             if ended is not None and ended.time <= event.began:
                 continue
             beats = history.beats.get((lost["node_rank"], incarnation), ())
@@ -292,14 +299,24 @@ def i7_no_false_death(history: History) -> Iterator[str]:
                 yield f"node {event.node.rank} took node {lost['node_rank']} for dead after {silent:.1f} s of silence"
 
 
+def _process_of(rank: int, incarnation: int, history: History) -> int:
+    """The last process that ran as this start of a node; -1 for none."""
+    for event in reversed(history.events):
+        if event.node.rank == rank and event.node.incarnation == incarnation:
+            return event.process
+    return -1
+
+
 def i8_only_whole_records(history: History) -> Iterator[str]:
     """The generation that a node follows is, to the letter, the one on record."""
-    seen: dict[int, Generation] = {}
+    last: Generation | None = None
+    seen: set[int] = set()
     for event in history.events:
         generation = event.node.generation
-        if generation is None or seen.get(id(generation)) is generation:
+        if generation is last or generation is None or id(generation) in seen:
             continue
-        seen[id(generation)] = generation
+        last = generation
+        seen.add(id(generation))
         record = history.generations.get(generation.number)
         if record is None or record[1] != generation:
             yield f"node {event.node.rank} follows a generation {generation.number} that nobody recorded"
