@@ -218,10 +218,8 @@ class Client:
 
     def __init__(self, disk: Disk, host: str, habits: Habits) -> None:
         self.disk, self.host, self.habits = disk, host, habits
-        self.done = (
-            0  # operations in this look; from the `alarm_at`-th on, `alarm` is asked what becomes of each
-        )
-        self.alarm_at = sys.maxsize
+        self.done = 0  # operations in this look
+        self.alarm_at = sys.maxsize  # from that operation on `alarm` is asked what becomes of each
         self.alarm: Alarm = lambda verb, path: None
         self.ops = dict.fromkeys(("make_dir", "read", "put", "create"), 0)  # on rows (invariant I12)
         self.garbled: Callable[[str, str], bool] | None = None  # whether the next read gives half of a file
