@@ -6,9 +6,9 @@ fsbarrier.sim.invariants.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
 from functools import partial
-from heapq import heappop, heappush
 from random import Random
 from typing import NamedTuple
 
@@ -103,18 +103,18 @@ class World:
         self.ending = False  # some process has ended: maybe it was the last
         self.settle_s = SETTLE_S * setup.iterations
         self.end_s = NEVER_S if mix else self.settle_s  # when everything must have ended
-        self._heap: list[tuple[float, int, Action]] = []
+        self._agenda: list[tuple[float, int, Action]] = []  # in order; too short for a heap to be worth it
         self._order = 0
 
     # --- time ---
 
     def at(self, time: float, action: Action) -> None:
         self._order += 1
-        heappush(self._heap, (time, self._order, action))
+        insort(self._agenda, (time, self._order, action))
 
     def after(self, delay: float, action: Action) -> None:
         self._order += 1
-        heappush(self._heap, (self.now + delay, self._order, action))
+        insort(self._agenda, (self.now + delay, self._order, action))
 
     def short(self) -> float:
         return self.rng.random() * 0.02
@@ -141,9 +141,9 @@ class World:
     def run(self) -> History:
         """From the first start to the end of the last process."""
         self._begin()
-        most, heap, disk = EVENTS * self.setup.nodes * self.setup.iterations, self._heap, self.disk
-        while heap:
-            time, order, action = heappop(heap)
+        most, agenda, disk = EVENTS * self.setup.nodes * self.setup.iterations, self._agenda, self.disk
+        while agenda:
+            time, order, action = agenda.pop(0)
             if time > self.end_s:
                 break
             self.now = disk.now = time
