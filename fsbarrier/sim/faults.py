@@ -6,11 +6,12 @@ import errno
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.records import record
-from fsbarrier.sim.store import Client, GarbledRead, Habits
+from fsbarrier.sim.store import Client, Failure, GarbledRead, Habits
 
 #: name -> what it is, as `fsbarrier simulate --help` tells it
 KINDS = {
@@ -194,7 +195,7 @@ class Trouble:
         """Be asked at the `step`-th operation from now on; in an outage at each."""
         self.client.done, self.client.alarm_at = 0, step if self.outage is None else 1
 
-    def _alarm(self, verb: str, path: str) -> BaseException | None:
+    def _alarm(self, verb: str, path: str) -> Failure | None:
         if self.outage is not None:
             if self.outage == errno.ENOSPC and verb in ("read", "names"):
                 return None
@@ -211,9 +212,10 @@ class Trouble:
         if mishap.how == "crash":
             raise Crash
         if mishap.how == "crash-after":
-            return Crash()
+            return Crash
         if mishap.how == "garbled":
-            return GarbledRead() if verb == "read" else None
+            return GarbledRead if verb == "read" else None
+        failure = partial(OSError, mishap.code, os.strerror(mishap.code), path)
         if mishap.how == "lost":
-            return OSError(mishap.code, os.strerror(mishap.code), path)
-        raise OSError(mishap.code, os.strerror(mishap.code), path)
+            return failure
+        raise failure()

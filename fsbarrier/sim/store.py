@@ -209,8 +209,10 @@ class Habits:
         return self.listing_s + self.content_s
 
 
+#: makes an error (one that a frame held would hold that frame, and all that it knows, until the garbage collector comes)
+Failure = Callable[[], BaseException]
 #: (verb, path) -> an error to raise after the work was done. It may raise instead, or take its time.
-Alarm = Callable[[str, str], BaseException | None]
+Alarm = Callable[[str, str], Failure | None]
 
 
 class Client:
@@ -229,7 +231,7 @@ class Client:
         self._contents: dict[str, tuple[Content, float]] = {}
         self._absent: dict[str, float] = {}
 
-    def _trouble(self, verb: str, path: str) -> BaseException | None:
+    def _trouble(self, verb: str, path: str) -> Failure | None:
         if "/iter-" in path:
             self.ops[verb] += 1
         self.done += 1
@@ -246,12 +248,12 @@ class Client:
                 while directory := directory and directory.parent:
                     self._lists.pop(directory, None)
         if after is not None:
-            raise after
+            raise after()
 
     def names(self, directory: SimPath) -> list[str]:
         self.done += 1
         if self.done >= self.alarm_at and (after := self.alarm("names", directory)) is not None:
-            raise after
+            raise after()
         found = self.disk.dirs.get(directory)
         if self._caching:
             return self._remembered_names(directory, found)
@@ -295,10 +297,10 @@ class Client:
                 if error.errno in REPLACED:
                     return None
                 raise
-            if isinstance(after, GarbledRead):
+            if after is GarbledRead:
                 return as_record(MIXED, cls) if path in self.disk.files else None
             if after is not None:
-                raise after
+                raise after()
         file = self.disk.files.get(path)
         if file is None:
             self.misses[path] = self.misses.get(path, 0) + 1
@@ -326,7 +328,7 @@ class Client:
         after = self._trouble("put", path)
         self.disk.watch(path, record, self.replace(path, record))
         if after is not None:
-            raise after
+            raise after()
 
     def replace(self, path: SimPath, record: Record) -> File:
         """As `put`, where nothing goes wrong and nobody watches."""
@@ -347,7 +349,7 @@ class Client:
         if self._caching:
             self._forget(path, file)
         if after is not None:
-            raise after
+            raise after()
         return free
 
     # --- caches ---
