@@ -255,34 +255,36 @@ class Client:
         if self.done >= self.alarm_at and (after := self.alarm("names", directory)) is not None:
             raise after()
         found = self.disk.dirs.get(directory)
-        if self._caching:
-            return self._remembered_names(directory, found)
         if found is None:
-            return []
-        found.seen[self.host] = self.disk.now
-        return found.listing if found.listing is not None else self.disk.listing(found)
-
-    def _remembered_names(self, path: SimPath, directory: Directory | None) -> list[str]:
-        """What this mount takes for the names in a directory."""
+            return self._no_names(directory)
         now = self.disk.now
-        if directory is None:
-            if self._absent.get(path, 0.0) <= now:
-                self._absent[path] = now + self.habits.absence_s
-            return []
-        known = self._lists.get(directory)
+        if not self._caching:
+            found.seen[self.host] = now
+            return found.listing if found.listing is not None else self.disk.listing(found)
+        known = self._lists.get(found)
         if known is not None:
             if now < known[2]:
                 return known[0]
-        elif self._absent and self._absent.get(path, 0.0) > now:
+            if known[1] == found.stamp:  # the directory looks unchanged, even if it is not
+                found.seen[self.host] = now
+                self._lists[found] = known[0], known[1], now + self.habits.listing_s
+                return known[0]
+        elif self._absent.get(directory, 0.0) > now:
             return []
-        directory.seen[self.host] = now
-        if known is not None and known[1] == directory.stamp:
-            listing = known[0]  # the directory looks unchanged, even if it is not
-        else:
-            listing = self.disk.listing(directory)
-            if self._absent and self.habits.listing_frees:
-                for absent in [absent for absent in self._absent if absent.startswith(path)]:
-                    del self._absent[absent]
+        return self._fresh_names(directory, found)
+
+    def _no_names(self, path: SimPath) -> list[str]:
+        if self._caching and self._absent.get(path, 0.0) <= self.disk.now:
+            self._absent[path] = self.disk.now + self.habits.absence_s
+        return []
+
+    def _fresh_names(self, path: SimPath, directory: Directory) -> list[str]:
+        """The names in a directory, to be remembered."""
+        now = directory.seen[self.host] = self.disk.now
+        if self._absent and self.habits.listing_frees:
+            for absent in [absent for absent in self._absent if absent.startswith(path)]:
+                del self._absent[absent]
+        listing = self.disk.listing(directory)
         self._lists[directory] = listing, directory.stamp, now + self.habits.listing_s
         return listing
 
