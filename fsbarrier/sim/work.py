@@ -6,9 +6,9 @@ programs behind its commands are stand-ins: they take time, fail, leave parts, m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.paths import SPLITS
@@ -41,8 +41,6 @@ GENERATIONS = cast(SimPath, PATHS.generations)
 GROUP_BYTES = 100  # what one group of trajectories takes in a simulated part
 RETRY_S = 0.5  # after a filesystem's error while a piece of work is being prepared
 TASKS = {split: {"path": f"/data/{split}", "count": 6} for split in SPLITS}
-T = TypeVar("T")
-Asked = TypeVarTuple("Asked")
 
 
 class SimWork:
@@ -95,22 +93,25 @@ class SimWork:
     # --- what a piece does ---
 
     def _run(self, piece: Piece) -> Waiting:
-        context = yield from self._patiently(self.context, piece.node)
-        builder = context.phase.each if piece.part is Part.EACH else context.phase.leader
-        assert builder is not None
-        work = yield from self._patiently(builder, context)
-        return (yield from self._do(work, context, piece))
-
-    def _patiently(self, ask: Callable[[*Asked], T], *about: *Asked) -> Generator[float, None, T]:
-        """What the shared directory says; while it fails it is asked again."""
-        deadline = self.world.now + self.world.rules.limits.dead_s
+        """See what there is, then what is to be done, and do it. While the shared directory fails, it is asked again."""
+        context, since = None, self.world.now
         while True:
             try:
-                return ask(*about)
+                if context is None:
+                    context, since = self.context(piece.node), self.world.now
+                builder = context.phase.each if piece.part is Part.EACH else context.phase.leader
+                assert builder is not None
+                work = builder(context)
+                break
             except OSError as error:
-                if self.world.now > deadline:
-                    raise ProgramFailed(f"the shared directory fails: {error}") from None
-                yield RETRY_S
+                yield self._retry(error, since)
+        return (yield from self._do(work, context, piece))
+
+    def _retry(self, error: OSError, since: float) -> float:
+        """When to ask the shared directory again, which has failed `since` then; not for ever."""
+        if self.world.now > since + self.world.rules.limits.dead_s:
+            raise ProgramFailed(f"the shared directory fails: {error}") from None
+        return RETRY_S
 
     def _do(self, work: Work, context: Context, piece: Piece) -> Waiting:
         match work:
@@ -270,7 +271,12 @@ class SimWork:
         return {"policy_version": work.policy_version, "folder": folder}
 
     def _still_newest(self, context: Context) -> Generator[float, None, None]:
-        newest = yield from self._patiently(context.newest)
+        newest, since = None, self.world.now
+        while newest is None:
+            try:
+                newest = context.newest()
+            except OSError as error:
+                yield self._retry(error, since)
         if newest > context.generation:
             raise ProgramFailed(f"generation {context.generation} has ended")
 
