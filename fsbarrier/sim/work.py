@@ -6,7 +6,7 @@ programs behind its commands are stand-ins: they take time, fail, leave parts, m
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -116,7 +116,10 @@ class SimWork:
     def _do(self, work: Work, context: Context, piece: Piece) -> Waiting:
         match work:
             case Command():
-                return {**work.extra, **(yield from self._command(work, context, piece))}
+                piece.inside = False
+                result = yield from self._stand_in(work)(work, context, piece)
+                piece.inside = True
+                return {**work.extra, **result}
             case Value(value):
                 return dict(value)
             case Steps(works):
@@ -149,19 +152,17 @@ class SimWork:
                 yield from self._still_newest(context)
                 return (yield from self._publish(work, piece))
 
-    def _command(self, work: Command, context: Context, piece: Piece) -> Waiting:
-        piece.inside = False
-        match work.argv[2]:  # python -m PROGRAM
+    def _stand_in(self, work: Command) -> Callable[[Command, Context, Piece], Waiting]:
+        """What is done in place of `python -m PROGRAM`."""
+        match work.argv[2]:
             case "fsbarrier.workers.rollout":
-                value = yield from self._rollout(work, context, piece)
+                return self._rollout
             case "fsbarrier.aggregate":
-                value = yield from self._aggregate(work, context, piece)
+                return self._aggregate
             case "fsbarrier.workers.prepare":
-                value = yield from self._prepare(work, context, piece)
+                return self._prepare
             case _:
-                value = yield from self._update(work, context, piece)
-        piece.inside = True
-        return value
+                return self._update
 
     def _busy(self, piece: Piece, parts: int = 1) -> Iterator[float]:
         """The time a program takes, in `parts` pieces; where it is to fail, it fails on the way."""
