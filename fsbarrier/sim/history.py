@@ -143,8 +143,9 @@ class History:
         """The record of each number, as it was first created."""
         found: dict[int, tuple[Write, Generation]] = {}
         for write in self.writes:
-            if isinstance(write.record, Generation):
-                found.setdefault(write.record.number, (write, write.record))
+            record = write.record
+            if type(record) is Generation:
+                found.setdefault(record.number, (write, record))
         return found
 
     @cached_property

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fsbarrier.program import PHASE_NAMES, Program
 from fsbarrier.protocol.facts import Generation, Payload, Record
-from fsbarrier.sim.history import History, Merged, Place
+from fsbarrier.sim.history import Done, History, Merged, Place
 
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World
 
 BLIND_S = 3.0  # as the simulated nodes have it
+NOTHING: Payload = {}
+NOBODY: Done = {}
+NEVER = 0.0, None
 
 
 class Violation(NamedTuple):
@@ -61,32 +64,33 @@ def i1_nobody_passes_early(history: History) -> Iterator[str]:
 
 def i2_one_decision(history: History) -> Iterator[str]:
     """All who pass a row have read the same decision: the one that its leader published. Later generations adopt no other."""
-    read: dict[Place, tuple[float, Payload]] = {}  # when somebody first did, and what
+    read: dict[Place, Payload] = {}
+    times: dict[Place, float] = {}  # when somebody first read it
     facts = history.facts
     for event, place in history.passed:
         node, generation = event.node, event.node.generation
         assert generation is not None
         entry = node.decisions.get(PHASE_NAMES[place[2]])
-        value: Payload = entry["value"] if entry is not None and entry["iteration"] == place[1] else {}
-        _, fact = facts.get(place, {}).get(generation.leader, (0.0, None))
+        value: Payload = entry["value"] if entry is not None and entry["iteration"] == place[1] else NOTHING
+        _, fact = facts.get(place, NOBODY).get(generation.leader, NEVER)
         if fact is not None and fact.value is not value and fact.value != value:
             yield f"node {node.rank} passed {place} with {value}, its leader had published {fact.value}"
-        if place not in read:
-            read[place] = event.time, value
-        elif (first := read[place][1]) is not value and first != value:
+        first = read.get(place)
+        if first is None:
+            read[place], times[place] = value, event.time
+        elif first is not value and first != value:
             yield f"node {node.rank} passed {place} with {value}, others with {first}"
-    yield from _adopted(history, read)
+    yield from _adopted(history, read, times)
 
 
-def _adopted(history: History, read: Mapping[Place, tuple[float, Payload]]) -> Iterator[str]:
+def _adopted(history: History, read: Mapping[Place, Payload], times: Mapping[Place, float]) -> Iterator[str]:
     """Each generation's record names the last decision of each row before its start that any node had read by then."""
     latest: dict[str, tuple[int, Payload]] = {}
     for number, (write, record) in sorted(history.generations.items()):
         start = number - 1, record.start.iteration, record.start.phase
         for place in sorted(place for place in read if place[0] == number - 1 and place < start):
-            time, value = read[place]
-            if value and time <= write.time:
-                latest[PHASE_NAMES[place[2]]] = (place[1], value)
+            if read[place] and times[place] <= write.time:
+                latest[PHASE_NAMES[place[2]]] = (place[1], read[place])
         for name, (iteration, value) in latest.items():
             entry = record.decisions.get(name)
             if entry is None or (
@@ -251,7 +255,7 @@ def outcomes(world: World) -> Iterator[str]:
         allowed |= {4}
     if struck and (rules.on_node_failure != "shrink" or rules.min_nodes > 1):
         allowed |= {5}
-    if any(incarnation > 1 for _, incarnation in history.joins):
+    if 6 in codes and any(incarnation > 1 for _, incarnation in history.joins):
         allowed |= {6}
     if "leave" in struck:
         allowed |= {143}
