@@ -197,10 +197,10 @@ class Context:
     @property
     def threads(self) -> int:
         """The CPUs of this host, shared among the members that run on it."""
-        joins, here = self.joins, self.joins.get(self.node_rank)
-        sharing = [
-            m for m in self.members if here and m.rank in joins and joins[m.rank].boot_id == here.boot_id
-        ]
+        here = self.joins.get(self.node_rank)
+        if self.cpus == 1 or here is None:
+            return self.cpus
+        sharing = [r for r in self.ranks if r in self.joins and self.joins[r].boot_id == here.boot_id]
         return max(1, self.cpus // max(1, len(sharing)))
 
     @property
