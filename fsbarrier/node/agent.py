@@ -20,10 +20,11 @@ from fsbarrier.protocol.machine import step
 from fsbarrier.protocol.membership import JOINING, Ledger, losses, silent_members
 from fsbarrier.protocol.state import (
     ANNOUNCED,
+    EACH,
     ENDED,
     GATHER,
+    LEADER,
     RUNNING,
-    WORKING,
     Action,
     Announce,
     CancelWork,
@@ -112,38 +113,40 @@ class Agent:
 
         What could not be done then is done first at the next tick: an action that was decided is never dropped.
         """
-        busy = bool(self._pending)
-        if busy:
+        busy, observer = False, self.observer
+        if self._pending:
+            busy = True
             self._act(now)
         while self.exit is None:
             before = self.node
-            view = self.observer.view(before, now)
-            if before.part in WORKING and (report := self.work.report()) is not None:
+            view = observer.view(before, now)
+            if (before.part is EACH or before.part is LEADER) and (report := self.work.report()) is not None:
                 view = view.with_work(report)
             if view is self._idle_view and before is self._idle_node:
                 break  # nothing new since the last look; what depends on time alone is asked at the next look at heartbeats
-            node, actions = step(before, view, now, self.rules)
-            if not actions and (node is before or node == before):
-                self._idle_node, self._idle_view = node, view
+            self.node, actions = step(before, view, now, self.rules)
+            if actions:
+                busy = True
+                self._enough = False
+                self._pending.extend(actions)
+                self._act(now)
+                if self._enough:
+                    break
+            elif self.node is before or self.node == before:
+                self._idle_node, self._idle_view = self.node, view
                 break
-            busy = busy or bool(actions)
-            self.node = node
-            self._pending.extend(actions)
-            self._enough = False
-            self._act(now)
-            if self._enough:
-                break
-        if self.observer.ledger is not self._weighed:
-            self._weighed = self.observer.ledger
+        if observer.ledger is not self._weighed:
+            self._weighed = observer.ledger
             self._note_suspects(now)
         if now - self._said_at >= REPEAT_S:
             self._repeat(now)
         return busy
 
     def _act(self, now: float) -> None:
-        while self._pending:
-            self._perform(self._pending[0], now)
-            self._pending.popleft()
+        pending = self._pending
+        while pending:
+            self._perform(pending[0], now)
+            pending.popleft()
 
     def _repeat(self, now: float) -> None:
         if self.node.part is ANNOUNCED and self._said is not None and self.exit is None:

@@ -34,8 +34,6 @@ RUNNING, ENDED = Stage.RUNNING, Stage.ENDED
 NONE, EACH, GATHER, LEADER, ANNOUNCED = Part
 #: the parts in which a node looks at what the others have published in its row
 WATCHING = (ANNOUNCED, GATHER, EACH)
-#: those in which it has a program under way
-WORKING = (EACH, LEADER)
 
 
 @dataclass(frozen=True)
