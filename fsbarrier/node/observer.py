@@ -193,17 +193,13 @@ class Observer:
                 return None
         return failed
 
-    def phase_name(self, index: int) -> str:
-        return self.program.rows[index].name
-
     def row_dir(self, generation: int, position: Position) -> Path:
         """Where the facts about one row are."""
         row = self._row
         if row is not None and row.position is position and row.generation.number == generation:
             return row.directory
-        return self.paths.phase(
-            generation, position.iteration, position.phase, self.phase_name(position.phase)
-        )
+        name = self.program.rows[position.phase].name
+        return self.paths.phase(generation, position.iteration, position.phase, name)
 
     def reports(self, node: Node, phase_name: str) -> Mapping[int, Payload]:
         """What each member published about a row of this iteration that `node` has passed, or in which it leads.

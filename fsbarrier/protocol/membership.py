@@ -143,7 +143,7 @@ def losses(
 ) -> Sequence[Loss]:
     """The members that are gone. `since`: when this node began to watch this generation (a member never seen ages from there)."""
     found = []
-    seen, dead_s = ledger.seen, limits.dead_s
+    seen, unwatched, dead_s = ledger.seen, ledger.unwatched, limits.dead_s
     for member in members:
         rank = member.rank
         if rank == me:
@@ -155,7 +155,7 @@ def losses(
             and item.beat.incarnation == member.incarnation
             and (join is None or join.incarnation <= member.incarnation)
             and item.beat.state not in DESERTED
-            and rank not in ledger.unwatched
+            and rank not in unwatched
         ):
             continue  # it was heard lately: nearly always, and asked at every step
         loss = _loss(member, item, join, ledger, since, now, limits)
@@ -202,9 +202,15 @@ def silent_members(
 ) -> dict[Member, float]:
     """The other members of whom there was no news for `for_s` seconds or more, and for how many."""
     found = {}
+    seen, unwatched = ledger.seen, ledger.unwatched
     for member in members:
-        item = ledger.seen.get(member.rank)
-        if item is not None and now - item.since < for_s and ledger.news(member) is item:
+        item = seen.get(member.rank)
+        if (
+            item is not None
+            and now - item.since < for_s
+            and item.beat.incarnation == member.incarnation
+            and member.rank not in unwatched
+        ):
             continue
         if member.rank != me and (silent_s := silence(member, ledger, since, now)) >= for_s:
             found[member] = silent_s
