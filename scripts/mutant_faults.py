@@ -36,7 +36,7 @@ class Patch(Protocol):
 def _seen_otherwise(patch: Patch, change: Callable[[Observer, View, Any], View]) -> None:
     """Let `change(observer, view, node)` have the last word about what a node sees of its row."""
     original = Observer._with_row
-    patch.setattr(Observer, "_with_row", lambda self, view, at: change(self, original(self, view, at), at))
+    patch.setattr(Observer, "_with_row", lambda self, at: change(self, original(self, at), at))
 
 
 def _silent(*_: Any) -> None:

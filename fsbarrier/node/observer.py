@@ -82,8 +82,9 @@ class Observer:
     recovered: Recovered | None = None
     void: int = 0
     _unreadable: dict[int, float] = field(default_factory=dict)
-    _common: View | None = None  # without what is known of a row
-    _whole: View = field(default_factory=View)
+    _view: View = field(default_factory=View)
+    _news: bool = True  # something was seen that `_view` does not show
+    _shown: _Row | None = None  # the row that it shows
     _row: _Row | None = None
     _known_beats: list[str] = field(default_factory=list)
     _filed: set[str] = field(default_factory=set)  # of them, what is in `_beat_files`, or is no heartbeat
@@ -108,11 +109,11 @@ class Observer:
     def learn(self, generation: Generation | None) -> None:
         """Take a generation's record for known, however it was come by."""
         if generation is not None and (self.newest is None or generation.number > self.newest.number):
-            self.newest, self._common = generation, None
+            self.newest, self._news = generation, True
 
     def found(self, recovered: Recovered) -> None:
         """Take for known where the newest generation left the run."""
-        self.recovered, self._common = recovered, None
+        self.recovered, self._news = recovered, True
 
     def newest_number(self) -> int:
         """The number of the newest generation that can be seen now. Raises OSError."""
@@ -122,19 +123,21 @@ class Observer:
     def hurry(self) -> None:
         """Look at everything at the next view, whatever its pace."""
         self._due = self._members_due = self._beats_due = _AT_ONCE
-        self._common = None
+        self._news = True
 
     def view(self, node: Node, now: float) -> View:
         """What the node can see at `now`; the same object while nothing is new. Raises OSError when the filesystem fails."""
         if now >= self._due:
             self._look(node, now)
-        common = self._common
-        if common is None:
-            common = View(self.newest, self.void, self.joins, self.ledger, self.stop, self.recovered)
-            self._common = self._whole = common
         if node.generation is None or node.part not in WATCHING:
-            return common
-        return self._with_row(common, node)
+            return self._without_row()
+        return self._with_row(node)
+
+    def _without_row(self) -> View:
+        if self._news or self._shown is not None:
+            self._view = View(self.newest, self.void, self.joins, self.ledger, self.stop, self.recovered)
+            self._news, self._shown = False, None
+        return self._view
 
     def _look(self, node: Node, now: float) -> None:
         """Look at what is due beside the row. (A node that enters a generation, or leaves one, hurries: its pace is another.)"""
@@ -144,10 +147,10 @@ class Observer:
             self._members_due = now + paces.members_s / (4 if joining else 1)
         if now >= self._beats_due:
             self._look_at_beats(node, now, joining)
-            self._beats_due, self._common = now + paces.beats_s / (paces.eager if joining else 1), None
+            self._beats_due, self._news = now + paces.beats_s / (paces.eager if joining else 1), True
         self._due = min(self._members_due, self._beats_due)
 
-    def _with_row(self, common: View, node: Node) -> View:
+    def _with_row(self, node: Node) -> View:
         generation, position, row = node.generation, node.position, self._row
         assert generation is not None and position is not None
         if row is None or row.position is not position or row.generation is not generation:
@@ -158,16 +161,27 @@ class Observer:
             arrived = frozenset([ranks[name] for name in names if name in ranks])
             failed = {} if len(names) == len(arrived) else self._failed(row.directory, names, generation)
             if failed is None:
-                return common
+                return self._without_row()
             row.names, row.arrived, row.failed = names, arrived, failed
-            self._whole = common
+            self._news = True
         leaders_fact = None
         if node.part is ANNOUNCED and len(row.arrived) == len(generation.ranks):
             leaders_fact = self.store.read(row.directory / fact_name(generation.leader, "done"), Fact)
-        elif self._whole is not common:
-            return self._whole
-        self._whole = whole = common.with_row(row.arrived, row.failed, leaders_fact)
-        return whole
+        elif self._shown is row and not self._news:
+            return self._view
+        self._view = view = View(
+            self.newest,
+            self.void,
+            self.joins,
+            self.ledger,
+            self.stop,
+            self.recovered,
+            row.arrived,
+            row.failed,
+            leaders_fact,
+        )
+        self._news, self._shown = False, row
+        return view
 
     def enter(self, generation: Generation, position: Position) -> Path:
         """Where the facts about a row are that the node is in from now on."""
@@ -253,7 +267,7 @@ class Observer:
         for name in self.store.names(self.paths.stops):
             if name not in self._old_stops:
                 self.stop = self.store.read(self.paths.stops / name, StopRequest) or self.stop
-                self._common = None
+                self._news = True
 
     def _look_at_generations(self, names: list[str], now: float | None) -> bool:
         """Learn the newest of them that can be read; True if none is newer."""
@@ -265,7 +279,7 @@ class Observer:
             if self._read_generation(number):
                 known = number
             elif now is not None and now - self._unreadable.setdefault(number, now) >= self.paces.void_s:
-                self.void, self._common = max(self.void, number), None
+                self.void, self._news = max(self.void, number), True
         return max(numbers, default=0) <= known
 
     def _read_generation(self, number: int) -> bool:
@@ -283,7 +297,7 @@ class Observer:
         join = self.store.read(self.paths.join(rank, incarnation), Join)
         if join is None or (join.rank, join.incarnation) != (rank, incarnation):
             return False
-        self.joins[rank], self._common = join, None
+        self.joins[rank], self._news = join, True
         return True
 
     def _look_at_beats(self, node: Node, now: float, joining: bool) -> None:

@@ -120,30 +120,10 @@ class View:
     leaders_fact: Fact | None = None
     work: WorkReport | None = None
 
-    def with_row(
-        self,
-        arrived: frozenset[int],
-        failed: Mapping[int, Fact],
-        leaders_fact: Fact | None,
-        work: WorkReport | None = None,
-    ) -> View:
-        """The same, and this of the row."""
-        return View(
-            self.newest,
-            self.void,
-            self.joins,
-            self.ledger,
-            self.stop,
-            self.recovered,
-            arrived,
-            failed,
-            leaders_fact,
-            work,
-        )
-
     def with_work(self, work: WorkReport) -> View:
         """The same, and how the node's own work ended."""
-        return self.with_row(self.arrived, self.failed, self.leaders_fact, work)
+        row = self.arrived, self.failed, self.leaders_fact
+        return View(self.newest, self.void, self.joins, self.ledger, self.stop, self.recovered, *row, work)
 
 
 T = TypeVar("T", Node, View)
