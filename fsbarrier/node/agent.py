@@ -159,9 +159,19 @@ class Agent:
         state = self.exit.state if self.exit is not None else node.stage
         if state == JOINING and self._announced != node.incarnation:
             state = "leaving"  # its old generation; nobody may take in what it was there
-        here, at = self.join, _place(node, node.position, self.rules)
+        here, (generation, iteration, phase, name) = self.join, _place(node, node.position, self.rules)
         return Beat(
-            node.rank, self._announced, self.counter, here.host, here.pid, state, *at, self.work.progress()
+            node.rank,
+            self._announced,
+            self.counter,
+            here.host,
+            here.pid,
+            state,
+            generation,
+            iteration,
+            phase,
+            name,
+            self.work.progress(),
         )
 
     def _announce(self, incarnation: int) -> bool:

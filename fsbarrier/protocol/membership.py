@@ -67,7 +67,7 @@ class Ledger:
         """
         gap = after - before if self.looked_at is None else max(before - self.looked_at, after - before)
         blind = gap > blind_s
-        seen, unwatched = dict(self.seen), dict(self.unwatched)
+        seen, unwatched = {**self.seen}, {**self.unwatched}
         if blind:
             pause = gap - blind_s if self.blind else gap
             seen = {rank: item.at(min(item.since + pause, after)) for rank, item in seen.items()}
