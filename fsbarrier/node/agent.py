@@ -157,7 +157,7 @@ class Agent:
         self.counter += 1
         node = self.node
         state = self.exit.state if self.exit is not None else node.stage
-        if state == JOINING and self._announced != node.incarnation:
+        if self._announced != node.incarnation and state == JOINING:
             state = "leaving"  # its old generation; nobody may take in what it was there
         here, (generation, iteration, phase, name) = self.join, _place(node, node.position, self.rules)
         return Beat(
@@ -281,7 +281,7 @@ class Agent:
             self._suspected.clear()
             self.observer.hurry()
         else:
-            at = changed(self.node, position=left, generation=generation)
+            at = changed(self.node, position=left)
             self.record("phase_finished", at, {})
             if position.phase <= left.phase:  # no later row follows: it was the iteration's last
                 self.record("iteration_finished", at, {})

@@ -182,14 +182,14 @@ def _release(node: Node, view: View, now: float, rules: Rules) -> Step | None:
     elif generation.until is not None and position.iteration >= generation.until:
         ended = changed(node, stage=ENDED, decisions=decisions)
         done = f"{position.iteration} iterations are done"
-        return ended, (Entered(position, generation, position, True), Exit(0, "finished", done))
+        return ended, (Entered(position, generation, position), Exit(0, "finished", done))
     else:  # where an iteration starts a stop may take effect, and nodes be admitted: its work begins after that
         following = Position(position.iteration + 1, first)
         part, actions = NONE, ()
     moved = changed(
         node, position=following, part=part, result={}, work_s=0.0, decisions=decisions, trouble_since=None
     )
-    return moved, (Entered(following, generation, position, True), *actions)
+    return moved, (Entered(following, generation, position), *actions)
 
 
 def _sealed(node: Node, view: View, now: float, rules: Rules) -> Step | None:

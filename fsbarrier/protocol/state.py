@@ -190,7 +190,6 @@ class Entered:
     position: Position
     generation: Generation
     left: Position | None
-    waited_since_work: bool = False
 
 
 @record
