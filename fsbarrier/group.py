@@ -339,6 +339,7 @@ def join(
     observer = Observer(store, paths, _PROGRAM, paces)
     agent = Agent(store, observer, rules, offer, here, lambda event, node, fields: None)
     try:
+        observer.prepare()
         agent.start(time.monotonic())
     except OSError as error:
         message = f"node {node_rank}: cannot join the group at {path}: {error}"

@@ -406,9 +406,9 @@ def test_no_heartbeat_bears_another_process_s_incarnation(tmp_path: Path) -> Non
     paths, store = RunPaths(tmp_path), StaleJoins()
     program = Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES)))
     here = Join(0, 0, "old", 1, "boot")
-    agent = Agent(
-        store, Observer(store, paths, program), Rules(program, 0, 13, 2), Offer(), here, lambda *_: None
-    )
+    observer = Observer(store, paths, program)
+    agent = Agent(store, observer, Rules(program, 0, 13, 2), Offer(), here, lambda *_: None)
+    observer.prepare()
     agent.start(0.0)
     for number, members in ((1, (Member(0, 1), Member(1, 1))), (2, (Member(1, 1),))):
         if number == 2:

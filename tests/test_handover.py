@@ -110,6 +110,7 @@ def test_members_that_live_do_not_pass_a_seal_and_go_on_behind_it(tmp_path: Path
         observer = Observer(store, paths, RULES.program, Paces(0.0, 0.0))
         join = Join(rank, 0, f"host{rank}", rank, "boot", until=1, time=str(rank))
         agent = Agent(store, observer, RULES, Offer(), join, record)
+        observer.prepare()
         agent.start(0.0)
         return agent
 

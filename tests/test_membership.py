@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from fsbarrier.node.observer import Observer
 from fsbarrier.node.store import PosixStore
 from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES, Phase, Program
-from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position, encode
+from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position, StopRequest, encode
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits, left_to_others, live_joiners, losses
 from fsbarrier.protocol.state import Node
 
@@ -150,6 +151,30 @@ def test_half_a_heartbeat_is_known_as_such(tmp_path: Path) -> None:
     store.put(paths.beat(1, 2), beat(2, 3))
     again = observer.view(me, 3.0 + observer.paces.beats_s / observer.paces.eager).ledger
     assert (again.seen[1].beat.counter, again.unsure) == (3, {})
+
+
+def test_a_stop_that_is_asked_for_while_a_start_is_tried_again_is_heeded(tmp_path: Path) -> None:
+    """One that was there before is not: the run was started again after it."""
+
+    class Failing(PosixStore):
+        left = 1
+
+        def names(self, directory: Path) -> list[str]:
+            if directory.name == "joins" and self.left:
+                self.left -= 1
+                raise OSError(errno.EIO, "the server is away")
+            return super().names(directory)
+
+    paths = RunPaths(tmp_path)
+    PosixStore().make_dir(paths.stops)
+    PosixStore().put(paths.stops / "000001.json", StopRequest(True, "before"))
+    observer = Observer(Failing(), paths, PING)
+    with pytest.raises(OSError, match="away"):
+        observer.prepare()
+    assert observer.stop is None
+    PosixStore().put(paths.stops / "000002.json", StopRequest(True, "meanwhile"))
+    observer.prepare()
+    assert observer.view(Node(0, 1, 0.0), 0.0).stop == StopRequest(True, "meanwhile")
 
 
 def test_work_knows_the_joins_of_all_members(tmp_path: Path) -> None:

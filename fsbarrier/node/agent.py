@@ -95,8 +95,7 @@ class Agent:
         self.handover = Handover(self.observer)
 
     def start(self, now: float) -> None:
-        """Join the run as the next incarnation of this rank. Raises OSError, Fenced."""
-        self.observer.prepare()
+        """Join the run as the next incarnation of this rank; the observer has been prepared. Raises OSError, Fenced."""
         newest = self.observer.newest
         previous = self.observer.joins.get(self.join.rank)
         incarnation = previous.incarnation if previous is not None else 0

@@ -89,7 +89,7 @@ class Daemon:
         self._hints = Hints(record.log_path, self._wake.set)
         rules = make_rules(self.settings)
         observer = Observer(self._store, record.paths, rules.program, make_paces(self.settings))
-        observer.prepare()
+        filesystem.patiently(observer.prepare)
         attempt = 1 + (observer.joins[rank].incarnation if rank in observer.joins else 0)
         self.log_dir = record.paths.node_logs(attempt, rank)
         files.make_dirs(self.log_dir)

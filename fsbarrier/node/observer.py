@@ -92,17 +92,18 @@ class Observer:
     _known_generations: list[str] = field(default_factory=list)
     _known_joins: list[str] = field(default_factory=list)
     _learnt: set[str] = field(default_factory=set)  # names in joins/ that need not be looked at again
-    _old_stops: frozenset[str] = frozenset()
+    _old_stops: frozenset[str] | None = None  # asked for before this start
     _due: float = _AT_ONCE  # the next look at members or beats, whichever comes first
     _members_due: float = _AT_ONCE
     _beats_due: float = _AT_ONCE
     _looked_at_all: float = _AT_ONCE
 
     def prepare(self) -> None:
-        """Make the directories that will be listed, and note what was there before this start. Raises OSError."""
+        """Make the directories that will be listed, and note what was there before this start. Raises OSError; may be tried again."""
         for directory in (self.paths.joins, self.paths.beats, self.paths.generations, self.paths.stops):
             self.store.make_dir(directory)
-        self._old_stops = frozenset(self.store.names(self.paths.stops))
+        if self._old_stops is None:
+            self._old_stops = frozenset(self.store.names(self.paths.stops))
         self.read_beats()
         self._look_at_members(None)
 
@@ -265,7 +266,7 @@ class Observer:
             if self._learnt.issuperset(names):
                 self._known_joins = names
         for name in self.store.names(self.paths.stops):
-            if name not in self._old_stops:
+            if name not in (self._old_stops or ()):
                 self.stop = self.store.read(self.paths.stops / name, StopRequest) or self.stop
                 self._news = True
 
