@@ -118,6 +118,7 @@ class History:
     first: int
     last: int
     dead_s: float = 15.0
+    blind_s: float = 3.0  # of a gap between two looks, at most this much counts as somebody's silence
     hidden_s: float = 0.0  # the longest that a heartbeat may stay unseen on this schedule's mounts
     caches: bool = False  # whether this schedule's mounts remember anything
     tasks: Mapping[str, int] = field(default_factory=dict)  # of each split, how many an iteration rolls out

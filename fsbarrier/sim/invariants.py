@@ -17,7 +17,6 @@ from fsbarrier.sim.history import Done, History, Merged, Place
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World
 
-BLIND_S = 3.0  # as the simulated nodes have it
 NOTHING: Payload = {}
 NOBODY: Done = {}
 NEVER = 0.0, None
@@ -281,8 +280,10 @@ def i7_no_false_death(history: History) -> Iterator[str]:
     mount may still hide them.
     """
     held = history.faults & {"slow", "pause"}  # of such a look, up to `blind_s` may count too much
-    least = history.dead_s - (BLIND_S if held else 0.0) - 0.1
-    garbled_s = BLIND_S if "garbled" in history.faults else 0.0  # one look more: this one showed half a beat
+    least = history.dead_s - (history.blind_s if held else 0.0) - 0.1
+    garbled_s = (
+        history.blind_s if "garbled" in history.faults else 0.0
+    )  # one look more: half a beat was shown
     for event in history.events:
         if event.event != "node_lost":
             continue

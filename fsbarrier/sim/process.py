@@ -12,7 +12,6 @@ from fsbarrier.protocol.facts import Join
 from fsbarrier.protocol.state import Exit, Node, Stage
 from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
 from fsbarrier.sim.history import Event
-from fsbarrier.sim.invariants import BLIND_S
 from fsbarrier.sim.setup import PATHS
 from fsbarrier.sim.store import Client, Directory, SimPath
 from fsbarrier.sim.strand import Strand
@@ -22,10 +21,11 @@ if TYPE_CHECKING:
     from fsbarrier.sim.world import World
 
 JOINING = Stage.JOINING
-BEAT_S = 2.0
 POLL_S = 0.1  # the longest time between two polls, which are simulated only where they see something new
-RARELY_S = 1.9  # the time between two looks at what changes seldom; whoever changes it wakes the others
-IDLE_S = 2.8  # the longest time between two looks at heartbeats: less than what counts as blind
+#: in heartbeats:
+RARELY = 0.95  # the time between two looks at what changes seldom; whoever changes it wakes the others
+BLIND = 1.5  # of a gap between two looks, at most this much counts as somebody's silence
+IDLE = 1.4  # the longest time between two looks at heartbeats: less than what counts as blind
 
 
 class Process:
@@ -51,7 +51,8 @@ class Process:
         self._beat_path, self._beats = SimPath(), list[float]()
         self.offset = world.clocks.uniform(0, 1e6) if clocks else 0.0
         self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
-        paces = Paces(RARELY_S, RARELY_S, BLIND_S, watchers=world.watchers)
+        rarely_s = RARELY * world.beat_s
+        paces = Paces(rarely_s, rarely_s, BLIND * world.beat_s, watchers=world.watchers)
         self.observer = Observer(cast(Any, client), PATHS, world.rules.program, paces)
         self.work = SimWork(world, self)
         join = Join(
@@ -90,11 +91,11 @@ class Process:
         """Plan the next look where none is due: polls between two changes would see nothing new and are left out. Heartbeats
         must be looked at before the time since the last look counts as blindness.
         """
-        world, blind_s, seen_at = self.world, 1.8, self.observer.ledger.looked_at
-        now = world.now
+        world, seen_at = self.world, self.observer.ledger.looked_at
+        now, blind_s = world.now, 0.9 * world.beat_s
         if self.failing_since is None and seen_at is not None:
             blind_s = (self.offset + now * self.rate - seen_at) / self.rate
-        at = now + max(POLL_S, IDLE_S - world.rng.random() - blind_s)
+        at = now + max(POLL_S, IDLE * world.beat_s - world.rng.random() - blind_s)
         self.due.append(at)
         world.at(at, self._tick)
 
@@ -211,10 +212,10 @@ class Process:
         world, now = self.world, self.world.now
         if now - self.ticked_at <= world.rules.limits.dead_s:
             self.put_beat()
-        pause_s = BEAT_S
+        pause_s = self.world.beat_s
         if self.agent.node.stage is JOINING:
             age_s = now - self.started
-            pause_s = 0.2 if age_s < 1.0 else 0.8 if age_s < 5.0 else BEAT_S
+            pause_s = 0.2 if age_s < 1.0 else 0.8 if age_s < 5.0 else pause_s
         world.at(now + pause_s, self.beat)
 
     def put_beat(self) -> None:

@@ -78,6 +78,7 @@ def _world(settings: dict[str, str]) -> World:
         policy=settings.get("policy", "shrink"),
         min_nodes=int(settings.get("min-nodes", "1")),
         phases=settings.get("phases", "both"),
+        beat_s=2.0,
         watchers=int(settings.get("watchers", "8")),
         lengths=(float(settings.get("length", "1.0")),),
         habits=Habits(stale, float(settings.get("stale-content", stale)), stale),

@@ -29,6 +29,7 @@ class Setup:
     min_nodes: int | None = None
     phases: str | None = None
     watchers: int | None = None
+    beat_s: float | None = None  # seconds between a node's heartbeats
     limits: Limits = field(default_factory=lambda: Limits(join_timeout_s=60.0, rejoin_timeout_s=40.0))
     lengths: tuple[float, ...] | None = None  # of working phases, in seconds; one is drawn each time
     habits: Habits | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import NamedTuple
@@ -19,8 +20,7 @@ from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.faults import Mishap, Trouble
 from fsbarrier.sim.history import Ended, History, Said, Write
-from fsbarrier.sim.invariants import BLIND_S
-from fsbarrier.sim.process import JOINING, POLL_S, Process
+from fsbarrier.sim.process import BLIND, JOINING, POLL_S, Process
 from fsbarrier.sim.setup import PATHS, Setup, litter, program, settings
 from fsbarrier.sim.store import Client, Disk, File, Habits, SimPath
 
@@ -51,6 +51,8 @@ class World:
         policy = setup.policy or rng.choice(("shrink", "shrink", "shrink", "shrink", "wait", "wait", "abort"))
         phases = setup.phases or rng.choice(("both", "both", "both", "rollout", "update"))
         first, last = SLICES[phases]
+        self.watchers = setup.watchers or (1, 2, 8, 8)[seed % 4]
+        self.beat_s = setup.beat_s or (2.0, 3.0, 4.0)[seed % 3]
         self.rules = Rules(
             program(),
             first,
@@ -58,9 +60,8 @@ class World:
             setup.nodes,
             setup.min_nodes or rng.choice((1, 1, 1, min(2, setup.nodes))),
             policy,
-            limits=setup.limits,
+            limits=replace(setup.limits, stagger_s=setup.limits.stagger_s * self.beat_s / 2.0),
         )
-        self.watchers = setup.watchers or (1, 2, 8, 8)[seed % 4]
         self.settings = settings(setup.nodes, phases)
         drawn, coarse = faults.draw_habits(rng, mix)
         self.habits = setup.habits or drawn
@@ -69,9 +70,10 @@ class World:
         self.artifacts = Artifacts()
         if phases == "update":
             self.artifacts.given = {str(PATHS.merged("train", i + 1)) for i in range(setup.iterations)}
-        hidden_s = self.habits.oldest_s + self.habits.absence_s + BLIND_S
+        blind_s = BLIND * self.beat_s
+        hidden_s = self.habits.oldest_s + self.habits.absence_s + blind_s
         caches = self.habits != Habits() or bool(coarse)
-        self.history = History(first, last, setup.limits.dead_s, hidden_s, caches)
+        self.history = History(first, last, setup.limits.dead_s, blind_s, hidden_s, caches)
         self.history.tasks = {
             "train": self.settings["rollout"]["tasks"],
             "test": self.settings["eval"]["tasks"],
