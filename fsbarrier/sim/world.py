@@ -128,11 +128,12 @@ class World:
     def failure_of(self, node: Node, part: Part) -> float | None:
         """The share of its time after which a program is to fail; None for a good one."""
         assert node.position is not None
-        key = (node.rank, self.rules.program.rows[node.position.phase].name)
-        if self.failures.get(key, 0) > 0:
-            self.failures[key] -= 1
-            self.history.faults.add("program")
-            return 0.5
+        if self.failures:
+            key = (node.rank, self.rules.program.rows[node.position.phase].name)
+            if self.failures.get(key, 0) > 0:
+                self.failures[key] -= 1
+                self.history.faults.add("program")
+                return 0.5
         if self.failure_rate and not self.healed and self.rng.random() < self.failure_rate:
             self.history.faults.add("program")
             return self.rng.random()
