@@ -19,7 +19,7 @@ RACING = Limits(stagger_s=0.0, join_timeout_s=60.0, rejoin_timeout_s=40.0)
 class Mutant:
     """One fault: how it is put in, and what shows it: schedules under `mix`, a story of tests/scenarios, or the count of operations.
 
-    `breaks`: one of these invariants is seen to fail ("error": the code under test raises). `slow`: not for every day.
+    `breaks`: one of these invariants is seen to fail ("error": the code under test raises).
     """
 
     put_in: Callable[[faults.Patch], None]
@@ -30,7 +30,6 @@ class Mutant:
     limits: Limits = Setup().limits
     story: str = ""
     counted: bool = False
-    slow: bool = False
 
     @property
     def name(self) -> str:
@@ -60,18 +59,12 @@ MUTANTS = [
     Mutant(faults.recover_from_start, "I2 I3", "power,crash"),
     Mutant(faults.restart_without_a_seal, "I3", story="restarted_while_it_goes_on"),
     Mutant(faults.unreadable_is_absent, "I2 I3", "garbled,power"),
-    Mutant(
-        faults.error_is_an_empty_listing,
-        "I2 I3 I6 I7 error",
-        "power,crash,errors,outage",
-        seeds=1500,
-        slow=True,
-    ),
+    Mutant(faults.error_is_an_empty_listing, "I2 I3 I6 I7 error", "power,crash,errors,outage", seeds=1500),
     Mutant(faults.forget_on_error, "I1 I6", "errors,lost,outage"),
     Mutant(faults.never_dead, "I6", "crash"),
     Mutant(faults.dead_when_suspected, "I7", "pause,crash"),
     Mutant(faults.own_pause_is_their_silence, "I7", "pause,slow", seeds=600),
-    Mutant(faults.nobody_watches_the_watchers, "I6", "crash"),
+    Mutant(faults.nobody_watches_the_watchers, "I6", "crash", seeds=1500),
     Mutant(faults.unwatched_is_silent, "I7"),
     Mutant(faults.judged_by_older_looks, "I7", story="silent_before_the_generation"),
     Mutant(faults.clocks_compared, "I7 I6"),

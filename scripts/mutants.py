@@ -57,7 +57,7 @@ class Changes:
 
 
 def hunt(mutant: Mutant) -> Caught | None:
-    """What finds this mutant, which has been put in; None if nothing does."""
+    """What finds this mutant, which has been put in, by an invariant that it is meant to break; None if nothing does."""
     if mutant.counted:
         world = World(0, Setup(nodes=24, mix=frozenset(), phases="both", policy="shrink", lengths=(0.01,)))
         world.run()
@@ -73,7 +73,7 @@ def hunt(mutant: Mutant) -> Caught | None:
         return Caught(frozenset(v.number for v in broken), f"story {mutant.story}") if broken else None
     for seed in range(mutant.seeds):
         found = broken_by(seed, mutant)
-        if found:
+        if found & {*mutant.breaks.split()}:
             return Caught(found, f"seed {seed} of `--faults {mutant.mix}`", seed)
     return None
 

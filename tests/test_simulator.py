@@ -177,13 +177,7 @@ def test_a_create_that_two_clients_win_breaks_the_protocol() -> None:
 # --- mutants ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        pytest.param(m, marks=[pytest.mark.slow] if m.slow else [], id=m.put_in.__name__)
-        for m in mutant_list.MUTANTS
-    ],
-)
+@pytest.mark.parametrize("mutant", mutant_list.MUTANTS, ids=lambda m: m.put_in.__name__)
 def test_mutants_are_caught(mutant: mutant_list.Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.put_in(monkeypatch)
     caught = mutants.hunt(mutant)
