@@ -214,7 +214,7 @@ class Context:
         """The newest published policy; the run's model as version 0 before the first."""
         published = self.latest("weights_publish")
         if published is not None:
-            folder = self.paths.root / published["folder"]  # which is absolute
+            folder = self.paths.root / published["folder"]  # an absolute path stays what it is
             return Policy(published["policy_version"], folder / "model", folder / "trainer")
         if self.model is None:
             raise UsageError(f"phase {self.phase.name}: this program needs a model, and the run has none")
