@@ -17,12 +17,11 @@ from fsbarrier.node.observer import Observer, fact_name
 from fsbarrier.node.store import Store
 from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.machine import step
-from fsbarrier.protocol.membership import JOINING, Ledger, losses, silent_members
+from fsbarrier.protocol.membership import JOINING, Ledger, silent_members
 from fsbarrier.protocol.state import (
     ANNOUNCED,
     EACH,
     ENDED,
-    GATHER,
     LEADER,
     RUNNING,
     Action,
@@ -303,26 +302,6 @@ class Agent:
             elif member in known:
                 known.discard(member)
                 self.record("node_recovered", node, told)
-
-    def waiting_for(self, now: float) -> list[int]:
-        """The members whose fact this node is waiting for in its row; empty where it works itself."""
-        node = self.node
-        if node.generation is None or node.part not in (ANNOUNCED, GATHER):
-            return []
-        view = self.observer.view(node, now)
-        lost = {
-            loss.member.rank
-            for loss in losses(
-                node.generation.members,
-                node.rank,
-                view.joins,
-                view.ledger,
-                node.since,
-                now,
-                self.rules.limits,
-            )
-        }
-        return [rank for rank in node.generation.ranks if rank not in view.arrived and rank not in lost]
 
 
 def place(node: Node, position: Position | None, rules: Rules) -> dict[str, Any]:
