@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
 import pytest
 from cluster import FAST, Cluster, assert_exactly_once, leftovers
 
+from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES
 
 
@@ -59,6 +61,25 @@ def test_a_second_daemon_of_a_rank_is_refused(tmp_path: Path) -> None:
         assert first.poll() is None
         first.kill()
         first.wait()
+
+
+def test_a_start_that_cannot_join_says_so_in_one_line(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 1, "--iterations", "1", *FAST) as cluster:
+        cluster.start()
+        assert cluster.wait() == {0: 0}, cluster.said(0)
+        for name in ("joins", "beats"):  # not directories any more
+            folder, kept = RunPaths(cluster.log_path).coordination / name, tmp_path / name
+            folder.rename(kept)
+            folder.touch()
+            before = cluster.said(0)
+            cluster.start()
+            assert cluster.wait() == {0: 3}, cluster.said(0)
+            line = cluster.said(0).removeprefix(before)
+            assert re.fullmatch(
+                rf"fsbarrier: error: cannot join the run at .*{re.escape(str(folder))}'\n", line
+            )
+            folder.unlink()
+            kept.rename(folder)
 
 
 @pytest.mark.slow

@@ -57,18 +57,27 @@ def run_node(record: RunRecord, *, node_rank: int, until: int | None, console: b
     """
     files.set_shared_group(bool(record.settings["shared_group"]))
     with ExitStack() as stack:
-        stack.enter_context(hold_rank(record.paths, node_rank, record.settings["coordination"]["beat_s"]))
-        prefix = f"fsbarrier-{record.run_id[-8:]}-n{node_rank}-"
-        for killed in Path(tempfile.gettempdir()).glob(
-            f"{prefix}*"
-        ):  # an earlier start's: this one holds the rank
-            shutil.rmtree(killed, ignore_errors=True)
-        work_dir = Path(tempfile.mkdtemp(prefix=prefix))
-        stack.callback(shutil.rmtree, work_dir, ignore_errors=True)
-        daemon = Daemon(record, node_rank, until, console, work_dir)
+        with _starting(record):
+            stack.enter_context(hold_rank(record.paths, node_rank, record.settings["coordination"]["beat_s"]))
+            prefix = f"fsbarrier-{record.run_id[-8:]}-n{node_rank}-"
+            # What an earlier start left that was killed: this one holds the rank.
+            for killed in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+                shutil.rmtree(killed, ignore_errors=True)
+            work_dir = Path(tempfile.mkdtemp(prefix=prefix))
+            stack.callback(shutil.rmtree, work_dir, ignore_errors=True)
+            daemon = Daemon(record, node_rank, until, console, work_dir)
         stack.callback(daemon.close)
         with daemon.signals():
             return daemon.run()
+
+
+@contextmanager
+def _starting(record: RunRecord) -> Iterator[None]:
+    """While this lasts, a filesystem that fails ends the start, and says so. Raises StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"cannot join the run at {record.log_path}: {error}") from None
 
 
 class Daemon:
@@ -124,10 +133,9 @@ class Daemon:
 
     def run(self) -> int:
         """Join and loop to the end; gives the exit code. Raises StoreError (it cannot join)."""
-        try:  # a start counts as one of this rank's only once it is announced: it may be tried again
+        # A start counts as one of this rank's only once it is announced: it may be tried again.
+        with _starting(self.record):
             filesystem.patiently(lambda: self.agent.start(time.monotonic()))
-        except OSError as error:
-            raise StoreError(f"cannot join the run at {self.record.log_path}: {error}") from None
         beats = threading.Thread(target=self._beat, name="beat", daemon=True)
         beats.start()
         try:
