@@ -31,7 +31,7 @@ class RunPaths:
         return self.coordination / "joins"
 
     def join(self, rank: int, incarnation: int) -> Path:
-        return self.joins / f"node-{rank:04d}.inc-{incarnation:04d}.json"
+        return self.joins / _start(rank, incarnation)
 
     @cached_property
     def beats(self) -> Path:
@@ -39,7 +39,7 @@ class RunPaths:
         return self.coordination / "beats"
 
     def beat(self, rank: int, incarnation: int) -> Path:
-        return self.beats / f"node-{rank:04d}.inc-{incarnation:04d}.json"
+        return self.beats / _start(rank, incarnation)
 
     @cached_property
     def generations(self) -> Path:
@@ -130,6 +130,11 @@ class RunPaths:
 
 
 # --- names that are parts of others ----------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def _start(rank: int, incarnation: int) -> str:
+    return f"node-{rank:04d}.inc-{incarnation:04d}.json"
 
 
 @lru_cache(maxsize=64)

@@ -236,7 +236,7 @@ class Agent:
         self._put(fact, now)
         told: dict[str, Any] = {"work_s": round(fact.work_s, 6)}
         if value:
-            told.update((k, v) for k, v in value.items() if k in ("error", "exit_code", "log"))
+            told |= {key: value[key] for key in ("error", "exit_code", "log") if key in value}
         self.record("work_finished" if done else "work_failed", node, told)
         for line in events:
             self.record(line["event"], node, {k: v for k, v in line.items() if k != "event"})

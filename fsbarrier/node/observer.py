@@ -385,4 +385,10 @@ def fact_name(rank: int, status: str) -> str:
 
 def numbered(pattern: re.Pattern[str], names: list[str]) -> list[int]:
     """The numbers in those of the names that are of this kind."""
-    return [int(match[1]) for match in map(pattern.fullmatch, names) if match]
+    return [number for name in names if (number := _number(pattern, name)) is not None]
+
+
+@lru_cache(maxsize=4096)
+def _number(pattern: re.Pattern[str], name: str) -> int | None:
+    match = pattern.fullmatch(name)
+    return int(match[1]) if match else None
