@@ -115,6 +115,30 @@ def test_one_signal_ends_everything(
     assert not is_finished(log_path)
 
 
+STORM = """
+import os, signal, subprocess, sys, threading
+from fsbarrier.node.daemon import Daemon
+
+send = "import os, signal, sys; [os.kill(int(sys.argv[1]), signal.SIGTERM) for _ in range(100_000)]"
+daemon = Daemon.__new__(Daemon)
+daemon._signal, daemon._wake = None, threading.Event()
+with daemon.signals():
+    storm = subprocess.Popen([sys.executable, "-c", send, str(os.getpid())])
+    while storm.poll() is None:
+        daemon._wake.wait(0.00001)
+        daemon._wake.clear()
+assert daemon._signal == signal.SIGTERM
+"""
+
+
+def test_a_signal_may_come_at_any_moment_of_a_wait() -> None:
+    """Also while the loop holds the lock of what it waits for: one in twenty signals found it there, and the daemon hung for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", STORM], capture_output=True, text=True, env=environ(), timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_nothing_outlives_a_killed_launch(endless: tuple[Path, subprocess.Popen[str]]) -> None:
     log_path, process = endless
     process.kill()

@@ -254,8 +254,7 @@ class Daemon:
         """While this lasts, SIGINT, SIGTERM and SIGHUP end the node in order."""
 
         def handle(number: int, frame: FrameType | None) -> None:
-            self._signal = number
-            self._wake.set()
+            self._signal = number  # and no more: where it interrupts the loop's wait, an Event set here would wait for itself
 
         with handled(ENDING, handle):
             yield

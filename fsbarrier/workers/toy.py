@@ -13,6 +13,7 @@ import threading
 import time
 from array import array
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from fsbarrier import checkpoints, files
@@ -23,20 +24,20 @@ from fsbarrier.workers import share
 
 STEPS = 20  # how often a waiting phase shows progress
 
-stopped = threading.Event()
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    sys.exit(128 + signum)
 
 
 def main() -> int:
     spec = json.loads(Path(sys.argv[sys.argv.index("--spec") + 1]).read_text())
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    signal.signal(signal.SIGTERM, _end)
     work = {"rollout": rollout, "update": update, "wait": wait}[spec["do"]]
     try:
         result = work(spec)
     except FsbarrierError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    if stopped.is_set():
-        return 143
     files.write_atomic(Path(spec["result"]), json.dumps(result).encode())
     return 0
 
@@ -55,8 +56,6 @@ def rollout(spec: dict[str, Any]) -> dict[str, Any]:
             todo = [task for task in lot if task not in there]
             for number, task in enumerate(todo):
                 cut = pause(pause_s, tail)
-                if stopped.is_set():
-                    return {}
                 if cut:
                     break
                 record = trajectory(spec, task)
@@ -83,11 +82,11 @@ def rollout(spec: dict[str, Any]) -> dict[str, Any]:
 
 def pause(seconds: float, tail: Tail | None) -> bool:
     """Let the time of one task pass; True where the phase ends meanwhile."""
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0 and not stopped.is_set():
+    end, idle = time.monotonic() + seconds, threading.Event()
+    while (left := end - time.monotonic()) > 0:
         if tail and tail.over():
             return True
-        stopped.wait(min(left, tail.pause_s) if tail else left)
+        idle.wait(min(left, tail.pause_s) if tail else left)
     return False
 
 
@@ -140,10 +139,10 @@ def update(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait(spec: dict[str, Any]) -> dict[str, Any]:
+    idle = threading.Event()
     for done in range(STEPS):
         progress(spec, done, STEPS, "steps", None)
-        if stopped.wait(spec["seconds"] / STEPS):
-            break
+        idle.wait(spec["seconds"] / STEPS)
     return {}
 
 
