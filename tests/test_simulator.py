@@ -39,7 +39,7 @@ ALL = Setup(mix=USUAL)
     ("setup", "seeds"),
     [
         pytest.param(Setup(mix=frozenset()), range(300), id="no-faults"),
-        pytest.param(ALL, range(1000, 1800), id="one-iteration"),
+        pytest.param(ALL, range(1000, 2800), id="one-iteration"),
         pytest.param(replace(ALL, iterations=3), range(2000, 2150), id="three-iterations"),
         pytest.param(replace(ALL, nodes=8), range(3000, 3080), id="eight-nodes"),
         pytest.param(replace(ALL, nodes=1), range(4000, 4100), id="one-node"),
