@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fsbarrier import files
 from fsbarrier.data import rankfiles
@@ -29,13 +29,13 @@ from fsbarrier.data.shardscan import NotOurs, scan_shard
 from fsbarrier.data.torchpickle import FormatError
 from fsbarrier.errors import (
     EXIT_INTERNAL,
-    EXIT_SIGTERM,
     FsbarrierError,
     ProgramFailed,
     StoreError,
     UsageError,
 )
 from fsbarrier.paths import SPLITS, RunPaths
+from fsbarrier.supervision import signals
 from fsbarrier.trajectories import iter_trajectories, load
 
 __all__ = ["AggregateReport", "Part", "Progress", "aggregate", "iter_trajectories", "load"]
@@ -253,7 +253,7 @@ def _print_outcome(split: str, merged: dict[str, Any]) -> None:
 
 def work(spec_file: Path) -> int:
     """The worker: merge as the spec says, write the report as its result; gives the exit code."""
-    signal.signal(signal.SIGTERM, _terminated)  # unwinds, so that no half-written file stays behind
+    signal.signal(signal.SIGTERM, signals.end)  # unwinds, so that no half-written file stays behind
     try:
         spec = json.loads(spec_file.read_text())
         report = aggregate(
@@ -278,10 +278,6 @@ def work(spec_file: Path) -> int:
 def _part(record: dict[str, Any]) -> Part:
     tasks = record["tasks"]
     return Part(Path(record["path"]), record["valid_bytes"], None if tasks is None else frozenset(tasks))
-
-
-def _terminated(_signal: int, _frame: object) -> NoReturn:
-    raise SystemExit(EXIT_SIGTERM)
 
 
 def _progress_file(path: Path) -> Callable[[Progress], None]:

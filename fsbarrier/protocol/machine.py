@@ -221,7 +221,7 @@ def _lost_member(node: Node, view: View, now: float, rules: Rules) -> Step | Non
     """A member is gone: shrink, wait for it, or end the run."""
     generation, position = node.generation, node.position
     assert generation is not None and position is not None
-    gone = losses(generation.members, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
+    gone = _gone(node, view, now, rules)
     if not gone:  # a false alarm is over
         return (changed(node, trouble_since=None), ()) if node.trouble_since is not None else None
     names = lost_as_text(gone, node, rules)

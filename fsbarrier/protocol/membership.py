@@ -201,20 +201,8 @@ def silent_members(
     members: Iterable[Member], me: int, ledger: Ledger, since: float, now: float, for_s: float
 ) -> dict[Member, float]:
     """The other members of whom there was no news for `for_s` seconds or more, and for how many."""
-    found = {}
-    seen, unwatched = ledger.seen, ledger.unwatched
-    for member in members:
-        item = seen.get(member.rank)
-        if (
-            item is not None
-            and now - item.since < for_s
-            and item.beat.incarnation == member.incarnation
-            and member.rank not in unwatched
-        ):
-            continue
-        if member.rank != me and (silent_s := silence(member, ledger, since, now)) >= for_s:
-            found[member] = silent_s
-    return found
+    ages = {member: silence(member, ledger, since, now) for member in members if member.rank != me}
+    return {member: age for member, age in ages.items() if age >= for_s}
 
 
 def left_to_others(generation: Generation | None, me: int, watchers: int) -> frozenset[int]:

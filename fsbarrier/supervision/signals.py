@@ -6,8 +6,14 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def end(number: int, frame: FrameType | None) -> NoReturn:
+    """A handler that ends the program by an exception, so that what is half made is removed."""
+    raise SystemExit(128 + number)
 
 
 @contextmanager

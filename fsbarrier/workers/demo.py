@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import filelock
 import tokenizers
@@ -35,6 +34,7 @@ from torch import Tensor
 from fsbarrier import files
 from fsbarrier.errors import UsageError
 from fsbarrier.start import demo
+from fsbarrier.supervision import signals
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 VOCABULARY = {token: index for index, token in enumerate((PAD, EOS, UNKNOWN, "=", *demo.LETTERS))}
@@ -269,13 +269,9 @@ def ensure(out: Path, seed: int) -> None:
             make(out, seed, recipe, progress)
 
 
-def _end(signum: int, frame: FrameType | None) -> None:
-    sys.exit(128 + signum)  # as an exception, so that what is half made is removed
-
-
 def main() -> int:
     args = arguments()
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, signals.end)
     os.umask(0o077)
     # One thread: always the same order of additions, so the same model everywhere; and at this size a second one gains little
     # on a quiet machine and loses a factor of ten on a busy one, where threads spin while they wait for each other.

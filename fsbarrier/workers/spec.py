@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from fsbarrier import files
 from fsbarrier.errors import FsbarrierError
+from fsbarrier.supervision import signals
 
 SHOW_S = 0.2
 
@@ -42,7 +42,7 @@ def run_worker(main: Callable[[dict[str, Any], Progress], dict[str, Any] | None]
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", type=Path, required=True, help="the JSON file that says what to do")
     spec = json.loads(parser.parse_args().spec.read_text())
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, signals.end)
     shared = bool(spec["settings"].get("shared_group"))
     files.set_shared_group(shared)
     os.umask(0o007 if shared else 0o077)  # for the files that libraries write
@@ -59,7 +59,3 @@ def run_worker(main: Callable[[dict[str, Any], Progress], dict[str, Any] | None]
     if result is not None:
         files.write_atomic(Path(spec["result"]), json.dumps(result).encode())
     return 0
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)

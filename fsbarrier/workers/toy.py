@@ -13,25 +13,21 @@ import threading
 import time
 from array import array
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from fsbarrier import checkpoints, files
 from fsbarrier.data.tail import Tail
 from fsbarrier.errors import FsbarrierError
+from fsbarrier.supervision import signals
 from fsbarrier.trajectories import ShardWriter
 from fsbarrier.workers import share
 
 STEPS = 20  # how often a waiting phase shows progress
 
 
-def _end(signum: int, frame: FrameType | None) -> None:
-    sys.exit(128 + signum)
-
-
 def main() -> int:
     spec = json.loads(Path(sys.argv[sys.argv.index("--spec") + 1]).read_text())
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, signals.end)
     work = {"rollout": rollout, "update": update, "wait": wait}[spec["do"]]
     try:
         result = work(spec)
