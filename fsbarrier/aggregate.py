@@ -34,7 +34,7 @@ from fsbarrier.errors import (
     StoreError,
     UsageError,
 )
-from fsbarrier.paths import SPLITS, RunPaths
+from fsbarrier.rundir.paths import SPLITS, RunPaths
 from fsbarrier.supervision import signals
 from fsbarrier.trajectories import iter_trajectories, load
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import fsbarrier
 from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, FsbarrierError, UsageError
-from fsbarrier.start.given import nearest
+from fsbarrier.settings.sources import nearest
 
 #: Name -> what it is for, in the order in which a person meets them.
 COMMANDS = {
@@ -158,7 +158,7 @@ def save_traceback(args: argparse.Namespace | None) -> Path | str:
     folders = [Path(tempfile.gettempdir())]
     if args is not None and hasattr(args, "log_path"):
         from fsbarrier.commands.flags import find_log_path
-        from fsbarrier.paths import RunPaths
+        from fsbarrier.rundir.paths import RunPaths
 
         folders.insert(0, RunPaths(find_log_path(args)).logs)
     for folder in folders:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier.errors import UsageError
-from fsbarrier.paths import RunPaths
 from fsbarrier.protocol.facts import Join, Member, Payload
 from fsbarrier.protocol.records import record
+from fsbarrier.rundir.paths import RunPaths
 
 PHASE_NAMES = (
     "iteration_start",

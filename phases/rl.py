@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier.errors import UsageError
-from fsbarrier.paths import SPLITS
 from fsbarrier.program import (
     Command,
     Context,
@@ -31,6 +30,7 @@ from fsbarrier.program import (
 )
 from fsbarrier.protocol.assign import sample_tasks, split_by_weight
 from fsbarrier.protocol.facts import Payload
+from fsbarrier.rundir.paths import SPLITS
 
 NOTHING = Value({})
 

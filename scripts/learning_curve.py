@@ -16,8 +16,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from fsbarrier.node.journal import read_events  # noqa: E402
-from fsbarrier.start import demo  # noqa: E402
+from fsbarrier.rundir.journal import read_events  # noqa: E402
+from fsbarrier.start import demo_tasks  # noqa: E402
 
 START_AT_MOST, END_AT_LEAST = 0.40, 0.75
 
@@ -27,7 +27,9 @@ def run(seed: int, nodes: int, folder: Path) -> list[float]:
     task, log_path = folder / f"task-seed{seed}", folder / f"run-seed{seed}"
     python = [sys.executable, "-m"]
     subprocess.run(
-        [*python, "fsbarrier.workers.demo", "--out", str(task), "--seed", str(seed)], check=True, cwd=REPO
+        [*python, "fsbarrier.workers.demo_model", "--out", str(task), "--seed", str(seed)],
+        check=True,
+        cwd=REPO,
     )
     flags = [
         "--nodes",
@@ -39,8 +41,8 @@ def run(seed: int, nodes: int, folder: Path) -> list[float]:
         "--model",
         str(task / "model"),
     ]
-    settings = [f"{key}={value}" for key, value in demo.DEMO_SETTINGS.items() if key != "iterations"]
-    iterations = ["--iterations", str(demo.DEMO_SETTINGS["iterations"])]
+    settings = [f"{key}={value}" for key, value in demo_tasks.DEMO_SETTINGS.items() if key != "iterations"]
+    iterations = ["--iterations", str(demo_tasks.DEMO_SETTINGS["iterations"])]
     command = [
         *python,
         "fsbarrier",

@@ -14,12 +14,12 @@ from fsbarrier.node import observer as observer_module
 from fsbarrier.node.agent import Agent
 from fsbarrier.node.handover import Handover, _Trail
 from fsbarrier.node.observer import Observer, fact_name
-from fsbarrier.paths import RunPaths
 from fsbarrier.program import Program
 from fsbarrier.protocol import machine, succession
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Position
 from fsbarrier.protocol.membership import Ledger, Limits, Loss, losses
 from fsbarrier.protocol.state import Part, Recovered, View, changed
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.sim import store
 from fsbarrier.sim.store import Client
 from fsbarrier.sim.work import SimWork

@@ -8,8 +8,8 @@ from typing import Any
 from mutant_faults import Patch
 
 from fsbarrier.node.observer import Observer
-from fsbarrier.paths import RunPaths
 from fsbarrier.program import PartOnDisk
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.sim import setup as setup_module
 from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.history import Entry

@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from fsbarrier/settings.py: `python scripts/settings_doc.py` (`--check`: only say whether it is up to date)."""
+"""Writes docs/settings.md from the settings' types: `python scripts/settings_doc.py` (`--check`: only say whether it is up to date)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "settings.md"
 sys.path.insert(0, str(ROOT))
 
-from fsbarrier import settings  # noqa: E402
-from fsbarrier.start.given import FLAGS  # noqa: E402
-from fsbarrier.start.runrecord import PER_START  # noqa: E402
+from fsbarrier.rundir.runrecord import PER_START  # noqa: E402
+from fsbarrier.settings import resolve  # noqa: E402
+from fsbarrier.settings.sources import FLAGS  # noqa: E402
 
 HEAD = """# Settings
 
-<!-- Made by scripts/settings_doc.py from fsbarrier/settings.py. Do not edit by hand. -->
+<!-- Made by scripts/settings_doc.py from fsbarrier/settings/resolve.py. Do not edit by hand. -->
 
 Each setting can be given on the command line as `name=value`, and in a file for `--config`:
 
@@ -39,16 +39,16 @@ contradict each other are refused before anything starts (exit code 2).
 
 Node 0 writes the resolved settings into the run's `run.json` when the run is made. From then on every start of every node takes them
 from there; giving one again is allowed only with the same value. {per_start} belong to one start, so each may choose them anew.
-With neither `data_path` nor `model` the built-in task is run, and its settings (`fsbarrier/start/demo.py`) lie between the defaults and
-yours.
+With neither `data_path` nor `model` the built-in task is run, and its settings (`fsbarrier/start/demo_tasks.py`) lie between the
+defaults and yours.
 """
 
 
 def page() -> str:
     """The whole document."""
     per_start = ", ".join(f"`{name}`" for name in sorted(PER_START))
-    groups = settings.sections()
-    plain = {name: info for name, info in settings.Settings.model_fields.items() if name not in groups}
+    groups = resolve.sections()
+    plain = {name: info for name, info in resolve.Settings.model_fields.items() if name not in groups}
     parts = [HEAD.replace("{per_start}", per_start), table("The run", "", plain, "")]
     for name, section in groups.items():
         text = (section.__doc__ or "").strip()

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from fsbarrier.node.journal import read_events
-from fsbarrier.node.liveness import read_beats
-from fsbarrier.paths import RunPaths
 from fsbarrier.protocol.facts import Beat
+from fsbarrier.rundir.heartbeats import read_beats
+from fsbarrier.rundir.journal import read_events
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.supervision import processes
 from fsbarrier.trajectories import load, scan_shard
 

@@ -10,11 +10,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from fsbarrier import files, settings
-from fsbarrier.paths import RunPaths
+from fsbarrier import files
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Verdict, encode
-from fsbarrier.start import runrecord
+from fsbarrier.rundir import runrecord
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.settings import resolve
 
 BEGIN = datetime(2026, 3, 1, 9, 0, 0, tzinfo=UTC)
 #: seconds of work in each phase that has any: (phase, of the leader only)
@@ -54,7 +55,7 @@ class FakeRun:
     def __post_init__(self) -> None:
         self.paths = RunPaths(self.log_path)
         chosen = {"program": self.program, "num_nodes": self.nodes, **self.extra}
-        resolved = settings.resolve((), chosen, cross_checks=False)
+        resolved = resolve.resolve((), chosen, cross_checks=False)
         record = runrecord.new(self.log_path, resolved.nested, resolved.digest, tasks={}, model=None)
         runrecord.publish(record)
         self.run_id = record.run_id

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.supervision import accelerators
-from fsbarrier.supervision.accelerators import (
+from fsbarrier.machine import accelerators
+from fsbarrier.machine.accelerators import (
     MIB,
     Accelerator,
     Held,
@@ -119,7 +119,7 @@ def test_without_a_device_there_is_nothing_to_wait_for() -> None:
 def test_what_is_really_on_this_machine_is_found_without_an_error() -> None:
     """In a process of its own, with NVML as installed; neither torch nor any other heavy module is loaded for it."""
     code = (
-        "import sys; from fsbarrier.supervision.accelerators import detect, memory_of; before = set(sys.modules);"
+        "import sys; from fsbarrier.machine.accelerators import detect, memory_of; before = set(sys.modules);"
         "print([(d.kind, d.memory_total_bytes >= 0) for d in detect()], memory_of([1]));"
         "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
     )

@@ -13,10 +13,10 @@ import pytest
 from test_rollout import KEY, SAMPLES, Fake, assert_one_line, make_spec, rolled_out, run, start_fake
 
 from fsbarrier.errors import UsageError
-from fsbarrier.workers.agent_http import Endpoint
-from fsbarrier.workers.agents import load_agent
-from fsbarrier.workers.episode import Client, Episode, Segment, Trajectory, TurnFailed, finished, tool_calls
-from fsbarrier.workers.sampling import Sampler, Server
+from fsbarrier.rollouts.agent_http import Endpoint
+from fsbarrier.rollouts.agents import load_agent
+from fsbarrier.rollouts.episode import Client, Episode, Segment, Trajectory, TurnFailed, finished, tool_calls
+from fsbarrier.rollouts.sampling import Sampler, Server
 
 END = 1
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
@@ -139,7 +139,7 @@ def running(lengths: Iterator[int]) -> list[int]:
 
 def as_record(client: Client) -> dict[str, Any]:
     from fsbarrier.data.tasks import Task
-    from fsbarrier.workers.samples import Group
+    from fsbarrier.rollouts.samples import Group
 
     episode = finished(client, Trajectory(), error=None, seconds=1.0)
     return episode.record(Group(Task(0, "t", "p", None, {}), [], (episode,)))
@@ -241,7 +241,7 @@ def test_what_is_no_tool_call_is_none() -> None:
 
 AGENT = """
 import asyncio
-from fsbarrier.workers.agents import Trajectory
+from fsbarrier.rollouts.agents import Trajectory
 
 class Twice:
     async def run(self, task, client):

@@ -13,7 +13,7 @@ import pytest
 from test_rollout import SAMPLES, make_spec, rolled_out, run
 
 from fsbarrier.engine.engine import Engine
-from fsbarrier.settings import resolve
+from fsbarrier.settings.resolve import resolve
 
 pytestmark = [pytest.mark.engine, pytest.mark.torch, pytest.mark.timeout(600)]
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fsbarrier.loader import load_module
-from fsbarrier.paths import RunPaths
 from fsbarrier.program import Context, PartOnDisk, Value
 from fsbarrier.protocol.facts import Member
+from fsbarrier.rundir.paths import RunPaths
 
 rl = load_module("rl")
 

@@ -17,7 +17,7 @@ import pytest
 from cluster import FAST, REPO, Cluster
 
 from fsbarrier import files
-from fsbarrier.paths import RunPaths
+from fsbarrier.rundir.paths import RunPaths
 
 TASKS = 24
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.workers.episode import Client
-from fsbarrier.workers.samples import Refusal, Sample
-from fsbarrier.workers.sampling import Server
+from fsbarrier.rollouts.episode import Client
+from fsbarrier.rollouts.samples import Refusal, Sample
+from fsbarrier.rollouts.sampling import Server
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

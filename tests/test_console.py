@@ -25,9 +25,9 @@ from rich.console import Console
 from fsbarrier import cli
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.view.console import event_line, follow, frame, print_summary
+from fsbarrier.view.event_text import amount, duration, percent, short, sparkline
 from fsbarrier.view.status import judge
 from fsbarrier.view.watching import RunReader
-from fsbarrier.view.words import amount, duration, percent, short, sparkline
 
 REPO = Path(__file__).resolve().parent.parent
 QUICK = {"coordination.beat_s": 0.05, "coordination.suspect_s": 0.2, "coordination.dead_s": 1.0}

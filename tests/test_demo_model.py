@@ -11,35 +11,35 @@ import pytest
 
 from fsbarrier.data.tasks import read_tasks
 from fsbarrier.errors import UsageError
-from fsbarrier.start import demo
+from fsbarrier.start import demo_tasks
 
 
 def test_train_and_test_share_no_prompt_whatever_the_seed(tmp_path: Path) -> None:
     prompts: dict[str, set[str]] = {"train": set(), "test": set()}
     for seed in (0, 1):
-        demo.write_tasks(tmp_path, seed)
-        for name, count in (("train", demo.TRAIN_TASKS), ("test", demo.TEST_TASKS)):
+        demo_tasks.write_tasks(tmp_path, seed)
+        for name, count in (("train", demo_tasks.TRAIN_TASKS), ("test", demo_tasks.TEST_TASKS)):
             tasks = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
             assert len({task["prompt"] for task in tasks}) == count
             assert all(task["answer"] == "".join(sorted(task["prompt"][:4])) for task in tasks)
             prompts[name] |= {task["prompt"] for task in tasks}
     assert not prompts["train"] & prompts["test"]
-    assert len(read_tasks(tmp_path / "test.jsonl").tasks) == demo.TEST_TASKS
+    assert len(read_tasks(tmp_path / "test.jsonl").tasks) == demo_tasks.TEST_TASKS
 
 
 def test_tasks_follow_from_the_seed(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
-        demo.write_tasks(folder, 3)
+        demo_tasks.write_tasks(folder, 3)
     assert (first / "train.jsonl").read_bytes() == (second / "train.jsonl").read_bytes()
-    demo.write_tasks(second, 4)
+    demo_tasks.write_tasks(second, 4)
     assert (first / "train.jsonl").read_bytes() != (second / "train.jsonl").read_bytes()
 
 
 def test_demonstrations_are_wrong_as_often_as_they_say() -> None:
     rng = random.Random(0)
-    shown = [demo.demonstration("dbca=", 0.6, rng) for _ in range(4000)]
+    shown = [demo_tasks.demonstration("dbca=", 0.6, rng) for _ in range(4000)]
     assert 0.37 < shown.count("abcd") / len(shown) < 0.43
     assert set(shown) == {"abcd", "dcba", "dbca", "bcd", "acd", "abd", "abc"}
 
@@ -48,7 +48,7 @@ def test_demonstrations_are_wrong_as_often_as_they_say() -> None:
 def test_the_tokenizer_gives_text_back(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    from fsbarrier.workers import demo as maker
+    from fsbarrier.workers import demo_model as maker
 
     maker.build_tokenizer().save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -65,7 +65,7 @@ def test_the_folder_appears_once_and_whole(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from fsbarrier.workers import demo as maker
+    from fsbarrier.workers import demo_model as maker
 
     quick = maker.WarmStart(batch=4, max_steps=2)
     out, failures = tmp_path / "demo", []
@@ -82,7 +82,7 @@ def test_the_folder_appears_once_and_whole(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not failures
-    assert demo.is_ready(out)
+    assert demo_tasks.is_ready(out)
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]
     model = AutoModelForCausalLM.from_pretrained(out / "model")
     assert not model.config.tie_word_embeddings
@@ -91,7 +91,7 @@ def test_the_folder_appears_once_and_whole(tmp_path: Path) -> None:
 
 @pytest.mark.torch
 def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
-    from fsbarrier.workers import demo as maker
+    from fsbarrier.workers import demo_model as maker
 
     quick = maker.WarmStart(batch=4, max_steps=2)
     weights = []
@@ -103,7 +103,7 @@ def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
 
 @pytest.mark.torch
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    from fsbarrier.workers import demo as maker
+    from fsbarrier.workers import demo_model as maker
 
     out = tmp_path / "mine"
     out.mkdir()

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from fsbarrier import cli
-from fsbarrier.maintenance.doctor import claims_unsafe, examine, mounts, probes, verdict
-from fsbarrier.maintenance.doctor.across import ROUNDS, SAMPLES
-from fsbarrier.maintenance.doctor.findings import Check, Times
-from fsbarrier.paths import RunPaths
-from fsbarrier.start import runrecord
+from fsbarrier.doctor import claims_unsafe, examine, mounts, probes, verdict
+from fsbarrier.doctor.across import ROUNDS, SAMPLES
+from fsbarrier.doctor.findings import Check, Times
+from fsbarrier.rundir import runrecord
+from fsbarrier.rundir.paths import RunPaths
 
 # --- mounts ---------------------------------------------------------------------------------------------------------------
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from fsbarrier.commands.doctor import ended_in_order
+from fsbarrier.doctor import across
+from fsbarrier.doctor.meeting import FOLDER, Meeting
+from fsbarrier.doctor.messages import pack
 from fsbarrier.errors import TooFewNodes
-from fsbarrier.maintenance.doctor import across
-from fsbarrier.maintenance.doctor.meeting import FOLDER, Meeting
-from fsbarrier.maintenance.doctor.messages import pack
 
 REPO = Path(__file__).resolve().parent.parent
 DEADLINE_S = 120.0

@@ -19,7 +19,7 @@ from test_engine_parts import write_model
 from fsbarrier.engine.client import EngineClient
 from fsbarrier.engine.engine import Engine, EngineInfo
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.settings import resolve
+from fsbarrier.settings.resolve import resolve
 from fsbarrier.supervision import processes
 
 HERE = Path(__file__).parent

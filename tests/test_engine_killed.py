@@ -13,7 +13,7 @@ import psutil
 import pytest
 from cluster import Cluster, leftovers
 
-from fsbarrier.paths import RunPaths
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import iter_trajectories, scan_shard
 
 TASKS, SAMPLES = 512, 8

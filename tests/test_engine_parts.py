@@ -20,7 +20,7 @@ from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachabl
 from fsbarrier.engine.command import Plan
 from fsbarrier.engine.model import inspect
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.settings import resolve
+from fsbarrier.settings.resolve import resolve
 from fsbarrier.workers.vllm_server import KeyGuard
 
 TINY = {

@@ -25,22 +25,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trajectory_files import group, write_part
 
-from fsbarrier import aggregate, checkpoints, cli
+from fsbarrier import aggregate, cli
 from fsbarrier.data import rankfiles
 from fsbarrier.data.tasks import read_tasks
 from fsbarrier.data.torchunpickle import Unpickler
 from fsbarrier.errors import EXIT_INTERNAL, ProgramFailed, StoreError, UsageError
-from fsbarrier.node import journal, leavings
 from fsbarrier.node.observer import Observer
-from fsbarrier.node.store import PosixStore
-from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol import facts
 from fsbarrier.protocol.facts import CorruptRecord, Fact, Position
 from fsbarrier.protocol.state import Node, Part, Stage
-from fsbarrier.settings import known_names
-from fsbarrier.start import given as given_settings
-from fsbarrier.start import runrecord
+from fsbarrier.rundir import checkpoints, journal, runrecord
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.store import PosixStore
+from fsbarrier.settings import sources as given_settings
+from fsbarrier.settings.resolve import known_names
+from fsbarrier.supervision import worker_files
 from fsbarrier.trajectories import FormatError, ShardWriter, iter_trajectories, load, scan_shard
 from fsbarrier.view import lines
 
@@ -272,7 +272,7 @@ def test_a_line_of_a_journal(line: Any) -> None:
 def test_progress_and_results_of_programs(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("work") / "result.json"
     path.write_bytes(data)
-    for read in (leavings.read_progress, lambda p: leavings.read_result(p, "the program")):
+    for read in (worker_files.read_progress, lambda p: worker_files.read_result(p, "the program")):
         try:
             value = read(path)
         except ProgramFailed:
@@ -284,10 +284,10 @@ def test_progress_and_results_of_programs(tmp_path_factory: pytest.TempPathFacto
 
 def test_a_program_s_files_may_not_be_larger_than_a_record(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    path.write_bytes(b'{"a": "' + b"x" * leavings.MAX_RESULT_BYTES + b'"}')
+    path.write_bytes(b'{"a": "' + b"x" * worker_files.MAX_RESULT_BYTES + b'"}')
     with pytest.raises(ProgramFailed, match="bytes"):
-        leavings.read_result(path, "the program")
-    assert leavings.read_progress(path) is None
+        worker_files.read_result(path, "the program")
+    assert worker_files.read_progress(path) is None
 
 
 @pytest.fixture(scope="module")

@@ -19,16 +19,16 @@ import pytest
 from group_members import FAST, REPO, Failed, Members
 
 import fsbarrier
-from fsbarrier.group import MAX_OBJECT_BYTES, Group
+from fsbarrier.group.group import MAX_OBJECT_BYTES, Group
+from fsbarrier.group.presence import Offer
 from fsbarrier.node.agent import Agent
-from fsbarrier.node.liveness import read_beats
 from fsbarrier.node.observer import Observer
-from fsbarrier.node.presence import Offer
-from fsbarrier.node.store import PosixStore
-from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node, Part, Rules, changed
+from fsbarrier.rundir.heartbeats import read_beats
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.store import PosixStore
 
 HERE = socket.gethostname()
 

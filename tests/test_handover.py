@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from fsbarrier.group.presence import Offer
 from fsbarrier.node.agent import Agent
 from fsbarrier.node.handover import Handover
 from fsbarrier.node.observer import Observer, Paces, fact_name
-from fsbarrier.node.presence import Offer
-from fsbarrier.node.store import PosixStore
-from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position
 from fsbarrier.protocol.state import Recovered, Rules
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.store import PosixStore
 
 ROWS = tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))
 RULES = Rules(Program("ping", ROWS), 0, 13, 2)

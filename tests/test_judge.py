@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.data.rewards import Score, open_reward
 from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
-from fsbarrier.settings import Settings
+from fsbarrier.rewards.rewards import Score, open_reward
+from fsbarrier.settings.resolve import Settings
 
 KEY = "of the judge"
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from fsbarrier.commands.launch import demo_path, is_finished
-from fsbarrier.node.journal import read_events
-from fsbarrier.paths import RunPaths
 from fsbarrier.protocol.facts import Beat, encode
+from fsbarrier.rundir.journal import read_events
+from fsbarrier.rundir.paths import RunPaths
 
 REPO = Path(__file__).resolve().parent.parent
 FAST = ("coordination.beat_s=0.2", "coordination.suspect_s=1", "coordination.dead_s=2")

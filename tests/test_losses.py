@@ -10,7 +10,7 @@ pytestmark = pytest.mark.torch
 def test_grpo_loss_by_hand() -> None:
     import torch
 
-    from fsbarrier.workers.losses import grpo_loss
+    from fsbarrier.training.losses import grpo_loss
 
     old = torch.zeros(2, 2)
     new = torch.log(torch.tensor([[0.5, 1.0], [2.0, 1.1]]))
@@ -25,7 +25,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient() -> None:
     """Where nothing has moved yet, d loss / d log p is minus the advantage, and masked tokens get nothing."""
     import torch
 
-    from fsbarrier.workers.losses import grpo_loss
+    from fsbarrier.training.losses import grpo_loss
 
     old = torch.tensor([[-1.0, -2.0, -0.5], [-0.3, -0.7, -9.0]])
     new = old.clone().requires_grad_()
@@ -38,7 +38,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient() -> None:
 def test_masked_tokens_cannot_spoil_the_loss() -> None:
     import torch
 
-    from fsbarrier.workers.losses import grpo_loss
+    from fsbarrier.training.losses import grpo_loss
 
     new = torch.tensor([[0.0, -1.0]], requires_grad=True)
     old = torch.tensor([[-1e9, -1.0]])  # a ratio of infinity, were it not masked
@@ -53,7 +53,7 @@ def test_masked_tokens_cannot_spoil_the_loss() -> None:
 def test_advantages_are_centred_and_scaled() -> None:
     import torch
 
-    from fsbarrier.workers.losses import group_advantages
+    from fsbarrier.training.losses import group_advantages
 
     assert group_advantages(torch.tensor([0.0, 1.0]), normalize_std=True).tolist() == pytest.approx(
         [-0.7071, 0.7071], abs=1e-4
@@ -66,7 +66,7 @@ def test_advantages_are_centred_and_scaled() -> None:
 def test_token_log_probs_are_those_of_the_tempered_distribution() -> None:
     import torch
 
-    from fsbarrier.workers.losses import token_log_probs
+    from fsbarrier.training.losses import token_log_probs
 
     logits, tokens = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
     found = token_log_probs(logits, tokens, 0.5)
@@ -77,7 +77,7 @@ def test_token_log_probs_are_those_of_the_tempered_distribution() -> None:
 def test_rft_is_the_likelihood_of_what_is_weighted() -> None:
     import torch
 
-    from fsbarrier.workers.losses import rft_loss
+    from fsbarrier.training.losses import rft_loss
 
     new = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
     mask = torch.tensor([[True, True], [True, False]])
@@ -88,7 +88,7 @@ def test_an_old_trajectory_weighs_no_more_than_a_limit() -> None:
     """What the policy has come to like much more, and was bad, would else count without bounds."""
     import torch
 
-    from fsbarrier.workers.losses import MAX_RATIO, grpo_loss
+    from fsbarrier.training.losses import MAX_RATIO, grpo_loss
 
     new = torch.tensor([[-0.1]], requires_grad=True)
     sums = grpo_loss(

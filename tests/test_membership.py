@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from fsbarrier.node.observer import Observer
-from fsbarrier.node.store import PosixStore
-from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position, StopRequest, encode
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits, left_to_others, live_joiners, losses
 from fsbarrier.protocol.state import Node
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.store import PosixStore
 
 
 def joiners(states: list[str], *, incarnation: int = 2, seconds_ago: float = 0.0) -> dict[int, Member]:

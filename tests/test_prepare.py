@@ -160,7 +160,7 @@ def test_minibatches_cover_each_epoch_once() -> None:
 def test_a_plan_deals_out_every_trajectory_once(
     lengths: list[int], world: int, most: int, most_tokens: int
 ) -> None:
-    from fsbarrier.workers.batch import plan
+    from fsbarrier.training.batch import plan
 
     planned = plan(list(range(len(lengths))), lengths, world, most=most, most_tokens=most_tokens)
     assert sorted(i for rank in planned for micro in rank for i in micro) == list(range(len(lengths)))
@@ -243,7 +243,7 @@ def test_so_many_groups_as_set_from_what_is_still_there(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_stands_for_its_iterations(tmp_path: Path) -> None:
-    from fsbarrier.paths import RunPaths
+    from fsbarrier.rundir.paths import RunPaths
 
     work = Bench(tmp_path, settings(update__recency=2))
     replayed(work)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, all_gone, leftovers, rolled_out_twice
 
-from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import load
 
 SMALL = ("rollout.tasks=24", "rollout.samples=8", "eval.tasks=32", "optimizer.warmup_steps=0")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cluster import FAST, REPO, Cluster, assert_exactly_once, rolled_out_twice
 
-from fsbarrier.paths import RunPaths
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import ShardWriter, load, scan_shard
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, all_gone, assert_exactly_once, leftovers, rolled_out_twice
 
-from fsbarrier.node.control import request_stop
-from fsbarrier.paths import RunPaths
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.stop_requests import request_stop
 
 QUICK = (
     "coordination.beat_s=0.2",

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from cluster import Cluster
 
-from fsbarrier.data.retention import remove_old
 from fsbarrier.loader import load_module
-from fsbarrier.paths import RunPaths
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.retention import remove_old
 
 
 def make(paths: RunPaths, iteration: int) -> list[Path]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.data.rewards import Score, check_answers, exact, last_number, numeric, open_reward
 from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
+from fsbarrier.rewards.rewards import Score, check_answers, exact, last_number, numeric, open_reward
 
 
 def task(answer: Any, **metadata: Any) -> Task:

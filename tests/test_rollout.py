@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.settings import resolve
+from fsbarrier.settings.resolve import resolve
 from fsbarrier.trajectories import iter_trajectories, scan_shard
 
 HERE = Path(__file__).parent

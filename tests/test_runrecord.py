@@ -17,19 +17,20 @@ from hypothesis import given as hypothesis_given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from fsbarrier import settings
 from fsbarrier.errors import TooFewNodes, UsageError
 from fsbarrier.files import sha256_file
-from fsbarrier.paths import RunPaths
-from fsbarrier.start import runrecord, startup
-from fsbarrier.start.given import from_words
-from fsbarrier.start.runrecord import RunRecord
+from fsbarrier.rundir import runrecord
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.settings import resolve
+from fsbarrier.settings.sources import from_words
+from fsbarrier.start import startup
 
-KNOWN = settings.known_names()
+KNOWN = resolve.known_names()
 
 
 def make(log_path: Path, *words: str, **more: Any) -> RunRecord:
-    resolved = settings.resolve(from_words(["program=ping", *words], KNOWN))
+    resolved = resolve.resolve(from_words(["program=ping", *words], KNOWN))
     fields: dict[str, Any] = {"tasks": {}, "model": None, **more}
     return runrecord.new(log_path, resolved.nested, resolved.digest, **fields)
 
@@ -277,7 +278,7 @@ def test_a_task_file_that_changed_is_named(tmp_path: Path) -> None:
 
 
 def test_reading_a_record_needs_no_heavy_package() -> None:
-    code = "import sys, fsbarrier.start.runrecord, fsbarrier.cli; print([m for m in ('pydantic', 'rich') if m in sys.modules])"
+    code = "import sys, fsbarrier.rundir.runrecord, fsbarrier.cli; print([m for m in ('pydantic', 'rich') if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -14,7 +14,7 @@ from cluster import FAST, Cluster
 from fake_run import FakeRun, long_run
 
 from fsbarrier import cli
-from fsbarrier.node.host import boot_id
+from fsbarrier.machine.host import boot_id
 from fsbarrier.view.status import RunStatus, judge, read_status
 from fsbarrier.view.watching import RunReader
 

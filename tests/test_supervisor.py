@@ -16,7 +16,8 @@ from process_tree import DEADLINE_S
 
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.supervision import lastlines, processes, supervisor
+from fsbarrier.rundir import log_tail
+from fsbarrier.supervision import processes, supervisor
 from fsbarrier.supervision.supervisor import Child, StartFailed, StillRunning
 
 Start = Callable[..., Child]
@@ -256,10 +257,10 @@ def test_tail_is_bounded_and_fit_for_a_terminal(start: Start) -> None:
     child = start(*python(code))
     assert child.wait(DEADLINE_S) == 0
     assert child.tail() == ["last", "bad � byte", "red bell", "100%"]
-    assert sum(len(line) for line in child.tail(10**9)) <= lastlines.TAIL_BYTES
+    assert sum(len(line) for line in child.tail(10**9)) <= log_tail.TAIL_BYTES
     endless = start(*python("import sys; sys.stdout.write('x' * 200_000)"))
     assert endless.wait(DEADLINE_S) == 0
-    assert [len(line) for line in endless.tail()] == [lastlines.TAIL_BYTES]
+    assert [len(line) for line in endless.tail()] == [log_tail.TAIL_BYTES]
 
 
 def test_stop_asks_first(start: Start) -> None:

@@ -14,7 +14,7 @@ from fsbarrier.aggregate import Part, aggregate, iter_trajectories, load
 from fsbarrier.cli import main
 from fsbarrier.data import tables
 from fsbarrier.errors import UsageError
-from fsbarrier.paths import RunPaths
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import ShardWriter
 
 

@@ -17,11 +17,11 @@ from cluster import FAST, REPO, Cluster
 
 from fsbarrier import files
 from fsbarrier.aggregate import Part, aggregate
-from fsbarrier.data.claims import Claims, tidy
-from fsbarrier.data.tail import CUT, Tail
 from fsbarrier.errors import StoreError
-from fsbarrier.paths import RunPaths
 from fsbarrier.protocol.assign import lots, split_by_weight
+from fsbarrier.rollouts.claims import Claims, tidy
+from fsbarrier.rollouts.early_end import CUT, Tail
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import load, scan_shard
 from scripts.bench_take_over import roll_out, toy_spec
 
@@ -111,7 +111,7 @@ def test_an_answer_that_is_lost_on_its_way_is_no_lost_claim(
         return won
 
     monkeypatch.setattr(files, "create_exclusive", unreliable)
-    monkeypatch.setattr("fsbarrier.data.claims.PAUSE_S", 0.001)
+    monkeypatch.setattr("fsbarrier.rollouts.claims.PAUSE_S", 0.001)
     assert node.take() == (0,) and asked == ["lot-0000-000000"] * 2 and node.lost == 0
     monkeypatch.setattr(files, "create_exclusive", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "gone")))
     with pytest.raises(StoreError, match=r"lot-0000-000001: cannot be claimed: gone"):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from cluster import FAST, Cluster, assert_exactly_once, leftovers
 
-from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES
+from fsbarrier.rundir.paths import RunPaths
 
 
 def test_clean_run_shows_every_phase_in_order(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from trainer_bench import Bench, bench, rollouts, settings, tiny_model
 
-from fsbarrier import checkpoints
 from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.rundir import checkpoints
 
 pytestmark = pytest.mark.torch
 
@@ -71,7 +71,7 @@ def test_a_resumed_trainer_does_what_one_that_never_stopped_does(tmp_path: Path)
     """Two updates with the state saved and loaded between them, against the same two without: equal to the last bit."""
     from transformers import AutoModelForCausalLM
 
-    from fsbarrier.workers.spec import Progress
+    from fsbarrier.supervision.worker_program import Progress
     from fsbarrier.workers.update import Update
 
     work = bench(tmp_path)
@@ -131,7 +131,7 @@ def test_log_probabilities_are_compared_at_the_sampling_temperature(tmp_path: Pa
 
 
 def test_the_bound_fits_the_lower_precision(tmp_path: Path) -> None:
-    from fsbarrier.workers.spec import Progress
+    from fsbarrier.supervision.worker_program import Progress
     from fsbarrier.workers.update import Update
 
     work = bench(tmp_path)
@@ -226,8 +226,8 @@ def test_rejection_sampling_makes_successes_likelier(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from fsbarrier.workers.batch import TrainingBatch
-    from fsbarrier.workers.losses import token_log_probs
+    from fsbarrier.training.batch import TrainingBatch
+    from fsbarrier.training.losses import token_log_probs
 
     work = bench(tmp_path, algorithm__loss="rft")
     assert work.prepare()["trajectories"] == 12

@@ -11,7 +11,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from fsbarrier.settings import Settings
+from fsbarrier.settings.resolve import Settings
 from fsbarrier.trajectories import ShardWriter
 
 REPO = Path(__file__).resolve().parent.parent
@@ -124,8 +124,8 @@ class Bench:
 
     def prepare(self, **fields: Any) -> dict[str, Any]:
         """The batch of the file `merged`, made in this process; gives the result."""
+        from fsbarrier.supervision.worker_program import Progress
         from fsbarrier.workers import prepare
-        from fsbarrier.workers.spec import Progress
 
         places = {"merged": [str(self.folder / "merged")], "batch": str(self.folder / "batch")}
         return prepare.main(self.spec("prepare", **{**places, **fields}), Progress(None))
@@ -144,8 +144,8 @@ class Bench:
 
     def update(self, out: str, *, version: int = 1, before: str = "", **fields: Any) -> dict[str, Any]:
         """One update in this process; gives the result. Raises what it raises."""
+        from fsbarrier.supervision.worker_program import Progress
         from fsbarrier.workers import update
-        from fsbarrier.workers.spec import Progress
 
         result = update.main(
             self.update_spec(out, version=version, before=before, **fields),

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import FrameType
 
 from fsbarrier.commands import flags
+from fsbarrier.doctor import examine
+from fsbarrier.doctor.findings import Report
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.maintenance.doctor import examine
-from fsbarrier.maintenance.doctor.findings import Report
 from fsbarrier.start import ranks
 from fsbarrier.supervision.signals import ENDING, handled
 

@@ -13,13 +13,14 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from fsbarrier import checkpoints, files
+from fsbarrier import files
 from fsbarrier.commands import flags
 from fsbarrier.data import tables
 from fsbarrier.errors import ProgramFailed, StoreError, UsageError
-from fsbarrier.paths import SPLITS, RunPaths
+from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir.paths import SPLITS, RunPaths
+from fsbarrier.rundir.runrecord import RunRecord, load
 from fsbarrier.start import preflight
-from fsbarrier.start.runrecord import RunRecord, load
 
 SUMMARY = (
     "Copy a policy out of a run as a Hugging Face model folder, every file checked against its SHA-256; or its trajectories "

@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from fsbarrier.settings.sources import FLAGS, Given
 from fsbarrier.start import preflight
-from fsbarrier.start.given import FLAGS, Given
 
 _HELP = {
     "--data-path": ("P", "read-only shared data: train and test as .jsonl or .parquet, a model cache"),
@@ -55,8 +55,8 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
 
 def gather(args: argparse.Namespace) -> tuple[Given, ...]:
     """What was typed, the weakest source first: file, flags, key=value. Raises UsageError."""
-    from fsbarrier.settings import known_names
-    from fsbarrier.start.given import from_file, from_flags, from_words
+    from fsbarrier.settings.resolve import known_names
+    from fsbarrier.settings.sources import from_file, from_flags, from_words
 
     known = known_names()
     found = from_file(Path(args.config), known) if args.config else []

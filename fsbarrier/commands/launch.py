@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from fsbarrier.commands import flags
 from fsbarrier.commands.flags import say
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
+from fsbarrier.settings.sources import Given
 from fsbarrier.start import preflight
-from fsbarrier.start.given import Given
 from fsbarrier.supervision.signals import ENDING, handled
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
 
 def demo(args: argparse.Namespace, given: tuple[Given, ...]) -> int:
     """`run --demo`: the built-in task on three nodes of this machine; an unfinished one is gone on with."""
-    from fsbarrier.start.demo import DEMO_SETTINGS
+    from fsbarrier.start.demo_tasks import DEMO_SETTINGS
 
     for item in given:
         if item.key in ("data_path", "model"):
@@ -110,7 +110,7 @@ def demo_path(runs: Path) -> Path:
 
 def is_finished(log_path: Path) -> bool:
     """Whether the run there has done all its iterations, as its nodes' last heartbeats say."""
-    from fsbarrier.node.liveness import read_beats
+    from fsbarrier.rundir.heartbeats import read_beats
 
     try:
         return any(beat.state == "finished" for beat in read_beats(log_path).values())

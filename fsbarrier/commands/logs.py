@@ -12,8 +12,8 @@ from pathlib import Path
 
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
-from fsbarrier.paths import RunPaths
-from fsbarrier.start.runrecord import load
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.runrecord import load
 
 SUMMARY = "Show the last lines of the nodes' logs (each node's newest start), or follow them."
 EXAMPLE = "fsbarrier logs --node 2 --file vllm -n 100"

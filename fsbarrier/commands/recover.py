@@ -13,9 +13,8 @@ from fsbarrier.commands import flags
 from fsbarrier.data import rankfiles
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.maintenance import recovery
-from fsbarrier.node import liveness
-from fsbarrier.paths import SPLITS, RunPaths
-from fsbarrier.start import runrecord
+from fsbarrier.rundir import heartbeats, runrecord
+from fsbarrier.rundir.paths import SPLITS, RunPaths
 
 SUMMARY = "after a disaster: show what each rank left, keep what is valid, merge on request"
 EXAMPLE = "fsbarrier recover --iteration 5 --dry-run"
@@ -73,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
 
 def refuse_if_live(log_path: Path, beat_s: float) -> None:
     """Raises UsageError naming the nodes that hold the run."""
-    live = liveness.live_nodes(log_path, WATCHED_BEATS * beat_s)
+    live = heartbeats.live_nodes(log_path, WATCHED_BEATS * beat_s)
     if live:
         names = ", ".join(f"node {beat.rank} ({beat.host}, process {beat.pid})" for beat in live)
         raise UsageError(

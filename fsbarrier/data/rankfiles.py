@@ -12,8 +12,8 @@ from typing import Any
 from fsbarrier.data.mergeplan import Part
 from fsbarrier.data.shardscan import NotOurs, ShardScan, scan_shard
 from fsbarrier.errors import FsbarrierError, UsageError
-from fsbarrier.paths import RunPaths
-from fsbarrier.start import runrecord
+from fsbarrier.rundir import runrecord
+from fsbarrier.rundir.paths import RunPaths
 
 USABLE = ("finished", "growing", "torn")
 

@@ -16,7 +16,7 @@ from fsbarrier import files
 from fsbarrier.data import rankfiles
 from fsbarrier.data.shardscan import NotOurs, reading, scan_shard
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.paths import SPLITS, RunPaths
+from fsbarrier.rundir.paths import SPLITS, RunPaths
 from fsbarrier.trajectories import read_trajectories
 
 SUFFIXES = (".jsonl", ".parquet")

@@ -27,7 +27,7 @@ from fsbarrier.engine import log as engine_log
 from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable, normal_url, reserved_port
 from fsbarrier.engine.model import ModelFolder, inspect
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.supervision import accelerators
+from fsbarrier.machine import accelerators
 from fsbarrier.supervision.supervisor import Child
 
 DEFAULT_URL = "http://127.0.0.1:8000"  # vLLM's own default, for debug mode

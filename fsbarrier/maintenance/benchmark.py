@@ -76,8 +76,8 @@ def ping(folder: Path, nodes: int, iterations: int) -> Latency:
 
 def barrier_times(log_path: Path) -> list[float]:
     """The time of each barrier that a run passed, but for the first iteration's: there the nodes still start."""
-    from fsbarrier.node.journal import read_journal
-    from fsbarrier.paths import RunPaths
+    from fsbarrier.rundir.journal import read_journal
+    from fsbarrier.rundir.paths import RunPaths
     from fsbarrier.view.lines import parse
     from fsbarrier.view.timings import read_spans, rows
 

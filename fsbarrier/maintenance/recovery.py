@@ -18,9 +18,9 @@ from fsbarrier.data import rankfiles
 from fsbarrier.data.rankfiles import RankFile
 from fsbarrier.data.shardscan import scan_shard
 from fsbarrier.errors import FsbarrierError, UsageError
-from fsbarrier.paths import SPLITS, RunPaths
 from fsbarrier.protocol.facts import CorruptRecord, Fact, decode
-from fsbarrier.start import runrecord
+from fsbarrier.rundir import runrecord
+from fsbarrier.rundir.paths import SPLITS, RunPaths
 
 #: of a file's state, whether it is moved out of the way
 STATES = {

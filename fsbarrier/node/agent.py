@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from fsbarrier.errors import Fenced
 from fsbarrier.node.handover import Handover
 from fsbarrier.node.observer import Observer, fact_name
-from fsbarrier.node.store import Store
 from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.machine import step
 from fsbarrier.protocol.membership import JOINING, Ledger, silent_members
@@ -41,6 +40,7 @@ from fsbarrier.protocol.state import (
     WorkReport,
     changed,
 )
+from fsbarrier.rundir.store import Store
 
 
 class WorkRunner(Protocol):

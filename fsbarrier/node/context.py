@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from fsbarrier import trajectories
-from fsbarrier.maintenance import doctor
+from fsbarrier import doctor, trajectories
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import Context, PartOnDisk
 from fsbarrier.protocol.state import Node
-from fsbarrier.start.runrecord import RunRecord
+from fsbarrier.rundir.runrecord import RunRecord
 
 
 @dataclass(frozen=True)

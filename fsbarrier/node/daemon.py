@@ -24,24 +24,24 @@ import fsbarrier
 from fsbarrier import files
 from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, EXIT_SIGTERM, Fenced, StoreError
 from fsbarrier.loader import load_program
+from fsbarrier.machine import accelerators
+from fsbarrier.machine.host import boot_id
 from fsbarrier.node.agent import Agent, place
+from fsbarrier.node.console import Console, told
 from fsbarrier.node.context import ContextMaker
-from fsbarrier.node.guard_rank import hold_rank
-from fsbarrier.node.hints import Hints
-from fsbarrier.node.host import boot_id
+from fsbarrier.node.directory_watch import Hints
 from fsbarrier.node.jobs import Jobs
-from fsbarrier.node.journal import Journal
 from fsbarrier.node.observer import Observer, Paces, eagerness
-from fsbarrier.node.store import PosixStore
-from fsbarrier.node.telling import Console, told
+from fsbarrier.node.rank_lock import hold_rank
 from fsbarrier.program import SLICES
 from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Exit, Node, Rules, Stage
+from fsbarrier.rundir.journal import Journal
+from fsbarrier.rundir.log_tail import last_words
+from fsbarrier.rundir.runrecord import CHOICES, RunRecord
+from fsbarrier.rundir.store import PosixStore
 from fsbarrier.start import filesystem, ranks
-from fsbarrier.start.runrecord import CHOICES, RunRecord
-from fsbarrier.supervision import accelerators
-from fsbarrier.supervision.lastlines import last_words
 from fsbarrier.supervision.signals import ENDING, handled
 
 POLL_MIN_S = 0.001

@@ -17,11 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from fsbarrier import checkpoints, files
-from fsbarrier.data import retention
+from fsbarrier import files
 from fsbarrier.errors import FsbarrierError, ProgramFailed, StoreError
-from fsbarrier.node.leavings import read_progress, read_result
-from fsbarrier.node.rendezvous import Rendezvous, probe
+from fsbarrier.machine.rendezvous import Rendezvous, probe
 from fsbarrier.program import (
     Command,
     Context,
@@ -37,7 +35,9 @@ from fsbarrier.program import (
 )
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Part, WorkReport
+from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.supervision.supervisor import Child
+from fsbarrier.supervision.worker_files import read_progress, read_result
 
 LOG_LINES = 20
 T = TypeVar("T")

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from fsbarrier.node.store import Store
-from fsbarrier.paths import RunPaths
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import (
     Beat,
@@ -28,6 +26,8 @@ from fsbarrier.protocol.facts import (
 )
 from fsbarrier.protocol.membership import Ledger, left_to_others
 from fsbarrier.protocol.state import ANNOUNCED, WATCHING, Node, Recovered, Stage, View
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.store import Store
 
 _INCARNATION = re.compile(r"node-(\d{4,})\.inc-(\d{4,})\.json")
 _GENERATION = re.compile(r"gen-(\d{6,})\.json")

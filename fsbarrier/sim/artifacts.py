@@ -53,7 +53,7 @@ class Artifacts:
     ports: int = 40000
 
     def retain(self, keep: int, current: str) -> None:
-        """Clean-up after a publication, as fsbarrier.checkpoints.retain does it."""
+        """Clean-up after a publication, as fsbarrier.rundir.checkpoints.retain does it."""
         newest = self.checkpoints[current][0]
         versions = sorted(
             {version for version, _ in self.checkpoints.values() if version <= newest}, reverse=True

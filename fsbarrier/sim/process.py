@@ -12,9 +12,9 @@ from fsbarrier.protocol.facts import Join
 from fsbarrier.protocol.state import Exit, Node, Stage
 from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
 from fsbarrier.sim.history import Event
+from fsbarrier.sim.interruptible import Strand
 from fsbarrier.sim.setup import PATHS
 from fsbarrier.sim.store import Client, Directory, SimPath
-from fsbarrier.sim.strand import Strand
 from fsbarrier.sim.work import SimWork
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from random import Random
 from typing import Any, cast
 
 from fsbarrier.loader import load_program
-from fsbarrier.paths import RunPaths
 from fsbarrier.program import Program
 from fsbarrier.protocol.facts import Join, encode
 from fsbarrier.protocol.membership import Limits
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.sim import faults
 from fsbarrier.sim.store import Disk, Habits, SimPath
 

@@ -1,6 +1,6 @@
 """The shared directory in memory: one Disk, and for each host a Client with that host's caches and troubles.
 
-A Client has the five verbs of fsbarrier.node.store.Store and answers like PosixStore on a mount that misbehaves: listings and
+A Client has the five verbs of fsbarrier.rundir.store.Store and answers like PosixStore on a mount that misbehaves: listings and
 contents may be old, absences may be remembered, an error may be raised although the work was done. A record that nothing happens to
 stays the object that was written: its bytes are made where a loss of power tears them.
 """
@@ -14,9 +14,9 @@ from functools import lru_cache
 from random import Random
 from typing import Any, cast
 
-from fsbarrier.node.store import REPLACED
 from fsbarrier.protocol.facts import CorruptRecord, R, Record, decode, encode
 from fsbarrier.protocol.records import record
+from fsbarrier.rundir.store import REPLACED
 
 
 class SimPath(str):

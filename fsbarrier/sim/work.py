@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.paths import SPLITS
 from fsbarrier.program import (
     Command,
     Context,
@@ -28,6 +27,7 @@ from fsbarrier.program import (
 )
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Part, WorkReport
+from fsbarrier.rundir.paths import SPLITS
 from fsbarrier.sim.artifacts import FOREVER, Meeting, PartFile, Piece, Waiting
 from fsbarrier.sim.history import Entry, Merged, Missing, Published, Used
 from fsbarrier.sim.setup import PATHS

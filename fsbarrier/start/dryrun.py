@@ -13,6 +13,7 @@ from typing import Any
 from fsbarrier.engine import model
 from fsbarrier.engine.command import Plan, argv
 from fsbarrier.loader import load_program
+from fsbarrier.machine import accelerators
 from fsbarrier.program import (
     SLICES,
     Command,
@@ -29,9 +30,8 @@ from fsbarrier.program import (
     Work,
 )
 from fsbarrier.protocol.facts import Join, Member, Payload
-from fsbarrier.start.given import flatten
-from fsbarrier.start.runrecord import RunRecord
-from fsbarrier.supervision import accelerators
+from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.settings.sources import flatten
 
 PORT = "PORT"
 

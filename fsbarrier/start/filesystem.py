@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier import files
+from fsbarrier.doctor import examine, verdict
+from fsbarrier.doctor.findings import Report
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.maintenance.doctor import examine, verdict
-from fsbarrier.maintenance.doctor.findings import Report
-from fsbarrier.paths import RunPaths
+from fsbarrier.rundir.paths import RunPaths
 
 TRIES = 6  # of what fails because the filesystem does, for the moment
 PAUSE_S = 0.05  # before the second try, doubled before each further one

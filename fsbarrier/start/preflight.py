@@ -19,7 +19,7 @@ from typing import Any
 
 from fsbarrier import files
 from fsbarrier.errors import UsageError
-from fsbarrier.start.given import Given, nearest
+from fsbarrier.settings.sources import Given, nearest
 
 Environ = Mapping[str, str]
 FREE_BYTES = 16 * 1024 * 1024
@@ -181,7 +181,8 @@ def read_tasks(data_path: Path, splits: Collection[str], reward: str) -> dict[st
         raise UsageError(
             f"--data-path {data_path}: {'not a folder' if data_path.exists() else 'no such folder'}"
         )
-    from fsbarrier.data import rewards, tasks  # can read parquet: not for commands that need no tasks
+    from fsbarrier.data import tasks  # can read parquet: not for commands that need no tasks
+    from fsbarrier.rewards import rewards
 
     found = {}
     for split in splits:
@@ -304,8 +305,8 @@ def check_replay(settings: Mapping[str, Any]) -> None:
     named = settings["update"]["trajectories"]
     if named is None:
         return
-    from fsbarrier.paths import RunPaths
-    from fsbarrier.start import runrecord
+    from fsbarrier.rundir import runrecord
+    from fsbarrier.rundir.paths import RunPaths
 
     path, said = Path(named), f"update.trajectories={named}"
     if not path.exists():

@@ -11,15 +11,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fsbarrier import files, settings
+from fsbarrier import files
+from fsbarrier.doctor.findings import Report
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
-from fsbarrier.maintenance.doctor.findings import Report
-from fsbarrier.paths import RunPaths
 from fsbarrier.program import Program
-from fsbarrier.start import demo, demo_task, filesystem, preflight, ranks, runrecord
-from fsbarrier.start.given import Given
-from fsbarrier.start.runrecord import RunRecord
+from fsbarrier.rundir import runrecord
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.settings import resolve
+from fsbarrier.settings.sources import Given
+from fsbarrier.start import demo_folder, demo_tasks, filesystem, preflight, ranks
 
 Say = Callable[[str], None]
 
@@ -55,7 +57,7 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     Raises UsageError for everything that is wrong, TooFewNodes where node 0 does not come.
     """
     given = {item.key: item for item in preflight.with_absolute_paths(request.given)}
-    said = settings.resolve(given.values(), cross_checks=False).settings
+    said = resolve.resolve(given.values(), cross_checks=False).settings
     log_path = Path(said.log_path) if said.log_path else preflight.default_log_path(request.environ)
     preflight.check_log_path(log_path)
     mount = filesystem.admit(log_path, write=not request.dry_run)
@@ -95,21 +97,21 @@ def _create(
     if is_demo:
         folder = RunPaths(log_path).demo
         fixed |= {"data_path": str(folder), "model": str(folder / "model")}
-    resolved = settings.resolve(given.values(), {**filesystem.limits(mount, given), **defaults, **fixed})
+    resolved = resolve.resolve(given.values(), {**filesystem.limits(mount, given), **defaults, **fixed})
     if rank is None and resolved.settings.num_nodes > 1 and not request.dry_run:
         raise UsageError(_no_rank(resolved.settings.num_nodes, request.environ))
     nested = dict(resolved.nested)
     _check_own(nested, program, request.environ)
     tasks, model = _inputs(nested, program, request.environ, is_demo)
     nested["model"] = model
-    record = runrecord.new(log_path, nested, settings.digest(nested), tasks=tasks, model=model)
+    record = runrecord.new(log_path, nested, resolve.digest(nested), tasks=tasks, model=model)
     if request.dry_run:
         return Start(record, 0, nested["iterations"], created=False, mount=mount)
     files.set_shared_group(nested["shared_group"])
     if is_demo:
-        demo_task.make(RunPaths(log_path).demo, preflight.cache_folder(request.environ), say)
+        demo_folder.make(RunPaths(log_path).demo, preflight.cache_folder(request.environ), say)
         made = preflight.read_tasks(Path(nested["data_path"]), tuple(tasks), nested["reward"]["kind"])
-        record = runrecord.new(log_path, nested, settings.digest(nested), tasks=made, model=model)
+        record = runrecord.new(log_path, nested, resolve.digest(nested), tasks=made, model=model)
     published = runrecord.publish(record)
     if published.run_id != record.run_id:  # another process was first
         return _join(request, given, published, mount)
@@ -134,7 +136,7 @@ def _defaults(
         if needs_model and not has_model:
             raise UsageError("--data-path without --model: give both, or neither for the built-in task")
         return request.defaults, False
-    task = {key: value for key, value in demo.DEMO_SETTINGS.items() if key != "iterations"}
+    task = {key: value for key, value in demo_tasks.DEMO_SETTINGS.items() if key != "iterations"}
     return {**task, **request.defaults}, True
 
 
@@ -166,7 +168,7 @@ def _inputs(
     splits = preflight.needed_splits(nested) if "data" in program.needs else ()
     if is_demo:
         folder = Path(nested["data_path"])
-        counts = {"train": demo.TRAIN_TASKS, "test": demo.TEST_TASKS}
+        counts = {"train": demo_tasks.TRAIN_TASKS, "test": demo_tasks.TEST_TASKS}
         tasks = {
             split: {"path": str(folder / f"{split}.jsonl"), "count": counts[split], "sha256": ""}
             for split in splits
@@ -189,14 +191,14 @@ def _join(request: Request, given: Mapping[str, Given], record: RunRecord, mount
     """A node of a run that has its record."""
     num_nodes = int(record.settings["num_nodes"])
     stated = _comparable(given, record, request.environ)
-    resolved = settings.resolve(stated.values(), settings.as_defaults(record.settings), cross_checks=False)
+    resolved = resolve.resolve(stated.values(), resolve.as_defaults(record.settings), cross_checks=False)
     runrecord.check_contradictions(record, stated, resolved.nested)
     rank = ranks.node_rank(
         master=request.master, worker=request.worker, environ=request.environ, num_nodes=num_nodes
     )
     if rank is None and num_nodes > 1 and not request.dry_run:
         raise UsageError(_no_rank(num_nodes, request.environ))
-    stored = settings.from_nested(record.settings).model_dump(
+    stored = resolve.from_nested(record.settings).model_dump(
         mode="json"
     )  # what an older version did not know: defaults
     if "model" in load_program(record.settings["program"]).needs:

@@ -29,13 +29,14 @@ from typing import Self
 
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.supervision import lastlines, leftovers, processes
+from fsbarrier.rundir import log_tail
+from fsbarrier.supervision import orphans, processes
 
 GUARD = Path(__file__).with_name("guard.py")
 START_S = 60.0  # a start takes 20 ms; this is for a machine that swaps, or Python on a slow mount
 KILL_S = 30.0  # SIGKILL takes milliseconds, unless a process hangs in the kernel (NFS, a driver)
 SNAPSHOT_S = (
-    5.0  # how old the list of descendants may be, which serves when both guards are killed (leftovers.py)
+    5.0  # how old the list of descendants may be, which serves when both guards are killed (orphans.py)
 )
 
 
@@ -168,7 +169,7 @@ class Child:
 
     def tail(self, lines: int = 20) -> list[str]:
         """The last lines of its log since this start, from at most the last 64 KiB, fit for a terminal."""
-        return lastlines.tail(self.log_file, lines, self._log_start)
+        return log_tail.tail(self.log_file, lines, self._log_start)
 
     def __enter__(self) -> Self:
         return self
@@ -178,7 +179,7 @@ class Child:
 
     def _remember(self, tree: dict[int, int]) -> None:
         if tree != self._seen:
-            leftovers.note(str(self.guard_pid), tree)
+            orphans.note(str(self.guard_pid), tree)
         self._seen, self._seen_at = tree, time.monotonic()
 
     def _begin(self, program: bytes, argv0: str) -> None:
@@ -235,8 +236,8 @@ class Child:
                     fresh = (
                         time.monotonic() - self._seen_at < 2 * SNAPSHOT_S
                     )  # its number cannot be reused yet
-                    leftovers.end(self._seen, KILL_S, session=self.pid if fresh else 0)
-                leftovers.forget(str(self.guard_pid))
+                    orphans.end(self._seen, KILL_S, session=self.pid if fresh else 0)
+                orphans.forget(str(self.guard_pid))
                 self._code = -int(signal.SIGKILL) if self._told is None else self._told
                 self._line.close()
                 return
@@ -267,7 +268,7 @@ def _open_log(path: Path, name: str, argv: Sequence[str]) -> tuple[int, int]:
     """
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     line = f"--- {now} start {name}: {shlex.join(argv)}\n"
-    if ended := leftovers.sweep():
+    if ended := orphans.sweep():
         line = f"--- {now} ended what a killed daemon had left: {', '.join(map(str, ended))}\n{line}"
     try:
         files.make_dirs(path.parent)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
+from fsbarrier.view.event_text import event_line, event_text, one_line
 from fsbarrier.view.lines import Line
 from fsbarrier.view.status import RunStatus, judge
 from fsbarrier.view.watching import RunReader
-from fsbarrier.view.words import event_line, event_text, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

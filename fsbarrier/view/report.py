@@ -12,14 +12,14 @@ from typing import Any
 
 import fsbarrier
 from fsbarrier.program import PHASE_NAMES
-from fsbarrier.start.given import flatten
+from fsbarrier.settings.sources import flatten
+from fsbarrier.view.event_text import amount, duration, event_text, one_line, percent
 from fsbarrier.view.lines import number
 from fsbarrier.view.report_style import STYLE
 from fsbarrier.view.status import RunStatus
 from fsbarrier.view.svg import Block, Lane, Part, Series, line_chart, stacked_bars, timeline
 from fsbarrier.view.timings import CUT_SHORT, OPEN, IterationTime, Span
 from fsbarrier.view.watching import RunReader
-from fsbarrier.view.words import amount, duration, event_text, one_line, percent
 
 BARS = 60  # newest iterations shown as bars
 TABLE_ROWS = 200

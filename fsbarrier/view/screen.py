@@ -15,12 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsbarrier.program import PHASE_NAMES
-from fsbarrier.view.history import Rewards
-from fsbarrier.view.lines import Line, number, text
-from fsbarrier.view.status import RunStatus
-from fsbarrier.view.timings import IterationTime, phase_totals
-from fsbarrier.view.troubles import NodeStatus
-from fsbarrier.view.words import (
+from fsbarrier.view.event_text import (
     amount,
     clock_time,
     duration,
@@ -31,6 +26,11 @@ from fsbarrier.view.words import (
     short,
     sparkline,
 )
+from fsbarrier.view.history import Rewards
+from fsbarrier.view.lines import Line, number, text
+from fsbarrier.view.status import RunStatus
+from fsbarrier.view.timings import IterationTime, phase_totals
+from fsbarrier.view.troubles import NodeStatus
 
 STATE_STYLE = {
     "running": "green",

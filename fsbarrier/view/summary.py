@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from fsbarrier.view import screen
+from fsbarrier.view.event_text import amount, clock_time, duration, event_text, one_line, percent
 from fsbarrier.view.screen import TEST, TRAIN, line
 from fsbarrier.view.status import RunStatus
 from fsbarrier.view.timings import IterationTime
 from fsbarrier.view.watching import RunReader
-from fsbarrier.view.words import amount, clock_time, duration, event_text, one_line, percent
 
 SHOWN = 12
 NOTABLE = frozenset({"node_lost", "node_recovered", "work_failed", "left_generation", "generation_started"})

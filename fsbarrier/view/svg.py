@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from fsbarrier.view.words import duration
+from fsbarrier.view.event_text import duration
 
 WIDTH = 760
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 34

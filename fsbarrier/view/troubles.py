@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsbarrier.view.event_text import duration, one_line, ranks
 from fsbarrier.view.watching import RunReader
-from fsbarrier.view.words import duration, one_line, ranks
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
-from fsbarrier.node.host import boot_id
-from fsbarrier.paths import RunPaths
+from fsbarrier.machine.host import boot_id
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.facts import Beat, CorruptRecord, Generation, Join, R, decode
 from fsbarrier.protocol.membership import GONE, Ledger
-from fsbarrier.start import runrecord
+from fsbarrier.rundir import runrecord
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.supervision.processes import Stat
 from fsbarrier.view.history import History
 from fsbarrier.view.lines import Line, parse

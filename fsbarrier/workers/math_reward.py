@@ -1,6 +1,6 @@
 """math-verify as a process: a line of JSON {"answer", "response"} in, a line {"reward"} or {"error"} out, until the input ends.
 
-`python -m fsbarrier.workers.math_reward`; fsbarrier/data/rewards.py starts it. In a main thread of its own math-verify can
+`python -m fsbarrier.workers.math_reward`; fsbarrier/rewards/rewards.py starts it. In a main thread of its own math-verify can
 interrupt itself.
 """
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from fsbarrier import files
 from fsbarrier.errors import UsageError
-from fsbarrier.paths import RunPaths
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.supervision.worker_program import Progress, run_worker
+from fsbarrier.training.batch import load_tensors
+from fsbarrier.training.losses import group_advantages
+from fsbarrier.training.replay import Draw, Recency
 from fsbarrier.trajectories import NotOurs, iter_trajectories, scan_shard
-from fsbarrier.workers.batch import load_tensors
-from fsbarrier.workers.losses import group_advantages
-from fsbarrier.workers.replay import Draw, Recency
-from fsbarrier.workers.spec import Progress, run_worker
 
 Trajectory = Mapping[str, Any]
 

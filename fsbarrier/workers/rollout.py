@@ -2,7 +2,7 @@
 
 `python -m fsbarrier.workers.rollout --spec SPEC.json` (phases 2 and 6). Every group in the part file is durable on its own: after any
 end of this program, SIGKILL too, only what was in flight is lost, and started again with the same spec it does only what is missing.
-Tasks are claimed just before they are begun; when the own share is gone, tasks of slower nodes (fsbarrier/data/claims.py).
+Tasks are claimed just before they are begun; when the own share is gone, tasks of slower nodes (fsbarrier/rollouts/claims.py).
 
 A generation that was cut off by the token limit, or failed, is never a success: its trajectory has `valid` false and a reward of at
 most 0 (what the reward function would have given stays in `reward_parts`).
@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier import files
-from fsbarrier.data.rewards import DEFAULT_TIMEOUT_S, Reward, check_answers, open_reward
-from fsbarrier.data.tail import Tail
 from fsbarrier.data.tasks import Task, read_tasks
 from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
+from fsbarrier.rewards.rewards import DEFAULT_TIMEOUT_S, Reward, check_answers, open_reward
+from fsbarrier.rollouts import agents, assignment
+from fsbarrier.rollouts.early_end import Tail
+from fsbarrier.rollouts.engine_queue import Metrics, Room
+from fsbarrier.rollouts.judged import failed_group, judged_group
+from fsbarrier.rollouts.samples import Group
+from fsbarrier.rollouts.sampling import Sampler, Server
+from fsbarrier.rollouts.tally import Shown, Tally
+from fsbarrier.supervision.worker_program import Progress, run_worker
 from fsbarrier.trajectories import ShardWriter
-from fsbarrier.workers import agents, share
-from fsbarrier.workers.records import failed_group, judged_group
-from fsbarrier.workers.room import Metrics, Room
-from fsbarrier.workers.samples import Group
-from fsbarrier.workers.sampling import Sampler, Server
-from fsbarrier.workers.spec import Progress, run_worker
-from fsbarrier.workers.tally import Shown, Tally
 
 SEQUENCES_PER_REQUEST = 128  # prompts times samples: see sampling.py
 BACKLOG = 4  # groups that may be sampled but not yet on disk, in units of `rollout.concurrency`
@@ -85,7 +85,7 @@ class Rollout:
             patience_s=float(settings["engine"]["start_timeout_s"]) if others_server(settings) else 0.0,
         )
         self.tally = Tally()
-        self.claims, self.tail = share.open_claims(spec), share.open_tail(spec)
+        self.claims, self.tail = assignment.open_claims(spec), assignment.open_tail(spec)
         self.ended_early = False
         self.begun = 0
         self.shown = Shown(progress, len(spec["tasks"]) * self.samples, self.tally)
@@ -105,8 +105,8 @@ class Rollout:
         spec, part = self.spec, Path(self.spec["part"])
         files.make_dirs(part.parent)
         self.shown.write()
-        tidying = asyncio.create_task(asyncio.to_thread(share.tidy, spec))
-        with ShardWriter(part, prefix=spec["prefix"], header=share.header(spec)) as writer:
+        tidying = asyncio.create_task(asyncio.to_thread(assignment.tidy, spec))
+        with ShardWriter(part, prefix=spec["prefix"], header=assignment.header(spec)) as writer:
             try:
                 await self._until_the_end(writer)
             finally:
@@ -114,7 +114,7 @@ class Rollout:
                     await asyncio.wait(self.writing)
                 self.shown.close()
                 await self.reward.close()
-            info = writer.finish({**share.origin(spec), "sampling": dict(spec["sampling"])})
+            info = writer.finish({**assignment.origin(spec), "sampling": dict(spec["sampling"])})
             tasks = [group.task_index for group in writer.groups]
         files.link_or_copy(part, Path(spec["checkpoint"]))
         await tidying
@@ -130,7 +130,7 @@ class Rollout:
             **tally.counts(),
             "seconds": round(seconds, 3),
             "tokens_per_s": round(tally.completion_tokens / seconds, 1),
-            **share.result(self.claims, tasks, ended_early=self.ended_early),
+            **assignment.result(self.claims, tasks, ended_early=self.ended_early),
         }
 
     async def _until_the_end(self, writer: ShardWriter) -> None:

@@ -15,12 +15,13 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from fsbarrier import checkpoints, files
-from fsbarrier.data.tail import Tail
+from fsbarrier import files
 from fsbarrier.errors import FsbarrierError
+from fsbarrier.rollouts import assignment
+from fsbarrier.rollouts.early_end import Tail
+from fsbarrier.rundir import checkpoints
 from fsbarrier.supervision import signals
 from fsbarrier.trajectories import ShardWriter
-from fsbarrier.workers import share
 
 STEPS = 20  # how often a waiting phase shows progress
 
@@ -40,13 +41,13 @@ def main() -> int:
 
 def rollout(spec: dict[str, Any]) -> dict[str, Any]:
     """One group of one trajectory a task, durable as soon as it is there."""
-    share.tidy(spec)
+    assignment.tidy(spec)
     begin = time.monotonic()
-    claims, tail = share.open_claims(spec), share.open_tail(spec)
+    claims, tail = assignment.open_claims(spec), assignment.open_tail(spec)
     pause_s = spec["seconds"] / len(spec["tasks"]) / spec["speed"]
     part, total, cut = Path(spec["part"]), 0.0, False
     files.make_dirs(part.parent)
-    with ShardWriter(part, prefix=spec["prefix"], header=share.header(spec)) as writer:
+    with ShardWriter(part, prefix=spec["prefix"], header=assignment.header(spec)) as writer:
         there = {group.task_index for group in writer.groups}  # of an earlier start that was cut off
         while not cut and (lot := claims.take()):
             todo = [task for task in lot if task not in there]
@@ -62,7 +63,7 @@ def rollout(spec: dict[str, Any]) -> dict[str, Any]:
                     tail.say(done)
                 left = len(todo) - number - 1 + claims.own_left
                 progress(spec, done, done + left, "trajectories", total / done)
-        info = writer.finish(share.origin(spec))
+        info = writer.finish(assignment.origin(spec))
         tasks = [group.task_index for group in writer.groups]
     files.link_or_copy(part, Path(spec["checkpoint"]))
     return {
@@ -72,7 +73,7 @@ def rollout(spec: dict[str, Any]) -> dict[str, Any]:
         "trajectories": info.trajectories,
         "reward_mean": info.reward_mean,
         "seconds": round(time.monotonic() - begin, 6),
-        **share.result(claims, tasks, ended_early=cut),
+        **assignment.result(claims, tasks, ended_early=cut),
     }
 
 

@@ -23,13 +23,14 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fsbarrier import checkpoints, files
+from fsbarrier import files
 from fsbarrier.errors import FsbarrierError, ProgramFailed
-from fsbarrier.workers import policy
-from fsbarrier.workers.batch import MicroBatch, TrainingBatch, load_tensors, plan
-from fsbarrier.workers.interface import name_interface
-from fsbarrier.workers.losses import LossSums, grpo_loss, rft_loss, token_log_probs
-from fsbarrier.workers.spec import Progress, run_worker
+from fsbarrier.machine.network_interface import name_interface
+from fsbarrier.rundir import checkpoints
+from fsbarrier.supervision.worker_program import Progress, run_worker
+from fsbarrier.training import policy
+from fsbarrier.training.batch import MicroBatch, TrainingBatch, load_tensors, plan
+from fsbarrier.training.losses import LossSums, grpo_loss, rft_loss, token_log_probs
 
 #: largest mean difference of log-probabilities between engine and trainer that the precision explains
 GAP_LIMIT = {torch.float32: 2e-3, torch.bfloat16: 0.05}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsbarrier.data.tasks import Task
-from fsbarrier.workers.agents import Client, Trajectory
+from fsbarrier.rollouts.agents import Client, Trajectory
 
 TURNS = 4  # at most; `custom.turns` says otherwise
 BIGGEST = 10**12  # of what a result may be, and an exponent's base

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 if "fsbarrier" in sys.orig_argv and "run" in sys.orig_argv:
-    from fsbarrier.node.store import PosixStore
+    from fsbarrier.rundir.store import PosixStore
 
     names = PosixStore.names
 

@@ -1,0 +1,147 @@
+"""Runs a user's agent: one instance for each sample of a task, many at once, each with a client of its own (episode.py).
+
+`rollout.agent` names a class as `path/file.py:Class`. Its instances are made without arguments and have
+
+    async def run(self, task, client) -> Trajectory | None
+
+`AgentSampler` has the face of the Sampler: tasks in, groups out. An agent that raises, or takes too long, makes its trajectory
+invalid and is counted; the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+from fsbarrier.data.tasks import Task
+from fsbarrier.errors import UsageError
+from fsbarrier.rewards.rewards import Reward, Score
+from fsbarrier.rewards.user_file import load_named
+from fsbarrier.rollouts.agent_http import Endpoint
+from fsbarrier.rollouts.episode import Client, Episode, Trajectory, finished
+from fsbarrier.rollouts.samples import Emit, Group, Sample
+from fsbarrier.rollouts.sampling import Sampler, Server
+
+__all__ = ["AgentSampler", "Client", "Trajectory", "load_agent", "open_sampler", "score"]
+
+MakeAgent = Callable[[], Any]
+
+
+def load_agent(value: str) -> MakeAgent:
+    """The class that `rollout.agent` names. Raises UsageError where there is none, or it is no agent."""
+    found, said = load_named("rollout.agent", value), f"rollout.agent={value}"
+    if not inspect.isclass(found):
+        raise UsageError(f"{said}: {found!r} is not a class")
+    run = getattr(found, "run", None)
+    if not inspect.iscoroutinefunction(run):
+        what = "has no method run" if run is None else "its method run is not async"
+        raise UsageError(f"{said}: {what}; an agent has `async def run(self, task, client)`")
+    for what, signature, given in (
+        ("is made without arguments", inspect.signature(found), ()),
+        ("is called as run(task, client)", inspect.signature(run), (None, None, None)),
+    ):
+        try:
+            signature.bind(*given)
+        except TypeError as error:
+            raise UsageError(f"{said}: an agent {what}: {error}") from None
+    return found
+
+
+def open_sampler(
+    make: MakeAgent | None, server: Server, settings: Mapping[str, Any], on_tokens: Callable[[int], None]
+) -> Sampler | AgentSampler:
+    """What makes the groups: one answer a sample, or an episode of the agent."""
+    rollout = settings["rollout"]
+    connections = int(rollout["concurrency"]) * (1 if make is None else server.samples) + 4
+    if make is None:
+        return Sampler(server, connections=connections, on_tokens=on_tokens)
+    return AgentSampler(
+        make,
+        server,
+        connections=connections,
+        on_tokens=on_tokens,
+        custom=settings.get("custom", {}),
+        turn_timeout_s=rollout.get("turn_timeout_s"),
+        task_timeout_s=rollout.get("task_timeout_s"),
+    )
+
+
+async def score(reward: Reward, task: Task, sample: Sample) -> Score:
+    """A sample's judgement; an agent may have given its own. Never raises."""
+    if sample.error is not None:
+        return Score(0.0)
+    if sample.reward is not None:
+        return Score(sample.reward, {"agent": sample.reward})
+    return await reward.score(task, sample.text, sample.messages)
+
+
+class AgentSampler:
+    """Makes each task's group by as many episodes. Raises EngineGone as the Sampler does."""
+
+    def __init__(
+        self,
+        make: MakeAgent,
+        server: Server,
+        *,
+        connections: int,
+        on_tokens: Callable[[int], None],
+        custom: Mapping[str, Any],
+        turn_timeout_s: float | None,
+        task_timeout_s: float | None,
+    ) -> None:
+        self.make, self.samples, self.custom = make, server.samples, custom
+        self.turn_timeout_s, self.task_timeout_s = turn_timeout_s, task_timeout_s
+        self._sampler = Sampler(server, connections=connections, on_tokens=on_tokens)
+        self._endpoint = Endpoint()
+
+    async def __aenter__(self) -> Self:
+        await self._sampler.__aenter__()
+        await self._endpoint.open()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._endpoint.close()
+        await self._sampler.__aexit__(*error)
+
+    async def look(self) -> None:
+        await self._sampler.look()
+
+    async def sample(self, tasks: Sequence[Task], emit: Emit) -> None:
+        """Run each task's episodes, all at once; `emit` gets each group as it is finished."""
+        async with asyncio.TaskGroup() as running:
+            for task in tasks:
+                running.create_task(self._group(task, emit))
+
+    async def _group(self, task: Task, emit: Emit) -> None:
+        async with asyncio.TaskGroup() as running:
+            episodes = [running.create_task(self._episode(task)) for _ in range(self.samples)]
+        emit(Group(task, [], tuple(episode.result() for episode in episodes)))
+
+    async def _episode(self, task: Task) -> Episode:
+        client = Client(self._sampler, custom=self.custom, turn_timeout_s=self.turn_timeout_s)
+        returned, error, begin = Trajectory(), None, time.monotonic()
+        limit = asyncio.timeout(self.task_timeout_s)
+        with self._endpoint.serving(client):
+            try:
+                async with limit:
+                    returned = _checked(await self.make().run(task, client))
+            except Exception as failure:  # whatever the user's code raises
+                error = f"{type(failure).__name__}: {failure}"
+                if limit.expired():
+                    error = f"not finished within {self.task_timeout_s:g} s (rollout.task_timeout_s)"
+        if client.gone is not None:  # of no agent's making
+            raise client.gone
+        return finished(client, returned, error=error, seconds=time.monotonic() - begin)
+
+
+def _checked(returned: Any) -> Trajectory:
+    if returned is None:
+        return Trajectory()
+    if not isinstance(returned, Trajectory):
+        raise TypeError(
+            f"run gave {type(returned).__name__}, not a Trajectory (client.trajectory(...)) or None"
+        )
+    return returned

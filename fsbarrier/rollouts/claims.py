@@ -1,0 +1,181 @@
+"""Which node rolls out which task, settled while the phase runs: shares in lots, each claimed by an exclusive create.
+
+A node claims its own share from the head, a lot just before it needs it. Once that is gone it lists the folder and claims from the
+tail of whoever has most left. Every node cuts every share into the same lots, so a name says it all. The folder belongs to one
+generation and one split; a claim is for ever.
+
+Nothing wrong can come of a claim that goes wrong: the parts say what was really done, the merge takes each task once and names
+what is missing. Two winners waste work, no winner costs another attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsbarrier import files
+from fsbarrier.errors import StoreError
+from fsbarrier.protocol.assign import lots
+from fsbarrier.rollouts.early_end import CUT, DURABLE
+
+TRIES = 5  # of one operation that the filesystem answers with an error
+PAUSE_S = 0.1  # before the second try, doubled before each further one
+
+
+@dataclass(frozen=True)
+class Lot:
+    """Lot `number` of the share of node `rank`: its tasks."""
+
+    rank: int
+    number: int
+    tasks: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"lot-{self.rank:04d}-{self.number:06d}"
+
+
+class Claims:
+    """What one node may still start. `folder` None: its own share and nothing else, without any claim.
+
+    Meant for one caller at a time; every method may take as long as the shared directory does.
+    """
+
+    def __init__(
+        self, shares: Mapping[int, Sequence[int]], rank: int, *, folder: Path | None, incarnation: int = 0
+    ) -> None:
+        """`shares`: every node's, by rank. Raises StoreError."""
+        self.rank, self.folder = rank, folder
+        self.made = self.lost = self.listings = 0
+        self.seconds = 0.0
+        self.taken_over: list[int] = []  # tasks of others' shares
+        self._owner = f"{rank} {incarnation}\n".encode()
+        self._left = {
+            owner: deque(Lot(owner, number, tasks) for number, tasks in enumerate(lots(share)))
+            for owner, share in shares.items()
+            if folder is not None or owner == rank
+        }
+        self._met = False  # another node at the end of the own share
+        self._earlier: tuple[
+            int, ...
+        ] = ()  # claimed by an earlier start of this very program, which was cut off
+        if folder is not None:
+            _patiently(lambda: files.make_dirs(folder), folder, "made")
+            self._earlier = self._of_an_earlier_start(folder)
+
+    @property
+    def shared(self) -> bool:
+        """Whether other nodes may do what this one has not begun."""
+        return self.folder is not None
+
+    @property
+    def own_left(self) -> int:
+        """Tasks of the own share that are still to be taken, as far as is known."""
+        return len(self._earlier) + sum(len(lot.tasks) for lot in self._left.get(self.rank, ()))
+
+    def take(self) -> tuple[int, ...]:
+        """The next tasks to start, claimed; () when nothing is left anywhere. Raises StoreError.
+
+        A program that starts again gets what it had claimed before, too: it may have done some of that.
+        """
+        begin = time.monotonic()
+        try:
+            return self._take()
+        finally:
+            self.seconds += time.monotonic() - begin
+
+    def summary(self) -> dict[str, int | float]:
+        """For a result: how many tasks of others were taken over, and what claiming cost."""
+        return {
+            "taken_over": len(self.taken_over),
+            "claims": self.made,
+            "claims_lost": self.lost,
+            "claim_listings": self.listings,
+            "claim_s": round(self.seconds, 4),
+        }
+
+    def _take(self) -> tuple[int, ...]:
+        if self._earlier:
+            earlier, self._earlier = self._earlier, ()
+            return earlier
+        own = self._left.get(self.rank, deque())
+        while own and not self._met:
+            lot = own.popleft()
+            if self._claim(lot):
+                return lot.tasks
+            self._met = True
+        while self.folder is not None:
+            self._look(self.folder)
+            left = {
+                owner: sum(len(lot.tasks) for lot in queue) for owner, queue in self._left.items() if queue
+            }
+            if not left:
+                break
+            # Of several that have as much left, those who run out at the same time choose different ones.
+            owner = max(left, key=lambda rank: (left[rank], -((rank - self.rank) % (1 + max(left)))))
+            lot = self._left[owner].pop()
+            if self._claim(lot):
+                self.taken_over += lot.tasks if owner != self.rank else ()
+                return lot.tasks
+        return ()
+
+    def _claim(self, lot: Lot) -> bool:
+        if self.folder is None:
+            return True
+        path, tries = self.folder / lot.name, 0
+
+        def create() -> bool:
+            nonlocal tries
+            tries += 1
+            # Not flushed: after a power loss the nodes that it hit are lost, and the next generation shares out anew.
+            won = files.create_exclusive(path, self._owner, durable=False)
+            # The answer to an earlier try may have been lost on its way back.
+            return won or (tries > 1 and path.read_bytes() == self._owner)
+
+        won = _patiently(create, path, "claimed")
+        self.made, self.lost = self.made + won, self.lost + (not won)
+        return won
+
+    def _look(self, folder: Path) -> frozenset[str]:
+        """Leave out what is claimed by now. A listing that is behind shows too much left, and then the claim is lost."""
+        self.listings += 1
+        names = frozenset(
+            _patiently(lambda: os.listdir(folder), folder, "listed")
+        )  # freshly opened: NFS looks again
+        for owner, queue in self._left.items():
+            self._left[owner] = deque(lot for lot in queue if lot.name not in names)
+        return names
+
+    def _of_an_earlier_start(self, folder: Path) -> tuple[int, ...]:
+        everything = [lot for queue in self._left.values() for lot in queue]
+        names = self._look(folder)
+        tasks: list[int] = []
+        for lot in everything:
+            path = folder / lot.name
+            if lot.name in names and _patiently(path.read_bytes, path, "read") == self._owner:
+                tasks += lot.tasks
+                self.taken_over += lot.tasks if lot.rank != self.rank else ()
+        return tuple(tasks)
+
+
+def tidy(folder: Path, rank: int) -> None:
+    """Remove what is left of a phase that every node has left: each node the claims on its own share, the last one the folder."""
+    mine = (f"lot-{rank:04d}-", f"{DURABLE}{rank:04d}", CUT)
+    with contextlib.suppress(OSError):  # not there, or left lying: nobody reads it any more
+        for name in os.listdir(folder):
+            if name.startswith(mine):
+                (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _patiently(operation: Callable[[], files.T], path: Path, done: str) -> files.T:
+    """What `operation` gives, once the filesystem does not fail. Raises StoreError after a few tries."""
+    try:
+        return files.patiently(operation, tries=TRIES, pause_s=PAUSE_S)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be {done}: {error.strerror or error}") from error

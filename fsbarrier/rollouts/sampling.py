@@ -1,0 +1,268 @@
+"""Sampling from a vLLM server over HTTP: tasks in; groups out, each as soon as its last sample is finished.
+
+Many prompts go in one request: with small models the request itself costs more than the tokens (96 prompts with 16 samples: as fast
+as it gets at 8 prompts a request; 256 prompts with one sample: 0.4 s at 64 a request, 3 to 7 s at one). The answer is streamed, so
+that a group need not wait for the others in its request, and a long generation shows signs of life.
+
+The requests carry no seed. vLLM would give all prompts of a request the same noise, and with a request of its own for each prompt
+sampling was a third slower; on an accelerator seeded rows are sampled one by one. Equal results would not follow either: the sums of a
+batch depend on what else is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import httpx
+from tenacity import (
+    AsyncRetrying,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_random_exponential,
+)
+
+from fsbarrier.data.tasks import Task
+from fsbarrier.engine.client import normal_url
+from fsbarrier.rollouts.samples import Again, Emit, EngineGone, Group, Refusal, Sample, Stream, failure
+
+TOKENS_PER_CHUNK = 64  # of a sample; the answer's pieces
+LONGEST_PAUSE_S = 10.0  # between two tries
+KEEPALIVE_S = 2.0  # below the 5 s after which uvicorn closes an idle connection: a request must not meet that
+
+#: what tokens came from: the distribution that is sampled is the model's, changed by what the settings say and nothing else
+NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where to sample, how, and how patiently. `timeout_s`: without a sign of life of a request; `tries`: of one request.
+
+    `patience_s`: how long to wait for a server that is gone and that others start again; 0: nobody does, while this program runs.
+    """
+
+    url: str
+    api_key: str
+    model: str
+    samples: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    timeout_s: float
+    tries: int
+    patience_s: float = 0.0
+
+
+class Sampler:
+    """Samples groups from one server. `on_tokens` hears how many tokens have come."""
+
+    def __init__(self, server: Server, *, connections: int, on_tokens: Callable[[int], None]) -> None:
+        self.server = server
+        self.on_tokens = on_tokens
+        self.url = normal_url(server.url)
+        self._model = server.model
+        self._max_tokens = server.max_tokens
+        self.longest: int | None = None  # tokens of prompt and answer, once the server has said so
+        self._chat_ids: dict[int, list[int]] = {}
+        self._client = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {server.api_key}"} if server.api_key else {},
+            timeout=httpx.Timeout(server.timeout_s, connect=10.0, pool=None),
+            limits=httpx.Limits(max_connections=connections, keepalive_expiry=KEEPALIVE_S),
+            trust_env=False,  # no proxy between us and this machine
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._client.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def look(self) -> None:
+        """See that the server answers and takes the key; what its model is called and how long a sequence may be. Raises EngineGone."""
+        try:
+            answer = await self._retried(lambda: self._json("GET", "/v1/models"))
+            model = answer["data"][0]
+            self._model = self.server.model or str(model["id"])
+            longest = model.get("max_model_len")
+        except Again as error:
+            raise self._gone(error) from None
+        except (Refusal, KeyError, IndexError, TypeError) as error:
+            raise EngineGone(f"the engine at {self.url} does not name its model: {error}") from None
+        if isinstance(longest, int):
+            self.longest = longest
+            # vLLM refuses to be asked for more than there is room for in all
+            self._max_tokens = min(self.server.max_tokens, max(1, longest - 1))
+
+    async def sample(self, tasks: Sequence[Task], emit: Emit) -> None:
+        """Sample a group for each task, in one request where the server takes it; `emit` gets each as it is finished.
+
+        After a failure only what was not yet handed out is asked for again, so no task is handed out twice. A prompt that the server will
+        not serve alone either comes as a Group with `error`. Raises EngineGone.
+        """
+        pending = {task.index: task for task in tasks}
+
+        def done(group: Group) -> None:
+            del pending[group.task.index]
+            self._chat_ids.pop(group.task.index, None)
+            emit(group)
+
+        try:
+            await self._retried(lambda: self._request(list(pending.values()), done))
+            return
+        except Again as error:
+            if not error.answered:
+                raise self._gone(error) from None
+            reason = f"{error} ({self.server.tries} tries)"
+        except Refusal as refusal:
+            reason = str(refusal)
+        if len(tasks) == 1:
+            done(Group(tasks[0], self._chat_ids.get(tasks[0].index, []), (), reason))
+            return
+        for task in list(pending.values()):  # which of them is it?
+            await self.sample([task], done)
+
+    async def turn(self, prompt_ids: Sequence[int], *, max_tokens: int, stop: Sequence[str] = ()) -> Sample:
+        """One answer to exactly these tokens. Raises EngineGone; Refusal where the server does not serve this prompt."""
+        groups: list[Group] = []
+        task = Task(0, "", "", None, {})
+        more = {"max_tokens": max_tokens, "stop": list(stop)}
+        try:
+            await self._retried(
+                lambda: self._complete([list(prompt_ids)], self._stream([task], groups.append, 1), more)
+            )
+        except Again as error:
+            if not error.answered:
+                raise self._gone(error) from None
+            raise Refusal(f"{error} ({self.server.tries} tries)") from None
+        return groups[0].samples[0]
+
+    async def tokens(self, **body: Any) -> list[int]:
+        """What the server makes tokens of: `prompt`, or `messages` by the model's chat template. Raises EngineGone, Refusal."""
+        try:
+            answer = await self._retried(
+                lambda: self._json("POST", "/tokenize", {"model": self._model, **body})
+            )
+            return [int(token) for token in answer["tokens"]]
+        except Again as error:
+            raise self._gone(error) from None
+        except (KeyError, TypeError, ValueError):
+            raise EngineGone(f"the engine at {self.url}/tokenize gives no tokens; is it vLLM?") from None
+
+    async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Try a few times, with back-off; where the server has gone and will be back, wait for it and try as often again."""
+        for _ in range(self.server.tries):
+            try:
+                return await self._tried(call)
+            except Again as error:
+                if error.answered or not await self._is_back():
+                    raise
+        return await self._tried(call)
+
+    async def _tried(self, call: Callable[[], Awaitable[T]]) -> T:
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(Again),
+            stop=stop_after_attempt(self.server.tries),
+            wait=wait_random_exponential(multiplier=0.2, max=LONGEST_PAUSE_S),
+            reraise=True,
+        ):
+            with attempt:
+                return await call()
+        raise AssertionError("unreachable")
+
+    async def _is_back(self) -> bool:
+        """Wait for a server that does not answer, `patience_s` at most; whether it answers."""
+        if not self.server.patience_s:
+            return False
+        self.on_tokens(0)  # waiting for it is a sign of life, too
+        try:
+            async for attempt in AsyncRetrying(
+                retry=retry_if_exception_type(Again),
+                stop=stop_after_delay(self.server.patience_s),
+                wait=wait_random_exponential(multiplier=0.5, max=LONGEST_PAUSE_S),
+                after=lambda _: self.on_tokens(0),
+                reraise=True,
+            ):
+                with attempt:
+                    await self._json("GET", "/v1/models")
+        except Again:
+            return False
+        return True
+
+    def _gone(self, error: Exception) -> EngineGone:
+        return EngineGone(f"the engine at {self.url} does not answer: {error} ({self.server.tries} tries)")
+
+    # --- one request ---
+
+    async def _request(self, tasks: list[Task], done: Emit) -> None:
+        prompts = [await self._prompt(task) for task in tasks]
+        await self._complete(prompts, self._stream(tasks, done, self.server.samples), {})
+
+    def _stream(self, tasks: list[Task], done: Emit, per_task: int) -> Stream:
+        return Stream(self.url, tasks, done, self.on_tokens, per_task)
+
+    async def _complete(
+        self, prompts: Sequence[str | list[int]], stream: Stream, more: Mapping[str, Any]
+    ) -> None:
+        body = {
+            "model": self._model,
+            "prompt": prompts,
+            "n": stream.per_task,
+            "temperature": self.server.temperature,
+            "top_p": self.server.top_p,
+            "top_k": self.server.top_k,
+            "max_tokens": self._max_tokens,
+            **NEUTRAL,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "stream": True,
+            "stream_interval": TOKENS_PER_CHUNK,
+            **more,
+        }
+        try:
+            async with self._client.stream("POST", "/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise failure(self.url, response.status_code, await response.aread())
+                async for line in response.aiter_lines():
+                    if line.startswith("data:"):
+                        stream.take(line[5:].strip())
+        except httpx.TransportError as error:
+            if not stream.complete:
+                raise Again(_reason(error), answered=False) from None
+        if not stream.complete:
+            raise Again("the answer broke off", answered=False)
+
+    async def _prompt(self, task: Task) -> str | list[int]:
+        """Text as it is: the server's tokenizer makes tokens of it. Chat messages through the model's template first."""
+        if isinstance(task.prompt, str):
+            return task.prompt
+        if task.index not in self._chat_ids:
+            body = {"model": self._model, "messages": task.messages, "add_generation_prompt": True}
+            answer = await self._json("POST", "/tokenize", body)
+            try:
+                self._chat_ids[task.index] = [int(token) for token in answer["tokens"]]
+            except (KeyError, TypeError, ValueError):
+                raise EngineGone(f"the engine at {self.url}/tokenize gives no tokens; is it vLLM?") from None
+        return self._chat_ids[task.index]
+
+    async def _json(self, method: str, path: str, body: Any = None) -> Any:
+        try:
+            response = await self._client.request(method, path, json=body)
+        except httpx.TransportError as error:
+            raise Again(_reason(error), answered=False) from None
+        if response.status_code != 200:
+            raise failure(self.url, response.status_code, response.content)
+        try:
+            return response.json()
+        except ValueError:
+            raise EngineGone(f"the engine at {self.url}{path} does not answer in JSON; is it vLLM?") from None
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")

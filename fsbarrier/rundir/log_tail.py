@@ -1,0 +1,48 @@
+"""The last lines of logs, fit for a terminal: of a program that failed, of a node that is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from fsbarrier.rundir.paths import RunPaths
+
+TAIL_BYTES = 64 * 1024
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
+_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), 127])
+
+
+def tail(path: Path, lines: int, begin: int = 0) -> list[str]:
+    """The last lines of a log after its first `begin` bytes, from at most the last 64 KiB. Never raises."""
+    try:
+        with path.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            begin = begin if begin <= size else 0  # else somebody cut the log
+            cut = stream.seek(max(begin, size - TAIL_BYTES))
+            rows = stream.read(TAIL_BYTES).decode("utf-8", errors="replace").split("\n")
+    except OSError as error:
+        return [f"(cannot read {path}: {error.strerror})"]
+    if cut > begin and len(rows) > 1:
+        del rows[0]  # a part of a line
+    rows = [row.rstrip("\r").rpartition("\r")[2] for row in rows]  # of a progress bar only its last state
+    rows = [_ESCAPES.sub("", row).translate(_CONTROLS).rstrip() for row in rows]
+    return [row for row in rows if row][-lines:] if lines > 0 else []
+
+
+def last_words(paths: RunPaths, rank: int, incarnation: int, lines: int = 3) -> list[str]:
+    """What a node's daemon and its newest program wrote last, each line with its log's name. Never raises.
+
+    A daemon that joined anew keeps the folder of its first incarnation.
+    """
+    try:
+        starts = [path.name.removeprefix("attempt_") for path in paths.logs.iterdir()]
+        attempts = sorted((int(start) for start in starts if start.isdecimal()), reverse=True)
+        folders = [paths.node_logs(attempt, rank) for attempt in attempts if attempt <= incarnation]
+        folder = next(folder for folder in folders if folder.is_dir())
+        written = {path.stat().st_mtime_ns: path for path in folder.glob("*.log")}
+    except (OSError, StopIteration):
+        return []
+    daemon = folder / "daemon.log"
+    newest = [written[stamp] for stamp in sorted(written) if written[stamp] != daemon][-1:]
+    return [f"{path.name}: {line}" for path in (*newest, daemon) for line in tail(path, lines)]

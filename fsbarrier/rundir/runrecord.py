@@ -1,0 +1,310 @@
+"""run.json: who made a run, with which settings, tasks and model. Written once, by node 0; every node works from it.
+
+Plain JSON that people can read. Its field "digest" is the SHA-256 of all the others, so that a torn, edited or foreign file is
+recognised. What a later start says must agree with it, except for PER_START. Standard library only: every command reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import hashlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import fsbarrier
+from fsbarrier import files
+from fsbarrier.errors import StoreError, TooFewNodes, UsageError
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.settings.sources import Given
+
+SCHEMA = 1
+MAX_BYTES = 16 * 1024 * 1024
+TORN_S = 5.0  # a record is linked into place whole; a mount that shows it torn for longer than this is broken
+
+#: Settings that concern one start of one node, so that each start may choose them anew.
+PER_START = frozenset({"iterations", "log_path", "coordination.join_timeout_s", "rl_phase", "rollout_split"})
+
+#: Those of them that node 0 chooses for all nodes at each start.
+CHOICES = ("rl_phase", "rollout_split")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as all its nodes know it. `tasks`: split -> {"path", "count", "sha256"}; `model`: folder of the first policy."""
+
+    run_id: str
+    created: str  # UTC, ISO 8601
+    created_by: str  # user@host
+    version: str
+    settings: Mapping[str, Any]
+    settings_digest: str
+    tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    model: str | None = None
+    log_path: Path = Path()  # where this node sees the run; not part of the file
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(self.log_path)
+
+    @property
+    def origin(self) -> str:
+        """Where the record is and who made it, for messages."""
+        return f"{_shown(self.paths.record)} made by {self.created_by} on {self.created}"
+
+
+class _Torn(ValueError):
+    """Not (yet) a whole record."""
+
+
+# --- making -------------------------------------------------------------------------------------------------------------
+
+
+def new(
+    log_path: Path,
+    settings: Mapping[str, Any],
+    settings_digest: str,
+    *,
+    tasks: Mapping[str, Mapping[str, Any]],
+    model: str | None,
+) -> RunRecord:
+    """A record for a run that starts now. Nothing is written."""
+    now = datetime.now(UTC)
+    return RunRecord(
+        run_id=f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}",
+        created=now.isoformat(timespec="seconds"),
+        created_by=f"{_user()}@{socket.gethostname()}",
+        version=fsbarrier.__version__,
+        settings=settings,
+        settings_digest=settings_digest,
+        tasks=tasks,
+        model=model,
+        log_path=log_path,
+    )
+
+
+def publish(record: RunRecord) -> RunRecord:
+    """Make the run directory and put the record there, durably; the record that counts is given back.
+
+    That is another one if somebody else was first. Raises UsageError where the directory cannot be made or written.
+    """
+    made = [folder for folder in (record.log_path, *record.log_path.parents) if not folder.exists()]
+    try:
+        files.make_dirs(record.log_path)
+        won = files.create_exclusive(record.paths.record, encode(record))
+    except OSError as error:
+        for folder in made:  # leave nothing behind; a folder that somebody uses by now is not empty and stays
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise UsageError(
+            f"--log-path {_shown(record.log_path)}: cannot be written: {error.strerror or error}"
+        ) from None
+    return record if won else load(record.log_path)
+
+
+def encode(record: RunRecord) -> bytes:
+    """The bytes of the record's file."""
+    body = {
+        "schema": SCHEMA,
+        "run_id": record.run_id,
+        "created": record.created,
+        "created_by": record.created_by,
+        "version": record.version,
+        "model": record.model,
+        "tasks": record.tasks,
+        "settings": record.settings,
+        "settings_digest": record.settings_digest,
+    }
+    return json.dumps({**body, "digest": _digest(body)}, indent=2).encode() + b"\n"
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return f"uid{os.getuid()}"
+
+
+# --- reading ------------------------------------------------------------------------------------------------------------
+
+
+def exists(log_path: Path) -> bool:
+    """Whether a run's record lies in `log_path`, asked by listing: a name that was looked up in vain is remembered by NFS."""
+    try:
+        return RunPaths(log_path).record.name in os.listdir(log_path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise _unreadable(log_path, error) from None
+
+
+def load(log_path: Path) -> RunRecord:
+    """The record of the run in `log_path`. Raises UsageError where there is none, or none that this version can read."""
+    if not exists(log_path):
+        raise UsageError(f"--log-path {_shown(log_path)}: no run there (no run.json); name a run's directory")
+    try:
+        return _read(log_path)
+    except _Torn as error:
+        raise UsageError(f"{_shown(RunPaths(log_path).record)}: {error}; use another --log-path") from None
+
+
+def wait(log_path: Path, timeout_s: float, *, on_wait: Callable[[str], None] | None = None) -> RunRecord:
+    """The record of the run in `log_path`, once node 0 has made it; looks more and more rarely, at most every 0.25 s.
+
+    `on_wait` is told once whom this node waits for. Raises TooFewNodes after `timeout_s`, UsageError for a bad record.
+    """
+    begin, pause, told, torn_since = time.monotonic(), 0.001, False, None
+    while True:
+        try:
+            if exists(log_path):
+                return _read(log_path)
+            torn_since = None
+        except _Torn as error:
+            torn_since = torn_since or time.monotonic()
+            if time.monotonic() - torn_since > TORN_S:
+                raise UsageError(
+                    f"{_shown(RunPaths(log_path).record)}: {error}; use another --log-path"
+                ) from None
+        waited = time.monotonic() - begin
+        if waited >= timeout_s:
+            raise TooFewNodes(
+                f"node 0 has not made {_shown(RunPaths(log_path).record)} within {timeout_s:g} s; "
+                "is it started (--master), with the same --log-path?"
+            )
+        if waited > 1.0 and on_wait and not told:
+            told = True
+            on_wait(
+                f"waiting up to {timeout_s:g} s for node 0 (--master) to make {_shown(RunPaths(log_path).record)}"
+            )
+        threading.Event().wait(min(pause, timeout_s - waited))
+        pause = min(pause * 1.5, 0.25)
+
+
+def _read(log_path: Path) -> RunRecord:
+    path = RunPaths(log_path).record
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise _Torn("it was listed, but it is not there") from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return decode(data, log_path)
+
+
+def _unreadable(path: Path, error: OSError) -> Exception:
+    if isinstance(error, PermissionError):
+        return UsageError(
+            f"{_shown(path)}: not yours to read; the run's owner can start it with --shared-group, or use another --log-path"
+        )
+    return StoreError(f"{_shown(path)}: cannot be read: {error.strerror or error}")
+
+
+def decode(data: bytes, log_path: Path) -> RunRecord:
+    """The record in a file's bytes. Raises UsageError for one of a newer format; ValueError for anything but a whole one."""
+    if len(data) > MAX_BYTES:
+        raise _Torn("too long for a run's record")
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        raise _Torn("torn, or not a run's record (no JSON)") from None
+    if not isinstance(body, dict) or not isinstance(body.get("schema"), int):
+        raise _Torn("not a run's record (no schema number)")
+    if body["schema"] != SCHEMA:
+        raise UsageError(
+            f"{_shown(RunPaths(log_path).record)}: format {body['schema']}, made by fsbarrier {body.get('version')}; "
+            f"this fsbarrier {fsbarrier.__version__} reads format {SCHEMA}"
+        )
+    claimed = body.pop("digest", None)
+    if claimed != _digest(body):
+        raise _Torn("torn or edited: its digest does not fit (settings of a run cannot be changed by hand)")
+    fields: dict[str, Any] = {
+        name: body.get(name) for name in RunRecord.__dataclass_fields__ if name != "log_path"
+    }
+    if not all(
+        isinstance(fields[name], str)
+        for name in ("run_id", "created", "created_by", "version", "settings_digest")
+    ):
+        raise _Torn("not a run's record (fields are missing)")
+    if not isinstance(fields["settings"], dict) or not isinstance(fields["tasks"], dict):
+        raise _Torn("not a run's record (no settings or tasks)")
+    return RunRecord(**fields, log_path=log_path)
+
+
+# --- agreeing -----------------------------------------------------------------------------------------------------------
+
+
+def check_contradictions(record: RunRecord, given: Mapping[str, Given], resolved: Mapping[str, Any]) -> None:
+    """Raises UsageError, showing both values, for the first of `given` that the record contradicts.
+
+    `resolved`: the nested settings that the record and `given` make together, so that values compare as what they mean.
+    """
+    for key, item in given.items():
+        if key in PER_START:
+            continue
+        ours, theirs = look_up(resolved, key), look_up(record.settings, key)
+        if ours != theirs:
+            said = (
+                f"{item.source} {_plain(ours)}"
+                if item.source.startswith("--")
+                else f"{item.source}={_plain(ours)}"
+            )
+            raise UsageError(
+                f"{said} contradicts this run's record ({_plain(theirs)}, from {record.origin}); "
+                f"drop {'the flag' if item.source.startswith('--') else 'it'} or use another --log-path"
+            )
+
+
+def check_tasks(record: RunRecord) -> None:
+    """Raises UsageError where a task file is gone or is not the one that the run began with."""
+    for split, source in record.tasks.items():
+        path = Path(source["path"])
+        try:
+            same = files.sha256_file(path) == source["sha256"]
+        except OSError as error:
+            raise UsageError(
+                f"{path}: this run's {split} tasks cannot be read: {error.strerror or error}"
+            ) from None
+        if not same:
+            raise UsageError(
+                f"{path}: not the {split} tasks that this run began with (SHA-256 differs from {_shown(record.paths.record)}); "
+                "put the file back or use another --log-path"
+            )
+
+
+def look_up(nested: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted name, None where there is none."""
+    value: Any = nested
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(_plain(item) for item in value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _shown(path: Path) -> str:
+    """The path as a person would write it: relative to here where that is shorter and goes nowhere up."""
+    try:
+        relative = os.path.relpath(path)
+    except (OSError, ValueError):
+        return str(path)
+    return str(path) if relative.startswith("..") or len(relative) > len(str(path)) else relative

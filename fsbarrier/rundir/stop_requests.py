@@ -1,0 +1,32 @@
+"""What an operator may ask of a run from any machine that sees its directory."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fsbarrier.errors import UsageError
+from fsbarrier.protocol.facts import StopRequest
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.store import PosixStore
+
+
+def request_stop(log_path: Path, *, now: bool, who: str | None = None) -> Path:
+    """Ask all nodes of a run to end: at the next start of an iteration, or at once. Gives the request's path.
+
+    Only nodes that run now see it; a later start does not. Raises UsageError where there is no run, OSError.
+    """
+    paths = RunPaths(log_path)
+    if not paths.record.is_file():
+        raise UsageError(f"no run at {log_path}: there is no {paths.record.name}")
+    store = PosixStore()
+    store.make_dir(paths.stops)
+    numbers = [int(name.split(".")[0]) for name in store.names(paths.stops) if name.split(".")[0].isdecimal()]
+    asking = who or f"{getpass.getuser()}@{socket.gethostname()}"
+    request = StopRequest(now=now, who=asking, time=datetime.now(UTC).isoformat(timespec="seconds"))
+    number = max(numbers, default=0) + 1
+    while not store.create(paths.stops / f"{number:06d}.json", request):
+        number += 1
+    return paths.stops / f"{number:06d}.json"

@@ -1,0 +1,131 @@
+"""What must hold between settings, and how a wrong one is named: one line, in the chooser's words. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fsbarrier.errors import UsageError
+from fsbarrier.settings.sources import Given
+
+if TYPE_CHECKING:
+    from fsbarrier.settings.resolve import Settings
+
+_MEANING = {  # pydantic's error types in our words
+    "float_type": "must be a number",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "string_too_short": "must not be empty",
+    "tuple_type": "must be a list",
+    "dict_type": "must be a table",
+    "finite_number": "must be a finite number",
+    "greater_than": "must be greater than {gt:g}",
+    "greater_than_equal": "must be {ge:g} or more",
+    "less_than": "must be less than {lt:g}",
+    "less_than_equal": "must be {le:g} or less",
+    "literal_error": "must be {expected}",
+    "missing": "needs {min_length} values",
+    "too_long": "needs {max_length} values",
+    "too_short": "must not be empty",
+}
+
+
+def one_line(errors: Sequence[Mapping[str, Any]], known: Collection[str], chosen: Mapping[str, Given]) -> str:
+    """The first of a validation's errors in one line, in the words of whoever chose the value."""
+    first = errors[0]
+    parts = [str(part) for part in first["loc"]]
+    names = [part for part in parts if not part.isdigit()]
+    key = ".".join(names[:2]) if ".".join(names[:2]) in known else names[0]
+    whole = first["type"] in ("missing", "too_long", "too_short")
+    meaning = _MEANING.get(first["type"], first["msg"].removeprefix("Value error, ")).format_map(
+        {"min_length": 2, **first.get("ctx", {})}
+    )
+    where = (
+        ""
+        if whole
+        else next((f" (number {int(part) + 1} of the list)" for part in parts if part.isdigit()), "")
+    )
+    source = chosen[key].source if key in chosen else f"setting {key}"
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    value = chosen[key].value if key in chosen and whole else first["input"]
+    return f"{source}: {meaning}{where}, got {_shown(value)}{more}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    text = (
+        json.dumps(value, default=str)
+        if isinstance(value, str | bool | int | float | list | tuple)
+        else repr(value)
+    )
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def check(settings: Settings, chosen: Mapping[str, Given]) -> None:
+    """What must hold between settings. Raises UsageError in the words of whoever chose them."""
+
+    def says(key: str) -> str:
+        value: Any = settings
+        for part in key.split("."):
+            value = getattr(value, part)
+        if isinstance(value, tuple):
+            value = ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in value)
+        source = chosen[key].source if key in chosen else key
+        return f"{source} {value}" if source.startswith("--") else f"{source}={value}"
+
+    def require(holds: bool, message: str) -> None:
+        if not holds:
+            raise UsageError(message)
+
+    s, c = settings, settings.coordination
+    weights = len(s.rank_weights)
+    require(
+        weights == s.num_nodes,
+        f"{says('rank_weights')}: {weights} weight{'s' * (weights != 1)} for {s.num_nodes} "
+        f"node{'s' * (s.num_nodes != 1)} ({says('num_nodes')}); give one positive weight a node",
+    )
+    require(
+        s.min_nodes <= s.num_nodes, f"{says('min_nodes')}: more than the run has nodes ({says('num_nodes')})"
+    )
+    require(
+        s.rollout_split is None or s.rl_phase == "rollout",
+        f"{says('rollout_split')}: only with --rl-phase rollout (this run: {says('rl_phase')})",
+    )
+    require(
+        c.beat_s < c.suspect_s,
+        f"{says('coordination.beat_s')}: must be below {says('coordination.suspect_s')}",
+    )
+    require(
+        c.suspect_s < c.dead_s,
+        f"{says('coordination.suspect_s')}: must be below {says('coordination.dead_s')}",
+    )
+    for key, tokens in (
+        ("rollout.max_tokens", s.rollout.max_tokens),
+        ("eval.max_tokens", s.eval.max_tokens or 0),
+    ):
+        require(
+            tokens < s.engine.max_model_len,
+            f"{says(key)}: leaves no room for a prompt in {says('engine.max_model_len')}",
+        )
+    require(
+        s.trainer.micro_batch <= s.trainer.minibatch,
+        f"{says('trainer.micro_batch')}: must not be above {says('trainer.minibatch')}",
+    )
+    require(
+        s.update.trajectories is None or s.rl_phase == "update",
+        f"{says('update.trajectories')}: only with --rl-phase update (this run: {says('rl_phase')})",
+    )
+    learns = s.rl_phase != "rollout" and s.program not in ("toy", "ping")
+    require(
+        not learns or s.rollout.temperature > 0,
+        f"{says('rollout.temperature')}: greedy samples of a task are all alike; an update needs more than 0",
+    )
+    require(
+        not learns or s.algorithm.loss != "grpo" or s.rollout.samples > 1,
+        f"{says('rollout.samples')}: {says('algorithm.loss')} compares the samples of a task; give 2 or more",
+    )

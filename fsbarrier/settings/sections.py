@@ -1,0 +1,264 @@
+"""The groups of settings: each one's names, types, defaults, limits and meanings. fsbarrier/settings/resolve.py makes a whole of them."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _split_words(value: Any) -> Any:
+    return tuple(shlex.split(value)) if isinstance(value, str) else value
+
+
+def _join_words(value: Any) -> Any:
+    listed = isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
+    return shlex.join(value) if listed else value
+
+
+Count = Annotated[int, Field(ge=1)]
+Nodes = Annotated[int, Field(ge=1, le=100_000)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+ShareOrZero = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(min_length=1)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_split_words), Field(strict=False)]
+CommandLine = Annotated[str, BeforeValidator(_join_words), Field(min_length=1)]
+Weights = Annotated[tuple[Positive, ...], Field(strict=False)]
+Betas = Annotated[tuple[Decay, Decay], Field(strict=False)]
+
+
+def setting(default: Any, description: str) -> Any:
+    """A setting's default and what it means; its type and limits are its annotation."""
+    return Field(default=default, description=description)
+
+
+class Section(BaseModel):
+    """A frozen group of settings that takes no unknown name and converts nothing on the quiet."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Rollout(Section):
+    """Sampling trajectories from the current policy (phases 1-4)."""
+
+    tasks: Count = setting(96, "Train tasks an iteration; more than there are: all.")
+    samples: Count = setting(16, "Trajectories a task: the size of its group.")
+    temperature: NotNegative = setting(1.0, "Sampling temperature.")
+    top_p: Share = setting(1.0, "Nucleus sampling: the probability mass that is kept.")
+    top_k: Annotated[int, Field(ge=-1)] = setting(-1, "Sample among the k likeliest tokens; -1: all.")
+    max_tokens: Count = setting(512, "Most tokens the policy may write in one turn.")
+    concurrency: Count = setting(
+        64, "Prompts (groups) in flight on each node's engine; what is in flight is not taken over."
+    )
+    prompts_per_request: CountOrZero = setting(
+        0, "Prompts that share a request to the engine; 0: as many as make about 128 sequences."
+    )
+    request_timeout_s: Seconds = setting(
+        600.0, "Seconds without a sign of life after which a request counts as failed."
+    )
+    retries: CountOrZero = setting(3, "How often a failed request is tried again, with back-off.")
+    seed: CountOrZero = setting(0, "Decides which tasks are drawn when.")
+    take_over: bool = setting(
+        True, "A node that has run out of tasks takes over those that the slowest has not begun."
+    )
+    task_timeout_s: Seconds | None = setting(
+        None,
+        "Seconds after which a task that was begun counts as failed, with an agent each of its episodes; none: no limit.",
+    )
+    turn_timeout_s: Seconds | None = setting(
+        None, "Seconds that one answer to an agent may take; none: as long as the engine shows signs of life."
+    )
+    agent: Name | None = setting(
+        None, "Your own agent for episodes of several turns, `path/file.py:Class`; none: one answer a task."
+    )
+    max_error_share: ShareOrZero = setting(
+        0.1, "The phase fails where the agent failed in more than this share of its trajectories."
+    )
+    completion_threshold: Share = setting(
+        1.0,
+        "Train rollouts end once this share of the tasks is done and `grace_s` has passed; 1: when all are done.",
+    )
+    grace_s: NotNegative = setting(
+        30.0, "Seconds that tasks get to be finished after `completion_threshold` is reached."
+    )
+    carry_over: bool = setting(
+        False,
+        "Tasks that were cut off at the end of an iteration are rolled out in the next one, beside its own.",
+    )
+    oversample: Annotated[float, Field(ge=1, le=100)] = setting(
+        1.0,
+        "Roll out this many times `rollout.tasks`, and keep the first `rollout.tasks` whose rewards are not all equal.",
+    )
+
+
+class Eval(Section):
+    """Evaluation on held-out tasks (phases 5-6)."""
+
+    tasks: CountOrZero = setting(0, "Test tasks an evaluation, always the same ones; 0: all.")
+    samples: Count = setting(1, "Trajectories a test task.")
+    temperature: NotNegative = setting(1.0, "Sampling temperature; 0: greedy.")
+    max_tokens: Count | None = setting(None, "Most tokens in one turn; none: as `rollout.max_tokens`.")
+
+
+class Reward(Section):
+    """How a trajectory is judged."""
+
+    kind: Name = setting(
+        "exact",
+        "`exact` match, `numeric` match, `math` (math-verify, LaTeX), `judge` (a language model), or your own "
+        "`path/file.py:function`.",
+    )
+    timeout_s: Seconds = setting(60.0, "Seconds after which one call of a reward counts as failed.")
+    max_error_share: ShareOrZero = setting(
+        0.1,
+        "The phase fails where the reward could not be computed for more than this share of its trajectories.",
+    )
+
+
+class Judge(Section):
+    """A language model that judges answers, behind an OpenAI-compatible address (`reward.kind=judge`, or a function that asks it)."""
+
+    url: Name | None = setting(None, "Its base address, like https://host/v1.")
+    model: Name | None = setting(None, "Its name there.")
+    api_key_env: Name | None = setting(None, "Environment variable with its key; none: no key.")
+    concurrency: Count = setting(16, "Requests to it under way at once, on each node.")
+    timeout_s: Seconds = setting(60.0, "Seconds after which one request counts as failed.")
+    retries: CountOrZero = setting(3, "How often a failed request is tried again, with back-off.")
+
+
+class Algorithm(Section):
+    """What the update optimises."""
+
+    loss: Literal["grpo", "rft"] = setting(
+        "grpo",
+        "`grpo`: clipped policy gradient on group-normalised rewards; `rft`: fine-tuning on successes.",
+    )
+    clip_low: Share = setting(0.2, "The probability ratio is clipped at 1 - clip_low.")
+    clip_high: Positive = setting(0.28, "The probability ratio is clipped at 1 + clip_high.")
+    normalize_std: bool = setting(True, "Divide a group's advantages by its rewards' standard deviation.")
+    drop_zero_signal: bool = setting(True, "Leave out groups whose rewards are all equal.")
+    max_logprob_gap: Positive | None = setting(
+        None,
+        "The update fails where, on the first minibatch, trainer and engine disagree by more than this on "
+        "average about the sampled tokens' log-probabilities; none: a limit that fits the precision.",
+    )
+
+
+class Optimizer(Section):
+    """AdamW."""
+
+    lr: Positive = setting(1e-6, "Learning rate.")
+    betas: Betas = setting((0.9, 0.95), "Decay of the two moment estimates.")
+    weight_decay: NotNegative = setting(0.0, "Decoupled weight decay.")
+    warmup_steps: CountOrZero = setting(4, "Optimizer steps over which the learning rate rises, once a run.")
+    grad_clip: Positive = setting(1.0, "Largest norm of the gradient.")
+
+
+class Trainer(Section):
+    """The update's program (phase 10): the built-in one on torchrun and accelerate, or your own command."""
+
+    epochs: Count = setting(2, "Passes over each iteration's batch.")
+    minibatch: Count = setting(256, "Trajectories an optimizer step, over all nodes together.")
+    micro_batch: Count = setting(32, "Trajectories that one process takes through the model at a time.")
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "Precision; auto: bfloat16 on accelerators that have it, else float32."
+    )
+    processes_per_node: CountOrZero = setting(0, "Training processes a node; 0: one an accelerator, else 1.")
+    timeout_s: Seconds = setting(1800.0, "Seconds after which a silent peer ends the process group.")
+    command: CommandLine | None = setting(
+        None,
+        "Your own trainer: a command line or a list of words, with placeholders {node_rank} {num_nodes} "
+        "{master_addr} {master_port} {batch} {out} {model} {trainer_state} {spec}; none: the built-in one.",
+    )
+
+
+class Update(Section):
+    """Which rollouts an update learns from (phase 8)."""
+
+    recency: Count = setting(
+        1,
+        "Learn from the rollouts of the last so many iterations, the later the likelier; 1: of this iteration only.",
+    )
+    recency_power: NotNegative = setting(
+        2.0,
+        "How much likelier: a group of the n-th last of N iterations is drawn with weight ((N - n + 1) / N) ** this.",
+    )
+    groups: Count | None = setting(
+        None,
+        "Groups that are drawn for a batch; none: as many as this iteration has with something to learn from.",
+    )
+    trajectories: Name | None = setting(
+        None,
+        "With `--rl-phase update`: a run directory, of which iteration n's rollouts are learned from in iteration n, or "
+        "one merged file, in every iteration; none: this run's own.",
+    )
+
+
+class Engine(Section):
+    """The local vLLM server of each node."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "Precision of the served weights; auto: float32 on CPU, else bfloat16."
+    )
+    max_model_len: Count = setting(2048, "Longest prompt and answer together, in tokens.")
+    tensor_parallel_size: Count = setting(1, "Accelerators that share one copy of the model.")
+    gpu_memory_utilization: Share = setting(0.85, "Share of an accelerator's memory the engine may take.")
+    kv_cache_mb: Count | None = setting(
+        None,
+        "Key-value cache in MiB; none: room for 16 full sequences on a CPU (64 MiB to an eighth of the memory), else "
+        "the engine decides.",
+    )
+    extra_args: Words = setting((), "More arguments for the vLLM server.")
+    start_timeout_s: Seconds = setting(900.0, "Seconds within which a started server must answer.")
+    release: Literal["auto", "sleep", "stop", "keep"] = setting(
+        "auto", "How its accelerator memory is freed for the update; auto: keep on CPU, else what frees it."
+    )
+    url: str | None = setting(
+        None,
+        "A server that is there already, seen from each node, to be used but not managed; none: one of "
+        "one's own, or with `--debug-mode` http://127.0.0.1:8000.",
+    )
+    api_key_env: str | None = setting(None, "Environment variable with that server's key.")
+
+
+class Checkpoint(Section):
+    """Saved policies."""
+
+    keep: Count = setting(3, "How many policy versions, and training batches, stay on disk.")
+    keep_trajectories: CountOrZero = setting(
+        0,
+        "Of how many iterations up to the newest update the trajectories stay on disk, `update.recency` at least; 0: all.",
+    )
+
+
+class Coordination(Section):
+    """How nodes watch and wait for each other."""
+
+    beat_s: Seconds = setting(2.0, "Seconds between a node's heartbeats.")
+    suspect_s: Seconds = setting(6.0, "Seconds without a new heartbeat until a node is suspected.")
+    dead_s: Seconds = setting(15.0, "Seconds without a new heartbeat until a node counts as lost.")
+    join_timeout_s: Seconds = setting(
+        1800.0, "Seconds that nodes wait for each other at the start; on a worker, for the run's record too."
+    )
+    rejoin_timeout_s: Seconds = setting(
+        1800.0, "Seconds that `--on-node-failure wait` waits for a lost node."
+    )
+    stall_timeout_s: Seconds = setting(1800.0, "Seconds without progress until a program counts as wedged.")
+    retries: CountOrZero = setting(2, "How often a failed phase is tried again before exit code 4.")
+    poll_max_s: Seconds = setting(0.05, "Longest pause between two looks at the shared directory.")
+
+
+class Toy(Section):
+    """The program `toy`: the same phases without a model."""
+
+    tasks: Count = setting(64, "Tasks an iteration.")
+    phase_s: NotNegative = setting(0.5, "Seconds that each working phase takes.")
+    speeds: Weights = setting(
+        (), "How fast each node is, beside what its weight says: 0.5 is half; not given: all 1."
+    )

@@ -1,0 +1,73 @@
+"""Puts the built-in task and its tiny model into a run: made by `fsbarrier.workers.demo_model` once, then copied from a cache."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from fsbarrier import files
+from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.start import demo_tasks
+
+
+def make(target: Path, cache: Path, say: Callable[[str], None]) -> None:
+    """Fill `target` (the run's demo folder) unless it is there. `cache`: where the one for all runs is kept.
+
+    Raises ProgramFailed where the model cannot be made, UsageError where nothing can be written.
+    """
+    if demo_tasks.is_ready(target):
+        return
+    source = demo_tasks.folder(cache)
+    if not demo_tasks.is_ready(source):
+        say("making the built-in task and its tiny model (once; about a minute)")
+        _make(source)
+    try:
+        _copy(source, target)
+    except OSError as error:
+        raise UsageError(
+            f"--log-path {target.parent}: cannot be written: {error.strerror or error}"
+        ) from None
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder.parent}: cannot be made: {error.strerror or error}") from None
+    # In the foreground: its progress bar is the user's, and Ctrl-C reaches it too.
+    python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
+    code = subprocess.run([*python, "-m", "fsbarrier.workers.demo_model", "--out", str(folder)]).returncode
+    if code < 0:
+        raise (
+            KeyboardInterrupt
+            if code == -2
+            else ProgramFailed(f"making the built-in task: ended by signal {-code}")
+        )
+    if code != 0 or not demo_tasks.is_ready(folder):
+        raise ProgramFailed(
+            f"making the built-in task in {folder} failed (exit code {code}); its output is above"
+        )
+
+
+def _copy(source: Path, target: Path) -> None:
+    """`target` appears in one step, with the run's permissions; whoever is second finds it there."""
+    files.make_dirs(target.parent)
+    staging = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        for folder, _, names in os.walk(source):
+            here = staging / Path(folder).relative_to(source)
+            files.make_dirs(here)
+            for name in names:
+                files.write_atomic(here / name, (Path(folder) / name).read_bytes())
+        try:
+            os.rename(staging, target)
+        except OSError:
+            if not demo_tasks.is_ready(target):
+                raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""The update's arithmetic: batches, replay, losses and advantages, and the policy that is loaded and saved."""
