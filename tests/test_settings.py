@@ -12,16 +12,16 @@ from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
 from fsbarrier.errors import UsageError
-from fsbarrier.settings import resolve
+from fsbarrier.settings import resolve as resolving
 from fsbarrier.settings.sources import FLAGS, Given, flatten, from_file, from_flags, from_words, parse_text
 from fsbarrier.start.demo_tasks import DEMO_SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
-KNOWN = resolve.known_names()
+KNOWN = resolving.known_names()
 
 
-def resolve(*words: str, **more: Any) -> resolve.Resolved:
-    return resolve.resolve(from_words(words, KNOWN), **more)
+def resolve(*words: str, **more: Any) -> resolving.Resolved:
+    return resolving.resolve(from_words(words, KNOWN), **more)
 
 
 def value(word: str) -> Any:
@@ -117,7 +117,7 @@ def test_later_sources_win_and_defaults_lie_below(tmp_path: Path) -> None:
         ),
         *from_words(["rollout.tasks=9"], KNOWN),
     ]
-    resolved = resolve.resolve(given, {"rollout.samples": 16, "rollout.max_tokens": 8})
+    resolved = resolving.resolve(given, {"rollout.samples": 16, "rollout.max_tokens": 8})
     chosen = resolved.settings
     assert (chosen.num_nodes, chosen.eval_interval, chosen.debug_mode, chosen.shared_group) == (
         3,
@@ -145,30 +145,30 @@ def test_a_file_is_named_with_what_is_wrong_in_it(tmp_path: Path, text: str, mes
     config = tmp_path / "run.toml"
     config.write_text(text)
     with pytest.raises(UsageError, match=r"run\.toml") as caught:
-        resolve.resolve(from_file(config, KNOWN))
+        resolving.resolve(from_file(config, KNOWN))
     assert message in str(caught.value)
 
 
 def test_flags_speak_in_their_own_name() -> None:
     with pytest.raises(UsageError, match=r"^--rank-weights 1,1: 2 weights for 3 nodes \(--num-nodes 3\)"):
-        resolve.resolve(from_flags({"--num-nodes": "3", "--rank-weights": "1,1"}, KNOWN))
+        resolving.resolve(from_flags({"--num-nodes": "3", "--rank-weights": "1,1"}, KNOWN))
     with pytest.raises(UsageError, match=r'^--num-nodes: must be a whole number, got "x"$'):
-        resolve.resolve(from_flags({"--num-nodes": "x"}, KNOWN))
+        resolving.resolve(from_flags({"--num-nodes": "x"}, KNOWN))
 
 
 def test_settings_survive_the_record_and_have_a_digest_of_what_matters() -> None:
     resolved = resolve("num_nodes=2", "custom.a.b=1", "log_path=/a", "optimizer.betas=0.5,0.6")
-    assert resolve.from_nested(resolved.nested) == resolved.settings
-    again = resolve.resolve((), resolve.as_defaults(resolved.nested))
+    assert resolving.from_nested(resolved.nested) == resolved.settings
+    again = resolving.resolve((), resolving.as_defaults(resolved.nested))
     assert again.nested == resolved.nested
     assert resolve("log_path=/a").digest == resolve("log_path=/b").digest
     assert resolve("rollout.seed=1").digest != resolve("rollout.seed=2").digest
     newer = {**resolved.nested, "unheard_of": 1, "rollout": {**resolved.nested["rollout"], "new": 2}}
-    assert resolve.from_nested(newer) == resolved.settings
+    assert resolving.from_nested(newer) == resolved.settings
 
 
 def test_the_demo_uses_settings_that_exist() -> None:
-    resolved = resolve.resolve((), DEMO_SETTINGS)
+    resolved = resolving.resolve((), DEMO_SETTINGS)
     assert (
         flatten(resolved.nested, KNOWN).items()
         >= {key: value for key, value in DEMO_SETTINGS.items()}.items()
@@ -177,13 +177,13 @@ def test_the_demo_uses_settings_that_exist() -> None:
 
 def test_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        resolve.Settings().rollout.tasks = 3
+        resolving.Settings().rollout.tasks = 3
 
 
 @hypothesis_given(st.sampled_from(sorted(KNOWN)), st.text(max_size=40))
 def test_no_text_does_anything_but_resolve_or_one_line(key: str, text: str) -> None:
     try:
-        resolved = resolve.resolve([Given(key, parse_text(text, KNOWN[key]), key)], cross_checks=False)
+        resolved = resolving.resolve([Given(key, parse_text(text, KNOWN[key]), key)], cross_checks=False)
     except UsageError as error:
         assert str(error).startswith(key)
     else:
@@ -197,7 +197,7 @@ def test_no_file_does_anything_but_resolve_or_name_itself(
     config = tmp_path_factory.mktemp("config") / "c.toml"
     config.write_text(text, encoding="utf-8", errors="surrogatepass")
     try:
-        resolve.resolve(from_file(config, KNOWN))
+        resolving.resolve(from_file(config, KNOWN))
     except UsageError as error:
         assert "c.toml" in str(error)
 
