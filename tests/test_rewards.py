@@ -10,7 +10,9 @@ import pytest
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
-from fsbarrier.rewards.rewards import Score, check_answers, exact, last_number, numeric, open_reward
+from fsbarrier.rewards.kinds import check_answers, open_reward
+from fsbarrier.rewards.matching import exact, last_number, numeric
+from fsbarrier.rewards.score import Score
 
 
 def task(answer: Any, **metadata: Any) -> Task:

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fsbarrier.errors import FsbarrierError, UsageError
+from fsbarrier.openai_http import bearer, refusal_text
 
 SLICE_S = 0.1  # how soon a call notices that it was called off, or that the server's process ended
 MAX_ANSWER = 1 << 22  # bytes; what is asked here is answered in far fewer
@@ -83,9 +84,7 @@ class EngineClient:
         secure = parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=min(timeout_s, 10.0))
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
+        headers = {"Content-Type": "application/json", "Connection": "close", **bearer(self.api_key)}
         try:
             data = None if body is None else json.dumps(body).encode()
             connection.request(method, parts.path + path, body=data, headers=headers)
@@ -151,18 +150,6 @@ def reserved_port(host: str) -> Iterator[int]:
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reservation.bind((host, 0))
         yield reservation.getsockname()[1]
-
-
-def refusal_text(body: bytes) -> str:
-    """The message in an error answer, as one line."""
-    text = body.decode("utf-8", errors="replace")
-    try:
-        value = json.loads(text)
-        error = value.get("error", value.get("detail", value)) if isinstance(value, dict) else value
-        text = str(error["message"] if isinstance(error, dict) and "message" in error else error)
-    except ValueError:
-        pass
-    return " ".join(text.split())[:500] or "no message"
 
 
 def _reason(error: Exception) -> str:

@@ -1,6 +1,6 @@
-"""A judge: a language model behind any OpenAI-compatible address that says how good an answer is.
+"""`reward.kind=judge`: a language model behind any OpenAI-compatible address says how good an answer is.
 
-`reward.kind=judge` asks it with the words below; a reward function that has a parameter `judge` gets it, and asks what it likes. However
+It is asked with the words below. A user's reward function that has a parameter `judge` gets the Judge, and asks what it likes. However
 many trajectories wait for their reward, no more than `judge.concurrency` requests are under way.
 """
 
@@ -10,19 +10,24 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from fsbarrier.data.tasks import Task
-from fsbarrier.engine.client import refusal_text
-from fsbarrier.rewards.rewards import Messages, Score, last_number
+from fsbarrier.openai_http import (
+    LONGEST_PAUSE_S,
+    asked_again,
+    bearer,
+    described,
+    may_pass,
+    refusal_text,
+)
+from fsbarrier.rewards.matching import last_number
+from fsbarrier.rewards.score import Messages, Score
 
-LONGEST_PAUSE_S = 10.0  # between two tries
-PASSES = (408, 425, 429)  # HTTP's errors that may pass, beside 5xx
-
-ASKED = """You judge an answer to a task.
+QUESTION = """You judge an answer to a task.
 
 Task:
 {prompt}
@@ -36,6 +41,18 @@ Answer to be judged:
 Is it right? End with a line that holds nothing but a number from 0 (wrong) to 1 (right)."""
 
 
+@dataclass(frozen=True, slots=True)
+class JudgeSettings:
+    """The settings `judge.*`. `url` and `model` are None where no judge is set."""
+
+    url: str | None
+    model: str | None
+    api_key_env: str | None
+    concurrency: int
+    timeout_s: float
+    retries: int
+
+
 class JudgeError(Exception):
     """The judge gave no answer, and why."""
 
@@ -47,50 +64,41 @@ class _Again(JudgeError):
 class Judge:
     """Asks the model of the settings `judge.*`. Raises JudgeError after `judge.retries` further tries."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
-        self.tries = int(settings["retries"]) + 1
-        concurrency = int(settings["concurrency"])
-        key = os.environ.get(settings["api_key_env"] or "", "")
-        self._free = asyncio.Semaphore(concurrency)
+        self.tries = settings.retries + 1
+        self._free = asyncio.Semaphore(settings.concurrency)
         self._client = httpx.AsyncClient(
-            base_url=str(settings["url"]).rstrip("/"),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(float(settings["timeout_s"]), pool=None),
-            limits=httpx.Limits(max_connections=concurrency),
+            base_url=str(settings.url).rstrip("/"),
+            headers=bearer(os.environ.get(settings.api_key_env or "", "")),
+            timeout=httpx.Timeout(settings.timeout_s, pool=None),
+            limits=httpx.Limits(max_connections=settings.concurrency),
         )
 
     @property
     def patience_s(self) -> float:
         """How long one question may take at most, once it is asked."""
-        return self.tries * float(self.settings["timeout_s"]) + (self.tries - 1) * LONGEST_PAUSE_S
+        return self.tries * self.settings.timeout_s + (self.tries - 1) * LONGEST_PAUSE_S
 
     async def ask(self, question: str | Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The judge's answer to a text or to chat messages. `options` go into the request (temperature is 0 where none is given)."""
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
-        body = {"model": self.settings["model"], "temperature": 0, **options, "messages": messages}
+        body = {"model": self.settings.model, "temperature": 0, **options, "messages": messages}
         async with self._free:
-            async for attempt in AsyncRetrying(
-                retry=retry_if_exception_type(_Again),
-                stop=stop_after_attempt(self.tries),
-                wait=wait_random_exponential(multiplier=0.2, max=LONGEST_PAUSE_S),
-                reraise=True,
-            ):
-                with attempt:
-                    return await self._once(body)
-        raise AssertionError("unreachable")
+            return await asked_again(lambda: self._ask_once(body), after=_Again, tries=self.tries)
 
-    async def _once(self, body: Mapping[str, Any]) -> str:
+    async def _ask_once(self, body: Mapping[str, Any]) -> str:
         try:
-            async with asyncio.timeout(float(self.settings["timeout_s"])):
+            # httpx limits the time between two pieces of an answer; this limits the whole request.
+            async with asyncio.timeout(self.settings.timeout_s):
                 response = await self._client.post("/chat/completions", json=body)
         except (httpx.TransportError, TimeoutError) as error:
-            told = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise _Again(f"the judge at {self._client.base_url} does not answer: {told}") from None
+            raise _Again(
+                f"the judge at {self._client.base_url} does not answer: {described(error)}"
+            ) from None
         if response.status_code != 200:
             told = f"the judge refuses: HTTP {response.status_code}: {refusal_text(response.content)}"
-            passes = response.status_code in PASSES or response.status_code >= 500
-            raise (_Again if passes else JudgeError)(told)
+            raise (_Again if may_pass(response.status_code) else JudgeError)(told)
         try:
             return str(response.json()["choices"][0]["message"]["content"])
         except (ValueError, KeyError, IndexError, TypeError):
@@ -101,16 +109,17 @@ class Judge:
 
 
 class JudgeReward:
-    """`reward.kind=judge`."""
+    """The number that ends the judge's answer as a Reward; the whole answer is kept in the Score's `info`."""
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
 
-    async def score(self, task: Task, response: str, messages: Messages = None) -> Score:
+    async def score(self, task: Task, response: str, messages: Messages | None = None) -> Score:
         started = time.monotonic()
         prompt = task.prompt if isinstance(task.prompt, str) else task.prompt[-1]["content"]
+        question = QUESTION.format(prompt=prompt, answer=task.answer, response=response)
         try:
-            said = await self.judge.ask(ASKED.format(prompt=prompt, answer=task.answer, response=response))
+            said = await self.judge.ask(question)
         except JudgeError as error:
             return Score(0.0, error=str(error), seconds=time.monotonic() - started)
         grade, seconds = last_number(said.strip().rpartition("\n")[2]), time.monotonic() - started

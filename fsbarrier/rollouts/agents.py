@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
-from fsbarrier.rewards.rewards import Reward, Score
+from fsbarrier.rewards.score import Reward, Score
 from fsbarrier.rewards.user_file import load_named
 from fsbarrier.rollouts.agent_http import Endpoint
 from fsbarrier.rollouts.episode import Client, Episode, Trajectory, finished

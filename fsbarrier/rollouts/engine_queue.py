@@ -14,6 +14,7 @@ from typing import Self
 import httpx
 
 from fsbarrier.engine.client import normal_url
+from fsbarrier.openai_http import bearer
 
 WAITING = ("vllm:num_requests_waiting{", "vllm:num_requests_waiting ")
 SETTLE_S = 0.2  # after a request was sent, before the engine's count is believed
@@ -68,7 +69,7 @@ class Metrics:
     def __init__(self, url: str, api_key: str) -> None:
         self._client = httpx.AsyncClient(
             base_url=normal_url(url),
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers=bearer(api_key),
             timeout=READ_S,
             trust_env=False,
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsbarrier.data.tasks import Task
-from fsbarrier.rewards.rewards import Score
+from fsbarrier.rewards.score import Score
 from fsbarrier.rollouts.samples import Group, Sample
 
 ORIGIN = ("policy_version", "node_rank", "generation", "iteration", "split")

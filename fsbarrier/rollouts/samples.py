@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsbarrier.data.tasks import Task
-from fsbarrier.engine.client import refusal_text
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.openai_http import may_pass, refusal_text
 
 FINISHED = ("stop", "length")
 
@@ -104,7 +104,7 @@ def failure(url: str, status: int, body: bytes) -> Exception:
     message = f"HTTP {status}: {refusal_text(body)}"
     if status in (401, 403, 404):
         return EngineGone(f"the engine at {url} refuses: {message}")
-    if status in (408, 425, 429) or status >= 500:
+    if may_pass(status):
         return Again(message, answered=True)
     return Refusal(message)
 

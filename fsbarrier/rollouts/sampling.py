@@ -16,20 +16,13 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import httpx
-from tenacity import (
-    AsyncRetrying,
-    retry_if_exception_type,
-    stop_after_attempt,
-    stop_after_delay,
-    wait_random_exponential,
-)
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.client import normal_url
+from fsbarrier.openai_http import asked_again, bearer, described
 from fsbarrier.rollouts.samples import Again, Emit, EngineGone, Group, Refusal, Sample, Stream, failure
 
 TOKENS_PER_CHUNK = 64  # of a sample; the answer's pieces
-LONGEST_PAUSE_S = 10.0  # between two tries
 KEEPALIVE_S = 2.0  # below the 5 s after which uvicorn closes an idle connection: a request must not meet that
 
 #: what tokens came from: the distribution that is sampled is the model's, changed by what the settings say and nothing else
@@ -71,7 +64,7 @@ class Sampler:
         self._chat_ids: dict[int, list[int]] = {}
         self._client = httpx.AsyncClient(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {server.api_key}"} if server.api_key else {},
+            headers=bearer(server.api_key),
             timeout=httpx.Timeout(server.timeout_s, connect=10.0, pool=None),
             limits=httpx.Limits(max_connections=connections, keepalive_expiry=KEEPALIVE_S),
             trust_env=False,  # no proxy between us and this machine
@@ -159,38 +152,24 @@ class Sampler:
         """Try a few times, with back-off; where the server has gone and will be back, wait for it and try as often again."""
         for _ in range(self.server.tries):
             try:
-                return await self._tried(call)
+                return await asked_again(call, after=Again, tries=self.server.tries)
             except Again as error:
                 if error.answered or not await self._is_back():
                     raise
-        return await self._tried(call)
-
-    async def _tried(self, call: Callable[[], Awaitable[T]]) -> T:
-        async for attempt in AsyncRetrying(
-            retry=retry_if_exception_type(Again),
-            stop=stop_after_attempt(self.server.tries),
-            wait=wait_random_exponential(multiplier=0.2, max=LONGEST_PAUSE_S),
-            reraise=True,
-        ):
-            with attempt:
-                return await call()
-        raise AssertionError("unreachable")
+        return await asked_again(call, after=Again, tries=self.server.tries)
 
     async def _is_back(self) -> bool:
         """Wait for a server that does not answer, `patience_s` at most; whether it answers."""
         if not self.server.patience_s:
             return False
-        self.on_tokens(0)  # waiting for it is a sign of life, too
+
+        async def look() -> None:
+            # Waiting for it is a sign of life, too.
+            self.on_tokens(0)
+            await self._json("GET", "/v1/models")
+
         try:
-            async for attempt in AsyncRetrying(
-                retry=retry_if_exception_type(Again),
-                stop=stop_after_delay(self.server.patience_s),
-                wait=wait_random_exponential(multiplier=0.5, max=LONGEST_PAUSE_S),
-                after=lambda _: self.on_tokens(0),
-                reraise=True,
-            ):
-                with attempt:
-                    await self._json("GET", "/v1/models")
+            await asked_again(look, after=Again, within_s=self.server.patience_s, first_pause_s=0.5)
         except Again:
             return False
         return True
@@ -234,7 +213,7 @@ class Sampler:
                         stream.take(line[5:].strip())
         except httpx.TransportError as error:
             if not stream.complete:
-                raise Again(_reason(error), answered=False) from None
+                raise Again(described(error), answered=False) from None
         if not stream.complete:
             raise Again("the answer broke off", answered=False)
 
@@ -255,14 +234,10 @@ class Sampler:
         try:
             response = await self._client.request(method, path, json=body)
         except httpx.TransportError as error:
-            raise Again(_reason(error), answered=False) from None
+            raise Again(described(error), answered=False) from None
         if response.status_code != 200:
             raise failure(self.url, response.status_code, response.content)
         try:
             return response.json()
         except ValueError:
             raise EngineGone(f"the engine at {self.url}{path} does not answer in JSON; is it vLLM?") from None
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -182,7 +182,7 @@ def read_tasks(data_path: Path, splits: Collection[str], reward: str) -> dict[st
             f"--data-path {data_path}: {'not a folder' if data_path.exists() else 'no such folder'}"
         )
     from fsbarrier.data import tasks  # can read parquet: not for commands that need no tasks
-    from fsbarrier.rewards import rewards
+    from fsbarrier.rewards.kinds import check_answers
 
     found = {}
     for split in splits:
@@ -190,7 +190,7 @@ def read_tasks(data_path: Path, splits: Collection[str], reward: str) -> dict[st
         read = tasks.read_tasks(path)
         if read.count == 0:
             raise UsageError(f"{path}: has no task")
-        rewards.check_answers(reward, read.tasks.values(), path)
+        check_answers(reward, read.tasks.values(), path)
         found[split] = {"path": str(path), "count": read.count, "sha256": files.sha256_file(path)}
     return found
 

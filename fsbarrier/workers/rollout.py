@@ -21,7 +21,9 @@ from typing import Any
 from fsbarrier import files
 from fsbarrier.data.tasks import Task, read_tasks
 from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
-from fsbarrier.rewards.rewards import DEFAULT_TIMEOUT_S, Reward, check_answers, open_reward
+from fsbarrier.rewards.judge import JudgeSettings
+from fsbarrier.rewards.kinds import DEFAULT_TIMEOUT_S, check_answers, open_reward
+from fsbarrier.rewards.score import Reward
 from fsbarrier.rollouts import agents, assignment
 from fsbarrier.rollouts.early_end import Tail
 from fsbarrier.rollouts.engine_queue import Metrics, Room
@@ -71,7 +73,7 @@ class Rollout:
         self.reward: Reward = open_reward(
             kind,
             timeout_s=float(settings["reward"].get("timeout_s", DEFAULT_TIMEOUT_S)),
-            judge=settings.get("judge"),
+            judge=JudgeSettings(**settings["judge"]) if "judge" in settings else None,
         )
         engine = spec["engine"]
         self.server = Server(

@@ -1,0 +1,79 @@
+"""Requests to a server with an OpenAI-compatible address (vLLM, a judge): what its errors mean, and when to ask again.
+
+The one home for patience over HTTP; patience with the shared directory is another matter, as no coroutine waits there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+#: of the pauses between two tries, which grow
+LONGEST_PAUSE_S = 10.0
+
+
+async def asked_again(
+    request: Callable[[], Awaitable[T]],
+    *,
+    after: type[Exception],
+    tries: int | None = None,
+    within_s: float | None = None,
+    first_pause_s: float = 0.2,
+) -> T:
+    """What `request` gives; where it raises `after` it is tried again, `tries` times in all or until `within_s` have passed.
+
+    The pauses are random and grow, so that many who were turned away together do not come back together. Raises the last failure.
+    """
+    # Not at the top: the daemon needs the functions below, and is quick to start.
+    from tenacity import (
+        AsyncRetrying,
+        retry_if_exception_type,
+        stop_after_attempt,
+        stop_after_delay,
+        stop_never,
+        wait_random_exponential,
+    )
+
+    retrying = AsyncRetrying(
+        retry=retry_if_exception_type(after),
+        stop=(stop_after_attempt(tries) if tries is not None else stop_never)
+        | (stop_after_delay(within_s) if within_s is not None else stop_never),
+        wait=wait_random_exponential(multiplier=first_pause_s, max=LONGEST_PAUSE_S),
+        reraise=True,
+    )
+
+    # A coroutine function of our own: tenacity would call a lambda without waiting for what it gives.
+    async def attempt() -> T:
+        return await request()
+
+    return await retrying(attempt)
+
+
+def may_pass(status: int) -> bool:
+    """Whether the same request may succeed later: the server was too slow, too busy, or had a failure of its own."""
+    return status in (408, 425, 429) or status >= 500
+
+
+def bearer(api_key: str) -> dict[str, str]:
+    """The header that shows the key; none where there is no key."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def described(error: Exception) -> str:
+    """A failed connection in one line. Some of these errors have a name and no message."""
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def refusal_text(body: bytes) -> str:
+    """The message in an error answer, as one line."""
+    text = body.decode("utf-8", errors="replace")
+    try:
+        value = json.loads(text)
+        error = value.get("error", value.get("detail", value)) if isinstance(value, dict) else value
+        text = str(error["message"] if isinstance(error, dict) and "message" in error else error)
+    except ValueError:
+        pass
+    return " ".join(text.split())[:500] or "no message"

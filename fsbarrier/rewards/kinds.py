@@ -1,0 +1,75 @@
+"""Which reward `reward.kind` names: one of KINDS, a judge, or a function of the user's own (`path/file.py:function`).
+
+A reward that fails or takes longer than `reward.timeout_s` marks its trajectory, and is counted; above `reward.max_error_share` of
+them the phase fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsbarrier.data.tasks import Task
+from fsbarrier.errors import UsageError
+from fsbarrier.rewards.matching import MatchReward, exact, last_number, numeric
+from fsbarrier.rewards.math_verify import MathReward
+from fsbarrier.rewards.score import Reward
+from fsbarrier.rewards.user_file import load_named
+from fsbarrier.rewards.user_function import FunctionReward
+
+if TYPE_CHECKING:
+    from fsbarrier.rewards.judge import Judge, JudgeSettings
+
+#: those that compare with the task's answer, and so need one
+KINDS = ("exact", "numeric", "math")
+DEFAULT_TIMEOUT_S = 60.0
+
+
+def open_reward(
+    kind: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, judge: JudgeSettings | None = None
+) -> Reward:
+    """The reward that `reward.kind` names.
+
+    Raises UsageError where its file or function is missing or broken, or a judge is wanted and none is set.
+    """
+    match kind:
+        case "exact":
+            return MatchReward(kind, exact)
+        case "numeric":
+            return MatchReward(kind, numeric)
+        case "math":
+            return MathReward(timeout_s)
+        case "judge":
+            # Only a judge needs httpx; the checks before a run starts do not.
+            from fsbarrier.rewards.judge import JudgeReward
+
+            return JudgeReward(_open_judge(kind, judge))
+    if ":" not in kind:
+        raise UsageError(f"reward.kind={kind}: must be {', '.join(KINDS)}, judge or path/file.py:function")
+    name, function = kind.rpartition(":")[2], load_named("reward.kind", kind)
+    if not callable(function):
+        raise UsageError(f"reward.kind={kind}: {name} is not a function")
+    asks = "judge" in inspect.signature(function).parameters
+    return FunctionReward(name, function, timeout_s, _open_judge(kind, judge) if asks else None)
+
+
+def _open_judge(kind: str, settings: JudgeSettings | None) -> Judge:
+    from fsbarrier.rewards.judge import Judge
+
+    if settings is None or not settings.url or not settings.model:
+        raise UsageError(f"reward.kind={kind}: asks a judge; give judge.url and judge.model")
+    return Judge(settings)
+
+
+def check_answers(kind: str, tasks: Iterable[Task], path: Path) -> None:
+    """Raises UsageError naming the first task whose answer `kind` can never judge by."""
+    if kind not in KINDS:
+        return
+    for task in tasks:
+        place = f"{path}, task {task.index}: reward.kind={kind}"
+        if task.answer is None or not str(task.answer).strip():
+            raise UsageError(f"{place} needs an answer, and it has none")
+        if kind == "numeric" and last_number(str(task.answer)) is None:
+            raise UsageError(f"{place}, but the answer has no number: {task.answer!r}")

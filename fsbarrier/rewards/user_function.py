@@ -1,0 +1,122 @@
+"""`reward.kind=path/file.py:function`: a user's own function as a Reward.
+
+It is called for each trajectory as
+
+    reward(prompt, response, answer, metadata) -> float | {"reward": float, ...}
+
+and may be `async`. `prompt` is as the task file has it (text or chat messages), `metadata` holds the task's other fields and its
+`task_id`. Further numbers of a dict become the trajectory's `reward_parts`, other values its metadata. A plain function runs in up to
+THREADS threads at once, so it may block, and must be fit for threads. One with a parameter `judge` gets the model of the settings
+`judge.*` (judge.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fsbarrier.data.tasks import Task
+from fsbarrier.rewards.score import Messages, Score
+
+if TYPE_CHECKING:
+    from fsbarrier.rewards.judge import Judge
+
+#: calls of a plain function at once
+THREADS = 8
+
+
+class FunctionReward:
+    """The function as a Reward: it is called with a time limit, and whatever it does wrong is said in the Score."""
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], timeout_s: float, judge: Judge | None = None
+    ) -> None:
+        self.name, self.function, self.judge = name, function, judge
+        self._is_async = inspect.iscoroutinefunction(function)
+        # Waiting for its turn is not the function's time: no more run at once than the judge answers.
+        self.timeout_s = timeout_s + (judge.patience_s if judge else 0.0)
+        self._turn: asyncio.Semaphore | nullcontext[None]
+        if judge is not None:
+            self._turn = asyncio.Semaphore(judge.settings.concurrency)
+        else:
+            self._turn = nullcontext() if self._is_async else asyncio.Semaphore(THREADS)
+
+    async def score(self, task: Task, response: str, messages: Messages | None = None) -> Score:
+        started = time.monotonic()
+        try:
+            score = self._read(await self._call(task, response, messages))
+        except TimeoutError:
+            score = Score(0.0, error=f"{self.name}: no reward within {self.timeout_s:g} s (reward.timeout_s)")
+        # Whatever the user's code raises.
+        except Exception as error:
+            score = Score(0.0, error=f"{self.name}: {type(error).__name__}: {error}")
+        return replace(score, seconds=time.monotonic() - started)
+
+    async def _call(self, task: Task, response: str, messages: Messages | None) -> Any:
+        prompt = task.prompt if isinstance(task.prompt, str) else task.messages
+        metadata: dict[str, Any] = {"task_id": task.task_id, **task.metadata}
+        if messages is not None:
+            metadata["messages"] = [dict(message) for message in messages]
+        more = {} if self.judge is None else {"judge": self.judge}
+        call = partial(self.function, prompt, response, task.answer, metadata, **more)
+        async with self._turn:
+            if self._is_async:
+                return await asyncio.wait_for(call(), self.timeout_s)
+            value = await asyncio.wait_for(_in_thread(call), self.timeout_s)
+        # A plain function may hand on the coroutine of another one.
+        return await asyncio.wait_for(value, self.timeout_s) if inspect.isawaitable(value) else value
+
+    def _read(self, value: Any) -> Score:
+        """What the function gave, as a Score."""
+        rest: dict[str, Any] = {}
+        if isinstance(value, Mapping):
+            rest = {str(key): inner for key, inner in value.items() if key != "reward"}
+            value = value.get("reward")
+        reward = _number(value)
+        if reward is None:
+            told = f'{self.name}: gave {value!r}, not a finite number or a dict with "reward"'
+            return Score(0.0, error=told)
+        numbers = {key: number for key, inner in rest.items() if (number := _number(inner)) is not None}
+        info = {key: str(inner) for key, inner in rest.items() if key not in numbers}
+        return Score(reward, {self.name: reward, **numbers}, info)
+
+    async def close(self) -> None:
+        if self.judge is not None:
+            await self.judge.close()
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, also one of numpy or torch; None for anything else. Text that reads like a number is none."""
+    try:
+        number = float(value) if not isinstance(value, str | bytes) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    """Call it in a daemon thread: one that never returns cannot keep this program from ending, as a pool's would."""
+    future: Future[Any] = Future()
+    # A call that has begun cannot be taken back: whoever stops waiting does not disturb the thread.
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except StopIteration as error:
+            # A coroutine cannot be made to raise this one.
+            future.set_exception(RuntimeError(f"StopIteration: {error}"))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="reward", daemon=True).start()
+    return await asyncio.wrap_future(future)
