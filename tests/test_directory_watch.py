@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from fsbarrier import files
+from fsbarrier.machine.mounts import Mount
 from fsbarrier.node import directory_watch
 
 
 @pytest.fixture
 def local(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory_watch, "mount_of", lambda path: ("ext4", "disk", ()))
+    monkeypatch.setattr(directory_watch, "mount_of", lambda path: Mount("ext4", "disk", ()))
 
 
 def test_a_fact_that_appears_wakes(tmp_path: Path, local: None) -> None:
@@ -67,7 +68,7 @@ def test_what_cannot_be_watched_does_no_harm(tmp_path: Path, local: None) -> Non
 
 
 def test_a_network_mount_is_never_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory_watch, "mount_of", lambda path: ("nfs4", "server:/export", ()))
+    monkeypatch.setattr(directory_watch, "mount_of", lambda path: Mount("nfs4", "server:/export", ()))
     watcher = directory_watch.Hints(tmp_path, lambda: None)
     watcher.watch(tmp_path)
     assert watcher._observer is None

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from fsbarrier import cli
-from fsbarrier.doctor import claims_unsafe, examine, mounts, probes, verdict
+from fsbarrier.doctor import examine, mount_options, probes, verdict
 from fsbarrier.doctor.across import ROUNDS, SAMPLES
-from fsbarrier.doctor.findings import Check, Times
+from fsbarrier.doctor.findings import Check, Level, Times
+from fsbarrier.machine import mounts
+from fsbarrier.machine.mounts import Mount, claims_unsafe
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
 
@@ -31,14 +33,15 @@ def test_the_innermost_and_last_mount_holds_a_path(tmp_path: Path, monkeypatch: 
     table = tmp_path / "mountinfo"
     table.write_text(TABLE.lstrip())
     monkeypatch.setattr(mounts, "MOUNTINFO", table)
-    assert mounts.mount_of(Path("/shared/runs"))[:2] == ("nfs4", "server:/export")
-    assert mounts.find(Path("/shared/with space/run")).kind == "fuse.sshfs"
-    assert mounts.find(Path("/sharedother")).kind == "ext4"
-    assert mounts.find(Path("/over/x")).family.kind == mounts.COHERENT
+    shared = mounts.mount_of(Path("/shared/runs"))
+    assert (shared.kind, shared.source) == ("nfs4", "server:/export")
+    assert mounts.mount_of(Path("/shared/with space/run")).kind == "fuse.sshfs"
+    assert mounts.mount_of(Path("/sharedother")).kind == "ext4"
+    assert mounts.mount_of(Path("/over/x")).family.category == mounts.COHERENT
 
 
 def judged(kind: str, *options: str, source: str = "somewhere") -> list[Check]:
-    return mounts.judge(mounts.Mount(kind, source, ("rw", *options)))
+    return mount_options.judge(Mount(kind, source, ("rw", *options)))
 
 
 @pytest.mark.parametrize(
@@ -85,9 +88,9 @@ def test_options_that_do_harm_are_named_with_what_helps(
 
 
 def test_a_mount_that_remembers_nothing_is_not_told_to_remember_less() -> None:
-    assert "actimeo" in mounts.Mount("nfs4", "s:/", ("rw",)).fresher
-    assert "actimeo" not in mounts.Mount("nfs4", "s:/", ("rw", "noac")).fresher
-    assert mounts.Mount("fuse.new", "x", ()).fresher == mounts.OTHER.fresher
+    assert "actimeo" in Mount("nfs4", "s:/", ("rw",)).fresher
+    assert "actimeo" not in Mount("nfs4", "s:/", ("rw", "noac")).fresher
+    assert Mount("fuse.new", "x", ()).fresher == mounts.OTHER.fresher
 
 
 def test_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,10 +107,10 @@ def test_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
         "fuse.new": "unknown",
         "xfs": "local",
     }
-    assert {kind: mounts.family_of(kind, "").kind for kind in kinds} == kinds
+    assert {kind: Mount(kind, "", ()).family.category for kind in kinds} == kinds
     assert judged("tmpfs")[0].level == judged("overlay")[0].level == "warning"
-    assert mounts.judge(mounts.Mount("nfs", "s:/", ("ro",)))[0].level == "refused"
-    monkeypatch.setattr(mounts, "find", lambda path: mounts.Mount("fuse.s3fs", "s3fs", ()))
+    assert mount_options.judge(Mount("nfs", "s:/", ("ro",)))[0].level == "refused"
+    monkeypatch.setattr(mounts, "mount_of", lambda path: Mount("fuse.s3fs", "s3fs", ()))
     assert "NFS" in claims_unsafe(Path("/x"))
 
 
@@ -226,10 +229,13 @@ def test_what_differs_between_nodes_is_named() -> None:
 
 
 def test_lines_that_all_nodes_say_become_one() -> None:
-    same, full = Check("open files", "ok", "1024"), Check("free space", "warning", "0.1 GiB", "make room")
-    lines = verdict.merged({0: [same, full], 1: [same, Check("free space", "ok", "9 GiB")]})
+    same, full = (
+        Check("open files", Level.OK, "1024"),
+        Check("free space", Level.WARNING, "0.1 GiB", "make room"),
+    )
+    lines = verdict.merged({0: [same, full], 1: [same, Check("free space", Level.OK, "9 GiB")]})
     assert lines[0] == same
-    assert lines[1] == Check("free space", "warning", "node 0: 0.1 GiB\nnode 1: 9 GiB", "make room")
+    assert lines[1] == Check("free space", Level.WARNING, "node 0: 0.1 GiB\nnode 1: 9 GiB", "make room")
 
 
 def test_figures() -> None:
@@ -283,7 +289,7 @@ def test_mistakes_are_one_line(
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(mounts, "find", lambda path: mounts.Mount(kind, "elsewhere", ("rw",)))
+    monkeypatch.setattr(examine, "mount_of", lambda path: Mount(kind, "elsewhere", ("rw",)))
 
 
 def test_a_start_on_an_object_store_is_refused_and_makes_nothing(

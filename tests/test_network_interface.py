@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsbarrier.machine.network_interface import VARIABLES, _ipv6, interface_of, name_interface, own_address
+from fsbarrier.machine.addresses import ipv6_addresses, own_address
+from fsbarrier.machine.network_interface import VARIABLES, interface_of, name_interface
 
 
 def test_loopback_is_found_by_its_addresses() -> None:
@@ -28,5 +29,5 @@ def test_without_torchrun_or_a_known_leader_nothing_is_set() -> None:
 def test_ipv6_addresses_are_read_from_the_kernels_table(tmp_path: Path) -> None:
     table = tmp_path / "if_inet6"
     table.write_text("fd000000000000000000000000000007 02 40 00 80 eth0\n")
-    assert _ipv6(table) == [("eth0", "fd00::7")]
-    assert _ipv6(tmp_path / "absent") == []
+    assert ipv6_addresses(table) == [("eth0", "fd00::7")]
+    assert ipv6_addresses(tmp_path / "absent") == []

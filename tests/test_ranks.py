@@ -7,6 +7,7 @@ import ipaddress
 import pytest
 
 from fsbarrier.errors import UsageError
+from fsbarrier.machine import addresses
 from fsbarrier.start import ranks
 
 
@@ -127,20 +128,14 @@ def test_the_number_of_nodes_comes_from_the_same_launcher() -> None:
     ],
 )
 def test_kinds_of_addresses(host: str, interface: str, kind: str) -> None:
-    assert ranks.kind_of(host, interface, {"192.0.2.5"}) == kind
+    assert addresses.kind_of(host, interface, {"192.0.2.5"}) == kind
 
 
 def test_this_host_has_addresses_the_likely_ones_first() -> None:
-    found = ranks.addresses()
+    found = addresses.addresses()
     kinds = [item.kind for item in found]
     assert kinds == sorted(kinds, key=("default", "other", "bridge", "link-local", "loopback").index)
     assert len({item.host for item in found}) == len(found)
-    for host in ranks.candidate_addresses():
+    for host in addresses.candidate_addresses():
         assert ipaddress.ip_address(host)
-    assert ranks.candidate_addresses()
-
-
-def test_brackets_for_ipv6() -> None:
-    assert ranks.host_port("::1", 80) == "[::1]:80"
-    assert ranks.host_port("10.0.0.1", 80) == "10.0.0.1:80"
-    assert ranks.host_port("node-3", 80) == "node-3:80"
+    assert addresses.candidate_addresses()

@@ -13,14 +13,19 @@ from types import FrameType
 
 from fsbarrier.commands import flags
 from fsbarrier.doctor import examine
-from fsbarrier.doctor.findings import Report
+from fsbarrier.doctor.findings import Level, Report
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.start import ranks
 from fsbarrier.supervision.signals import ENDING, handled
 
 SUMMARY = "Probe a directory: can it carry a run? On several nodes at once: what do they see of each other, and how late?"
 EXAMPLE = "fsbarrier doctor /shared/runs\n  fsbarrier doctor /shared/runs --num-nodes 3      (on each of three nodes)"
-MARKS = {"ok": "[green]ok[/]", "note": "note", "warning": "[yellow]warning[/]", "refused": "[red]refused[/]"}
+MARKS = {
+    Level.OK: "[green]ok[/]",
+    Level.NOTE: "note",
+    Level.WARNING: "[yellow]warning[/]",
+    Level.REFUSED: "[red]refused[/]",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +129,7 @@ def show(report: Report) -> None:
         table.add_row(check.name, MARKS[check.level], escape(check.finding + advice))
     console = Console()
     console.print(table)
-    console.print(f"Class: {report.kind}. Proven {report.proven}.", markup=False)
+    console.print(f"Class: {report.category}. Proven {report.proven}.", markup=False)
     if report.refused:
         names = ", ".join(check.name for check in report.refused)
         console.print(f"[red]This directory cannot carry a run[/]: {escape(names)}.")

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier import files
-from fsbarrier.doctor import across, mounts, probes, verdict
+from fsbarrier.doctor import across, mount_options, probes, verdict
 from fsbarrier.doctor.connections import Door, reached
-from fsbarrier.doctor.findings import Check, Report
+from fsbarrier.doctor.findings import OK, REFUSED, Check, Report
 from fsbarrier.doctor.meeting import Meeting
 from fsbarrier.errors import TooFewNodes
+from fsbarrier.machine.addresses import candidate_addresses
 from fsbarrier.machine.host import boot_id
-from fsbarrier.start import ranks
+from fsbarrier.machine.mounts import LOCAL, Mount, mount_of
 
 WAIT_S = 60.0
 ALONE = "from this node alone: what other nodes see, and how late, only several can tell (--num-nodes)"
@@ -24,7 +25,7 @@ ALONE = "from this node alone: what other nodes see, and how late, only several 
 
 def alone(path: Path) -> Report:
     """All that one node can find out about `path`, an existing directory. Raises OSError."""
-    mount = mounts.find(path)
+    mount = mount_of(path)
     scratch = path / probes.scratch_name()
     files.make_dirs(scratch)
     try:
@@ -32,7 +33,7 @@ def alone(path: Path) -> Report:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     versions = ", ".join(f"{name} {version}" for name, version in probes.versions().items())
-    return _presumed(path, mount, [*checks, Check("versions", "ok", versions)])
+    return _presumed(path, mount, [*checks, Check("versions", OK, versions)])
 
 
 def short(path: Path, *, write: bool = True) -> Report:
@@ -41,9 +42,9 @@ def short(path: Path, *, write: bool = True) -> Report:
     `path` need not exist yet: its nearest parent that does is examined.
     """
     there = next(folder for folder in (path, *path.parents) if folder.is_dir())
-    mount = mounts.find(there)
-    checks = mounts.judge(mount)
-    if write and not any(check.level == "refused" for check in checks):
+    mount = mount_of(there)
+    checks = mount_options.judge(mount)
+    if write and not any(check.level == REFUSED for check in checks):
         scratch = there / probes.scratch_name()
         files.make_dirs(scratch)
         try:
@@ -53,21 +54,21 @@ def short(path: Path, *, write: bool = True) -> Report:
     return _presumed(path, mount, checks)
 
 
-def _presumed(path: Path, mount: mounts.Mount, checks: list[Check]) -> Report:
+def _presumed(path: Path, mount: Mount, checks: list[Check]) -> Report:
     stale_s = mount.family.stale_s
-    return Report(str(path), mount.family.kind, ALONE, stale_s, verdict.timeouts(stale_s), tuple(checks))
+    return Report(str(path), mount.family.category, ALONE, stale_s, verdict.timeouts(stale_s), tuple(checks))
 
 
-def _own_checks(path: Path, mount: mounts.Mount, scratch: Path) -> list[Check]:
-    judged = mounts.judge(mount)
-    if any(check.level == "refused" for check in judged):
+def _own_checks(path: Path, mount: Mount, scratch: Path) -> list[Check]:
+    judged = mount_options.judge(mount)
+    if any(check.level == REFUSED for check in judged):
         return judged
     tried = _tried(probes.exclusive_create(scratch), scratch, probes.REPLACEMENTS, probes.SAMPLES)
     return [*judged, *tried, *probes.space(path), *probes.this_node()]
 
 
 def _tried(races: Check, scratch: Path, replacements: int, samples: int) -> list[Check]:
-    if races.level == "refused":
+    if races.level == REFUSED:
         return [races]
     return [races, probes.replacement(scratch, replacements), *probes.latencies(scratch, samples)]
 
@@ -85,8 +86,8 @@ def together(
     `say` is told what is waited for; `breaks_off` is called again and again, and may raise to end it in order.
     Raises TooFewNodes where one does not come or goes away, UsageError where they contradict each other, OSError.
     """
-    mount = mounts.find(path)
-    if any(check.level == "refused" for check in mounts.judge(mount)):
+    mount = mount_of(path)
+    if any(check.level == REFUSED for check in mount_options.judge(mount)):
         return alone(path)  # nothing that nodes could find out makes it fit
     meeting, done = Meeting(path, num_nodes, rank, wait_s, say, breaks_off), False
     try:
@@ -96,7 +97,7 @@ def together(
         said = _examine(path, mount, meeting, me)
         done = True
     except TooFewNodes as error:
-        if meeting.members or mount.family.kind != mounts.LOCAL:
+        if meeting.members or mount.family.category != LOCAL:
             raise
         raise TooFewNodes(
             f"{error} Here it is {mount.kind} from {mount.source}, which is this host's own."
@@ -106,12 +107,12 @@ def together(
     return _conclude(path, said)
 
 
-def _examine(path: Path, mount: mounts.Mount, meeting: Meeting, me: int) -> dict[int, dict[str, Any]]:
+def _examine(path: Path, mount: Mount, meeting: Meeting, me: int) -> dict[int, dict[str, Any]]:
     """This node's part, and what all the nodes said in the end."""
     about = {
         "host": socket.gethostname(),
         "boot_id": boot_id(),
-        "addresses": ranks.candidate_addresses(),
+        "addresses": candidate_addresses(),
         "versions": probes.versions(),
         "accelerators": probes.accelerators_here(),
         "mount": asdict(mount),
@@ -144,7 +145,7 @@ def _examine(path: Path, mount: mounts.Mount, meeting: Meeting, me: int) -> dict
 
 def _conclude(path: Path, said: dict[int, dict[str, Any]]) -> Report:
     own = {rank: [Check(**check) for check in message["checks"]] for rank, message in said.items()}
-    mounted = [mounts.Mount(**message["about"]["mount"]) for message in said.values()]
+    mounted = [Mount(**message["about"]["mount"]) for message in said.values()]
     hint = "; ".join(dict.fromkeys(mount.fresher for mount in mounted))
     checks = [*verdict.merged(own), *verdict.between(said, hint)]
     stale_s = verdict.stale_s(said)

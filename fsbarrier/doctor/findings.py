@@ -4,23 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any
 
-LEVELS = ("ok", "note", "warning", "refused")
+
+class Level(StrEnum):
+    """How bad a finding is, from good to bad; a directory with a refused one cannot carry a run."""
+
+    OK = "ok"
+    NOTE = "note"
+    WARNING = "warning"
+    REFUSED = "refused"
 
 
-@dataclass(frozen=True)
+OK, NOTE, WARNING, REFUSED = Level
+SEVERITY = {level: number for number, level in enumerate(Level)}
+
+
+@dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report. `level`: ok, note, warning or refused; `node`: the rank that found it, None for all."""
+    """One line of the report."""
 
     name: str
-    level: str
+    level: Level
     finding: str
     advice: str = ""
-    node: int | None = None
+
+    @classmethod
+    def enough(cls, name: str, enough: bool, finding: str, advice: str) -> Check:
+        """A line about something of which there should be enough; the advice is for where there is not."""
+        return cls(name, OK, finding) if enough else cls(name, WARNING, finding, advice)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Times:
     """Durations in seconds: median, 99th percentile, longest; `open`: the last had not ended after `most`."""
 
@@ -50,12 +66,12 @@ def shown(seconds: float) -> str:
     return f"{1000 * seconds:.2f} ms" if abs(seconds) < 0.1 else f"{seconds:.2f} s"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Report:
-    """The whole answer. `kind`: the class of filesystem; `stale_s`: how old what a node sees may be; `proven`: by whom."""
+    """The whole answer. `category`: the class of filesystem; `stale_s`: how old what a node sees may be; `proven`: by whom."""
 
     path: str
-    kind: str
+    category: str
     proven: str
     stale_s: float
     timeouts: Mapping[str, float]
@@ -65,19 +81,18 @@ class Report:
 
     @property
     def refused(self) -> tuple[Check, ...]:
-        return tuple(check for check in self.checks if check.level == "refused")
+        return tuple(check for check in self.checks if check.level == REFUSED)
 
     def as_json(self) -> dict[str, Any]:
         """For programs: `fit` says whether the directory can carry a run."""
-        checks = [{k: v for k, v in asdict(check).items() if v is not None} for check in self.checks]
         return {
             "path": self.path,
             "fit": not self.refused,
-            "class": self.kind,
+            "class": self.category,
             "proven": self.proven,
             "staleness_s": self.stale_s,
             "timeouts": dict(self.timeouts),
-            "checks": checks,
+            "checks": [asdict(check) for check in self.checks],
             "nodes": [dict(node) for node in self.nodes],
             "measured": dict(self.measured),
         }

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import fsbarrier
 from fsbarrier import files
-from fsbarrier.doctor.findings import Check, Times
+from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check, Times
 from fsbarrier.machine import accelerators
 
 RACES, RACERS = 40, 4
@@ -77,7 +77,7 @@ def exclusive_create(scratch: Path) -> Check:
     except subprocess.TimeoutExpired:
         hung = f"a process that creates files here did not come back within {CHILD_S:g} s"
         return Check(
-            "exclusive create", "refused", hung, "look at the server, and at what dmesg says of the mount"
+            "exclusive create", REFUSED, hung, "look at the server, and at what dmesg says of the mount"
         )
     finally:
         for process in racers:
@@ -86,7 +86,7 @@ def exclusive_create(scratch: Path) -> Check:
         reason = next(
             (error.strip().splitlines()[-1] for _, error in outputs if error.strip()), "a racer died"
         )
-        return Check("exclusive create", "refused", reason, NEEDED)
+        return Check("exclusive create", REFUSED, reason, NEEDED)
     wins = [[int(word) for word in output.split()] for output, _ in outputs]
     rounds = min(map(len, wins))
     wins = [row[:rounds] for row in wins]
@@ -128,7 +128,7 @@ def quick_races(scratch: Path, rounds: int = 16) -> Check:
         thread.join()
     lasting = [error for error in failed if error.errno not in files.FAILING]
     if lasting:
-        return Check("exclusive create", "refused", str(lasting[0]), NEEDED)
+        return Check("exclusive create", REFUSED, str(lasting[0]), NEEDED)
     if failed and not any(map(sum, wins)):
         raise failed[0]  # no property of this filesystem, but trouble that it has now
     return judge_races("exclusive create", wins, "2 threads on this host")
@@ -140,16 +140,16 @@ def judge_races(name: str, wins: list[list[int]], who: str) -> Check:
     two, none = sum(count > 1 for count in winners), sum(count == 0 for count in winners)
     if two:
         finding = f"{two} of {len(winners)} races of {who} had more than one winner"
-        return Check(name, "refused", finding, "two nodes would both decide; use another filesystem")
+        return Check(name, REFUSED, finding, "two nodes would both decide; use another filesystem")
     if none > len(winners) // 10:
         finding = (
             f"{none} of {len(winners)} races of {who} had no winner: a file's identity is not stable here"
         )
-        return Check(name, "refused", finding, "mount with stable inode numbers (use_ino, serverino)")
+        return Check(name, REFUSED, finding, "mount with stable inode numbers (use_ino, serverino)")
     if none:
-        return Check(name, "note", f"{none} of {len(winners)} races of {who} had no winner, the others one")
+        return Check(name, NOTE, f"{none} of {len(winners)} races of {who} had no winner, the others one")
     shares = ", ".join(str(sum(row)) for row in wins)
-    return Check(name, "ok", f"{len(winners)} races of {who}: one winner each ({shares})")
+    return Check(name, OK, f"{len(winners)} races of {who}: one winner each ({shares})")
 
 
 def replacement(scratch: Path, times: int = REPLACEMENTS) -> Check:
@@ -168,9 +168,9 @@ def replacement(scratch: Path, times: int = REPLACEMENTS) -> Check:
         torn += data != content
     if torn:
         return Check(
-            "replace", "warning", f"{torn} of {done} reads after a replacement were stale, torn or missing"
+            "replace", WARNING, f"{torn} of {done} reads after a replacement were stale, torn or missing"
         )
-    return Check("replace", "ok", f"{done} replacements, each read back whole")
+    return Check("replace", OK, f"{done} replacements, each read back whole")
 
 
 def latencies(scratch: Path, samples: int = SAMPLES) -> list[Check]:
@@ -193,7 +193,7 @@ def latencies(scratch: Path, samples: int = SAMPLES) -> list[Check]:
             started = time.perf_counter()
             operation()
             seconds.append(time.perf_counter() - started)
-        found.append(Check(name, "ok", str(Times.of(seconds))))
+        found.append(Check(name, OK, str(Times.of(seconds))))
     return found
 
 
@@ -203,11 +203,11 @@ def space(path: Path) -> list[Check]:
     free = status.f_bavail * status.f_frsize
     enough = free >= MIN_FREE_BYTES
     advice = "" if enough else "make room before a run"
-    checks = [Check("free space", "ok" if enough else "warning", f"{free / 1024**3:.1f} GiB", advice)]
+    checks = [Check("free space", OK if enough else WARNING, f"{free / 1024**3:.1f} GiB", advice)]
     if status.f_files:
         enough = status.f_favail >= MIN_FREE_INODES
         advice = "" if enough else "remove files that nobody needs"
-        checks.append(Check("free inodes", "ok" if enough else "warning", f"{status.f_favail}", advice))
+        checks.append(Check("free inodes", OK if enough else WARNING, f"{status.f_favail}", advice))
     return checks
 
 
@@ -216,18 +216,16 @@ def this_node() -> list[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft >= MIN_OPEN_FILES
     advice = "" if enough else "ulimit -n 65536"
-    checks = [Check("open files", "ok" if enough else "warning", f"{soft} (at most {hard})", advice)]
+    checks = [Check("open files", OK if enough else WARNING, f"{soft} (at most {hard})", advice)]
     shm = Path("/dev/shm")
     if shm.is_dir():
         size = shutil.disk_usage(shm).total
         enough = size >= MIN_SHM_BYTES
         advice = "" if enough else "NCCL and vLLM want at least 1 GiB (docker: --shm-size)"
-        checks.append(
-            Check("shared memory", "ok" if enough else "warning", f"{size / 1024**3:.1f} GiB", advice)
-        )
+        checks.append(Check("shared memory", OK if enough else WARNING, f"{size / 1024**3:.1f} GiB", advice))
     return [
         *checks,
-        Check("accelerators", "ok", accelerators_here() or "none: vLLM and torch run on the CPU"),
+        Check("accelerators", OK, accelerators_here() or "none: vLLM and torch run on the CPU"),
     ]
 
 

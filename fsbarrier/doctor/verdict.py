@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fsbarrier.doctor.across import LAG_S, ROUNDS
-from fsbarrier.doctor.findings import LEVELS, Check, Times, shown
-from fsbarrier.doctor.mounts import CLOSE_TO_OPEN, COHERENT, INSTEAD
+from fsbarrier.doctor.findings import NOTE, OK, REFUSED, SEVERITY, WARNING, Check, Times, shown
 from fsbarrier.doctor.probes import NEEDED, judge_races
+from fsbarrier.machine.mounts import CLOSE_TO_OPEN, COHERENT, INSTEAD
 
 Message = Mapping[str, Any]
 BEAT_S, SUSPECT_S, DEAD_S = 2.0, 6.0, 15.0
@@ -41,7 +41,7 @@ def merged(checks: Mapping[int, Sequence[Check]]) -> list[Check]:
             by_name.setdefault(check.name, {}).setdefault(rank, []).append(check)
     found = []
     for name, by_rank in by_name.items():
-        level = max((c.level for own in by_rank.values() for c in own), key=LEVELS.index)
+        level = max((c.level for own in by_rank.values() for c in own), key=SEVERITY.__getitem__)
         said = {rank: "; ".join(check.finding for check in own) for rank, own in by_rank.items()}
         if len(set(said.values())) == 1 and len(said) == len(checks):
             finding = next(iter(said.values()))
@@ -68,7 +68,7 @@ def between(said: Mapping[int, Message], hint: str) -> list[Check]:
     ]
     if len(hosts) == 1:
         finding = f"all {len(said)} nodes are on one host: what other hosts see is not proven"
-        checks.append(Check("hosts", "note", finding, "start doctor on the nodes that will run"))
+        checks.append(Check("hosts", NOTE, finding, "start doctor on the nodes that will run"))
     return checks
 
 
@@ -78,7 +78,7 @@ def _races(said: Mapping[int, Message]) -> Iterator[Check]:
     for kind, check in found.items():
         if failed == ["link"] and kind == "link":
             yield Check(
-                check.name, "note", f"{check.finding}; the exclusive create of the name decides instead"
+                check.name, NOTE, f"{check.finding}; the exclusive create of the name decides instead"
             )
         else:
             yield check
@@ -92,18 +92,18 @@ def _race(kind: str, said: Mapping[int, Message]) -> Check:
         for error, count in part["errors"].items():
             errors[error] = errors.get(error, 0) + count
     if sum(errors.values()) >= ROUNDS * len(said):
-        return Check(name, "refused", f"not to be had here ({', '.join(errors)})", NEEDED)
+        return Check(name, REFUSED, f"not to be had here ({', '.join(errors)})", NEEDED)
     wins = [[int(number in set(part["won"])) for number in range(ROUNDS)] for part in parts.values()]
     check = judge_races(name, wins, nodes)
-    if check.level != "ok":
+    if check.level != OK:
         return Check(name, check.level, check.finding, check.advice or INSTEAD)
     if errors:
         shown_errors = ", ".join(f"{count} x {error}" for error, count in errors.items())
-        return Check(name, "warning", f"{check.finding}; errors: {shown_errors}", "see the server's log")
+        return Check(name, WARNING, f"{check.finding}; errors: {shown_errors}", "see the server's log")
     wrong = _foreign(parts)
     if wrong:
         finding = f"{wrong} of {ROUNDS} names hold another node's record than the winner's"
-        return Check(name, "refused", finding, "two nodes would read two decisions; use another filesystem")
+        return Check(name, REFUSED, finding, "two nodes would read two decisions; use another filesystem")
     return check
 
 
@@ -124,9 +124,9 @@ def _reading(said: Mapping[int, Message]) -> Check:
     finding = f"{reads} reads of files that others replaced: {torn} torn, {missing} missing, {back} older than before"
     if torn or back:
         return Check(
-            "replace under readers", "warning", finding, "records carry digests and are read again: slower"
+            "replace under readers", WARNING, finding, "records carry digests and are read again: slower"
         )
-    return Check("replace under readers", "note" if missing else "ok", finding)
+    return Check("replace under readers", NOTE if missing else OK, finding)
 
 
 def _lags(said: Mapping[int, Message], hint: str) -> Iterator[Check]:
@@ -135,7 +135,7 @@ def _lags(said: Mapping[int, Message], hint: str) -> Iterator[Check]:
             rank: Times(**message["lags"][kind]) for rank, message in said.items() if kind in message["lags"]
         }
         if not every:
-            yield Check(label, "refused", "not measured: nothing could be written", INSTEAD)
+            yield Check(label, REFUSED, "not measured: nothing could be written", INSTEAD)
             continue
         worst = max(every.values(), key=lambda times: (times.open, times.most))
         median = sorted(times.median for times in every.values())[len(every) // 2]
@@ -145,16 +145,14 @@ def _lags(said: Mapping[int, Message], hint: str) -> Iterator[Check]:
         finding = f"median {shown(median)}, 99th {shown(p99)}, {most} ({samples} half round trips)"
         if kind == "absent":
             late = worst.open or worst.most >= FRESH_S
-            yield Check(
-                label, "note" if late else "ok", finding + ("; nothing waits that way" if late else "")
-            )
+            yield Check(label, NOTE if late else OK, finding + ("; nothing waits that way" if late else ""))
         elif worst.open:
             what = "a node's heartbeat" if kind == "content" else "what a node has done"
-            yield Check(label, "refused", f"{finding}: {what} would not be seen", hint)
+            yield Check(label, REFUSED, f"{finding}: {what} would not be seen", hint)
         else:
             slow = worst.most >= SLOW_S
             text = f"{finding}: each barrier takes that long" if slow and kind == "listing" else finding
-            yield Check(label, "warning" if slow else "ok", text, hint if slow else "")
+            yield Check(label, WARNING if slow else OK, text, hint if slow else "")
 
 
 def stale_s(said: Mapping[int, Message]) -> float:
@@ -185,9 +183,9 @@ def _clocks(said: Mapping[int, Message]) -> Check:
             worst = max(worst, abs(lead) - uncertain)
     if worst > CLOCKS_S:
         return Check(
-            "clocks", "note", "\n".join(parts), "nothing depends on them, but logs will look odd: use NTP"
+            "clocks", NOTE, "\n".join(parts), "nothing depends on them, but logs will look odd: use NTP"
         )
-    return Check("clocks", "ok", "\n".join(parts) or "not measured")
+    return Check("clocks", OK, "\n".join(parts) or "not measured")
 
 
 def _reach(said: Mapping[int, Message]) -> Iterator[Check]:
@@ -199,14 +197,14 @@ def _reach(said: Mapping[int, Message]) -> Iterator[Check]:
     ]
     if cut:
         advice = "updates of several nodes need it: open the nodes' ports to each other"
-        yield Check("ports", "warning", "\n".join(cut), advice)
+        yield Check("ports", WARNING, "\n".join(cut), advice)
         return
     used: dict[int, list[str]] = {
         rank: next(iter(m["reached"][str(rank)] for r, m in said.items() if str(rank) in m["reached"]), [])
         for rank in said
     }
     finding = ", ".join(f"node {rank} at {addresses[0]}" for rank, addresses in used.items() if addresses)
-    yield Check("ports", "ok", f"every node reaches every other: {finding}")
+    yield Check("ports", OK, f"every node reaches every other: {finding}")
 
 
 def _differences(said: Mapping[int, Message]) -> Iterator[Check]:
@@ -217,17 +215,17 @@ def _differences(said: Mapping[int, Message]) -> Iterator[Check]:
         if len(set(there.values())) > 1:
             different.append(f"{name}: {_each(there.items())}")
     if different:
-        yield Check("versions", "warning", "\n".join(different), "install the same on every node")
+        yield Check("versions", WARNING, "\n".join(different), "install the same on every node")
     else:
         versions = next(iter(said.values()))["about"]["versions"]
         yield Check(
-            "versions", "ok", "the same everywhere: " + ", ".join(f"{k} {v}" for k, v in versions.items())
+            "versions", OK, "the same everywhere: " + ", ".join(f"{k} {v}" for k, v in versions.items())
         )
     accelerators = {rank: message["about"]["accelerators"] or "none" for rank, message in said.items()}
     if len(set(accelerators.values())) > 1:
         yield Check(
             "accelerators differ",
-            "warning",
+            WARNING,
             _each(accelerators.items()),
             "updates go at the slowest node's pace",
         )

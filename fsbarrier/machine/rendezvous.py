@@ -1,15 +1,14 @@
 """How the nodes find an address of the leader that really works, before torchrun needs it.
 
-The leader listens on a free port; every other node connects to each of the leader's addresses on it and tells which answered.
-Only for those few moments, and in torchrun itself, does anything listen beyond loopback.
+The leader listens on a free port, the one that torchrun will take over; every other node connects to each of the leader's addresses
+on it and tells which answered. Only for those few moments, and in torchrun itself, does anything listen beyond loopback.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
-
-from fsbarrier.program import ProbeAddresses
+from collections.abc import Iterable
 
 CONNECT_S = 3.0
 
@@ -23,25 +22,14 @@ def listen(*, loopback: bool) -> socket.socket:
     return socket.create_server(("", 0))
 
 
-class Rendezvous:
-    """The leader's listening socket; its port is the one torchrun will take over."""
-
-    def __init__(self, *, loopback: bool) -> None:
-        """Listen on a free port. `loopback`: reachable from this host only. Raises OSError."""
-        self._socket = listen(loopback=loopback)
-        self.port: int = self._socket.getsockname()[1]
-
-    def close(self) -> None:
-        self._socket.close()
+def port_of(listening: socket.socket) -> int:
+    return int(listening.getsockname()[1])
 
 
-def probe(request: ProbeAddresses) -> tuple[str, ...]:
-    """Those of the addresses that accept a connection on the port from here."""
-    reached = []
-    for address in request.addresses:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection((address, request.port), timeout=CONNECT_S),
-        ):
-            reached.append(address)
-    return tuple(reached)
+def reachable(addresses: Iterable[str], port: int) -> list[str]:
+    """Those of the addresses that accept a connection on `port` from here."""
+    found = []
+    for address in addresses:
+        with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=CONNECT_S):
+            found.append(address)
+    return found

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from fsbarrier import doctor, trajectories
+from fsbarrier import trajectories
+from fsbarrier.machine.mounts import claims_unsafe
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import Context, PartOnDisk
 from fsbarrier.protocol.state import Node
@@ -52,7 +53,7 @@ class ContextMaker:
             reports=partial(self.observer.reports, node),
             newest=self.observer.newest_number,
             inventory=inventory,
-            claims_unsafe=partial(doctor.claims_unsafe, self.record.log_path),
+            claims_unsafe=partial(claims_unsafe, self.record.log_path),
             accelerators=self.accelerators,
             cpus=len(os.sched_getaffinity(0)),
         )

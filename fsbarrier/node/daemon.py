@@ -25,6 +25,7 @@ from fsbarrier import files
 from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, EXIT_SIGTERM, Fenced, StoreError
 from fsbarrier.loader import load_program
 from fsbarrier.machine import accelerators
+from fsbarrier.machine.addresses import candidate_addresses
 from fsbarrier.machine.host import boot_id
 from fsbarrier.node.agent import Agent, place
 from fsbarrier.node.console import Console, told
@@ -41,7 +42,7 @@ from fsbarrier.rundir.journal import Journal
 from fsbarrier.rundir.log_tail import last_words
 from fsbarrier.rundir.runrecord import CHOICES, RunRecord
 from fsbarrier.rundir.store import PosixStore
-from fsbarrier.start import filesystem, ranks
+from fsbarrier.start import filesystem
 from fsbarrier.supervision.signals import ENDING, handled
 
 POLL_MIN_S = 0.001
@@ -122,7 +123,7 @@ class Daemon:
             host=socket.gethostname(),
             pid=os.getpid(),
             boot_id=boot_id(),
-            addresses=tuple(ranks.candidate_addresses()),
+            addresses=tuple(candidate_addresses()),
             until=until,
             version=fsbarrier.__version__,
             digest=record.settings_digest,

@@ -15,7 +15,7 @@ from watchdog.events import FileCreatedEvent, FileMovedEvent, FileSystemEvent, F
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 
-from fsbarrier.doctor import mount_of
+from fsbarrier.machine.mounts import LOCAL, mount_of
 
 logging.getLogger("watchdog").setLevel(
     logging.CRITICAL
@@ -23,8 +23,6 @@ logging.getLogger("watchdog").setLevel(
 
 #: facts are created or renamed into place; that somebody lists the directory, this node above all, is no news
 ARRIVALS: list[type[FileSystemEvent]] = [FileCreatedEvent, FileMovedEvent]
-
-LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"})
 
 
 class Hints(FileSystemEventHandler):
@@ -65,6 +63,6 @@ class Hints(FileSystemEventHandler):
 
 def _is_local(path: Path) -> bool:
     try:
-        return mount_of(path)[0] in LOCAL
+        return mount_of(path).family.category == LOCAL
     except OSError:
         return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from fsbarrier import files
 from fsbarrier.errors import FsbarrierError, ProgramFailed, StoreError
-from fsbarrier.machine.rendezvous import Rendezvous, probe
+from fsbarrier.machine.rendezvous import listen, port_of, reachable
 from fsbarrier.program import (
     Command,
     Context,
@@ -84,7 +85,7 @@ class Jobs:
     _child: Child | None = None
     _progress_file: Path | None = None
     _progress: dict[str, Any] = field(default_factory=dict)
-    _rendezvous: Rendezvous | None = None
+    _rendezvous: socket.socket | None = None
     _number: int = 0
 
     # --- the state machine's side (WorkRunner) ---
@@ -187,10 +188,10 @@ class Jobs:
                 return dict(self.engine.release(cancel=cancel))
             case OpenRendezvous(loopback):
                 self._close_rendezvous()
-                self._rendezvous = Rendezvous(loopback=loopback)
-                return {"port": self._rendezvous.port}
-            case ProbeAddresses():
-                return {"reached": list(probe(work))}
+                self._rendezvous = listen(loopback=loopback)
+                return {"port": port_of(self._rendezvous)}
+            case ProbeAddresses(addresses, port):
+                return {"reached": reachable(addresses, port)}
             case PublishWeights():
                 self._still_newest(context, cancel)
                 return self._publish(work)

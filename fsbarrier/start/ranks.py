@@ -1,4 +1,4 @@
-"""Which node this is, how many there are, and at which addresses the others may reach it. Sends nothing.
+"""Which node this is, and how many there are: from flags and from what launchers put into the environment.
 
 The rank comes from, in order: `--master`/`--worker`, NODE_RANK, RANK where nothing says that it counts
 processes, SLURM_NODEID, JOB_COMPLETION_INDEX, SKYPILOT_NODE_RANK, DSTACK_NODE_RANK, OMPI_COMM_WORLD_RANK with one
@@ -7,14 +7,8 @@ task a node.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import ipaddress
-import socket
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from fsbarrier.errors import UsageError
 
@@ -22,7 +16,7 @@ Environ = Mapping[str, str]
 MAX_NODES = 1_000_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Choice:
     """A number and who said it: a flag or an environment variable."""
 
@@ -137,111 +131,3 @@ def count_nodes(rank: Choice | None, environ: Environ) -> Choice | None:
                 raise UsageError(f"{name} {choice.value}: must be from 1 to {MAX_NODES}")
             return choice
     return None
-
-
-# --- addresses ----------------------------------------------------------------------------------------------
-
-#: Interfaces of containers and virtual machines: other hosts cannot reach what is behind them.
-_BRIDGES = (
-    "docker",
-    "br-",
-    "veth",
-    "virbr",
-    "cni",
-    "flannel",
-    "cali",
-    "podman",
-    "lxc",
-    "lxd",
-    "kube",
-    "vmnet",
-    "cilium",
-)
-_SIOCGIFADDR = 0x8915
-_ORDER = ("default", "other", "bridge", "link-local", "loopback")
-
-
-@dataclass(frozen=True)
-class Address:
-    """An address of this host. `kind`: one of _ORDER, "default" being the one of the default route."""
-
-    host: str
-    interface: str
-    kind: str
-
-
-def addresses() -> list[Address]:
-    """All addresses of this host, IPv4 and IPv6, those that others most likely reach first. Never raises."""
-    routed = {host for family in (socket.AF_INET, socket.AF_INET6) if (host := _default_source(family))}
-    found = {host: interface for host, interface in (*_ipv4_addresses(), *_ipv6_addresses())}
-    for host in (*sorted(routed), *_named_addresses()):
-        found.setdefault(host, "")
-    listed = [Address(host, interface, kind_of(host, interface, routed)) for host, interface in found.items()]
-    return sorted(listed, key=lambda item: (_ORDER.index(item.kind), ":" in item.host))
-
-
-def candidate_addresses() -> list[str]:
-    """The addresses that other hosts may try, most promising first; loopback only where there is no other."""
-    found = [item for item in addresses() if "%" not in item.host]  # a scope means nothing elsewhere
-    return [item.host for item in found if item.kind != "loopback"] or [item.host for item in found]
-
-
-def kind_of(host: str, interface: str = "", routed: set[str] | frozenset[str] = frozenset()) -> str:
-    """How promising an address is for reaching this host from another one; see Address."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    if address.is_loopback or address.is_unspecified:
-        return "loopback"
-    if address.is_link_local:
-        return "link-local"
-    if interface.startswith(_BRIDGES):
-        return "bridge"
-    return "default" if host in routed else "other"
-
-
-def host_port(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _default_source(family: socket.AddressFamily) -> str | None:
-    """The address from which this host would speak to the internet; connecting a datagram socket sends nothing."""
-    target = "192.0.2.1" if family == socket.AF_INET else "2001:db8::1"
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((target, 9))
-        return str(probe.getsockname()[0])
-    return None
-
-
-def _ipv4_addresses() -> list[tuple[str, str]]:
-    found = []
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append((socket.inet_ntoa(answer[20:24]), name))
-    return found
-
-
-def _ipv6_addresses() -> list[tuple[str, str]]:
-    try:
-        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []
-    found = []
-    for line in lines:
-        fields = line.split()
-        with contextlib.suppress(ValueError, IndexError):
-            host = str(ipaddress.IPv6Address(int(fields[0], 16)))
-            scoped = f"{host}%{fields[5]}" if ipaddress.IPv6Address(host).is_link_local else host
-            found.append((scoped, fields[5]))
-    return found
-
-
-def _named_addresses() -> list[str]:
-    """What this host's own name stands for; by the files and the resolver, so some may be missing or wrong."""
-    with contextlib.suppress(OSError, UnicodeError):
-        return [
-            str(info[4][0])
-            for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        ]
-    return []

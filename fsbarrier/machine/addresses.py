@@ -1,0 +1,122 @@
+"""The network addresses of this host, and which of them other hosts may reach. Sends nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Set
+from dataclasses import dataclass
+from pathlib import Path
+
+#: interfaces of containers and virtual machines: other hosts cannot reach what is behind them
+BRIDGES = (
+    "docker",
+    "br-",
+    "veth",
+    "virbr",
+    "cni",
+    "flannel",
+    "cali",
+    "podman",
+    "lxc",
+    "lxd",
+    "kube",
+    "vmnet",
+    "cilium",
+)
+#: the kinds of addresses, the most promising first; "default" is an address of the default route
+KINDS = ("default", "other", "bridge", "link-local", "loopback")
+#: addresses reserved for documentation: no network has them, so the way to them is the default route
+NOWHERE = ("192.0.2.1", "2001:db8::1")
+#: the request for an interface's IPv4 address, see netdevice(7)
+SIOCGIFADDR = 0x8915
+IPV6_TABLE = Path("/proc/net/if_inet6")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An address of this host. `kind`: one of KINDS; `interface`: empty where it is not known."""
+
+    host: str
+    interface: str
+    kind: str
+
+
+def addresses() -> list[Address]:
+    """All addresses of this host, IPv4 and IPv6, those that others most likely reach first. Never raises."""
+    routed = {own_address(nowhere, 9) for nowhere in NOWHERE} - {""}
+    # A link-local address means nothing without the interface behind it.
+    found = {
+        f"{host}%{name}" if ":" in host and kind_of(host) == "link-local" else host: name
+        for name, host in interface_addresses()
+    }
+    for host in (*sorted(routed), *_named_addresses()):
+        found.setdefault(host, "")
+    listed = [Address(host, interface, kind_of(host, interface, routed)) for host, interface in found.items()]
+    return sorted(listed, key=lambda item: (KINDS.index(item.kind), ":" in item.host))
+
+
+def candidate_addresses() -> list[str]:
+    """The addresses that other hosts may try, most promising first; loopback only where there is no other."""
+    # The interface in a scoped address is this host's: on another one it means nothing.
+    found = [item for item in addresses() if "%" not in item.host]
+    return [item.host for item in found if item.kind != "loopback"] or [item.host for item in found]
+
+
+def kind_of(host: str, interface: str = "", routed: Set[str] = frozenset()) -> str:
+    """How promising an address is for reaching this host from another one: one of KINDS."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if address.is_loopback or address.is_unspecified:
+        return "loopback"
+    if address.is_link_local:
+        return "link-local"
+    if interface.startswith(BRIDGES):
+        return "bridge"
+    return "default" if host in routed else "other"
+
+
+def own_address(peer: str, port: int) -> str:
+    """The address of this host from which it would speak to `peer`; empty if there is no way."""
+    # Connecting a datagram socket only asks the routing table.
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, target in socket.getaddrinfo(peer, port, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0])
+    return ""
+
+
+def interface_addresses() -> list[tuple[str, str]]:
+    """(interface, address) of every address that an interface of this host has. Never raises."""
+    return ipv4_addresses() + ipv6_addresses()
+
+
+def ipv4_addresses() -> list[tuple[str, str]]:
+    found = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            # An interface without an IPv4 address answers with an error.
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(control, SIOCGIFADDR, request)
+                found.append((name, socket.inet_ntoa(answer[20:24])))
+    return found
+
+
+def ipv6_addresses(table: Path = IPV6_TABLE) -> list[tuple[str, str]]:
+    try:
+        rows = [line.split() for line in table.read_text().splitlines()]
+        return [(row[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0]))) for row in rows]
+    except (OSError, ValueError, IndexError):
+        return []
+
+
+def _named_addresses() -> list[str]:
+    """What this host's own name stands for; it comes from files and the resolver, so some may be missing or wrong."""
+    with contextlib.suppress(OSError, UnicodeError):
+        infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        return [str(info[4][0]) for info in infos]
+    return []

@@ -1,0 +1,143 @@
+"""What kind of filesystem a path is on, and what is known of that kind before anybody tries it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MOUNTINFO = Path("/proc/self/mountinfo")
+
+#: what a node may see of another's writes. "Coherent" shows them at once, "close-to-open" once they are looked up anew
+COHERENT = "coherent"
+CLOSE_TO_OPEN = "close-to-open"
+#: no create is exclusive there: two nodes can both win it
+OBJECT_STORE = "object store"
+#: of this host only
+LOCAL = "local"
+UNKNOWN = "unknown"
+
+INSTEAD = "use NFS, Lustre, GPFS, CephFS or a local disk for the run directory"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Filesystems that behave alike. `stale_s`: how old what a node sees may be with the usual mount options; `fresher`: the mount
+    options that make it younger."""
+
+    names: tuple[str, ...]
+    category: str
+    stale_s: float = 0.0
+    fresher: str = ""
+
+
+#: a type belongs to the first family of which a name begins it
+FAMILIES = (
+    Family(
+        (
+            "blobfuse",
+            "s3fs",
+            "goofys",
+            "geesefs",
+            "rclone",
+            "gcsfuse",
+            "mountpoint-s3",
+            "mount-s3",
+            "ossfs",
+            "cosfs",
+        ),
+        OBJECT_STORE,
+    ),
+    Family(("nfs",), CLOSE_TO_OPEN, 0.0, "actimeo=1 or lookupcache=positive (nfs)"),
+    Family(("sshfs",), CLOSE_TO_OPEN, 20.0, "-o dir_cache=no (sshfs)"),
+    Family(
+        ("glusterfs",),
+        CLOSE_TO_OPEN,
+        5.0,
+        "-o attribute-timeout=0,entry-timeout=0,negative-timeout=0 (glusterfs), and the volume without nl-cache",
+    ),
+    Family(
+        ("juicefs",),
+        CLOSE_TO_OPEN,
+        1.0,
+        "--attr-cache 0 --entry-cache 0 --dir-entry-cache 0 (juicefs)",
+    ),
+    Family(("mfs", "moosefs"), CLOSE_TO_OPEN, 1.0, "-o mfsattrcacheto=0,mfsentrycacheto=0 (moosefs)"),
+    Family(("beegfs",), CLOSE_TO_OPEN, 1.0, "a shorter tuneDirSubentryCacheValidityMS (beegfs)"),
+    Family(("cifs", "smb"), CLOSE_TO_OPEN, 1.0, "cache=strict,actimeo=0,serverino (cifs)"),
+    Family(("9p",), CLOSE_TO_OPEN, 0.0, "cache=none (9p)"),
+    Family(("virtiofs",), CLOSE_TO_OPEN, 1.0, "--cache=never on the host's virtiofsd"),
+    Family(("lustre", "gpfs", "ceph", "wekafs", "gfs2", "ocfs2"), COHERENT),
+    Family(
+        (
+            "ext",
+            "xfs",
+            "btrfs",
+            "zfs",
+            "f2fs",
+            "bcachefs",
+            "tmpfs",
+            "ramfs",
+            "overlay",
+            "vfat",
+            "exfat",
+            "ntfs",
+        ),
+        LOCAL,
+    ),
+)
+OTHER = Family(
+    (), UNKNOWN, 0.0, "shorter entry, attribute and negative time-outs, where the mount has such options"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """The mount that holds a path. `kind`: the filesystem's type as the kernel names it, "nfs4" or "fuse.sshfs"."""
+
+    kind: str
+    source: str
+    options: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} from {self.source}"
+
+    @property
+    def family(self) -> Family:
+        kind, source = self.kind.lower(), self.source.lower()
+        types = (kind, kind.removeprefix("fuse."))
+        for family in FAMILIES:
+            if any(each.startswith(name) for each in types for name in family.names):
+                return family
+            # Some object stores mount as plain "fuse" and name themselves as the source.
+            unnamed = family.category == OBJECT_STORE and kind.startswith("fuse")
+            if unnamed and any(name in source for name in family.names):
+                return family
+        return OTHER
+
+    @property
+    def fresher(self) -> str:
+        """What makes names and content younger here."""
+        if self.kind.startswith("nfs") and "noac" in self.options:
+            return "a server, or a network, that answers sooner: with noac this client remembers nothing"
+        return self.family.fresher or OTHER.fresher
+
+
+def mount_of(path: Path) -> Mount:
+    """The mount that holds `path`, from /proc/self/mountinfo. Raises OSError."""
+    longest, found = -1, Mount("unknown", "unknown", ())
+    real = path.resolve()
+    for line in MOUNTINFO.read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        fields, (kind, source, options, *_) = left.split(), [*right.split(), "", "", ""]
+        point = Path(fields[4].encode().decode("unicode_escape"))
+        # Of two mounts on one point the later hides the earlier.
+        if real.is_relative_to(point) and len(point.parts) >= longest:
+            both = dict.fromkeys([*fields[5].split(","), *options.split(",")])
+            longest, found = len(point.parts), Mount(kind, source, tuple(both))
+    return found
+
+
+def claims_unsafe(path: Path) -> str:
+    """Why two nodes may both win an exclusive create under `path`, going by its type; "" where one does. Raises OSError."""
+    found = mount_of(path)
+    return f"{found}: {INSTEAD}" if found.family.category == OBJECT_STORE else ""
