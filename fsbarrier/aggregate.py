@@ -34,7 +34,8 @@ from fsbarrier.errors import (
     StoreError,
     UsageError,
 )
-from fsbarrier.rundir.paths import SPLITS, RunPaths
+from fsbarrier.rundir.names import SPLITS
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.supervision import signals
 from fsbarrier.trajectories import iter_trajectories, load
 

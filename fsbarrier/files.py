@@ -87,6 +87,14 @@ def open_append(path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
+def temporary_beside(path: Path) -> Path:
+    """A name that nobody else uses, in the directory of `path`: for what is to take the name of `path` once it is whole.
+
+    It begins with a dot, so whoever lists the directory passes over it.
+    """
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+
+
 def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Put `data` at `path` in one step, replacing what is there. `durable`: it also survives a power loss. Raises OSError."""
     temporary = _write_temporary(path, data, durable)
@@ -159,7 +167,7 @@ def _create_in_place(path: Path, data: bytes, durable: bool) -> bool:
 
 
 def _write_temporary(path: Path, data: bytes, durable: bool) -> Path:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    temporary = temporary_beside(path)
     fd = open_new(temporary)
     try:
         _fill(fd, data, durable)
@@ -202,7 +210,7 @@ def sha256_file(path: Path) -> str:
 
 def link_or_copy(source: Path, target: Path) -> None:
     """Give `source` a second name, replacing what is there in one step; a copy where hard links are not to be had. Raises OSError."""
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    temporary = temporary_beside(target)
     try:
         try:
             os.link(source, temporary)

@@ -30,7 +30,7 @@ from fsbarrier.program import (
 )
 from fsbarrier.protocol.assign import sample_tasks, split_by_weight
 from fsbarrier.protocol.facts import Payload
-from fsbarrier.rundir.paths import SPLITS
+from fsbarrier.rundir.names import SPLITS
 
 NOTHING = Value({})
 

@@ -20,7 +20,8 @@ from fsbarrier.aggregate import Part, aggregate
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.assign import lots, split_by_weight
 from fsbarrier.rollouts.claims import Claims, tidy
-from fsbarrier.rollouts.early_end import CUT, Tail
+from fsbarrier.rollouts.early_end import Tail
+from fsbarrier.rundir.names import CUT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import load, scan_shard
 from scripts.bench_take_over import roll_out, toy_spec

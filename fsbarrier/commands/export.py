@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,8 @@ from fsbarrier.commands import flags
 from fsbarrier.data import tables
 from fsbarrier.errors import ProgramFailed, StoreError, UsageError
 from fsbarrier.rundir import checkpoints
-from fsbarrier.rundir.paths import SPLITS, RunPaths
+from fsbarrier.rundir.names import SPLITS
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord, load
 from fsbarrier.start import preflight
 
@@ -166,7 +166,7 @@ def served_folder(log_path: Path) -> Path | None:
 def copy(model: Path, target: Path, known: Mapping[str, str]) -> None:
     """Copy a model folder; `target` appears in one step, when all of it is there and right. Raises OSError, ProgramFailed."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    staging = files.temporary_beside(target)
     try:
         shutil.copytree(model, staging)
         for name, digest in known.items():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
+from fsbarrier.rundir.names import ATTEMPT_FOLDER, NODE_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import load
 
@@ -77,11 +78,11 @@ def main(args: argparse.Namespace) -> int:
 def find(log_path: Path, *, node: int | None, attempt: int | None, name: str | None) -> list[Log]:
     """The logs that are asked for, by node and name."""
     found: dict[tuple[int, str], Log] = {}
-    for folder in RunPaths(log_path).logs.glob("attempt_*/node_*"):
-        numbers = re.fullmatch(r"attempt_(\d+)/node_(\d+)", f"{folder.parent.name}/{folder.name}")
-        if not numbers:
+    for folder in RunPaths(log_path).logs.glob("*/*"):
+        this_attempt = ATTEMPT_FOLDER.parse(folder.parent.name)
+        this_node = NODE_FOLDER.parse(folder.name)
+        if this_attempt is None or this_node is None:
             continue
-        this_attempt, this_node = int(numbers[1]), int(numbers[2])
         if (node is not None and this_node != node) or (attempt is not None and this_attempt != attempt):
             continue
         for path in folder.glob("*.log"):

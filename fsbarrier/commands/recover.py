@@ -14,7 +14,8 @@ from fsbarrier.data import rankfiles
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.maintenance import recovery
 from fsbarrier.rundir import heartbeats, runrecord
-from fsbarrier.rundir.paths import SPLITS, RunPaths
+from fsbarrier.rundir.names import SPLITS
+from fsbarrier.rundir.paths import RunPaths
 
 SUMMARY = "after a disaster: show what each rank left, keep what is valid, merge on request"
 EXAMPLE = "fsbarrier recover --iteration 5 --dry-run"

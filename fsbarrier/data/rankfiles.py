@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from fsbarrier.data.mergeplan import Part
 from fsbarrier.data.shardscan import NotOurs, ShardScan, scan_shard
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.rundir import runrecord
+from fsbarrier.rundir.names import parse_trajectories
 from fsbarrier.rundir.paths import RunPaths
 
 USABLE = ("finished", "growing", "torn")
@@ -62,18 +61,19 @@ def find(log_path: Path, split: str, iteration: int) -> list[RankFile]:
 
     Raises UsageError where they belong to several runs and nothing says which one is meant.
     """
-    merged = RunPaths(log_path).merged(split, iteration)
-    pattern = re.compile(re.escape(merged.name) + r"_rank_(\d+)(\.checkpoint(\.[^.]+\.part)?)?")
-    if not merged.parent.is_dir():
+    folder = RunPaths(log_path).trajectories(split)
+    if not folder.is_dir():
         return []
     found, seen = [], set()
-    for name in sorted(os.listdir(merged.parent)):
-        path = merged.parent / name
-        if (match := pattern.fullmatch(name)) and path.is_file():
+    for path in sorted(folder.iterdir()):
+        name = parse_trajectories(path.name)
+        if name is None or name.rank is None or (name.split, name.iteration) != (split, iteration):
+            continue
+        if path.is_file():
             there = path.stat()
             if (there.st_dev, there.st_ino) not in seen:  # a finished checkpoint is a link to its last part
                 seen.add((there.st_dev, there.st_ino))
-                found.append(_look_at(path, int(match[1])))
+                found.append(_look_at(path, name.rank))
     found = _mark_fallbacks(_mark_copies(_mark_other_runs(found, log_path)))
     found.sort(key=lambda item: (not item.usable, -item.generation, item.node_rank, item.path.name))
     return _count_duplicates(found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from fsbarrier import files
 from fsbarrier.data import rankfiles
 from fsbarrier.data.shardscan import NotOurs, reading, scan_shard
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.rundir.paths import SPLITS, RunPaths
+from fsbarrier.rundir.names import SPLITS, parse_trajectories
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import read_trajectories
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -90,10 +90,13 @@ def sources(log_path: Path, split: str, iterations: Sequence[int] | None) -> tup
 def _iterations(log_path: Path, split: str) -> set[int]:
     assert split in SPLITS
     folder = RunPaths(log_path).trajectories(split)
-    start = RunPaths(log_path).merged(split, 0).name.removesuffix("0")
-    names = (path.name.removeprefix(start) for path in folder.glob(f"{start}*")) if folder.is_dir() else ()
-    numbers = (name.partition("_rank_")[0] for name in names)
-    return {int(number) for number in numbers if number.isdecimal()}
+    found = [parse_trajectories(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    # A file that one generation merged is not counted: it has the plain name as well, unless that generation was cut off.
+    return {
+        file.iteration
+        for file in found
+        if file is not None and file.split == split and (file.rank is not None or file.generation is None)
+    }
 
 
 def export(found: Iterable[Path], out: Path, *, tokens: bool = True) -> Exported:
@@ -107,7 +110,7 @@ def export(found: Iterable[Path], out: Path, *, tokens: bool = True) -> Exported
     if out.exists():
         raise UsageError(f"{out}: is there already; name a new file")
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
+    temporary = files.temporary_beside(out)
     open_writer: Callable[[Path], _Writer] = _JsonLines if out.suffix == ".jsonl" else _Parquet
     used, count, seen = [], 0, set[tuple[Any, ...]]()
     try:

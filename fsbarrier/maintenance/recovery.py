@@ -7,7 +7,6 @@ on; this is for people who want to see, to merge by hand, or to get foreign and 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,7 +19,8 @@ from fsbarrier.data.shardscan import scan_shard
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.protocol.facts import CorruptRecord, Fact, decode
 from fsbarrier.rundir import runrecord
-from fsbarrier.rundir.paths import SPLITS, RunPaths
+from fsbarrier.rundir.names import SPLITS, parse_trajectories
+from fsbarrier.rundir.paths import RunPaths
 
 #: of a file's state, whether it is moved out of the way
 STATES = {
@@ -61,12 +61,13 @@ def inspect(log_path: Path, iteration: int) -> list[Found]:
     for split in SPLITS:
         merged = RunPaths(log_path).merged(split, iteration)
         found += [_as_found(item, split) for item in rankfiles.find(log_path, split, iteration)]
-        mine = re.compile(re.escape(merged.name) + r"(\.g\d{4,})?")
-        unfinished = re.compile(r"\." + re.escape(merged.name) + r"(?!\d).*")
+        # What was being written to the merged file, or to a rank's. What follows the number tells iteration 1 from 12.
+        unfinished = (f".{merged.name}.", f".{merged.name}_rank_")
         for path in sorted(merged.parent.iterdir()) if merged.parent.is_dir() else ():
-            if mine.fullmatch(path.name):
+            name = parse_trajectories(path.name)
+            if name is not None and name.rank is None and (name.split, name.iteration) == (split, iteration):
                 found.append(_merged(path, split, run_id))
-            elif unfinished.fullmatch(path.name):
+            elif path.name.startswith(unfinished):
                 found.append(Found(path, split, None, "temporary", note="left by a program that was killed"))
     return found
 

@@ -13,6 +13,7 @@ from fsbarrier.machine.mounts import claims_unsafe
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import Context, PartOnDisk
 from fsbarrier.protocol.state import Node
+from fsbarrier.rundir.names import PART
 from fsbarrier.rundir.runrecord import RunRecord
 
 
@@ -29,9 +30,7 @@ class ContextMaker:
         assert generation is not None and position is not None
 
         def inventory(split: str) -> tuple[PartOnDisk, ...]:
-            return parts_on_disk(
-                self.record.paths.trajectories(split), self.record.paths.merged(split, position.iteration)
-            )
+            return parts_on_disk(self.record.paths.trajectories(split), split, position.iteration)
 
         return Context(
             run_id=self.record.run_id,
@@ -59,10 +58,13 @@ class ContextMaker:
         )
 
 
-def parts_on_disk(folder: Path, merged: Path) -> tuple[PartOnDisk, ...]:
+def parts_on_disk(folder: Path, split: str, iteration: int) -> tuple[PartOnDisk, ...]:
     """The part files of one iteration with what they durably hold, by name (oldest generation first within a rank)."""
     found = []
-    for path in sorted(folder.glob(f"{merged.name}_rank_*.part")):
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        part = PART.parse(path.name)
+        if part is None or (part.split, part.iteration) != (split, iteration):
+            continue
         scan = trajectories.scan_shard(path)
         if scan.groups:
             version = int(scan.header.get("policy_version", -1))

@@ -21,7 +21,7 @@ from pathlib import Path
 from fsbarrier import files
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.assign import lots
-from fsbarrier.rollouts.early_end import CUT, DURABLE
+from fsbarrier.rundir.names import CUT, DURABLE_COUNT, LOT
 
 TRIES = 5  # of one operation that the filesystem answers with an error
 PAUSE_S = 0.1  # before the second try, doubled before each further one
@@ -37,7 +37,7 @@ class Lot:
 
     @property
     def name(self) -> str:
-        return f"lot-{self.rank:04d}-{self.number:06d}"
+        return LOT.build(self.rank, self.number)
 
 
 class Claims:
@@ -165,10 +165,12 @@ class Claims:
 
 def tidy(folder: Path, rank: int) -> None:
     """Remove what is left of a phase that every node has left: each node the claims on its own share, the last one the folder."""
-    mine = (f"lot-{rank:04d}-", f"{DURABLE}{rank:04d}", CUT)
-    with contextlib.suppress(OSError):  # not there, or left lying: nobody reads it any more
+    # Where that fails the folder is not there, or it is left lying: nobody reads it any more.
+    with contextlib.suppress(OSError):
         for name in os.listdir(folder):
-            if name.startswith(mine):
+            lot = LOT.parse(name)
+            mine = lot is not None and lot.rank == rank
+            if mine or name in (DURABLE_COUNT.build(rank), CUT):
                 (folder / name).unlink(missing_ok=True)
         folder.rmdir()
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fsbarrier import files
+from fsbarrier.rundir.names import CUT, DURABLE_COUNT
 
-CUT, DURABLE = "cut", "durable-"
 LOOK_S = (
     1.0  # between two looks; with many nodes more, so that all of them together read as often as fifty do
 )
@@ -36,7 +36,7 @@ class Tail:
         grace_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._mine = folder, f"{DURABLE}{rank:04d}"
+        self._folder, self._mine = folder, DURABLE_COUNT.build(rank)
         self._need = math.ceil(share * wanted) - there
         self._grace_s, self._clock = grace_s, clock
         self._since: float | None = None
@@ -76,7 +76,7 @@ class Tail:
 
     def _durable(self, names: Sequence[str]) -> int:
         for name in names:
-            if name.startswith(DURABLE):
+            if DURABLE_COUNT.parse(name) is not None:
                 try:
                     self._counts[name] = int((self._folder / name).read_bytes())
                 except (OSError, ValueError):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import shutil
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.rundir.names import POLICY_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 
 MANIFEST = "MANIFEST.json"
-_FOLDER = re.compile(r"policy-(\d{6,})\.g(\d{4,})")
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def verify(folder: Path) -> Manifest:
 def publish_link(log_path: Path, folder: Path) -> Path:
     """Make <log-path>/model.pt name `folder`/model, in one step; a copy where symbolic links are not to be had. Raises OSError."""
     target, served = folder / "model", RunPaths(log_path).served_model
-    temporary = served.with_name(f".{served.name}.{secrets.token_hex(6)}.tmp")
+    temporary = files.temporary_beside(served)
     try:
         os.symlink(os.path.relpath(target, log_path), temporary)
     except OSError:
@@ -134,12 +133,10 @@ def retain(log_path: Path, keep: int, current: Path) -> list[Path]:
 def versions(log_path: Path) -> list[tuple[int, Path]]:
     """All policy versions on disk, complete or not, oldest first."""
     root = RunPaths(log_path).checkpoints
-    found = [
-        (int(m[1]), p) for p in (root.iterdir() if root.is_dir() else ()) if (m := _FOLDER.fullmatch(p.name))
-    ]
-    return sorted(found)
+    folders = list(root.iterdir()) if root.is_dir() else []
+    return sorted((made.number, folder) for folder in folders if (made := POLICY_FOLDER.parse(folder.name)))
 
 
 def _version(folder: Path) -> int:
-    match = _FOLDER.fullmatch(folder.name)
-    return int(match[1]) if match else 0
+    made = POLICY_FOLDER.parse(folder.name)
+    return made.number if made is not None else 0

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from fsbarrier.rundir.names import ATTEMPT_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 
 TAIL_BYTES = 64 * 1024
@@ -36,8 +37,7 @@ def last_words(paths: RunPaths, rank: int, incarnation: int, lines: int = 3) -> 
     A daemon that joined anew keeps the folder of its first incarnation.
     """
     try:
-        starts = [path.name.removeprefix("attempt_") for path in paths.logs.iterdir()]
-        attempts = sorted((int(start) for start in starts if start.isdecimal()), reverse=True)
+        attempts = sorted(ATTEMPT_FOLDER.parse_all(path.name for path in paths.logs.iterdir()), reverse=True)
         folders = [paths.node_logs(attempt, rank) for attempt in attempts if attempt <= incarnation]
         folder = next(folder for folder in folders if folder.is_dir())
         written = {path.stat().st_mtime_ns: path for path in folder.glob("*.log")}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-from fsbarrier.rundir.paths import SPLITS, RunPaths
-
-_BATCH = re.compile(r"batch-(\d{6,})\.g\d{4,}\.pt")
+from fsbarrier.rundir import names
+from fsbarrier.rundir.paths import RunPaths
 
 
 def remove_old(log_path: Path, trained_on: int, *, batches: int, trajectories: int) -> list[int]:
@@ -18,19 +16,18 @@ def remove_old(log_path: Path, trained_on: int, *, batches: int, trajectories: i
     """
     paths = RunPaths(log_path)
     if batches:
-        folder = paths.batch(0, 0).parent
-        for path in _listed(folder):
-            match = _BATCH.fullmatch(path.name)
-            if match and int(match[1]) <= trained_on - batches:
+        for path in _listed(paths.batches):
+            batch = names.BATCH.parse(path.name)
+            if batch is not None and batch.number <= trained_on - batches:
                 _remove(path)
     gone: set[int] = set()
-    for split in SPLITS if trajectories else ():
-        first = paths.merged(split, 0)
-        name = re.compile(re.escape(first.name.removesuffix("0")) + r"(\d+)(\.g\d{4,}|_rank_\d+.*)?")
-        for path in _listed(first.parent):
-            match = name.fullmatch(path.name)
-            if match and int(match[1]) <= trained_on - trajectories and _remove(path):
-                gone.add(int(match[1]))
+    for split in names.SPLITS if trajectories else ():
+        for path in _listed(paths.trajectories(split)):
+            file = names.parse_trajectories(path.name)
+            if file is None or file.split != split:
+                continue
+            if file.iteration <= trained_on - trajectories and _remove(path):
+                gone.add(file.iteration)
     return sorted(gone)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.facts import StopRequest
+from fsbarrier.rundir.names import STOP_REQUEST
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.store import PosixStore
 
@@ -23,10 +24,9 @@ def request_stop(log_path: Path, *, now: bool, who: str | None = None) -> Path:
         raise UsageError(f"no run at {log_path}: there is no {paths.record.name}")
     store = PosixStore()
     store.make_dir(paths.stops)
-    numbers = [int(name.split(".")[0]) for name in store.names(paths.stops) if name.split(".")[0].isdecimal()]
     asking = who or f"{getpass.getuser()}@{socket.gethostname()}"
     request = StopRequest(now=now, who=asking, time=datetime.now(UTC).isoformat(timespec="seconds"))
-    number = max(numbers, default=0) + 1
-    while not store.create(paths.stops / f"{number:06d}.json", request):
+    number = max(STOP_REQUEST.parse_all(store.names(paths.stops)), default=0) + 1
+    while not store.create(paths.stop(number), request):
         number += 1
-    return paths.stops / f"{number:06d}.json"
+    return paths.stop(number)

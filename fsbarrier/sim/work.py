@@ -27,7 +27,7 @@ from fsbarrier.program import (
 )
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Part, WorkReport
-from fsbarrier.rundir.paths import SPLITS
+from fsbarrier.rundir.names import SPLITS
 from fsbarrier.sim.artifacts import FOREVER, Meeting, PartFile, Piece, Waiting
 from fsbarrier.sim.history import Entry, Merged, Missing, Published, Used
 from fsbarrier.sim.setup import PATHS

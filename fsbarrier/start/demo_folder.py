@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -57,7 +56,7 @@ def _make(folder: Path) -> None:
 def _copy(source: Path, target: Path) -> None:
     """`target` appears in one step, with the run's permissions; whoever is second finds it there."""
     files.make_dirs(target.parent)
-    staging = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    staging = files.temporary_beside(target)
     try:
         for folder, _, names in os.walk(source):
             here = staging / Path(folder).relative_to(source)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsbarrier.rundir.names import MERGED
 from fsbarrier.view.event_text import duration, one_line, ranks
 from fsbarrier.view.watching import RunReader
 
@@ -134,6 +135,6 @@ def files(reader: RunReader, nodes: Sequence[NodeStatus]) -> dict[str, str]:
 
 def _merged_files(folder: Path) -> list[Path]:
     try:
-        return [path for path in folder.iterdir() if path.name.rpartition("iteration")[2].isdecimal()]
+        return [path for path in folder.iterdir() if MERGED.parse(path.name) is not None]
     except OSError:
         return []

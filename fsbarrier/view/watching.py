@@ -7,7 +7,6 @@ foreign or vanishing file is passed over; it is never an error.
 from __future__ import annotations
 
 import json
-import re
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from fsbarrier.machine.host import boot_id
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.facts import Beat, CorruptRecord, Generation, Join, R, decode
 from fsbarrier.protocol.membership import GONE, Ledger
-from fsbarrier.rundir import runrecord
+from fsbarrier.rundir import names, runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.supervision.processes import Stat
 from fsbarrier.view.history import History
@@ -26,10 +25,6 @@ from fsbarrier.view.timings import IterationTime, Span, SpanReader, iteration_ti
 
 MAX_BYTES = 16 * 1024 * 1024  # read of one journal at a time
 BLIND_S = 5.0  # a gap between two polls above which nobody's silence counts
-_JOURNAL = re.compile(r"node_(\d+)\.inc-(\d+)\.jsonl")
-_NUMBERED = re.compile(r"node-(\d{1,9})\.inc-(\d{1,9})\.json")
-_GENERATION = re.compile(r"gen-(\d{1,12})\.json")
-_DONE = re.compile(r"node-(\d{1,9})\.done")
 
 
 @dataclass
@@ -90,7 +85,7 @@ class RunReader:
     places: dict[int, Line] = field(default_factory=dict)  # node rank -> its newest phase_started
     beat_times: dict[int, float] = field(default_factory=dict)
     _generations: set[int] = field(default_factory=set)
-    _clocks: dict[tuple[int, int], str] = field(default_factory=dict)
+    _clocks: dict[names.StartName, str] = field(default_factory=dict)
     _tails: dict[str, JournalTail] = field(default_factory=dict)
     _spans: list[Span] = field(default_factory=list)
     _times: list[IterationTime] = field(default_factory=list)
@@ -181,19 +176,19 @@ class RunReader:
 
     def _look_at_joins(self, now: float) -> None:
         for name in _names(self.paths.joins):
-            match = _NUMBERED.fullmatch(name)
-            if match is None or (int(match[1]), int(match[2])) in self._clocks:
+            start = names.START.parse(name)
+            if start is None or start in self._clocks:
                 continue
             join = _read(self.paths.joins / name, Join)
             if join is None:
                 continue
-            self._clocks[int(match[1]), int(match[2])] = join.boot_id
+            self._clocks[start] = join.boot_id
             if join.rank not in self.joins or self.joins[join.rank].incarnation < join.incarnation:
                 self.joins[join.rank] = join
                 self.joined_since[join.rank] = now
 
     def _look_at_generations(self) -> None:
-        found = [int(m[1]) for m in map(_GENERATION.fullmatch, _names(self.paths.generations)) if m]
+        found = names.GENERATION.parse_all(_names(self.paths.generations))
         for number in sorted(set(found) - self._generations):
             record = _read(self.paths.generation(number), Generation)
             if record is None:
@@ -210,12 +205,12 @@ class RunReader:
     def _look_at_journals(self) -> list[Line]:
         fresh: list[Line] = []
         for name in _names(self.paths.events):
-            match = _JOURNAL.fullmatch(name)
-            if match is None:
+            start = names.JOURNAL.parse(name)
+            if start is None:
                 continue
             if name not in self._tails:
                 # a journal whose node's join cannot be read has a clock that nobody shares
-                clock = self._clocks.get((int(match[1]), int(match[2]))) or f"journal {name}"
+                clock = self._clocks.get(start) or f"journal {name}"
                 self._tails[name] = JournalTail(self.paths.events / name, clock)
             tail = self._tails[name]
             lines = tail.read()
@@ -250,13 +245,9 @@ class RunReader:
     def _look_at_beats(self, now: float) -> None:
         beats = dict[int, Beat]()
         for name in _names(self.paths.beats):
-            match = _NUMBERED.fullmatch(name)
-            beat = _read(self.paths.beats / name, Beat) if match else None
-            if (
-                match is None
-                or beat is None
-                or (beat.rank, beat.incarnation) != tuple(map(int, match.groups()))
-            ):
+            start = names.START.parse(name)
+            beat = _read(self.paths.beats / name, Beat) if start is not None else None
+            if beat is None or start != names.StartName(beat.rank, beat.incarnation):
                 continue
             if beat.rank in beats and beat.incarnation < beats[beat.rank].incarnation:
                 continue
@@ -273,7 +264,7 @@ class RunReader:
             self.arrived, self.arrived_since = frozenset(), {}
             return
         folder = self.paths.phase(generation, iteration, phase, self.phase_name)
-        ranks = {int(match[1]) for match in map(_DONE.fullmatch, _names(folder)) if match}
+        ranks = {fact.rank for fact in names.FACT.parse_all(_names(folder)) if fact.status == "done"}
         here = ranks & set(self.newest.ranks)
         self.arrived_since = {rank: self.arrived_since.get(rank, now) for rank in here & self.arrived} | {
             rank: now for rank in here - self.arrived

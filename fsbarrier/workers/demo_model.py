@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import random
-import secrets
 import shutil
 import signal
 import sys
@@ -171,7 +170,7 @@ def warm_start(model: transformers.Qwen2ForCausalLM, seed: int, recipe: WarmStar
 
 def make(out: Path, seed: int, recipe: WarmStart, progress: Progress) -> None:
     """Make the demo folder at `out` in one step. Of several at once all but one find it made. Raises UsageError, OSError."""
-    staging = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
+    staging = files.temporary_beside(out)
     files.make_dirs(staging)
     try:
         began = time.monotonic()

@@ -1,0 +1,76 @@
+"""Names under the run directory: what was built is read back as it was, and nothing else is taken for one of ours."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, is_dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsbarrier.rundir import names
+from fsbarrier.rundir.names import Name
+
+KINDS = {name: kind for name, kind in vars(names).items() if isinstance(kind, Name)}
+NUMBERS = st.integers(0, 10**18 - 1) | st.sampled_from([0, 9, 99, 9999, 10_000, 999_999, 1_000_000])
+WORDS = st.sampled_from(["train", "test", "done", "failed", "update", "train_rollout", "weights_publish"])
+STRANGE = st.sampled_from(
+    ["", ".", "~", ".swp", ".tmp", "0", "00", "-", "x", " ", "\n", "٣", "_rank_", "gen-"]
+)
+
+
+def fields_of(kind: Name[Any]) -> st.SearchStrategy[tuple[int | str, ...]]:
+    """Values for the fields of a kind of name, by its template."""
+    specs = [part.partition("}")[0] for part in kind.template.split("{")[1:]]
+    return st.tuples(*[WORDS if spec == ":s" else NUMBERS for spec in specs])
+
+
+def values(meaning: Any) -> tuple[int | str, ...]:
+    """The fields that a name was read as."""
+    everything = astuple(meaning) if is_dataclass(meaning) and not isinstance(meaning, type) else (meaning,)
+    return tuple(value for value in everything if value is not None)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@given(data=st.data())
+def test_what_was_built_is_read_back(kind: Name[Any], data: st.DataObject) -> None:
+    fields = data.draw(fields_of(kind))
+    assert values(kind.parse(kind.build(*fields))) == fields
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@given(data=st.data())
+def test_nothing_else_is_read(kind: Name[Any], data: st.DataObject) -> None:
+    """A name with something strange in it is either none, or exactly what building would have written."""
+    name = kind.build(*data.draw(fields_of(kind)))
+    begin = data.draw(st.integers(0, len(name)))
+    end = data.draw(st.integers(begin, min(len(name), begin + 2)))
+    strange = name[:begin] + data.draw(STRANGE) + name[end:]
+    for text in (strange, data.draw(st.text(max_size=40))):
+        meaning = kind.parse(text)
+        assert meaning is None or kind.build(*values(meaning)) == text
+
+
+@given(data=st.data())
+def test_no_name_is_of_two_kinds_of_trajectory_files(data: st.DataObject) -> None:
+    kinds = [names.MERGED, names.MERGED_BY, names.RANK_FALLBACK, names.RANK_CHECKPOINT, names.PART]
+    for kind in kinds:
+        name = kind.build(*data.draw(fields_of(kind)))
+        assert [other for other in kinds if other.parse(name) is not None] == [kind]
+        assert names.parse_trajectories(name) == kind.parse(name)
+
+
+def test_the_names_that_scripts_rely_on() -> None:
+    """As the design says, to the letter."""
+    merged = "train_trajectories.pt.iteration5"
+    part = f"{merged}_rank_0.checkpoint.g0002i0001.part"
+    assert names.MERGED.build("train", 5) == merged
+    assert names.RANK_CHECKPOINT.build("train", 5, 0) == f"{merged}_rank_0.checkpoint"
+    assert names.parse_trajectories(part) == names.TrajectoryName("train", 5, 0, 2, 1)
+    assert names.parse_trajectories(f"{merged}.g0002") == names.TrajectoryName("train", 5, None, 2)
+    assert names.START.parse("node-0001.inc-0002.json") == names.StartName(1, 2)
+    assert names.START.parse("node-00001.inc-0002.json") is None
+    assert names.JOURNAL.build(1, 2) == "node_1.inc-0002.jsonl"
+    assert names.PHASE_FOLDER.parse("p02-train_rollout") == names.PhaseName(2, "train_rollout")
+    assert names.FACT.parse("node-0001.done") == names.FactName(1, "done")
