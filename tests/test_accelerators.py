@@ -27,6 +27,7 @@ from fsbarrier.machine.accelerators import (
     memory_of,
     wait_released,
 )
+from fsbarrier.supervision import processes
 
 GIB = 1 << 30
 OURS = 999_999_999  # no process has it: pids end at 4 million
@@ -325,8 +326,8 @@ def test_descendants_are_those_below(tmp_path: Path) -> None:
         assert process.stdout is not None
         below = int(process.stdout.readline())
         try:
-            assert {process.pid, below} <= accelerators.descendants(os.getpid())
-            assert accelerators.descendants(process.pid) == {below}
+            assert {process.pid, below} <= processes.below(os.getpid()).keys()
+            assert processes.below(process.pid).keys() == {below}
         finally:
             process.kill()
             os.kill(below, 9)

@@ -40,7 +40,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.store import PosixStore
 from fsbarrier.settings import sources as given_settings
 from fsbarrier.settings.resolve import known_names
-from fsbarrier.supervision import worker_files
+from fsbarrier.supervision import worker_contract
 from fsbarrier.trajectories import FormatError, ShardWriter, iter_trajectories, load, scan_shard
 from fsbarrier.view import lines
 
@@ -272,7 +272,7 @@ def test_a_line_of_a_journal(line: Any) -> None:
 def test_progress_and_results_of_programs(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("work") / "result.json"
     path.write_bytes(data)
-    for read in (worker_files.read_progress, lambda p: worker_files.read_result(p, "the program")):
+    for read in (worker_contract.read_progress, lambda p: worker_contract.read_result(p, "the program")):
         try:
             value = read(path)
         except ProgramFailed:
@@ -284,10 +284,10 @@ def test_progress_and_results_of_programs(tmp_path_factory: pytest.TempPathFacto
 
 def test_a_program_s_files_may_not_be_larger_than_a_record(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    path.write_bytes(b'{"a": "' + b"x" * worker_files.MAX_RESULT_BYTES + b'"}')
+    path.write_bytes(b'{"a": "' + b"x" * worker_contract.MAX_RESULT_BYTES + b'"}')
     with pytest.raises(ProgramFailed, match="bytes"):
-        worker_files.read_result(path, "the program")
-    assert worker_files.read_progress(path) is None
+        worker_contract.read_result(path, "the program")
+    assert worker_contract.read_progress(path) is None
 
 
 @pytest.fixture(scope="module")

@@ -47,8 +47,8 @@ def python(code: str) -> tuple[str, ...]:
 
 
 def output(child: Child) -> str:
-    assert child.wait(DEADLINE_S) == 0, child.tail()
-    return "\n".join(child.tail(1000))
+    assert child.wait(DEADLINE_S) == 0, child.last_log_lines()
+    return "\n".join(child.last_log_lines(1000))
 
 
 def until_said(child: Child, word: str) -> None:
@@ -57,7 +57,7 @@ def until_said(child: Child, word: str) -> None:
         text = ""
         while word not in text.split():
             text += stream.read()
-            assert child.wait(0.01) is None, child.tail()
+            assert child.wait(0.01) is None, child.last_log_lines()
 
 
 @pytest.mark.parametrize(
@@ -240,13 +240,13 @@ def test_tail_gives_only_this_starts_last_lines(start: Start, log: Path) -> None
     assert start("echo", "of an earlier start").wait(DEADLINE_S) == 0
     child = start("sh", "-c", "printf 'one\\n\\ntwo\\nthree'")
     assert child.wait(DEADLINE_S) == 0
-    assert child.tail() == ["one", "two", "three"]
-    assert child.tail(2) == ["two", "three"]
-    assert child.tail(0) == []
+    assert child.last_log_lines() == ["one", "two", "three"]
+    assert child.last_log_lines(2) == ["two", "three"]
+    assert child.last_log_lines(0) == []
     os.truncate(log, 3)
-    assert child.tail() == ["---"]
+    assert child.last_log_lines() == ["---"]
     log.unlink()
-    assert child.tail() == [f"(cannot read {log}: No such file or directory)"]
+    assert child.last_log_lines() == [f"(cannot read {log}: No such file or directory)"]
 
 
 def test_tail_is_bounded_and_fit_for_a_terminal(start: Start) -> None:
@@ -256,18 +256,18 @@ def test_tail_is_bounded_and_fit_for_a_terminal(start: Start) -> None:
     )
     child = start(*python(code))
     assert child.wait(DEADLINE_S) == 0
-    assert child.tail() == ["last", "bad � byte", "red bell", "100%"]
-    assert sum(len(line) for line in child.tail(10**9)) <= log_tail.TAIL_BYTES
+    assert child.last_log_lines() == ["last", "bad � byte", "red bell", "100%"]
+    assert sum(len(line) for line in child.last_log_lines(10**9)) <= log_tail.TAIL_BYTES
     endless = start(*python("import sys; sys.stdout.write('x' * 200_000)"))
     assert endless.wait(DEADLINE_S) == 0
-    assert [len(line) for line in endless.tail()] == [log_tail.TAIL_BYTES]
+    assert [len(line) for line in endless.last_log_lines()] == [log_tail.TAIL_BYTES]
 
 
 def test_stop_asks_first(start: Start) -> None:
     child = start("sh", "-c", "trap 'echo bye; exit 3' TERM; echo here; while :; do sleep 0.01; done")
     until_said(child, "here")
     assert child.stop(DEADLINE_S) == 3
-    assert child.tail(1) == ["bye"]
+    assert child.last_log_lines(1) == ["bye"]
 
 
 def test_stop_asks_the_whole_group(start: Start) -> None:
@@ -276,7 +276,7 @@ def test_stop_asks_the_whole_group(start: Start) -> None:
     )
     until_said(child, "here")
     assert child.stop(DEADLINE_S) == -signal.SIGTERM
-    assert child.tail(1) == ["child"]  # the main program ended at once, and the other had its grace
+    assert child.last_log_lines(1) == ["child"]  # the main program ended at once, and the other had its grace
 
 
 def test_stop_then_kills_what_is_deaf(start: Start) -> None:

@@ -71,7 +71,7 @@ def test_a_resumed_trainer_does_what_one_that_never_stopped_does(tmp_path: Path)
     """Two updates with the state saved and loaded between them, against the same two without: equal to the last bit."""
     from transformers import AutoModelForCausalLM
 
-    from fsbarrier.supervision.worker_program import Progress
+    from fsbarrier.supervision.worker_contract import Progress
     from fsbarrier.workers.update import Update
 
     work = bench(tmp_path)
@@ -131,7 +131,7 @@ def test_log_probabilities_are_compared_at_the_sampling_temperature(tmp_path: Pa
 
 
 def test_the_bound_fits_the_lower_precision(tmp_path: Path) -> None:
-    from fsbarrier.supervision.worker_program import Progress
+    from fsbarrier.supervision.worker_contract import Progress
     from fsbarrier.workers.update import Update
 
     work = bench(tmp_path)

@@ -181,7 +181,7 @@ def follow(log_path: Path, children: Mapping[int, Child]) -> None:
     _stop({rank: child for rank, child in children.items() if codes[rank] is None})
     for rank, code in codes.items():
         if code in (EXIT_INTERNAL, UsageError.exit_code):  # what it said, the journal does not know
-            say(f"node {rank}: {' | '.join(children[rank].tail(1))}")
+            say(f"node {rank}: {' | '.join(children[rank].last_log_lines(1))}")
     console.print_summary(log_path)
 
 

@@ -183,7 +183,7 @@ class Engine:
             if failure is None:
                 server.loaded = (model.path, policy_version)
                 return
-            retry = TAKEN in "\n".join(server.child.tail(100)).lower() and attempt + 1 < PORT_TRIES
+            retry = TAKEN in "\n".join(server.child.last_log_lines(100)).lower() and attempt + 1 < PORT_TRIES
             message = self._failed(failure)
             self._stop_server()
             if not retry or cancel.is_set():
@@ -379,6 +379,6 @@ class Engine:
         """One line on what happened, then the end of the log and where the whole of it is."""
         server = self._server
         assert server is not None
-        cause = engine_log.cause(server.child.tail(400))
-        lines = [f"vLLM {what}{f': {cause}' if cause else ''}", *server.child.tail(LOG_LINES)]
+        cause = engine_log.cause(server.child.last_log_lines(400))
+        lines = [f"vLLM {what}{f': {cause}' if cause else ''}", *server.child.last_log_lines(LOG_LINES)]
         return "\n".join([*lines, f"(from {self.log_file})"])

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fsbarrier.supervision import processes
-
 Kind = Literal["nvidia", "amd"]
 How = Literal["no accelerator", "processes", "level", "unverified"]
 
@@ -92,11 +90,6 @@ def memory_of(pids: Collection[int]) -> list[Held]:
     """What `pids` hold on each device whose driver tells memory by process (not AMD's, not in most containers)."""
     with _nvml() as nvml:
         return [held for device in _look(nvml, os.environ) if (held := device.held_by(pids)) is not None]
-
-
-def descendants(pid: int) -> frozenset[int]:
-    """All processes below `pid`, without itself."""
-    return frozenset(processes.below(pid))
 
 
 def wait_released(

@@ -31,6 +31,7 @@ from fsbarrier.node.agent import Agent, place
 from fsbarrier.node.console import Console, told
 from fsbarrier.node.context import ContextMaker
 from fsbarrier.node.directory_watch import Hints
+from fsbarrier.node.job import Workplace
 from fsbarrier.node.jobs import Jobs
 from fsbarrier.node.observer import Observer, Paces, eagerness
 from fsbarrier.node.rank_lock import hold_rank
@@ -108,15 +109,14 @@ class Daemon:
         )  # there, if a start before was killed early
         self.engine = make_engine(record, self.log_dir, work_dir, rules.program.needs)
         context = ContextMaker(record, observer, len(accelerators.detect()))
-        self.jobs = Jobs(
-            context=context,
+        self.workplace = Workplace(
             engine=self.engine,
             work_dir=work_dir,
             log_dir=self.log_dir,
             log_path=record.log_path,
-            wake=self._wake.set,
             stall_timeout_s=self.settings["coordination"]["stall_timeout_s"],
         )
+        self.jobs = Jobs(context, self.workplace, self._wake.set)
         join = Join(
             rank=rank,
             incarnation=0,
@@ -194,7 +194,7 @@ class Daemon:
             number = self._signal or signal.SIGTERM
             code = EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM
             self._leave(code, f"stopped by {signal.Signals(number).name}")
-        self.jobs.grace_s = 0.5
+        self.workplace.grace_s = 0.5
         with contextlib.suppress(StoreError):  # what hangs in the kernel is left to its guard
             self.jobs.cancel()
         self.engine.stop()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsbarrier.rollouts.samples import Group
-from fsbarrier.supervision.worker_program import SHOW_S, Progress
+from fsbarrier.supervision.worker_contract import SHOW_S, Progress
 
 
 @dataclass

@@ -167,7 +167,7 @@ class Child:
         """For `selectors`: readable when `poll()` has news. -1 after the end."""
         return self._line.fileno()
 
-    def tail(self, lines: int = 20) -> list[str]:
+    def last_log_lines(self, lines: int = 20) -> list[str]:
         """The last lines of its log since this start, from at most the last 64 KiB, fit for a terminal."""
         return log_tail.tail(self.log_file, lines, self._log_start)
 
@@ -201,7 +201,9 @@ class Child:
         if self.pid:
             return
         if self._failure is None:
-            raise StartFailed(f"{self.name}: the guard ended at once: {' | '.join(self.tail(3))}", 126)
+            raise StartFailed(
+                f"{self.name}: the guard ended at once: {' | '.join(self.last_log_lines(3))}", 126
+            )
         self.wait(KILL_S)
         number, stage = self._failure
         missing = number == errno.ENOENT and stage == "program"

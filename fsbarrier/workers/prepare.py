@@ -21,7 +21,7 @@ from torch import Tensor
 from fsbarrier import files
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.supervision.worker_program import Progress, run_worker
+from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.training.batch import load_tensors
 from fsbarrier.training.losses import group_advantages
 from fsbarrier.training.replay import Draw, Recency

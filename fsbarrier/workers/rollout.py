@@ -31,7 +31,7 @@ from fsbarrier.rollouts.judged import failed_group, judged_group
 from fsbarrier.rollouts.samples import Group
 from fsbarrier.rollouts.sampling import Sampler, Server
 from fsbarrier.rollouts.tally import Shown, Tally
-from fsbarrier.supervision.worker_program import Progress, run_worker
+from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.trajectories import ShardWriter
 
 SEQUENCES_PER_REQUEST = 128  # prompts times samples: see sampling.py

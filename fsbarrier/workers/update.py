@@ -27,7 +27,7 @@ from fsbarrier import files
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.machine.network_interface import name_interface
 from fsbarrier.rundir import checkpoints
-from fsbarrier.supervision.worker_program import Progress, run_worker
+from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.training import policy
 from fsbarrier.training.batch import MicroBatch, TrainingBatch, load_tensors, plan
 from fsbarrier.training.losses import LossSums, grpo_loss, rft_loss, token_log_probs

@@ -1,0 +1,103 @@
+"""One job, a launch of a row's work: how it is cancelled, what it shows, and what it shares with the jobs before and after it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from fsbarrier.errors import StoreError
+from fsbarrier.protocol.facts import Payload
+from fsbarrier.supervision.worker_contract import read_progress
+
+if TYPE_CHECKING:
+    from fsbarrier.engine.engine import EngineInfo
+
+T = TypeVar("T")
+
+# For how long a failing directory is asked for what a job needs to know, and how often.
+DIRECTORY_S = 15.0
+RETRY_S = 0.25
+
+
+class NodeUnfit(StoreError):
+    """This node cannot begin any work; another could."""
+
+
+class Cancelled(Exception):
+    """The job was cancelled; nobody waits for its report."""
+
+
+class EngineLike(Protocol):
+    """What work needs of the local engine (fsbarrier/engine/engine.py)."""
+
+    threads: int
+
+    def ensure(self, weights: Path, policy_version: int, *, cancel: threading.Event) -> EngineInfo: ...
+
+    def release(self, *, cancel: threading.Event) -> Payload: ...
+
+
+@dataclass
+class Job:
+    """One launch of a row's work. The node's loop cancels it and reads its progress; its thread does all else."""
+
+    cancel: threading.Event = field(default_factory=threading.Event)
+    progress: Payload = field(default_factory=dict)
+    # The file in which the program that runs now shows its progress.
+    progress_file: Path | None = None
+
+    def stop_if_cancelled(self) -> None:
+        if self.cancel.is_set():
+            raise Cancelled
+
+    def read_progress(self) -> None:
+        """Take over what the running program says of itself, if it says anything."""
+        if self.progress_file is not None:
+            self.progress = read_progress(self.progress_file) or self.progress
+
+    def patiently(self, ask: Callable[[], T]) -> T:
+        """What the shared directory says. While it fails it is asked again, for DIRECTORY_S. Raises OSError, Cancelled."""
+        deadline = time.monotonic() + DIRECTORY_S
+        while True:
+            try:
+                return ask()
+            except OSError:
+                if time.monotonic() >= deadline:
+                    raise
+                if self.cancel.wait(RETRY_S):
+                    raise Cancelled from None
+
+
+@dataclass
+class Workplace:
+    """What all jobs of this node share: its engine, its folders, and what one job leaves behind for a later one."""
+
+    engine: EngineLike
+    work_dir: Path
+    log_dir: Path
+    log_path: Path
+    # A program that shows no sign of life for so long is ended.
+    stall_timeout_s: float
+    # How long a program may take to end when its job is cancelled, before it is killed.
+    grace_s: float = 2.0
+    # Left by ServeWeights for the programs that talk to the engine: its address and key.
+    engine_access: Payload = field(default_factory=dict)
+    # Left by OpenRendezvous: holds the port until torchrun is started, which takes it over.
+    rendezvous: socket.socket | None = None
+    programs_started: int = 0
+
+    def close_rendezvous(self) -> None:
+        if self.rendezvous is not None:
+            self.rendezvous.close()
+            self.rendezvous = None
+
+
+def journal_line(event: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a result goes to the journal: its plain values."""
+    plain = {k: v for k, v in value.items() if isinstance(v, (int, float, str)) or v is None}
+    return {**plain, "event": event}

@@ -1,0 +1,107 @@
+"""Carries out the work that a row of the program's table asks for: one small function for each kind of work.
+
+node/jobs.py calls it in a thread; node/worker_program.py carries out the one kind that starts a program.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fsbarrier import files
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.machine.rendezvous import listen, port_of, reachable
+from fsbarrier.node.job import Job, Workplace, journal_line
+from fsbarrier.node.worker_program import run_program
+from fsbarrier.program import (
+    Command,
+    Context,
+    OpenRendezvous,
+    ProbeAddresses,
+    PublishFile,
+    PublishWeights,
+    ReleaseEngine,
+    ServeWeights,
+    Steps,
+    Value,
+    Work,
+)
+from fsbarrier.rundir import checkpoints, retention
+
+
+def carry_out(work: Work, context: Context, job: Job, workplace: Workplace) -> dict[str, Any]:
+    """Do `work`; gives its result, in which "events" are lines for the journal.
+
+    Raises Cancelled, NodeUnfit, FsbarrierError, and whatever else goes wrong.
+    """
+    job.stop_if_cancelled()
+    match work:
+        case Value(value):
+            return dict(value)
+        case Steps(works):
+            return _one_after_the_other(works, context, job, workplace)
+        case ServeWeights():
+            return _serve_weights(work, job, workplace)
+        case ReleaseEngine():
+            return dict(workplace.engine.release(cancel=job.cancel))
+        case OpenRendezvous(loopback):
+            workplace.close_rendezvous()
+            workplace.rendezvous = listen(loopback=loopback)
+            return {"port": port_of(workplace.rendezvous)}
+        case ProbeAddresses(addresses, port):
+            return {"reached": reachable(addresses, port)}
+        case PublishWeights():
+            _refuse_if_outdated(context, job)
+            return _publish_weights(work, workplace.log_path)
+        case PublishFile(source, name):
+            _refuse_if_outdated(context, job)
+            files.link_or_copy(source, name)
+            return {}
+        case Command():
+            return run_program(work, context, job, workplace)
+
+
+def _one_after_the_other(
+    works: tuple[Work, ...], context: Context, job: Job, workplace: Workplace
+) -> dict[str, Any]:
+    """The results merged; of "events" all are kept."""
+    merged: dict[str, Any] = {}
+    for work in works:
+        value = carry_out(work, context, job, workplace)
+        events = [*merged.get("events", ()), *value.get("events", ())]
+        merged |= value | ({"events": events} if events else {})
+    return merged
+
+
+def _serve_weights(work: ServeWeights, job: Job, workplace: Workplace) -> dict[str, Any]:
+    version = work.policy_version
+    workplace.engine.threads = work.threads
+    job.progress = {"note": f"engine: policy version {version}"}
+    info = workplace.engine.ensure(work.folder, version, cancel=job.cancel)
+    workplace.engine_access = {"url": info.url, "api_key": info.api_key, "model": info.model}
+    fields = {"engine_action": info.action, "engine_s": round(info.seconds, 3), "engine_note": info.note}
+    return {**fields, "events": [{"event": "engine_ready", "serving": version, **fields}]}
+
+
+def _refuse_if_outdated(context: Context, job: Job) -> None:
+    """Look once more, just before others see what this generation made, whether it is still the newest.
+
+    A node that slept while the others went on must not change what they see. Nobody is left who would take its report.
+    """
+    if job.patiently(context.newest) > context.generation:
+        raise ProgramFailed(f"generation {context.generation} has ended; nothing of it is published any more")
+
+
+def _publish_weights(work: PublishWeights, log_path: Path) -> dict[str, Any]:
+    """Check the new policy version, point the run at it, then remove what is too old to be kept."""
+    checkpoints.verify(work.folder)
+    checkpoints.publish_link(log_path, work.folder)
+    checkpoints.retain(log_path, work.keep, work.folder)
+    value = {"policy_version": work.policy_version, "folder": str(work.folder)}
+    events = [journal_line("weights_published", value)]
+    removed = retention.remove_old(
+        log_path, work.trained_on, batches=work.keep, trajectories=work.keep_trajectories
+    )
+    if removed:
+        events.append({"event": "trajectories_removed", "iterations": removed})
+    return {**value, "events": events}

@@ -1,0 +1,101 @@
+"""Starts the program that a row asks for, watches it while it shows signs of life, and reads what it leaves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.node.job import Cancelled, Job, NodeUnfit, Workplace, journal_line
+from fsbarrier.program import Command, Context
+from fsbarrier.supervision.supervisor import Child
+from fsbarrier.supervision.worker_contract import WorkerFiles, read_result
+
+# How often the job is asked whether it is cancelled, and the program for a sign of life.
+WATCH_S = 0.25
+# How many of the last lines of a failed program's log people are shown.
+LOG_LINES = 20
+
+
+def run_program(work: Command, context: Context, job: Job, workplace: Workplace) -> dict[str, Any]:
+    """Run the program to its end; gives its result. Raises ProgramFailed, StartFailed, NodeUnfit, StoreError, Cancelled."""
+    # torchrun is about to take the port over.
+    workplace.close_rendezvous()
+    workplace.programs_started += 1
+    own = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
+    engine = workplace.engine_access
+    try:
+        own.write_spec({key: engine if value == "{engine}" else value for key, value in work.spec.items()})
+    except OSError as error:
+        raise NodeUnfit(
+            f"node {context.node_rank}: its temporary folder {workplace.work_dir} cannot be written to: {error.strerror}"
+        ) from None
+    argv = [word.replace("{spec}", str(own.spec)) for word in work.argv]
+    job.progress_file = own.progress
+    child = Child.start(
+        argv,
+        env=worker_environment() | dict(work.env),
+        log_file=workplace.log_dir / work.log,
+        name=context.phase.name,
+    )
+    code = _watch(child, context.phase.name, job, workplace)
+    if code != 0:
+        raise ProgramFailed(f"{program_name(argv)} {_how_it_ended(code)}{_end_of_log(child)}")
+    result = read_result(own.result, program_name(argv)) if work.result else {}
+    shutil.rmtree(own.folder, ignore_errors=True)
+    value = {**work.extra, **result}
+    return {**value, "events": [journal_line(work.event, value)]} if work.event else value
+
+
+def _watch(child: Child, phase_name: str, job: Job, workplace: Workplace) -> int:
+    """The program's exit code. It is waited for as long as its progress file or its log changes."""
+    assert job.progress_file is not None
+    last_stamp, changed_at = 0, time.monotonic()
+    while (code := child.wait(WATCH_S)) is None:
+        if job.cancel.is_set():
+            child.stop(workplace.grace_s)
+            raise Cancelled
+        stamp = _modified_ns(job.progress_file) + _modified_ns(child.log_file)
+        if stamp != last_stamp:
+            last_stamp, changed_at = stamp, time.monotonic()
+        elif time.monotonic() - changed_at > workplace.stall_timeout_s:
+            child.stop(workplace.grace_s)
+            raise ProgramFailed(
+                f"no progress for {workplace.stall_timeout_s:g} s (coordination.stall_timeout_s); "
+                f"{phase_name} was ended{_end_of_log(child)}"
+            )
+    return code
+
+
+def worker_environment() -> dict[str, str]:
+    """This process's environment, with this very fsbarrier importable wherever the program runs."""
+    package = str(Path(__file__).resolve().parents[2])
+    inherited = os.environ.get("PYTHONPATH", "")
+    path = package if not inherited else os.pathsep.join((package, inherited))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def program_name(argv: Sequence[str]) -> str:
+    """What people know a command by: the module after the last `-m` (torchrun has one before it), else the file name."""
+    modules = [argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "-m"]
+    return modules[-1] if modules else Path(argv[0]).name
+
+
+def _how_it_ended(code: int) -> str:
+    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def _end_of_log(child: Child) -> str:
+    lines = (*child.last_log_lines(LOG_LINES), f"(from {child.log_file})")
+    return "".join(f"\n{line}" for line in lines)
+
+
+def _modified_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

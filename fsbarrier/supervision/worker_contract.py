@@ -1,0 +1,172 @@
+"""The contract between a daemon and a worker program, in one place: three JSON files in a folder that is theirs alone.
+
+    spec.json      The daemon writes it before it starts `PROGRAM --spec spec.json`: what to do, the resolved settings,
+                   and in "progress" and "result" the paths of the other two files.
+    progress.json  The program rewrites it while it works, at most five times a second. The daemon puts it into every
+                   heartbeat, so it must be small. That the file changes is also the program's sign of life.
+    result.json    The program writes it once, when all its work is done. The daemon reads it when the exit code is 0.
+
+A program that fails prints one line for people and exits with 1, or with 2 where a setting or an input file is wrong.
+
+The upper half of this module is the daemon's side. It trusts neither size nor shape of what it reads, for the program
+may be the user's own. The lower half is what our own programs call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsbarrier import files
+from fsbarrier.errors import FsbarrierError, ProgramFailed
+from fsbarrier.supervision import signals
+
+# Every heartbeat carries the progress.
+MAX_PROGRESS_BYTES = 64 * 1024
+# Every node reads the result as part of a decision. A record may be four times as large.
+MAX_RESULT_BYTES = 16 * 1024 * 1024
+# The daemon writes the result again, some levels further down in a record, and the JSON library has a limit of its own.
+MAX_NESTING = 100
+# The program shows its progress at most this often.
+SHOW_S = 0.2
+
+# What a spec, a result or a progress holds differs from program to program: JSON values by name.
+JsonObject = dict[str, Any]
+
+# --- the daemon's side ---
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFiles:
+    """The three files of one program, in a folder on this node that nobody else uses."""
+
+    folder: Path
+
+    @property
+    def spec(self) -> Path:
+        return self.folder / "spec.json"
+
+    @property
+    def progress(self) -> Path:
+        return self.folder / "progress.json"
+
+    @property
+    def result(self) -> Path:
+        return self.folder / "result.json"
+
+    def write_spec(self, spec: Mapping[str, Any]) -> None:
+        """Make the folder and leave the spec in it. Raises OSError."""
+        files.make_dirs(self.folder)
+        complete = {**spec, "result": str(self.result), "progress": str(self.progress)}
+        files.write_atomic(self.spec, json.dumps(complete).encode())
+
+
+def read_progress(path: Path) -> JsonObject | None:
+    """What the running program last said of itself; None where it has said nothing that can be passed on."""
+    try:
+        return _read_object(path, MAX_PROGRESS_BYTES)
+    except (OSError, ValueError):
+        return None
+
+
+def read_result(path: Path, program: str) -> JsonObject:
+    """The result of a program that exited with 0. Raises ProgramFailed where there is none, or it is no JSON object."""
+    try:
+        result = _read_object(path, MAX_RESULT_BYTES)
+    except FileNotFoundError:
+        raise ProgramFailed(f"{program} ended well but left no result") from None
+    except (OSError, ValueError) as error:
+        raise ProgramFailed(f"{program} ended well but left a bad result: {error}") from None
+    # Under this name the daemon itself hands on what goes to the journal.
+    result.pop("events", None)
+    return result
+
+
+def _read_object(path: Path, max_bytes: int) -> JsonObject:
+    with path.open("rb") as stream:
+        data = stream.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"more than {max_bytes} bytes; large data belongs into a file that the result names")
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    if _nesting(value) > MAX_NESTING:
+        raise ValueError(f"nested more than {MAX_NESTING} deep")
+    return value
+
+
+def _nesting(value: JsonObject) -> int:
+    """How many objects and lists lie inside each other; counted level by level, so that no depth exhausts the stack."""
+    depth = 0
+    level: list[Any] = [value]
+    while level:
+        depth += 1
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [one for group in inner for one in group if isinstance(one, dict | list)]
+    return depth
+
+
+# --- the program's side ---
+
+
+class Progress:
+    """Writes the progress file, always as a whole. Without a path it does nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path, self._shown_at = path, 0.0
+
+    def show(self, done: int, total: int, unit: str, *, last: bool = False, **fields: Any) -> None:
+        """Say how far the work is, unless that was said a moment ago. `fields`: reward_mean, tokens_per_s, note."""
+        now = time.monotonic()
+        if self._path is None or (now - self._shown_at < SHOW_S and not last):
+            return
+        self._shown_at = now
+        shown = {
+            "done": done,
+            "total": total,
+            "unit": unit,
+            "reward_mean": None,
+            "tokens_per_s": None,
+            "note": "",
+        }
+        files.write_atomic(self._path, json.dumps(shown | fields).encode())
+
+
+def run_worker(main: Callable[[JsonObject, Progress], JsonObject | None]) -> int:
+    """Read the spec, run `main(spec, progress)`, leave its result; gives the exit code.
+
+    `main` returns None in a process that leaves no result: of the many processes of one update, one does.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--spec", type=Path, required=True, help="the JSON file that says what to do")
+    spec = json.loads(parser.parse_args().spec.read_text())
+    signal.signal(signal.SIGTERM, signals.end)
+    shared = bool(spec["settings"].get("shared_group"))
+    files.set_shared_group(shared)
+    # Libraries write files too, and know nothing of our modes.
+    os.umask(0o007 if shared else 0o077)
+    try:
+        result = main(spec, Progress(Path(spec["progress"])))
+    except FsbarrierError as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_code if error.exit_code == 2 else 1
+    except OSError as error:
+        # Libraries raise OSError for their own troubles too; such a one has no errno, and its traceback is of use.
+        if error.errno is None:
+            raise
+        print(f"{error.filename or 'a file'}: {error.strerror}", file=sys.stderr, flush=True)
+        return 1
+    if result is not None:
+        files.write_atomic(Path(spec["result"]), json.dumps(result).encode())
+    return 0
