@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -386,3 +389,140 @@ def test_an_agent_that_asked_nothing_has_failed(fake: Fake) -> None:
         isinstance(episode, Episode) and episode.error == "the agent ended without one answer of the policy"
     )
     assert Segment().token_ids == []
+
+
+# --- the address that agents' own clients use -------------------------------------------------------------------------------
+
+
+def raw_request(client: Client, body: bytes, *, headers: str, key: str | None = None) -> bytes:
+    key = client.api_key if key is None else key
+    path = httpx.URL(client.base_url).path
+    lines = (f"POST {path}/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {key}", headers)
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+async def connect(client: Client) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", httpx.URL(client.base_url).port)
+
+
+def test_a_request_in_chunks_is_answered(fake: Fake) -> None:
+    async def in_chunks(client: Client) -> None:
+        body = json.dumps({"messages": [user("!say ab!!")]}).encode()
+
+        async def pieces() -> Any:
+            for start in range(0, len(body), 7):
+                yield body[start : start + 7]
+                await asyncio.sleep(0)
+
+        key = {"Authorization": f"Bearer {client.api_key}"}
+        async with httpx.AsyncClient(base_url=client.base_url, headers=key, trust_env=False) as http:
+            answer = await http.post("/chat/completions", content=pieces())
+        assert answer.request.headers["transfer-encoding"] == "chunked"
+        assert answer.json()["choices"][0]["message"]["content"] == "ab"
+
+    assert talk(fake, in_chunks).turns == 1
+
+
+def test_a_client_that_goes_away_in_the_middle_disturbs_nobody(
+    fake: Fake, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def goes_away(client: Client) -> None:
+        body = json.dumps({"messages": [user("!say ab!!")]}).encode()
+        # In the middle of its request: there is no turn.
+        _, writer = await connect(client)
+        writer.write(raw_request(client, body[:9], headers=f"Content-Length: {len(body)}"))
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        # In the middle of its answer: the turn was begun, and is recorded.
+        gated = json.dumps({"messages": [user("!gate !say cd!!")]}).encode()
+        _, writer = await connect(client)
+        writer.write(raw_request(client, gated, headers=f"Content-Length: {len(gated)}"))
+        await writer.drain()
+        while not (fake.folder / "at-gate").exists():
+            await asyncio.sleep(0.01)
+        writer.close()
+        await writer.wait_closed()
+        (fake.folder / "gate").touch()
+        while client.turns == 0:
+            await asyncio.sleep(0.01)
+        assert (await client.chat([user("!say ef!!")])).text == "ef"
+
+    client = talk(fake, goes_away)
+    assert [sum(segment.loss_mask) for segment in client.segments] == [3, 3]
+    assert capfd.readouterr().err == ""
+
+
+def test_two_requests_at_once_are_two_turns(fake: Fake) -> None:
+    async def at_once(client: Client) -> None:
+        key = {"Authorization": f"Bearer {client.api_key}"}
+        async with httpx.AsyncClient(base_url=client.base_url, headers=key, trust_env=False) as http:
+            waiting = asyncio.create_task(
+                http.post("/chat/completions", json={"messages": [user("!gate !say slow!!")]})
+            )
+            while not (fake.folder / "at-gate").exists():
+                await asyncio.sleep(0.01)
+            quick = await http.post("/completions", json={"prompt": "q !say quick!! "})
+            assert quick.json()["choices"][0]["text"] == "quick" and not waiting.done()
+            (fake.folder / "gate").touch()
+            assert (await waiting).json()["choices"][0]["message"]["content"] == "slow"
+
+    assert talk(fake, at_once).turns == 2
+
+
+def test_what_is_asked_wrongly_is_answered_as_json(fake: Fake) -> None:
+    async def wrongly(client: Client) -> None:
+        key = {"Authorization": f"Bearer {client.api_key}"}
+        async with httpx.AsyncClient(base_url=client.base_url, headers=key, trust_env=False) as http:
+            turn = {"messages": [user("!say ab!!")]}
+            other_episode = str(http.base_url).replace(http.base_url.path.split("/")[2], "0000")
+            for response, status, message in (
+                (await http.post("/chat/completions", json=turn, headers={"Authorization": ""}), 401, "key"),
+                (await http.post(f"{other_episode}chat/completions", json=turn), 404, "no such episode"),
+                (await http.post("/embeddings", json=turn), 404, "POST .*/embeddings is not served"),
+                (await http.put("/models"), 404, "PUT .*/models is not served"),
+                (await http.post("/chat/completions", content=b"{"), 400, "the request is no JSON"),
+                (await http.post("/chat/completions", content=b"[]"), 400, "no JSON object"),
+            ):
+                error = response.json()["error"]
+                assert (response.status_code, error["code"]) == (status, status)
+                assert re.search(message, error["message"])
+            reader, writer = await connect(client)
+            body = json.dumps(turn).encode()
+            for wrong_key in ("", "x", client.api_key[:-1], "\N{BULLET}"):
+                writer.write(raw_request(client, body, headers=f"Content-Length: {len(body)}", key=wrong_key))
+                assert b" 401 " in (await reader.readuntil(b"\r\n\r\n")).splitlines()[0] + b" "
+                await reader.readuntil(b"}}")
+            writer.close()
+
+    assert talk(fake, wrongly).turns == 0
+
+
+def test_it_ends_at_once_without_signal_handlers_or_logs(
+    fake: Fake, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def conversation() -> None:
+        server = Server(fake.url, KEY, "policy", 1, 1.0, 1.0, -1, 100, 30.0, 2)
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        async with Sampler(server, connections=4, on_tokens=lambda _: None) as sampler:
+            before = [signal.getsignal(number) for number in numbers]
+            client, endpoint = Client(sampler), Endpoint()
+            await endpoint.open()
+            with endpoint.serving(client):
+                _, idle = await connect(client)
+                reader, writer = await connect(client)
+                body = json.dumps({"messages": [user("!gate")]}).encode()
+                writer.write(raw_request(client, body, headers=f"Content-Length: {len(body)}"))
+                while not (fake.folder / "at-gate").exists():
+                    await asyncio.sleep(0.01)
+                assert [signal.getsignal(number) for number in numbers] == before
+            begin = time.monotonic()
+            await endpoint.close()
+            assert time.monotonic() - begin < 5
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 503") and b"the rollout ends" in answer
+            for each in (idle, writer):
+                each.close()
+
+    asyncio.run(conversation())
+    assert capfd.readouterr().err == ""

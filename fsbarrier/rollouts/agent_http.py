@@ -1,7 +1,7 @@
 """The policy as an OpenAI-compatible address on loopback, for agents that bring a client of their own.
 
 Each episode has a base address; what is asked there goes through the episode's recording client (episode.py), as if the agent had
-called it. One process serves all its episodes. Answers are not streamed.
+called it. One process serves all its episodes, in the event loop that they run in. Answers are not streamed.
 """
 
 from __future__ import annotations
@@ -11,23 +11,41 @@ import contextlib
 import hmac
 import json
 import secrets
+import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
+
+import uvicorn
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from fsbarrier.rollouts.episode import Client, Reply, TurnFailed
 from fsbarrier.rollouts.samples import EngineGone, Refusal
 
 HOST = "127.0.0.1"
 MAX_BODY = 64 << 20
+#: An agent may think for long between two turns. A connection that is closed meanwhile would fail its next request.
+KEEPALIVE_S = 24 * 3600
+#: for connections whose client does not take its last answer
+CLOSE_S = 1
 
 
-class _Answer(Exception):
+class _Error(Exception):
     """An answer with an error."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+class _Server(uvicorn.Server):
+    """Signals are the program's: rollout.py ends the phase by them, and this server with it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class Endpoint:
@@ -36,95 +54,93 @@ class Endpoint:
     def __init__(self) -> None:
         self._key = secrets.token_urlsafe(24)
         self._clients: dict[str, Client] = {}
-        self._server: asyncio.Server | None = None
-        self._open: set[asyncio.Task[Any]] = set()
+        config = uvicorn.Config(
+            self._application,
+            interface="asgi3",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEPALIVE_S,
+            timeout_graceful_shutdown=CLOSE_S,
+        )
+        self._server = _Server(config)
 
     async def open(self) -> None:
-        self._server = await asyncio.start_server(self._connected, HOST, 0, limit=1 << 20)
+        self._socket = socket.create_server((HOST, 0))
+        self._port = self._socket.getsockname()[1]
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for task in list(self._open):
-            task.cancel()
-        await asyncio.gather(*self._open, return_exceptions=True)
+        # Whoever still asks belongs to an episode that is over: the turn is called off, not waited for.
+        for request in list(self._server.server_state.tasks):
+            request.cancel()
+        self._server.should_exit = True
+        await self._serving
 
     @contextlib.contextmanager
     def serving(self, client: Client) -> Iterator[None]:
         """The address of this client's episode, for as long as the episode lasts."""
-        assert self._server is not None
-        port, name = self._server.sockets[0].getsockname()[1], secrets.token_hex(8)
-        client.base_url, client.api_key = f"http://{HOST}:{port}/episode/{name}/v1", self._key
+        name = secrets.token_hex(8)
+        client.base_url, client.api_key = f"http://{HOST}:{self._port}/episode/{name}/v1", self._key
         self._clients[name] = client
         try:
             yield
         finally:
             del self._clients[name]
 
-    # --- HTTP ---
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._open.add(task)
+    async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, as the server hands it over (ASGI)."""
         try:
-            while await self._exchange(reader, writer):
-                pass
-        except (OSError, asyncio.IncompleteReadError, ValueError, asyncio.CancelledError):
-            pass  # the client is gone, or speaks something else, or the phase ends
-        finally:
-            self._open.discard(task)
-            writer.close()
+            response = JSONResponse(await self._answer(Request(scope, receive)))
+        except _Error as error:
+            response = _error_response(error.status, str(error))
+        except asyncio.CancelledError:
+            response = _error_response(503, "the rollout ends")
+        except ClientDisconnect:
+            return
+        await response(scope, receive, send)
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """One request; whether another may follow on this connection."""
-        parts = (await reader.readline()).decode("latin-1").split()
-        if len(parts) != 3:
-            return False
-        headers: dict[str, str] = {}
-        while line := (await reader.readline()).decode("latin-1").strip():
-            name, _, value = line.partition(":")
-            headers[name.lower()] = value.strip()
-        length = int(headers.get("content-length") or 0)
-        if length > MAX_BODY or "transfer-encoding" in headers:
-            return False
-        body = await reader.readexactly(length)
-        status, value = await self._answered(parts[0], parts[1], headers, body)
-        data = json.dumps(value).encode()
-        head = f"HTTP/1.1 {status} {'OK' if status == 200 else 'Error'}\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        await writer.drain()
-        return headers.get("connection", "").lower() != "close"
-
-    async def _answered(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> tuple[int, Any]:
-        try:
-            return 200, await self._served(method, path, headers, body)
-        except _Answer as error:
-            return error.status, {"error": {"message": str(error), "code": error.status}}
-
-    async def _served(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Any:
-        if not hmac.compare_digest(headers.get("authorization", "").encode(), f"Bearer {self._key}".encode()):
-            raise _Answer(401, "the key is the client's api_key")
-        parts = path.partition("?")[0].strip("/").split("/")
+    async def _answer(self, request: Request) -> dict[str, Any]:
+        key = request.headers.get("authorization", "")
+        if not hmac.compare_digest(key.encode(), f"Bearer {self._key}".encode()):
+            raise _Error(401, "the key is the client's api_key")
+        parts = request.url.path.strip("/").split("/")
         client = self._clients.get(parts[1]) if len(parts) > 2 and parts[0] == "episode" else None
         if client is None:
-            raise _Answer(404, "there is no such episode, or it is over")
-        try:
-            asked = json.loads(body or b"{}")
-        except ValueError:
-            raise _Answer(400, "the request is no JSON") from None
-        if not isinstance(asked, dict):
-            raise _Answer(400, "the request is no JSON object")
-        match (method, "/".join(parts[2:])):
+            raise _Error(404, "there is no such episode, or it is over")
+        asked = await _asked(request)
+        match (request.method, "/".join(parts[2:])):
             case ("GET", "v1/models"):
                 return {"object": "list", "data": [{"id": client.model, "object": "model"}]}
             case ("POST", "v1/chat/completions"):
                 return await _turn(client, asked, chat=True)
             case ("POST", "v1/completions"):
                 return await _turn(client, asked, chat=False)
-        raise _Answer(404, f"{method} {path} is not served to agents")
+        raise _Error(404, f"{request.method} {request.url.path} is not served to agents")
+
+
+def _error_response(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "code": status}}, status)
+
+
+async def _asked(request: Request) -> dict[str, Any]:
+    """The JSON object that a request's body holds; an empty body counts as an empty one."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY:
+            raise _Error(413, f"the request is longer than {MAX_BODY >> 20} MiB")
+    try:
+        asked = json.loads(body or b"{}")
+    except ValueError:
+        raise _Error(400, "the request is no JSON") from None
+    if not isinstance(asked, dict):
+        raise _Error(400, "the request is no JSON object")
+    return asked
 
 
 async def _turn(client: Client, asked: dict[str, Any], *, chat: bool) -> dict[str, Any]:
@@ -132,12 +148,12 @@ async def _turn(client: Client, asked: dict[str, Any], *, chat: bool) -> dict[st
     for name, value in client.sampling.items():
         if asked.get(name) not in (None, value):
             wanted = f"{name}={asked[name]!r}"
-            raise _Answer(
+            raise _Error(
                 400,
                 f"{wanted}: sampling is the run's (here {value!r}), so that training fits it; leave it out",
             )
     if asked.get("stream"):
-        raise _Answer(400, "answers are not streamed to agents: leave stream out")
+        raise _Error(400, "answers are not streamed to agents: leave stream out")
     stop = asked.get("stop") or ()
     known: dict[str, Any] = {
         "max_tokens": asked.get("max_completion_tokens") or asked.get("max_tokens"),
@@ -149,9 +165,9 @@ async def _turn(client: Client, asked: dict[str, Any], *, chat: bool) -> dict[st
         else:
             reply = await client.complete(str(asked.get("prompt", "")), **known)
     except (TurnFailed, Refusal) as error:
-        raise _Answer(400, str(error)) from None
+        raise _Error(400, str(error)) from None
     except EngineGone as error:
-        raise _Answer(503, str(error)) from None
+        raise _Error(503, str(error)) from None
     return _as_openai(client, reply, chat=chat)
 
 

@@ -20,7 +20,6 @@ from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
 from fsbarrier.rewards.score import Reward, Score
 from fsbarrier.rewards.user_file import load_named
-from fsbarrier.rollouts.agent_http import Endpoint
 from fsbarrier.rollouts.episode import Client, Episode, Trajectory, finished
 from fsbarrier.rollouts.samples import Emit, Group, Sample
 from fsbarrier.rollouts.sampling import Sampler, Server
@@ -92,6 +91,9 @@ class AgentSampler:
         turn_timeout_s: float | None,
         task_timeout_s: float | None,
     ) -> None:
+        # Not at the top: a rollout without an agent has no use for an HTTP server.
+        from fsbarrier.rollouts.agent_http import Endpoint
+
         self.make, self.samples, self.custom = make, server.samples, custom
         self.turn_timeout_s, self.task_timeout_s = turn_timeout_s, task_timeout_s
         self._sampler = Sampler(server, connections=connections, on_tokens=on_tokens)
