@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 import os
 import pickle
+import pickletools
+import sys
+import time
 import tracemalloc
 import zipfile
 import zlib
@@ -17,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectory_files import trajectory, write_part
 
-from fsbarrier.data import torchzip
+from fsbarrier.data import torchunpickle, torchzip
 from fsbarrier.data.torchpickle import MAX_DEPTH, FormatError, GroupPickler, file_pickle
 from fsbarrier.data.torchunpickle import ForeignObject, Unpickler
 from fsbarrier.data.torchzip import (
@@ -30,6 +34,14 @@ from fsbarrier.data.torchzip import (
 )
 from fsbarrier.errors import UsageError
 from fsbarrier.trajectories import load
+
+#: those of protocol 2 that torch's own weights-only unpickler lists, too
+WRITTEN_OPCODES = {
+    *("PROTO", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "MARK", "TUPLE", "TUPLE1"),
+    *("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BINUNICODE", "BINPUT", "LONG_BINPUT"),
+    *("BINGET", "LONG_BINGET", "GLOBAL", "REDUCE", "BINPERSID", "NONE", "NEWTRUE"),
+    *("NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "STOP"),
+}
 
 plain_values = st.recursive(
     st.none()
@@ -173,6 +185,106 @@ def test_arrays_cannot_multiply_or_leave_their_storage() -> None:
     twice = b"\x80\x02" + tensor_pickle(b"k", 64, 0, 64) + tensor_pickle(b"k", 64, 0, 64) + b"\x86."
     with pytest.raises(FormatError, match="overlap"):
         Unpickler(twice, fetch).load()
+
+
+#: what the bytes try, each as the value in `{"trajectories": value}`
+ATTACKS = {
+    "a name that is code": b"cbuiltins\neval\nX\x01\0\0\x001\x85R",
+    "a dotted name": b"ctorch._utils\n_rebuild_tensor_v2.__globals__\n",
+    "a dotted name through a known module": b"ccollections\nOrderedDict.fromkeys\n)R",
+    "a module that would be imported": b"cthis\ns\n",
+    "names from the stack": b"X\x02\0\0\0osX\x06\0\0\0system\x93",
+    "INST": b"(X\x01\0\0\x001ibuiltins\neval\n",
+    "INST of a known name": b"(icollections\nOrderedDict\n",
+    "OBJ": b"(ccollections\nOrderedDict\no",
+    "NEWOBJ": b"ccollections\nOrderedDict\n)\x81",
+    "NEWOBJ_EX": b"ccollections\nOrderedDict\n)}\x92",
+    "BUILD on a function": b"ccollections\nOrderedDict\nN}(X\x0c\0\0\0__defaults__)u\x86b",
+    "BUILD on a storage class": b"ctorch\nIntStorage\n}(X\x04\0\0\0codeX\x01\0\0\0fub",
+    "BUILD on a dict": b"}}b",
+    "EXT1": b"\x82\x01",
+    "EXT2": b"\x83\x01\0",
+    "EXT4": b"\x84\x01\0\0\0",
+    "a storage named in text": b"Pstorage\n",
+    "a call of a value": b"X\x04\0\0\0eval)R",
+    "a call of a storage class": b"ctorch\nIntStorage\n)R",
+    "a call of a dict": b"}(K\x01K\x02u)R",
+    "append to a dict": b"}K\x01a",
+    "append to an array": b"",
+    "a key in a list": b"]K\x01aK\0K\x02s",
+    "a memo slot in text": b"Np99999999999\n",
+    "a memo slot of 4 bytes": b"Nr\xff\xff\xff\xff" + b"j\xfe\xff\xff\xff\x86",
+    "a list inside itself": b"]q\0h\0a",
+    "one list twice": b"]q\0h\0\x86",
+    "one array twice": b"",
+    "a list doubled again and again": b"]" + b"2\x86" * 40,
+    "lists of lists of one list": b"]q\0" + b"".join(b"(h%ch%clq%c" % (n, n, n + 1) for n in range(40)),
+    "tuples of tuples of one tuple": b"K\x01\x85q\0"
+    + b"".join(b"h%ch%c\x86q%c" % (n, n, n + 1) for n in range(40)),
+    "a text longer than the file": b"X\xff\xff\xff\xff",
+    "a text of 8 bytes' length": b"\x8d" + b"\xff" * 7 + b"\x7f",
+    "bytes longer than the file": b"B\xff\xff\xff\x7f",
+    "bytes of 8 bytes' length": b"\x8e" + b"\xff" * 7 + b"\x0f",
+    "a bytearray that is allocated first": b"\x96" + b"\0\0\0\0\x10\0\0\0",
+    "a frame longer than the file": b"\x95" + b"\xff" * 7 + b"\x7f",
+    "a number longer than the file": b"\x8b\xff\xff\xff\x7f",
+    "a number in text": b"L" + b"9" * 100_000 + b"L\n",
+    "a key of nested tuples": b"})" + b"\x85" * 300_000 + b"Ns",
+    "a key of tuples nested through the memo": b"}Nq\0" + b"h\0\x85q\0" * 100_000 + b"Ns",
+    "a set of nested tuples": b"\x8f()" + b"\x85" * 300_000 + b"\x90",
+    "keys of one hash": b"}("
+    + b"".join(b"\x8a\x14" + (n * (2**61 - 1)).to_bytes(20, "little") + b"N" for n in range(1, 20_000))
+    + b"u",
+    "floats as keys": b"}G" + bytes(8) + b"Ns",
+    "nested dicts": b"}K\0" * 100_000 + b"N" + b"s" * 100_000,
+    "nested lists": b"]" * 100_000 + b"a" * 99_999,
+    "nested tuples": b")" + b"\x85" * 100_000,
+    "a key too many": b"}(K\x01u",
+    "marks": b"(" * 100_000,
+    "an out-of-band buffer": b"\x97",
+    "a buffer made read-only": b"]\x98",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_hostile_bytes_try_ends_in_a_clean_error(attack: str) -> None:
+    array_of_8 = tensor_pickle(b"k", 64, 0, 8)
+    special = {"append to an array": array_of_8 + b"K\x01a", "one array twice": array_of_8 + b"q\0h\0\x86"}
+    data = b"\x80\x02}X\x0c\0\0\0trajectories" + (special.get(attack) or ATTACKS[attack]) + b"s."
+    sys.modules.pop("this", None)
+    tracemalloc.start()
+    begin = time.process_time()
+    try:
+        with pytest.raises(FormatError):
+            Unpickler(data, {"k": bytes(64)}.__getitem__).load()
+        with pytest.raises(FormatError):
+            Unpickler(data[2:-1], {"k": bytes(64)}.__getitem__).load_body()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 400 * len(data) + (1 << 20)
+    # Far more than it takes: keys of one hash would take minutes.
+    assert time.process_time() - begin < 60
+    assert "this" not in sys.modules
+    assert Unpickler(b"\x80\x02ccollections\nOrderedDict\n)R.", no_storage).load() == {}
+
+
+def test_an_extension_that_a_library_registered_is_out_of_reach() -> None:
+    """The unpickler in C takes what it has looked up once from a cache, and asks nobody."""
+    copyreg.add_extension("builtins", "eval", 255)
+    try:
+        assert pickle.loads(b"\x80\x02\x82\xff.") is eval
+        with pytest.raises(FormatError):
+            Unpickler(b"\x80\x02\x82\xff.", no_storage).load()
+    finally:
+        copyreg.remove_extension("builtins", "eval", 255)
+
+
+def test_only_the_opcodes_that_are_written_exist() -> None:
+    known = {opcode.code.encode("latin-1")[0]: opcode.name for opcode in pickletools.opcodes}
+    refused = {name for code, name in known.items() if Unpickler.dispatch[code] is torchunpickle._refuse}
+    assert {known[code] for code in known} - refused == WRITTEN_OPCODES | {"TUPLE2", "TUPLE3"}
+    assert sorted(Unpickler.dispatch) == list(range(256))
 
 
 @given(st.binary(max_size=300))
@@ -349,38 +461,11 @@ def test_torch_opens_zip64_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_the_pickle_needs_no_torch_names_beyond_the_known(tmp_path: Path) -> None:
     """The opcodes are those of protocol 2 that torch's own unpickler lists."""
-    import pickletools
-
     path = write_part(tmp_path / "part", range(2), finished=True)
     with zipfile.ZipFile(path) as archive:
         operations = list(pickletools.genops(io.BytesIO(archive.read("archive/data.pkl"))))
     names = {operation.name for operation, _, _ in operations}
-    assert names <= {
-        *(
-            "PROTO",
-            "EMPTY_DICT",
-            "EMPTY_LIST",
-            "EMPTY_TUPLE",
-            "MARK",
-            "TUPLE",
-            "TUPLE1",
-            "APPEND",
-            "APPENDS",
-            "SETITEM",
-        ),
-        *(
-            "SETITEMS",
-            "BINUNICODE",
-            "BINPUT",
-            "LONG_BINPUT",
-            "BINGET",
-            "LONG_BINGET",
-            "GLOBAL",
-            "REDUCE",
-            "BINPERSID",
-        ),
-        *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "STOP"),
-    }
+    assert names <= WRITTEN_OPCODES
     found = {argument for operation, argument, _ in operations if operation.name == "GLOBAL"}
     assert found == {
         "torch._utils _rebuild_tensor_v2",

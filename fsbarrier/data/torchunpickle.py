@@ -1,249 +1,171 @@
-"""Reads the pickled part of a torch file, without torch and without the pickle module.
+"""Reads the pickled part of a torch file, without torch, and with nothing in reach that the bytes could run.
 
-A small stack machine that builds plain values and flat arrays and nothing else: it calls nothing that the bytes name, so
-hostile bytes end in `FormatError`. Work and memory stay in proportion to the bytes given: arrays may not overlap in their
-storage, and containers may not be shared.
+This is the standard library's unpickler with all but a few opcodes taken out. Plain trajectories need values, containers, and
+calls of one function, the one that makes a tensor; here that call gives a flat array.
+
+It is the library's unpickler in Python, `pickle._Unpickler`, not the one in C, `pickle.Unpickler`. In C only the look-up of
+names and of storages can be replaced, and that leaves hostile bytes these ways, each of them tried:
+ - a dict key of nested tuples: hashing it overflows the C stack, and the process is gone;
+ - dict keys chosen to have one hash: the time grows with the square of the bytes;
+ - LONG_BINPUT with a number near 2^32: the memo is an array in C, and tens of gigabytes are asked for;
+ - BUILD on what a name stands for: it sets attributes of our own functions;
+ - EXT1 to EXT4: a class that the process has looked up before comes from a cache, without a question to `find_class`;
+ - BYTEARRAY8: the length that the bytes claim is allocated before anything is read.
+In Python an opcode that has no entry in `dispatch` does not exist, the memo is a dict, and keys are checked before they are
+hashed.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 import struct
 import sys
 from array import array
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from fsbarrier.data.torchpickle import MAX_DEPTH, ORDERED_DICT, REBUILD, STORAGE_CLASSES, FormatError
 
+FetchStorage = Callable[[str], bytes]
+
 _TYPECODES = {name: code for code, name in STORAGE_CLASSES.items()}
+_SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
 class ForeignObject(FormatError):
     """The pickle names a Python class or function that plain trajectories do not have; nothing of it was run."""
 
 
-class _Name(tuple[str, str]):
-    """A global that the bytes named: only compared, never looked up."""
+@dataclass(frozen=True, slots=True)
+class _StorageClass:
+    """What `torch.IntStorage` and its like stand for here: a type code of `array`."""
+
+    code: str
 
 
+@dataclass(slots=True)
 class _Storage:
-    __slots__ = ("code", "data", "left")
+    """The bytes of one storage, and how many of them no array has taken yet."""
 
-    def __init__(self, code: str, data: bytes) -> None:
-        self.code, self.data, self.left = code, data, len(data)
-
-
-class _Mark:
-    """The MARK of the pickle machine."""
+    code: str
+    data: bytes
+    left: int
 
 
-_MARK = _Mark()
-_SHARED = (str, int, float, _Name, _Storage, type(None))
+def _empty_dict() -> dict[str, Any]:
+    """What `collections.OrderedDict` stands for here: torch puts an empty one into every tensor."""
+    return {}
 
-FetchStorage = Callable[[str], bytes]
+
+def _refuse(unpickler: Unpickler) -> None:
+    raise FormatError(f"the opcode before byte {unpickler.position} is not one that torch.save writes")
 
 
-class Unpickler:
+#: What torch.save (pickle protocol 2) and GroupPickler write of plain values and flat tensors.
+_OPCODES = (
+    *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.GLOBAL, pickle.REDUCE, pickle.BINPERSID),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINUNICODE, pickle.BINFLOAT),
+    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
+    *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+)
+
+
+class Unpickler(pickle._Unpickler):
     """Builds the value that `data` describes; `fetch(key)` gives the bytes of a storage, or raises FormatError.
 
-    Knows the opcodes that torch.save and GroupPickler write. Arrays come back as array.array.
+    Arrays come back as array.array. Work and memory stay in proportion to the bytes given: arrays may not overlap in their
+    storage, and containers may not be shared.
     """
+
+    # The library's machine, which the type stubs do not know.
+    proto: int
+    stack: list[Any]
+    metastack: list[list[Any]]
+    pop_mark: Callable[[], list[Any]]
 
     def __init__(self, data: bytes, fetch: FetchStorage) -> None:
         self._data = data
         self._fetch = fetch
-        self._at = 0
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
         self._storages: dict[str, _Storage] = {}
+
+    @property
+    def position(self) -> int:
+        return self._stream.tell()
 
     def load(self) -> Any:
         """The one value of a whole pickle. Raises FormatError."""
-        self._run()
-        if len(self._stack) != 1:
-            raise FormatError(f"the pickle ends with {len(self._stack)} values instead of one")
-        value: Any = _plain(self._stack[0])
-        return value
+        return self._run(self._data)
 
     def load_body(self) -> list[Any]:
         """The trajectories of a body that a GroupPickler wrote. Raises FormatError."""
-        values: list[Any] = []
-        self._stack.append(values)
-        self._run(body=True)
-        whole = len(self._stack) == 1 and self._stack[0] is values
-        if not whole:
+        # A body is `<trajectory> APPEND`, again and again. With a list before it and STOP behind it, it is a whole pickle.
+        values = self._run(pickle.EMPTY_LIST + self._data + pickle.STOP)
+        if type(values) is not list:
             raise FormatError("the group does not end with a whole trajectory")
-        _plain(values)
         return values
 
-    def _run(self, body: bool = False) -> None:
+    def _run(self, data: bytes) -> Any:
+        self._stream = io.BytesIO(data)
+        super().__init__(self._stream)
         try:
-            self._steps(body)
+            value = super().load()
         except FormatError:
             raise
         except (
-            IndexError,
-            KeyError,
+            pickle.UnpicklingError,
+            EOFError,
+            LookupError,
             TypeError,
             ValueError,
-            AttributeError,
             OverflowError,
             struct.error,
         ) as error:
-            raise FormatError(f"not a valid pickle at byte {self._at}: {error}") from None
+            raise FormatError(f"not a valid pickle at byte {self.position}: {error}") from None
+        # 0: it does not say.
+        if self.proto not in (0, 2):
+            raise FormatError("only pickle protocol 2 is read here")
+        if self.stack or self.metastack:
+            raise FormatError("the pickle ends with several values instead of one")
+        if self.position != len(data):
+            raise FormatError(f"bytes after the end of the pickle at byte {self.position}")
+        _check_plain(value)
+        return value
 
-    def _take(self, count: int) -> bytes:
-        start = self._at
-        self._at = end = start + count
-        if end > len(self._data):
-            raise FormatError(f"the pickle is cut off at byte {start}")
-        return self._data[start:end]
+    def find_class(self, module: str, name: str) -> Any:
+        # Compared with the few names that are known, never looked up: no import, no attribute of a module, no dotted path.
+        if (module, name) == REBUILD:
+            return self._make_array
+        if (module, name) == ORDERED_DICT:
+            return _empty_dict
+        if module == "torch" and name in _TYPECODES:
+            return _StorageClass(_TYPECODES[name])
+        if len(module) + len(name) > 512 or not (module + name).isascii() or not name:
+            # The message below carries only what can be a name.
+            raise FormatError(f"no name before byte {self.position}")
+        raise ForeignObject(f"it holds Python objects ({module}.{name})")
 
-    def _line(self) -> str:
-        end = self._data.index(b"\n", self._at, self._at + 256)
-        text = self._data[self._at : end].decode("ascii")
-        self._at = end + 1
-        return text
-
-    def _since_mark(self) -> list[Any]:
-        stack = self._stack
-        for position in range(len(stack) - 1, -1, -1):
-            if stack[position] is _MARK:
-                items = stack[position + 1 :]
-                del stack[position:]
-                return items
-        raise FormatError(f"no mark on the stack at byte {self._at}")
-
-    def _steps(self, body: bool) -> None:
-        data, stack = self._data, self._stack
-        simple = _SIMPLE
-        while not (body and self._at == len(data)):
-            if self._at >= len(data):
-                raise FormatError("the pickle is cut off")
-            code = data[self._at]
-            self._at += 1
-            if code in simple:
-                stack.append(simple[code])
-            elif code == 0x68:  # BINGET
-                self._recall(self._take(1)[0])
-            elif code == 0x71:  # BINPUT
-                self._memo[self._take(1)[0]] = stack[-1]
-            elif code == 0x4B:  # BININT1
-                stack.append(self._take(1)[0])
-            elif code == 0x58:  # BINUNICODE
-                (length,) = struct.unpack("<I", self._take(4))
-                stack.append(self._take(length).decode("utf-8", "surrogatepass"))
-            elif code == 0x7D:  # EMPTY_DICT
-                stack.append({})
-            elif code == 0x5D:  # EMPTY_LIST
-                stack.append([])
-            elif code == 0x2E:  # STOP
-                if body or self._at != len(data):
-                    raise FormatError(f"bytes after the end of the pickle at byte {self._at}")
-                return
-            else:
-                self._rare(code)
-
-    def _recall(self, number: int) -> None:
-        value = self._memo[number]
-        # Shared containers would let a few bytes describe a structure that takes for ever to walk through.
-        if not isinstance(value, _SHARED):
-            raise FormatError("the pickle refers twice to one list or dict")
-        self._stack.append(value)
-
-    def _rare(self, code: int) -> None:
-        stack = self._stack
-        if code == 0x61 or code == 0x65:  # APPEND, APPENDS
-            items = [stack.pop()] if code == 0x61 else self._since_mark()
-            if type(stack[-1]) is not list:
-                raise FormatError(f"append to something else than a list at byte {self._at}")
-            stack[-1].extend(items)
-        elif code == 0x73 or code == 0x75:  # SETITEM, SETITEMS
-            items = [stack.pop(-2), stack.pop()] if code == 0x73 else self._since_mark()
-            self._set_items(items)
-        elif code == 0x74:  # TUPLE
-            items = self._since_mark()
-            stack.append(tuple(items))
-        elif 0x85 <= code <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
-            count = code - 0x84
-            if len(stack) < count:
-                raise FormatError("tuple of more values than there are")
-            stack[-count:] = [tuple(stack[-count:])]
-        elif code == 0x52:  # REDUCE
-            arguments = stack.pop()
-            stack.append(self._reduce(stack.pop(), arguments))
-        elif code == 0x51:  # BINPERSID
-            stack.append(self._storage(stack.pop()))
-        elif code == 0x63:  # GLOBAL
-            stack.append(self._global())
-        elif code == 0x80:  # PROTO
-            if self._take(1)[0] != 2:
-                raise FormatError("only pickle protocol 2 is read here")
-        else:
-            self._rare_numbers(code)
-
-    def _rare_numbers(self, code: int) -> None:
-        stack = self._stack
-        if code == 0x47:  # BINFLOAT
-            stack.append(struct.unpack(">d", self._take(8))[0])
-        elif code == 0x4D:  # BININT2
-            stack.append(struct.unpack("<H", self._take(2))[0])
-        elif code == 0x4A:  # BININT
-            stack.append(struct.unpack("<i", self._take(4))[0])
-        elif code == 0x8A:  # LONG1
-            stack.append(int.from_bytes(self._take(self._take(1)[0]), "little", signed=True))
-        elif code == 0x6A:  # LONG_BINGET
-            self._recall(struct.unpack("<I", self._take(4))[0])
-        elif code == 0x72:  # LONG_BINPUT
-            self._memo[struct.unpack("<I", self._take(4))[0]] = stack[-1]
-        else:
-            raise FormatError(f"opcode {code:#04x} at byte {self._at - 1} is not one that torch.save writes")
-
-    def _set_items(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) is not dict or len(items) % 2:
-            raise FormatError(f"not a dict and its items at byte {self._at}")
-        for position in range(0, len(items), 2):
-            key = items[position]
-            if type(key) is not str and not (type(key) is int and -(2**31) <= key < 2**31):
-                raise FormatError(f"a dict key of type {type(key).__name__}")
-            target[key] = items[position + 1]
-
-    def _global(self) -> _Name:
-        name = _Name((self._line(), self._line()))
-        if name not in (REBUILD, ORDERED_DICT) and (name[0] != "torch" or name[1] not in _TYPECODES):
-            raise ForeignObject(f"it holds Python objects ({name[0]}.{name[1]})")
-        return name
-
-    def _storage(self, identity: Any) -> _Storage:
-        kind, name, key, _device, count = identity
-        if (
-            kind != "storage"
-            or not isinstance(name, _Name)
-            or name[1] not in _TYPECODES
-            or type(key) is not str
-        ):
-            raise FormatError(f"not a storage at byte {self._at}")
-        code = _TYPECODES[name[1]]
+    def persistent_load(self, identity: Any) -> _Storage:
+        kind, storage_class, key, _device, count = identity
+        if kind != "storage" or not isinstance(storage_class, _StorageClass) or type(key) is not str:
+            raise FormatError(f"not a storage at byte {self.position}")
+        code = storage_class.code
         storage = self._storages.get(key)
         if storage is None:
-            storage = self._storages[key] = _Storage(code, self._fetch(key))
-        if (
-            storage.code != code
-            or type(count) is not int
-            or count * array(code).itemsize != len(storage.data)
-        ):
+            data = self._fetch(key)
+            storage = self._storages[key] = _Storage(code, data, len(data))
+        size = array(code).itemsize
+        if storage.code != code or type(count) is not int or count * size != len(storage.data):
             raise FormatError(f"storage {key} has another size or type than the pickle says")
         return storage
 
-    def _reduce(self, function: Any, arguments: Any) -> Any:
-        if function == ORDERED_DICT and isinstance(function, _Name) and arguments == ():
-            return {}
-        if not isinstance(function, _Name) or function != REBUILD:
-            raise FormatError(f"a call of something that is not a tensor at byte {self._at}")
-        storage, offset, size, stride = arguments[:4]
+    def _make_array(self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> array[Any]:
+        """What `torch._utils._rebuild_tensor_v2` stands for here."""
         if not isinstance(storage, _Storage) or type(offset) is not int or offset < 0:
-            raise FormatError(f"not a tensor at byte {self._at}")
+            raise FormatError(f"not a tensor at byte {self.position}")
         if len(size) != 1 or type(size[0]) is not int or size[0] < 0 or (size[0] > 1 and stride != (1,)):
             raise FormatError(
                 "a tensor that is not flat; read this file with torch.load(..., weights_only=True)"
@@ -252,6 +174,7 @@ class Unpickler:
         start, length = offset * values.itemsize, size[0] * values.itemsize
         if start + length > len(storage.data):
             raise FormatError("a tensor that reaches beyond its storage")
+        # Else a few bytes could describe the whole storage again and again.
         storage.left -= length
         if storage.left < 0:
             raise FormatError("tensors that overlap in their storage")
@@ -260,19 +183,61 @@ class Unpickler:
             values.byteswap()
         return values
 
+    # --- opcodes that the library would carry out on any object with such a method -----------------------------------------
 
-_SIMPLE: dict[int, Any] = {0x28: _MARK, 0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
+    def load_append(self) -> None:
+        self._extend([self.stack.pop()])
+
+    def load_appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    def _extend(self, items: list[Any]) -> None:
+        if type(self.stack[-1]) is not list:
+            raise FormatError(f"append to something else than a list at byte {self.position}")
+        self.stack[-1].extend(items)
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
+
+    def load_setitems(self) -> None:
+        self._set_items(self.pop_mark())
+
+    def _set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not dict or len(items) % 2:
+            raise FormatError(f"not a dict and its items at byte {self.position}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            # Before it is hashed: nested tuples end the process when they are, and of large integers many have one hash.
+            if type(key) is not str and not (type(key) is int and -(2**31) <= key < 2**31):
+                raise FormatError(f"a dict key of type {type(key).__name__}")
+            target[key] = value
+
+    # No BUILD, so no state is set on anything; no NEWOBJ, INST or OBJ, so no class is instantiated; no EXT; nothing with a
+    # length of 8 bytes. An opcode that a later Python brings is refused as well.
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = (
+        dict.fromkeys(range(256), _refuse)
+        | {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES}
+        | {pickle.APPEND[0]: load_append, pickle.APPENDS[0]: load_appends}
+        | {pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems}
+    )
 
 
-def _plain(value: Any) -> Any:
-    """`value`, once it is sure that no leftover of the machine is inside. Raises FormatError."""
-    todo = [(value, 0)]
+def _check_plain(value: Any) -> None:
+    """Raises FormatError where something in `value` is not plain, nested too deeply, or there twice."""
+    todo, seen = [(value, 0)], set[int]()
     while todo:
         item, depth = todo.pop()
-        if isinstance(item, (_Name, _Storage, _Mark)) or depth > MAX_DEPTH:
+        kind = type(item)
+        if depth > MAX_DEPTH:
+            raise FormatError(f"the pickle holds values nested more than {MAX_DEPTH} deep")
+        if kind in _SCALARS or item == ():
+            continue
+        if kind not in (list, tuple, dict, array):
             raise FormatError("the pickle holds something that is not a plain value")
-        if type(item) is dict:
-            todo.extend((inner, depth + 1) for inner in item.values())
-        elif type(item) in (list, tuple):
-            todo.extend((inner, depth + 1) for inner in item)
-    return value
+        # Shared containers would let a few bytes describe a structure that takes for ever to walk through.
+        if id(item) in seen:
+            raise FormatError("the pickle refers twice to one list, dict or array")
+        seen.add(id(item))
+        if kind is not array:
+            todo.extend((inner, depth + 1) for inner in (item.values() if kind is dict else item))
