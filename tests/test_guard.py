@@ -291,7 +291,7 @@ def test_children_started_at_once_do_not_hold_each_others_lines(start: Start) ->
 
 def cut(child: Child) -> None:
     """What its guard sees when we die."""
-    child._line.shutdown(1)
+    child._socket.shutdown(1)
 
 
 def test_a_pid_that_changed_hands_is_not_signalled(fifo: Fifo, start: Start) -> None:

@@ -18,7 +18,7 @@ from fsbarrier.supervision import orphans, processes
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The notes' folder of this test and of the daemons it starts, each of whose starts sweeps."""
+    """The records' folder of this test and of the daemons it starts, each of which ends orphans at its first start of a program."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(orphans, "_swept", threading.Lock())
@@ -83,7 +83,7 @@ def test_a_living_daemons_processes_stay(run: Callable[..., Daemon], fifo: Fifo)
     assert first.ask() == ["polled", "None"]
     run(fifo.command())
     pids += fifo.pids(1)
-    assert orphans.sweep() == {}
+    assert orphans.end_orphans() == {}
     fifo.assert_alive(pids)
 
 
@@ -107,7 +107,7 @@ def test_a_note_that_means_somebody_else_ends_nobody(
         note["here"][change] = "another"
     path = folder / "1-2-3.json"
     path.write_text(json.dumps(note))
-    assert orphans.sweep() == {}
+    assert orphans.end_orphans() == {}
     fifo.assert_alive([bystander])
     assert path.exists() == (change in ("pid_namespace", "daemon"))
 
@@ -117,10 +117,10 @@ def test_a_note_is_obeyed_but_once_in_a_process(folder: Path, bystander: int, wa
     watched.add(bystander)
     note = dead_daemons_note(bystander)
     (folder / "1-2-3.json").write_text(json.dumps(note))
-    assert list(orphans.sweep()) == [bystander]
+    assert list(orphans.end_orphans()) == [bystander]
     watched.wait_gone()
     (folder / "1-2-3.json").write_text(json.dumps(note))
-    assert orphans.sweep() == {}
+    assert orphans.end_orphans() == {}
     assert (folder / "1-2-3.json").exists()
 
 
@@ -133,14 +133,14 @@ def dead_daemons_note(pid: int) -> dict[str, Any]:
 def test_a_torn_note_is_nobodys(text: str, folder: Path) -> None:
     folder.mkdir(mode=0o700)
     (folder / "1-2-3.json").write_text(text)
-    assert orphans.sweep() == {}
+    assert orphans.end_orphans() == {}
 
 
 def test_a_folder_that_others_may_write_is_not_ours(folder: Path, bystander: int, fifo: Fifo) -> None:
     (folder / "1-2-3.json").write_text(json.dumps(dead_daemons_note(bystander)))
     folder.chmod(0o770)
-    assert orphans.sweep() == {}
-    orphans.note("9", {})
+    assert orphans.end_orphans() == {}
+    orphans.record_tree("9", {})
     assert not list(folder.glob("*-9.json"))
     fifo.assert_alive([bystander])
 
@@ -148,5 +148,5 @@ def test_a_folder_that_others_may_write_is_not_ours(folder: Path, bystander: int
 def test_a_link_in_the_folders_place_is_not_followed(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "elsewhere")
-    orphans.note("9", {})
+    orphans.record_tree("9", {})
     assert list((tmp_path / "elsewhere").iterdir()) == []

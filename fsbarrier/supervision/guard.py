@@ -1,17 +1,26 @@
-"""The guard between a daemon and a program it started: nothing below outlives the daemon, also after SIGKILL.
+"""The guard between a daemon and a program it started: nothing below outlives the daemon, not even after SIGKILL.
 
     python -I -S fsbarrier/supervision/guard.py LIFELINE_FD DAEMON_PID     (`fsbarrier.supervision.supervisor.Child` starts it)
 
     daemon --socket--> outer guard --pipe--> inner guard --PR_SET_PDEATHSIG--> main program --> ...
 
-Both guards are subreapers: a descendant that double-forks or calls setsid comes back to the inner one, or to
-the outer one where somebody killed the inner. Each watches the process above it by the pipe's end and by a
-pidfd (a copy of the pipe's other end may live on in a process that the daemon forked). When it is gone, all
-below is frozen and killed, again and again until `waitpid` says that no child is left.
+How the tree is held together:
 
-The daemon sends the program (see `read_program`), then lines "stop GRACE_S". The guards answer with lines
-"started PID START", "failed ERRNO STAGE", "ended EXITCODE" (negative: a signal); the line ends with both.
-They write to no file: a hung mount must not hold them up.
+* Each guard is a *subreaper* (PR_SET_CHILD_SUBREAPER): when a process below it dies, the orphaned children become the
+  guard's, not init's. So a program that double-forks or calls setsid to get away is still found below its guard.
+* Each guard notices the death of the process above it in two ways: the socket or pipe ends, and a pidfd becomes
+  readable. Two, because a copy of the other end may live on in a process that the daemon forked.
+* There are *two* guards because one may itself be killed: by the out-of-memory killer, or by somebody who tidies up.
+  Without the inner one, the outer one inherits all below and kills it. Without the outer one, the inner one sees its
+  pipe end and does the same. The main program asks the kernel to die with the inner guard (PR_SET_PDEATHSIG).
+  Where both guards and the daemon are killed at once, orphans.py ends the rest at the next start.
+* To kill a tree, a guard stops every process it sees, looks again, and kills only when nothing new has appeared:
+  otherwise a process could fork between the look and the kill, for ever. It repeats this until `waitpid` says that it
+  has no child left. Being a subreaper, it then knows that nothing is left at all.
+
+What is said over the socket: the daemon sends the program (see `encode_program`), then lines "stop GRACE_S". The guards
+answer with lines "started PID START", "failed ERRNO STAGE", "ended EXITCODE" (negative: a signal). The socket ends when
+both guards have. The guards write to no file, so a mount that hangs cannot hold them up.
 """
 
 from __future__ import annotations
@@ -24,17 +33,24 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING or __name__ != "__main__":
     import signal
+    from collections.abc import Mapping, Sequence
 
     from fsbarrier.supervision.processes import Stat, below, freeze_and_kill, open_pidfd, send
 else:
-    sys.path.append(__file__.rpartition("/")[0])  # started by path, apart from the package
+    # Started by its path, without the package: importing that would take longer than the whole start of a guard.
+    sys.path.append(__file__.rpartition("/")[0])
     from processes import Stat, below, freeze_and_kill, open_pidfd, send, signal
 
+# linux/prctl.h
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-GRACE_S = 5.0  # for a signal that comes from outside
-FIRST_PAUSE_S = 0.002  # between two rounds of killing
-SETTLE_S = 0.5  # what is left when the main program ended by itself gets SIGTERM, then this long
+# The program's grace where such a signal comes from outside, not from the daemon.
+GRACE_S = 5.0
+# The grace of what is left when the main program has ended by itself.
+LEFTOVERS_GRACE_S = 0.5
+# Between two rounds of killing: the pause after one that met new processes, and the longest.
+KILL_PAUSE_S, MAX_KILL_PAUSE_S = 0.002, 0.5
 
 
 def prctl(option: int, value: int) -> None:
@@ -45,12 +61,14 @@ def prctl(option: int, value: int) -> None:
 
 
 class Guard:
-    """A watch over the process above and the one child below; the outer one has a `relay` to the inner."""
+    """Watches the process above and the one child below. The outer guard's child is the inner one, which it hands
+    "stop" on to through the pipe `relay`; the inner guard (`relay` None) has the main program."""
 
     def __init__(self, lifeline: int, parent: int, relay: int | None = None) -> None:
-        self.lifeline, self.relay, self.commands = lifeline, relay, b""
-        self.child, self.code = 0, -int(signal.SIGKILL)
-        self.asked = self.ended = self.noticed = False
+        self.lifeline, self.relay, self.received = lifeline, relay, b""
+        self.child, self.exit_code = 0, -int(signal.SIGKILL)
+        self.stop_requested = self.child_ended = self.leftovers_handled = False
+        # The moment from which on everything below is killed; None: not yet.
         self.kill_at: float | None = None
         self.wake, writer = os.pipe()
         for fd in (self.wake, writer):
@@ -58,7 +76,8 @@ class Guard:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, *ENDING):
             signal.signal(number, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the daemon's thread may have blocked some
+        # The thread of the daemon that started us may have blocked some signals.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self.poller = select.poll()
         try:
             self.pidfd = open_pidfd(parent)
@@ -67,7 +86,8 @@ class Guard:
         for fd in (self.wake, lifeline, self.pidfd):
             if fd >= 0:
                 self.poller.register(fd, select.POLLIN)
-        if os.getppid() != parent:  # it died before we had its pidfd
+        # Our parent has changed: `parent` died before we had its pidfd, which may be another process's.
+        if os.getppid() != parent:
             self.kill_within(0)
 
     def kill_within(self, seconds: float) -> None:
@@ -76,78 +96,95 @@ class Guard:
 
     def watch(self, child: int) -> int:
         """Wait until no descendant is left; gives the child's exit code (negative: a signal)."""
-        self.child, pause_s, hit = child, FIRST_PAUSE_S, {0: 0}
+        self.child, pause_s, hit = child, KILL_PAUSE_S, {0: 0}
         while not self.reap():
             left_s = None if self.kill_at is None else self.kill_at - time.monotonic()
             if left_s is not None and left_s <= 0:
                 before, hit = hit, freeze_and_kill(lambda: below(os.getpid()))
-                # Once more, unless waitpid says first that all is gone: at once after new forks, rarely where
-                # something hangs in the kernel.
-                pause_s = FIRST_PAUSE_S if hit.keys() - before.keys() else min(2 * pause_s, 0.5)
+                # Go for another round unless waitpid says first that all are gone: at once after new forks, and
+                # seldom where only processes are left that hang in the kernel.
+                pause_s = KILL_PAUSE_S if hit.keys() - before.keys() else min(2 * pause_s, MAX_KILL_PAUSE_S)
                 self.kill_at = time.monotonic() + pause_s
                 continue
             for fd, _ in self.poller.poll(None if left_s is None else left_s * 1000 + 1):
                 if fd == self.wake:
                     if any(number in ENDING for number in os.read(fd, 4096)):
-                        self.ask(GRACE_S)
-                elif fd == self.pidfd or not self.obey():
+                        self.stop_child(GRACE_S)
+                elif fd == self.pidfd or not self.read_commands():
                     self.poller.unregister(fd)
                     self.kill_within(0)
-        return self.code
+        return self.exit_code
 
     def reap(self) -> bool:
-        """Collect what ended; True when no child is left."""
+        """Collect what has ended, our child or an orphan from below; True when no child is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return True
             if pid == self.child:
-                self.ended, self.code = True, os.waitstatus_to_exitcode(status)
+                self.child_ended, self.exit_code = True, os.waitstatus_to_exitcode(status)
             if pid == 0:
-                if self.ended and not self.noticed:
-                    self.noticed = True
-                    self.end_rest()
+                if self.child_ended and not self.leftovers_handled:
+                    self.leftovers_handled = True
+                    self.end_leftovers()
                 return False
 
-    def obey(self) -> bool:
-        """Read commands from above; False at the end of the line."""
+    def read_commands(self) -> bool:
+        """Obey the commands from above; False when there is nobody any more who could give one."""
         try:
             data = os.read(self.lifeline, 4096)
         except OSError:
             return False
-        *lines, self.commands = (self.commands + data).split(b"\n")
+        *lines, self.received = (self.received + data).split(b"\n")
         for line in lines:
-            self.ask(float(line.split()[1]))
+            self.stop_child(float(line.split()[1]))
         return bool(data)
 
-    def ask(self, grace_s: float) -> None:
-        """Ask the child to end, and end everything by force after `grace_s`."""
+    def stop_child(self, grace_s: float) -> None:
+        """Ask the main program to end, and kill everything after `grace_s`."""
         try:
             if self.relay is not None:
                 os.write(self.relay, f"stop {grace_s}\n".encode())
+                # Somebody may have stopped the inner guard.
                 os.kill(self.child, signal.SIGCONT)
                 return
-            self.asked = True
+            self.stop_requested = True
             self.kill_within(grace_s)
-            if not self.ended:  # not reaped, so the number is still its own
+            # Until we reap it, no other process can get its number.
+            if not self.child_ended:
                 os.killpg(self.child, signal.SIGTERM)
-                os.killpg(self.child, signal.SIGCONT)  # a stopped program would not see the first
+                # A stopped program would not see the first signal.
+                os.killpg(self.child, signal.SIGCONT)
         except OSError:
-            pass  # gone (then `end_rest` comes), or another user's
+            # It is gone, and `end_leftovers` comes; or it has become another user's.
+            pass
 
-    def end_rest(self) -> None:
-        """The child has ended, others are left: by a killed inner guard, or by the main program."""
+    def end_leftovers(self) -> None:
+        """Our child has ended and others are left. The outer guard's child was the inner one, so somebody killed that.
+        The inner guard's was the main program; what it left behind may end in its own way, but soon."""
         if self.relay is not None:
             return self.kill_within(0)
         for pid, start in below(os.getpid()).items():
             send(pid, start, signal.SIGTERM)
-        if not self.asked:
-            self.kill_within(SETTLE_S)
+        if not self.stop_requested:
+            self.kill_within(LEFTOVERS_GRACE_S)
 
 
-def read_program(fd: int) -> tuple[bytes, list[bytes], dict[bytes, bytes]]:
-    """Folder, argv, environment: 8 bytes of length, then by NUL: folder, number of arguments, these, NAME=VALUE."""
+def encode_program(cwd: str, argv: Sequence[str], env: Mapping[str, str]) -> bytes:
+    """What the daemon sends first. Raises ValueError.
+
+    8 bytes of length, then by NUL: the folder, the number of arguments, these, and the environment as NAME=VALUE.
+    """
+    fields = [cwd, str(len(argv)), *argv, *(f"{name}={value}" for name, value in env.items())]
+    if not argv or not argv[0] or any("\0" in field for field in fields):
+        raise ValueError(f"not a command, or a NUL byte in it or its environment: {list(argv)!r}")
+    body = b"\0".join(map(os.fsencode, fields))
+    return len(body).to_bytes(8, "little") + body
+
+
+def receive_program(fd: int) -> tuple[bytes, list[bytes], dict[bytes, bytes]]:
+    """Folder, argv and environment, as `encode_program` wrote them. Raises EOFError where they do not come whole."""
     size, data = 8, b""
     while len(data) < size:
         piece = os.read(fd, size - len(data))
@@ -162,15 +199,18 @@ def read_program(fd: int) -> tuple[bytes, list[bytes], dict[bytes, bytes]]:
 
 
 def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes]) -> tuple[int, str]:
-    """Fork the main program; gives its pid, or 0, and the line that says how it went."""
+    """Fork the main program; gives its pid, or 0, and the line that tells the daemon how it went."""
     reader, writer = os.pipe()
     me, pid = os.getpid(), os.fork()
     if pid == 0:
         stage = "prepare"
         try:
             signal.set_wakeup_fd(-1)
-            os.setsid()  # out of reach of the terminal's Ctrl-C
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # tied to the thread that forks: the guard has only one
+            # Out of reach of the terminal's Ctrl-C: the daemon decides when its programs end.
+            os.setsid()
+            # The kernel counts the thread that forked as the parent. The guard has only one.
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            # The guard died before prctl took effect.
             if os.getppid() != me:
                 os._exit(1)
             for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -184,6 +224,7 @@ def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes]) -> tuple[
         finally:
             os._exit(127)
     os.close(writer)
+    # Python's pipes close when a program is executed: no text means that it was.
     failure = os.read(reader, 256).decode()
     os.close(reader)
     if failure:
@@ -199,29 +240,36 @@ def main() -> int:
         try:
             os.write(lifeline, line.encode() + b"\n")
         except OSError:
-            pass  # nobody is listening any more
+            # The daemon is not there to listen any more.
+            pass
+
+    def leave_the_log() -> None:
+        """Standard output and error are the program's log. From here on only the program writes there."""
+        for fd in (1, 2):
+            os.dup2(0, fd)
 
     os.set_inheritable(lifeline, False)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
-        program = read_program(lifeline)
+        program = receive_program(lifeline)
     except (OSError, EOFError):
-        return 1  # the daemon died first
+        # The daemon died before it had sent everything.
+        return 1
     reader, writer = os.pipe()
     if inner := os.fork():
         os.close(reader)
-        for fd in (1, 2):  # the log belongs to the program
-            os.dup2(0, fd)
+        leave_the_log()
         code = Guard(lifeline, daemon, relay=writer).watch(inner)
         if code < 0:
-            report(f"ended {code}")  # the inner guard was killed, and with it the main program
+            # The inner guard was killed, and with it the main program.
+            report(f"ended {code}")
         return code & 255
     os.close(writer)
+    # A fork does not inherit this.
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     guard = Guard(reader, me)
     pid, line = start_main(*program)
-    for fd in (1, 2):
-        os.dup2(0, fd)
+    leave_the_log()
     report(line)
     if pid:
         report(f"ended {guard.watch(pid)}")

@@ -1,8 +1,9 @@
 """What outlives a daemon in spite of all: the processes of a program whose daemon and both guards were killed at once.
 
-Each child's tree is written down in a private folder of this machine, and the next start of any child by the same
-user ends what of it is still there, if the daemon that started it is not. A process is known by its pid, start time,
-boot and pid namespace. Nothing here raises: where the notes cannot be kept, the guards still do their work.
+While a program runs, its daemon keeps a record of the tree in a private folder of this machine. The next start of any
+program by the same user ends what is left of recorded trees whose daemon is dead. Every process is known by its pid,
+start time, boot and pid namespace, so nobody else's is hit. Nothing here raises OSError: where no record can be kept,
+the guards still do their work.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ from pathlib import Path
 from fsbarrier import files
 from fsbarrier.supervision import processes
 
-_swept = threading.Lock()  # taken once in the life of a process
+# For how long a tree is killed again and again.
+KILL_S = 5.0
+# How long to wait for the end of a killed process before the next round, and where the kernel cannot wake us.
+ROUND_S, BLIND_ROUND_S = 1.0, 0.01
+
+# Taken once in the life of a process, and kept.
+_swept = threading.Lock()
 
 
-def note(name: str, tree: Mapping[int, int]) -> None:
-    """Write down that `tree` (pid -> start time) is ours, in place of what was noted as `name` before."""
+def record_tree(name: str, tree: Mapping[int, int]) -> None:
+    """Record that `tree` (pid -> start time) is ours, in place of what was recorded as `name` before."""
     with contextlib.suppress(OSError):
         if (folder := _folder()) is not None:
             me = os.getpid()
@@ -33,47 +40,50 @@ def note(name: str, tree: Mapping[int, int]) -> None:
             files.write_atomic(folder / _file_name(name), json.dumps(record).encode())
 
 
-def forget(name: str) -> None:
-    """All that was noted as `name` has ended."""
+def forget_tree(name: str) -> None:
+    """Everything that was recorded as `name` has ended."""
     with contextlib.suppress(OSError):
         if (folder := _folder()) is not None:
             (folder / _file_name(name)).unlink(missing_ok=True)
 
 
-def sweep() -> dict[int, int]:
-    """End what daemons of this user that are dead have left here; gives that as pid -> start time.
+def end_orphans() -> dict[int, int]:
+    """End what dead daemons of this user have left on this machine; gives what was hit, as pid -> start time.
 
-    Only the first call in a process does it.
+    Only the first call in a process does anything.
     """
-    ended: dict[int, int] = {}
+    hit: dict[int, int] = {}
     if not _swept.acquire(blocking=False):
-        return ended
+        return hit
     with contextlib.suppress(OSError):
         for path in sorted(folder.glob("*.json")) if (folder := _folder()) is not None else []:
+            # A record may be torn, or of another version.
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                ended |= _end(path)
-    return ended
+                hit |= _end_recorded(path)
+    return hit
 
 
-def _end(path: Path) -> dict[int, int]:
+def _end_recorded(path: Path) -> dict[int, int]:
     record, here = json.loads(path.read_bytes()), _here()
     tree = {int(pid): int(start) for pid, start in record["tree"]}
-    ended: dict[int, int] = {}
+    hit: dict[int, int] = {}
+    # After a reboot nothing of it can be left, and only the record is to go.
     if record["here"]["boot"] == here["boot"]:
+        # In another container the numbers mean other processes. And a living daemon looks after its own.
         if record["here"] != here or processes.alive(dict([record["daemon"]])):
-            return ended  # another container's, to which its numbers belong; or a daemon that does well
-        ended = end(tree, 5.0)
+            return hit
+        hit = kill_tree(tree, KILL_S)
         if processes.alive(tree):
-            return ended
+            return hit
     path.unlink(missing_ok=True)
-    return ended
+    return hit
 
 
-def end(tree: Mapping[int, int], deadline_s: float, *, session: int = 0) -> dict[int, int]:
-    """Kill what is left of `tree` (pid -> start time), of `session` if given, and all below; gives what was hit."""
+def kill_tree(tree: Mapping[int, int], deadline_s: float, *, session: int = 0) -> dict[int, int]:
+    """Kill what is left of `tree` (pid -> start time) and of the given session, and all below; gives what was hit."""
 
     def find() -> dict[int, int]:
-        found = {pid: stat for pid, stat in processes.scan().items() if stat.state not in "ZX"}
+        found = {pid: stat for pid, stat in processes.scan().items() if not stat.ended}
         ours = {pid: start for pid, start in tree.items() if pid in found and found[pid].start == start}
         if session:
             ours |= {pid: stat.start for pid, stat in found.items() if stat.session == session}
@@ -81,16 +91,16 @@ def end(tree: Mapping[int, int], deadline_s: float, *, session: int = 0) -> dict
             ours |= processes.below(pid, found)
         return ours
 
-    ended: dict[int, int] = {}
+    all_hit: dict[int, int] = {}
     deadline = time.monotonic() + deadline_s
     while (hit := processes.freeze_and_kill(find)) and time.monotonic() < deadline:
-        ended |= hit
-        _until_one_is_gone(hit, deadline - time.monotonic())
-    return ended
+        all_hit |= hit
+        _wait_for_an_end(hit, deadline - time.monotonic())
+    return all_hit
 
 
-def _until_one_is_gone(tree: Mapping[int, int], timeout_s: float) -> None:
-    """Wait for the end of any of `tree`, a second at most."""
+def _wait_for_an_end(tree: Mapping[int, int], timeout_s: float) -> None:
+    """Wait until any of `tree` has ended, for one round at most."""
     poller, pidfds = select.poll(), []
     for pid in tree:
         with contextlib.suppress(ProcessLookupError):
@@ -99,7 +109,7 @@ def _until_one_is_gone(tree: Mapping[int, int], timeout_s: float) -> None:
     for pidfd in pidfds:
         if pidfd >= 0:
             poller.register(pidfd, select.POLLIN)
-    poller.poll(min(max(timeout_s, 0.0), 0.01 if blind else 1.0) * 1000)
+    poller.poll(min(max(timeout_s, 0.0), BLIND_ROUND_S if blind else ROUND_S) * 1000)
     for pidfd in pidfds:
         if pidfd >= 0:
             os.close(pidfd)
@@ -118,7 +128,7 @@ def _file_name(name: str) -> str:
 
 
 def _folder() -> Path | None:
-    """The notes' folder, made if need be; None where somebody else has taken its name."""
+    """The folder of the records, made if need be; None where somebody else has taken its name."""
     folder = Path(tempfile.gettempdir()) / f"fsbarrier-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

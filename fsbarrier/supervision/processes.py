@@ -1,27 +1,31 @@
 """Processes by identity: (pid, start time), never by name. Finds what descends from a process, signals exactly what it found.
 
-Standard library only, and little of it: `guard.py` loads this file by path at every start of a program.
+A pid alone may belong to another process a moment later; with the start time it is unambiguous until the next boot.
+Standard library only, and little of it: `guard.py` loads this file by its path at every start of a program.
 """
 
 from __future__ import annotations
 
 import os
 
-TYPE_CHECKING = False  # importing `typing` would cost the guard 5 ms
+# Importing `typing` would cost the guard 5 ms, so the constant that type checkers know stands here.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Mapping
 else:
     try:
-        import _signal as signal  # the same functions without the enums, which cost 5 ms
+        # The same functions without the enums, which cost 5 ms.
+        import _signal as signal
     except ImportError:
         import signal
 
-FREEZE_PASSES = 100  # far more than any tree needs: every pass stops all the forkers it sees
+# Far more than any tree needs: after every pass, all the forkers that were seen are stopped.
+FREEZE_PASSES = 100
 
 
 class Stat:
-    """What /proc/PID/stat says of a process; `start` (clock ticks since boot) makes its pid unambiguous."""
+    """What /proc/PID/stat says of a process. `start` is in clock ticks since boot."""
 
     __slots__ = ("pgid", "ppid", "session", "start", "state")
 
@@ -29,6 +33,7 @@ class Stat:
         """Raises OSError where there is no such process, or it is hidden from us."""
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
+            # Before the last bracket stands the program's name, which may hold spaces and brackets itself.
             fields = os.read(fd, 4096).rpartition(b")")[2].split()
         finally:
             os.close(fd)
@@ -37,6 +42,11 @@ class Stat:
         self.state = fields[0].decode()
         self.ppid, self.pgid, self.session = int(fields[1]), int(fields[2]), int(fields[3])
         self.start = int(fields[19])
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is a zombie (Z) or has just ceased to be one (X)."""
+        return self.state in "ZX"
 
 
 def scan() -> dict[int, Stat]:
@@ -51,7 +61,8 @@ def scan() -> dict[int, Stat]:
             try:
                 found[int(name)] = Stat(int(name))
             except OSError:
-                continue  # it ended meanwhile, or is somebody else's
+                # It ended meanwhile, or is somebody else's.
+                continue
     return found
 
 
@@ -68,6 +79,19 @@ def below(root: int, processes: dict[int, Stat] | None = None) -> dict[int, int]
             if pid not in found and pid != root:
                 found[pid] = processes[pid].start
                 todo.append(pid)
+    return found
+
+
+def alive(tree: Mapping[int, int]) -> dict[int, int]:
+    """Those of `tree` (pid -> start time) that have not ended."""
+    found = {}
+    for pid, start in tree.items():
+        try:
+            stat = Stat(pid)
+        except OSError:
+            continue
+        if stat.start == start and not stat.ended:
+            found[pid] = start
     return found
 
 
@@ -88,7 +112,8 @@ def send(pid: int, start: int, number: int) -> bool:
     """Signal exactly the process born as (pid, start); False where it is gone or not ours to signal."""
     pidfd = -1
     try:
-        pidfd = open_pidfd(pid)  # before the check, so that the pid cannot change hands between the two
+        # Opened before the check: from then on it means one process, even if the pid changes hands.
+        pidfd = open_pidfd(pid)
         if Stat(pid).start != start:
             return False
         if pidfd >= 0:
@@ -104,9 +129,10 @@ def send(pid: int, start: int, number: int) -> bool:
 
 
 def freeze_and_kill(find: Callable[[], dict[int, int]]) -> dict[int, int]:
-    """Stop what `find` gives until that is nothing new (so that nobody forks on), then SIGKILL it all.
+    """Stop what `find` gives until it gives nothing new, then SIGKILL it all; gives what was hit, as pid -> start time.
 
-    Gives what was hit, as pid -> start time. A fork under way may be missed: call it until nothing is left.
+    A process that is killed while its sibling forks leaves the new one behind. A stopped process cannot fork, so all are
+    stopped first. A fork that was under way when its process was stopped may be missed: call this until nothing is left.
     """
     frozen: dict[int, int] = {}
     for _ in range(FREEZE_PASSES):
@@ -119,16 +145,3 @@ def freeze_and_kill(find: Callable[[], dict[int, int]]) -> dict[int, int]:
     for pid, start in frozen.items():
         send(pid, start, signal.SIGKILL)
     return frozen
-
-
-def alive(tree: Mapping[int, int]) -> dict[int, int]:
-    """Those of `tree` (pid -> start time) that have not ended."""
-    found = {}
-    for pid, start in tree.items():
-        try:
-            stat = Stat(pid)
-        except OSError:
-            continue
-        if stat.start == start and stat.state not in "ZX":
-            found[pid] = start
-    return found

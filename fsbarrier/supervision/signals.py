@@ -1,4 +1,4 @@
-"""Signals are handled in some way for a while, then as before."""
+"""Signal handlers: one that ends a program by unwinding it, and handlers that hold for a while only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def end(number: int, frame: FrameType | None) -> NoReturn:
 def handled(
     numbers: Sequence[signal.Signals], handle: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """While this lasts, `handle` is called for these signals. For the main thread."""
+    """While this lasts, `handle` is called for these signals; afterwards they do what they did before.
+
+    For the main thread, where alone Python lets handlers be set.
+    """
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield

@@ -4,8 +4,9 @@
     code = child.wait(60.0)      # None while anything of it lives; -15: ended by SIGTERM
     child.stop(grace_s=5.0)      # returns when nothing is left
 
-guard.py tells how the tree below is held together. A `Child` that is dropped is ended, for its guard sees the end
-of the line. Only processes that descend from ours are ever signalled, each by (pid, start time).
+guard.py says how the tree below is held together, and what a `Child` and its guards say to each other through a
+socket. A `Child` that is dropped without `stop()` is ended too, for then the guard sees the end of the socket. Only
+processes that descend from ours are ever signalled, each by (pid, start time).
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from typing import Self
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.rundir import log_tail
-from fsbarrier.supervision import orphans, processes
+from fsbarrier.supervision import guard, orphans, processes
 
-GUARD = Path(__file__).with_name("guard.py")
-START_S = 60.0  # a start takes 20 ms; this is for a machine that swaps, or Python on a slow mount
-KILL_S = 30.0  # SIGKILL takes milliseconds, unless a process hangs in the kernel (NFS, a driver)
-SNAPSHOT_S = (
-    5.0  # how old the list of descendants may be, which serves when both guards are killed (orphans.py)
-)
+GUARD = Path(guard.__file__)
+# How long a start may take. It takes 20 ms, but the machine may swap, or Python lie on a slow mount.
+START_S = 60.0
+# How long SIGKILL may take. It takes milliseconds, unless a process hangs in the kernel (NFS, a driver).
+KILL_S = 30.0
+# How old our list of the descendants may be. It serves only when both guards are killed at once (orphans.py).
+SNAPSHOT_S = 5.0
 
 
 class StartFailed(ProgramFailed):
@@ -69,16 +71,21 @@ class Child:
         self.log_file = log_file
         self.pid = 0
         self.guard_pid = 0
+        # Where in the log this start's output begins.
         self._log_start = log_start
         self._lock = threading.RLock()
-        self._answers = b""
-        self._told: int | None = None  # the exit code as a guard told it
-        self._code: int | None = None  # the same, once everything has ended
-        self._failure: tuple[int, str] | None = None  # errno and stage of a start that failed
-        self._seen: dict[int, int] = {}  # descendants as pid -> start time, at _seen_at
-        self._seen_at = time.monotonic()
+        # The outer guard, our end of the socket to both guards, and what came of a line that is not complete yet.
         self._guard: subprocess.Popen[bytes]
-        self._line: socket.socket
+        self._socket: socket.socket
+        self._received = b""
+        # What a guard reported: the exit code, or errno and stage of a start that failed.
+        self._reported_code: int | None = None
+        self._start_failure: tuple[int, str] | None = None
+        # The exit code once nothing of the tree is left.
+        self._exit_code: int | None = None
+        # The descendants as pid -> start time, and when they were looked up.
+        self._descendants: dict[int, int] = {}
+        self._looked_up_at = time.monotonic()
 
     @classmethod
     def start(
@@ -95,10 +102,12 @@ class Child:
         Raises StartFailed (no such program or folder), StoreError (the log cannot be written), ValueError (a NUL
         byte or no argv).
         """
-        program = _program(argv, os.environ if env is None else env, os.path.abspath(cwd or "."))
+        program = guard.encode_program(
+            argv=argv, env=os.environ if env is None else env, cwd=os.path.abspath(cwd or ".")
+        )
         log_fd, log_start = _open_log(log_file, name, argv)
         child = cls(name, log_file, log_start)
-        child._line, theirs = _line_ends()
+        child._socket, theirs = _socket_pair()
         try:
             child._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(GUARD), str(theirs.fileno()), str(os.getpid())],
@@ -110,24 +119,24 @@ class Child:
                 start_new_session=True,
             )
         except OSError as error:
-            child._line.close()
+            child._socket.close()
             message = f"{name}: cannot start a guard with {sys.executable!r}: {error.strerror}"
             raise StartFailed(message, 126) from None
         finally:
             os.close(log_fd)
             theirs.close()
         child.guard_pid = child._guard.pid
-        child._begin(program, argv[0])
+        child._hand_over(program, argv[0])
         return child
 
     def poll(self) -> int | None:
         """The main program's exit code (-N: ended by signal N) once *nothing* of its tree is left, else None."""
         with self._lock:
-            if self._code is None:
-                self._listen()
-            if self._code is None and time.monotonic() - self._seen_at >= SNAPSHOT_S:
+            if self._exit_code is None:
+                self._read_reports()
+            if self._exit_code is None and time.monotonic() - self._looked_up_at >= SNAPSHOT_S:
                 self._remember(processes.below(self.guard_pid))
-            return self._code
+            return self._exit_code
 
     def wait(self, timeout_s: float) -> int | None:
         """`poll()`, waiting up to `timeout_s` for it to give a code."""
@@ -136,7 +145,7 @@ class Child:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return None
-            _until_readable(self._line, min(left_s, SNAPSHOT_S))
+            _wait_readable(self._socket, min(left_s, SNAPSHOT_S))
         return code
 
     def stop(self, grace_s: float = 5.0) -> int:
@@ -146,9 +155,10 @@ class Child:
         """
         with self._lock:
             if self.poll() is None:
-                with contextlib.suppress(OSError):  # the guard is ending already
-                    self._line.sendall(b"stop %f\n" % max(grace_s, 0.0))
-                self._guard.send_signal(signal.SIGCONT)  # in case somebody stopped it
+                with contextlib.suppress(OSError):  # the guards are ending already
+                    self._socket.sendall(b"stop %f\n" % max(grace_s, 0.0))
+                # Somebody may have stopped the guard.
+                self._guard.send_signal(signal.SIGCONT)
         code = self.wait(grace_s + KILL_S)
         if code is None:
             left = sorted(self.pids())
@@ -157,15 +167,15 @@ class Child:
 
     def pids(self) -> frozenset[int]:
         """The processes that belong to it now: the main program and all below, without the guards."""
-        if self._code is not None:
+        if self._exit_code is not None:
             return frozenset()
         found = processes.scan()
         tree = processes.below(self.guard_pid, found)
-        return frozenset(p for p in tree if found[p].session != self.guard_pid and found[p].state not in "ZX")
+        return frozenset(p for p in tree if found[p].session != self.guard_pid and not found[p].ended)
 
     def fileno(self) -> int:
         """For `selectors`: readable when `poll()` has news. -1 after the end."""
-        return self._line.fileno()
+        return self._socket.fileno()
 
     def last_log_lines(self, lines: int = 20) -> list[str]:
         """The last lines of its log since this start, from at most the last 64 KiB, fit for a terminal."""
@@ -178,86 +188,83 @@ class Child:
         self.stop()
 
     def _remember(self, tree: dict[int, int]) -> None:
-        if tree != self._seen:
-            orphans.note(str(self.guard_pid), tree)
-        self._seen, self._seen_at = tree, time.monotonic()
+        if tree != self._descendants:
+            orphans.record_tree(str(self.guard_pid), tree)
+        self._descendants, self._looked_up_at = tree, time.monotonic()
 
-    def _begin(self, program: bytes, argv0: str) -> None:
+    def _hand_over(self, program: bytes, argv0: str) -> None:
         """Hand the program to the guard and wait until it runs. Raises StartFailed."""
         deadline = time.monotonic() + START_S
-        self._line.settimeout(START_S)
-        with contextlib.suppress(OSError):  # the guard ended or hangs: told below
-            self._line.sendall(program)
-        self._line.setblocking(False)
-        while not self.pid and self._failure is None and self._code is None:
+        self._socket.settimeout(START_S)
+        # An error means that the guard ended or hangs; what it reports, or does not, says more.
+        with contextlib.suppress(OSError):
+            self._socket.sendall(program)
+        self._socket.setblocking(False)
+        while not self.pid and self._start_failure is None and self._exit_code is None:
             if time.monotonic() >= deadline:
-                self._line.close()  # an inner guard ends all by this
+                # By this an inner guard ends everything.
+                self._socket.close()
                 self._guard.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._guard.wait(KILL_S)
                 raise StartFailed(f"{self.name}: the guard did not answer for {START_S:.0f} s", 126)
-            _until_readable(self._line, deadline - time.monotonic())
-            self._listen()
+            _wait_readable(self._socket, deadline - time.monotonic())
+            self._read_reports()
         if self.pid:
             return
-        if self._failure is None:
+        if self._start_failure is None:
             raise StartFailed(
                 f"{self.name}: the guard ended at once: {' | '.join(self.last_log_lines(3))}", 126
             )
         self.wait(KILL_S)
-        number, stage = self._failure
+        number, stage = self._start_failure
         missing = number == errno.ENOENT and stage == "program"
         what = "enter the folder to start" if stage == "folder" else "start"
         message = f"{self.name}: cannot {what} {argv0!r}: {os.strerror(number)}"
         raise StartFailed(message, 127 if missing else 126)
 
-    def _listen(self) -> None:
-        """Take in what the guards tell; at the end of the line settle the exit code."""
+    def _read_reports(self) -> None:
+        """Take in what the guards have said since."""
         while True:
             try:
-                data = self._line.recv(4096)
+                data = self._socket.recv(4096)
             except BlockingIOError:
                 return
             except OSError:
                 data = b""
-            *lines, self._answers = (self._answers + data).split(b"\n")
+            *lines, self._received = (self._received + data).split(b"\n")
             for line in lines:
                 match line.decode().split():
                     case ["started", pid, start]:
                         self.pid = int(pid)
                         self._remember({self.pid: int(start)})
                     case ["failed", number, stage]:
-                        self._failure, self._told = (int(number), stage), 127
-                    case ["ended", code] if self._told is None:
-                        self._told = int(code)
+                        self._start_failure, self._reported_code = (int(number), stage), 127
+                    case ["ended", code] if self._reported_code is None:
+                        self._reported_code = int(code)
             if not data:
-                self._guard.wait()  # it is exiting, else the line were open
-                if (
-                    self._told is None
-                ):  # both guards were killed: the kernel ended the main program, we the rest
-                    fresh = (
-                        time.monotonic() - self._seen_at < 2 * SNAPSHOT_S
-                    )  # its number cannot be reused yet
-                    orphans.end(self._seen, KILL_S, session=self.pid if fresh else 0)
-                orphans.forget(str(self.guard_pid))
-                self._code = -int(signal.SIGKILL) if self._told is None else self._told
-                self._line.close()
+                self._settle()
                 return
 
+    def _settle(self) -> None:
+        """Both guards have ended, and with them the tree, unless both were killed."""
+        # Its end of the socket is closed, so it is exiting.
+        self._guard.wait()
+        if self._reported_code is None:
+            # Both were killed. The kernel has ended the main program with them; the rest is ours to end. The main
+            # program's session is ours too, as long as its number cannot have been given to another process.
+            fresh = time.monotonic() - self._looked_up_at < 2 * SNAPSHOT_S
+            orphans.kill_tree(self._descendants, KILL_S, session=self.pid if fresh else 0)
+        orphans.forget_tree(str(self.guard_pid))
+        self._exit_code = -int(signal.SIGKILL) if self._reported_code is None else self._reported_code
+        self._socket.close()
 
-def _program(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> bytes:
-    """What guard.py's `read_program` reads. Raises ValueError."""
-    fields = [cwd, str(len(argv)), *argv, *(f"{name}={value}" for name, value in env.items())]
-    if not argv or not argv[0] or any("\0" in field for field in fields):
-        raise ValueError(f"not a command, or a NUL byte in it or its environment: {list(argv)!r}")
-    body = b"\0".join(map(os.fsencode, fields))
-    return len(body).to_bytes(8, "little") + body
 
-
-def _line_ends() -> tuple[socket.socket, socket.socket]:
-    """Our end of the line and the guard's. Both are close-on-exec: a leaked copy of ours would keep the tree alive."""
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Our end of the socket and the guard's. Both are close-on-exec: a copy of ours in another program would hide our death."""
     ours, theirs = socket.socketpair()
-    if theirs.fileno() <= 2:  # a daemon without standard streams: the guard's own would go there
+    if theirs.fileno() <= 2:
+        # A daemon without standard streams got one of their numbers, where the guard's own streams are to go.
         with theirs:
             return ours, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3))
     return ours, theirs
@@ -270,7 +277,7 @@ def _open_log(path: Path, name: str, argv: Sequence[str]) -> tuple[int, int]:
     """
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     line = f"--- {now} start {name}: {shlex.join(argv)}\n"
-    if ended := orphans.sweep():
+    if ended := orphans.end_orphans():
         line = f"--- {now} ended what a killed daemon had left: {', '.join(map(str, ended))}\n{line}"
     try:
         files.make_dirs(path.parent)
@@ -287,8 +294,8 @@ def _open_log(path: Path, name: str, argv: Sequence[str]) -> tuple[int, int]:
         raise StoreError(f"{name}: cannot write its log {path}: {error.strerror}") from None
 
 
-def _until_readable(line: socket.socket, timeout_s: float) -> None:
+def _wait_readable(connection: socket.socket, timeout_s: float) -> None:
     poller = select.poll()
-    if line.fileno() >= 0:
-        poller.register(line, select.POLLIN)
+    if connection.fileno() >= 0:
+        poller.register(connection, select.POLLIN)
         poller.poll(max(timeout_s, 0.0) * 1000 + 1)

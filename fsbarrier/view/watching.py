@@ -134,7 +134,7 @@ class RunReader:
         if not self.here(rank):
             return False
         try:
-            return Stat(self.joins[rank].pid).state in "ZX"
+            return Stat(self.joins[rank].pid).ended
         except ProcessLookupError:
             return True
         except OSError as error:
