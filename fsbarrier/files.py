@@ -12,35 +12,12 @@ import hashlib
 import os
 import secrets
 import shutil
-import threading
-from collections.abc import Callable, Container
 from pathlib import Path
-from typing import TypeVar
-
-T = TypeVar("T")
 
 #: what a mount that is there and does not work answers; the next moment it may
 FAILING = frozenset({errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENXIO})
 
 _modes = {"file": 0o600, "dir": 0o700}
-
-
-def patiently(
-    operation: Callable[[], T], *, tries: int, pause_s: float, only: Container[int] | None = None
-) -> T:
-    """What `operation` gives, once the filesystem does not fail; `pause_s` is doubled before each further try.
-
-    Raises the last try's OSError, and at once one whose errno is not in `only` (None: any is tried again).
-    """
-    for tries_left in reversed(range(tries)):
-        try:
-            return operation()
-        except OSError as error:
-            if not tries_left or (only is not None and error.errno not in only):
-                raise
-        threading.Event().wait(pause_s)
-        pause_s *= 2
-    raise ValueError(f"tries={tries}: at least one")
 
 
 def set_shared_group(on: bool) -> None:

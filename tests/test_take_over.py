@@ -112,7 +112,6 @@ def test_an_answer_that_is_lost_on_its_way_is_no_lost_claim(
         return won
 
     monkeypatch.setattr(files, "create_exclusive", unreliable)
-    monkeypatch.setattr("fsbarrier.rollouts.claims.PAUSE_S", 0.001)
     assert node.take() == (0,) and asked == ["lot-0000-000000"] * 2 and node.lost == 0
     monkeypatch.setattr(files, "create_exclusive", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "gone")))
     with pytest.raises(StoreError, match=r"lot-0000-000001: cannot be claimed: gone"):

@@ -28,11 +28,13 @@ from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachabl
 from fsbarrier.engine.model import ModelFolder, inspect
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.machine import accelerators
+from fsbarrier.retry import Backoff
 from fsbarrier.supervision.supervisor import Child
 
 DEFAULT_URL = "http://127.0.0.1:8000"  # vLLM's own default, for debug mode
 PORT_TRIES = 3
-POLL_S = (0.05, 0.5)  # first and longest pause while a server starts
+# Between two looks at a server that starts.
+PAUSES = Backoff(0.05, 0.5)
 STOP_GRACE_S = 5.0  # vLLM ends within 2 s of SIGTERM
 IDLE_S = 30.0  # how long requests of a killed rollout may take to leave the server before a reload
 ASLEEP_BYTES = 2 << 30  # a device: a sleeping server keeps its context and its graphs
@@ -217,7 +219,7 @@ class Engine:
 
     def _await(self, server: _Server, deadline: float, cancel: threading.Event) -> str | None:
         """Until the server answers; else what went wrong."""
-        pause_s = POLL_S[0]
+        pauses = iter(PAUSES)
         while not server.client.healthy(cancel=cancel):
             code = server.child.poll()
             if code is not None:
@@ -228,8 +230,7 @@ class Engine:
                 return (
                     f"did not answer within {self.settings['start_timeout_s']:g} s (engine.start_timeout_s)"
                 )
-            cancel.wait(min(pause_s, max(0.0, deadline - time.monotonic())))
-            pause_s = min(pause_s * 1.5, POLL_S[1])
+            cancel.wait(min(next(pauses), max(0.0, deadline - time.monotonic())))
         try:
             server.client.model(cancel=cancel)
         except (Refused, Unreachable, CalledOff) as error:
@@ -269,16 +270,15 @@ class Engine:
 
     def _forget_prefixes(self, server: _Server, cancel: threading.Event) -> None:
         """Drop what the old weights cached. It cannot be done while requests of a killed rollout are still leaving."""
-        deadline, pause_s = time.monotonic() + IDLE_S, POLL_S[0]
+        deadline, pauses = time.monotonic() + IDLE_S, iter(PAUSES)
         while True:
             answer = server.client.call("POST", "/reset_prefix_cache", timeout_s=60.0, cancel=cancel)
             if not isinstance(answer, dict) or answer.get("success", True):
                 return
             if time.monotonic() >= deadline:
                 raise Unreachable(f"requests are still running {IDLE_S:.0f} s after their rollout")
-            if cancel.wait(pause_s) or self._stopping.is_set():
+            if cancel.wait(next(pauses)) or self._stopping.is_set():
                 raise CalledOff("called off")
-            pause_s = min(pause_s * 1.5, POLL_S[1])
 
     # --- the accelerator's memory ---
 

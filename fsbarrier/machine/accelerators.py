@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from fsbarrier.retry import Backoff
+
 Kind = Literal["nvidia", "amd"]
 How = Literal["no accelerator", "processes", "level", "unverified"]
 
@@ -28,7 +30,8 @@ PID_NAMESPACE = Path("/proc/self/ns/pid")
 HOST_PID_NAMESPACE = 0xEFFFFFFC  # the kernel's fixed inode number of the initial namespace
 AMD_VENDOR = "0x1002"
 MIB = 1 << 20
-POLL_S = (0.01, 1.0)  # first and longest pause: memory comes free within seconds of a process's end
+# Memory comes free within seconds of a process's end.
+PAUSES = Backoff(0.01, 1.0)
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def wait_released(
     """
     begin = time.monotonic()
     cancel = threading.Event() if cancel is None else cancel
-    pause_s = POLL_S[0]
+    pauses = iter(PAUSES)
     with _nvml() as nvml:
         while True:
             devices = _look(nvml, os.environ)
@@ -121,9 +124,8 @@ def wait_released(
                 return Released(elapsed, _weakest(seen))
             if elapsed >= deadline_s:
                 return StillHeld(elapsed, held)
-            if cancel.wait(min(pause_s, deadline_s - elapsed)):
+            if cancel.wait(min(next(pauses), deadline_s - elapsed)):
                 return StillHeld(time.monotonic() - begin, held, cancelled=True)
-            pause_s = min(pause_s * 1.6, POLL_S[1])
 
 
 @dataclass(frozen=True)

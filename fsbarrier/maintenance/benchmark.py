@@ -20,8 +20,9 @@ from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.errors import FsbarrierError, ProgramFailed
+from fsbarrier.retry import Backoff
 
-PAUSE_MIN_S, PAUSE_MAX_S = 0.0001, 0.001
+PAUSES = Backoff(0.0001, 0.001)
 START_S = 60.0  # what starting N Python processes may take
 ROUND_S = 10.0  # and one round of all of them
 
@@ -141,12 +142,11 @@ def bare_process(folder: Path, rank: int, nodes: int, rounds: int) -> list[tuple
         place = folder / f"round-{number:06d}"
         place.mkdir(exist_ok=True)
         os.close(files.open_new(place / f"node-{rank:04d}"))
-        arrived, pause = time.monotonic(), PAUSE_MIN_S
+        arrived, pauses = time.monotonic(), iter(PAUSES)
         while len(os.listdir(place)) < nodes:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"round {number}: the others did not come")
-            idle.wait(pause)
-            pause = min(pause * 1.5, PAUSE_MAX_S)
+            idle.wait(next(pauses))
         times.append((arrived, time.monotonic()))
     return times
 

@@ -39,15 +39,14 @@ from fsbarrier.program import SLICES
 from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Exit, Node, Rules, Stage
+from fsbarrier.retry import Backoff, retry
 from fsbarrier.rundir.journal import Journal
 from fsbarrier.rundir.log_tail import last_words
 from fsbarrier.rundir.runrecord import CHOICES, RunRecord
 from fsbarrier.rundir.store import PosixStore
-from fsbarrier.start import filesystem
 from fsbarrier.supervision.signals import ENDING, handled
 
 POLL_MIN_S = 0.001
-POLL_GROWTH = 1.5
 JOINING_BEAT_S = 0.2
 DYING_S = 1.0  # what a last heartbeat may take on a filesystem that hangs
 
@@ -100,7 +99,7 @@ class Daemon:
         self._hints = Hints(record.log_path, self._wake.set)
         rules = make_rules(self.settings)
         observer = Observer(self._store, record.paths, rules.program, make_paces(self.settings))
-        filesystem.patiently(observer.prepare)
+        retry(observer.prepare, errnos=files.FAILING)
         attempt = 1 + (observer.joins[rank].incarnation if rank in observer.joins else 0)
         self.log_dir = record.paths.node_logs(attempt, rank)
         files.make_dirs(self.log_dir)
@@ -136,7 +135,7 @@ class Daemon:
         """Join and loop to the end; gives the exit code. Raises StoreError (it cannot join)."""
         # A start counts as one of this rank's only once it is announced: it may be tried again.
         with _starting(self.record):
-            filesystem.patiently(lambda: self.agent.start(time.monotonic()))
+            retry(lambda: self.agent.start(time.monotonic()), errnos=files.FAILING)
         beats = threading.Thread(target=self._beat, name="beat", daemon=True)
         beats.start()
         try:
@@ -159,8 +158,9 @@ class Daemon:
         return ended.code
 
     def _loop(self) -> None:
-        most, patience = self.settings["coordination"]["poll_max_s"], self.settings["coordination"]["dead_s"]
-        interval, failing_since = POLL_MIN_S, None
+        patience = self.settings["coordination"]["dead_s"]
+        poll = Backoff(POLL_MIN_S, self.settings["coordination"]["poll_max_s"])
+        interval, failing_since = poll.first_s, None
         while self.agent.exit is None and self._signal is None:
             now = self._ticked_at = time.monotonic()
             try:
@@ -174,12 +174,12 @@ class Daemon:
                 busy = False
             if self.jobs.unfit is not None:
                 raise self.jobs.unfit
-            interval = POLL_MIN_S if busy else min(interval * POLL_GROWTH, most)
-            self._hints.watch(self._row_dir() if interval == most else None)
+            interval = poll.first_s if busy else poll.after(interval)
+            self._hints.watch(self._row_dir() if interval == poll.most_s else None)
             self._wake.wait(interval)
             if self._wake.is_set():
                 self._wake.clear()
-                interval = POLL_MIN_S
+                interval = poll.first_s
 
     def _row_dir(self) -> Path | None:
         """The directory in which the facts appear that this node waits for."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.facts import Payload
+from fsbarrier.retry import retry
 from fsbarrier.supervision.worker_contract import read_progress
 
 if TYPE_CHECKING:
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# For how long a failing directory is asked for what a job needs to know, and how often.
+# For how long a failing directory is asked for what a job needs to know.
 DIRECTORY_S = 15.0
-RETRY_S = 0.25
 
 
 class NodeUnfit(StoreError):
@@ -62,15 +61,11 @@ class Job:
 
     def patiently(self, ask: Callable[[], T]) -> T:
         """What the shared directory says. While it fails it is asked again, for DIRECTORY_S. Raises OSError, Cancelled."""
-        deadline = time.monotonic() + DIRECTORY_S
-        while True:
-            try:
-                return ask()
-            except OSError:
-                if time.monotonic() >= deadline:
-                    raise
-                if self.cancel.wait(RETRY_S):
-                    raise Cancelled from None
+        try:
+            return retry(ask, within_s=DIRECTORY_S, cancel=self.cancel)
+        except OSError:
+            self.stop_if_cancelled()
+            raise
 
 
 @dataclass

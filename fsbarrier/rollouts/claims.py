@@ -17,14 +17,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from fsbarrier import files
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.assign import lots
+from fsbarrier.retry import retry
 from fsbarrier.rundir.names import CUT, DURABLE_COUNT, LOT
 
-TRIES = 5  # of one operation that the filesystem answers with an error
-PAUSE_S = 0.1  # before the second try, doubled before each further one
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,10 @@ class Claims:
             if folder is not None or owner == rank
         }
         self._met = False  # another node at the end of the own share
-        self._earlier: tuple[
-            int, ...
-        ] = ()  # claimed by an earlier start of this very program, which was cut off
+        # Claimed by an earlier start of this very program, which was cut off.
+        self._earlier: tuple[int, ...] = ()
         if folder is not None:
-            _patiently(lambda: files.make_dirs(folder), folder, "made")
+            _retry(lambda: files.make_dirs(folder), folder, "made")
             self._earlier = self._of_an_earlier_start(folder)
 
     @property
@@ -137,16 +137,15 @@ class Claims:
             # The answer to an earlier try may have been lost on its way back.
             return won or (tries > 1 and path.read_bytes() == self._owner)
 
-        won = _patiently(create, path, "claimed")
+        won = _retry(create, path, "claimed")
         self.made, self.lost = self.made + won, self.lost + (not won)
         return won
 
     def _look(self, folder: Path) -> frozenset[str]:
         """Leave out what is claimed by now. A listing that is behind shows too much left, and then the claim is lost."""
         self.listings += 1
-        names = frozenset(
-            _patiently(lambda: os.listdir(folder), folder, "listed")
-        )  # freshly opened: NFS looks again
+        # The directory is freshly opened, which makes an NFS client look again.
+        names = frozenset(_retry(lambda: os.listdir(folder), folder, "listed"))
         for owner, queue in self._left.items():
             self._left[owner] = deque(lot for lot in queue if lot.name not in names)
         return names
@@ -157,7 +156,7 @@ class Claims:
         tasks: list[int] = []
         for lot in everything:
             path = folder / lot.name
-            if lot.name in names and _patiently(path.read_bytes, path, "read") == self._owner:
+            if lot.name in names and _retry(path.read_bytes, path, "read") == self._owner:
                 tasks += lot.tasks
                 self.taken_over += lot.tasks if lot.rank != self.rank else ()
         return tuple(tasks)
@@ -175,9 +174,9 @@ def tidy(folder: Path, rank: int) -> None:
         folder.rmdir()
 
 
-def _patiently(operation: Callable[[], files.T], path: Path, done: str) -> files.T:
-    """What `operation` gives, once the filesystem does not fail. Raises StoreError after a few tries."""
+def _retry(operation: Callable[[], T], path: Path, done: str) -> T:
+    """What `operation` gives, once the filesystem does not fail. Raises StoreError."""
     try:
-        return files.patiently(operation, tries=TRIES, pause_s=PAUSE_S)
+        return retry(operation)
     except OSError as error:
         raise StoreError(f"{path}: cannot be {done}: {error.strerror or error}") from error

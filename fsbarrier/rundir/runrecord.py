@@ -24,6 +24,7 @@ from typing import Any
 import fsbarrier
 from fsbarrier import files
 from fsbarrier.errors import StoreError, TooFewNodes, UsageError
+from fsbarrier.retry import Backoff
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sources import Given
 
@@ -166,7 +167,8 @@ def wait(log_path: Path, timeout_s: float, *, on_wait: Callable[[str], None] | N
 
     `on_wait` is told once whom this node waits for. Raises TooFewNodes after `timeout_s`, UsageError for a bad record.
     """
-    begin, pause, told, torn_since = time.monotonic(), 0.001, False, None
+    begin, told, torn_since = time.monotonic(), False, None
+    idle, pauses = threading.Event(), iter(Backoff(0.001, 0.25))
     while True:
         try:
             if exists(log_path):
@@ -189,8 +191,7 @@ def wait(log_path: Path, timeout_s: float, *, on_wait: Callable[[str], None] | N
             on_wait(
                 f"waiting up to {timeout_s:g} s for node 0 (--master) to make {_shown(RunPaths(log_path).record)}"
             )
-        threading.Event().wait(min(pause, timeout_s - waited))
-        pause = min(pause * 1.5, 0.25)
+        idle.wait(min(next(pauses), timeout_s - waited))
 
 
 def _read(log_path: Path) -> RunRecord:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ from fsbarrier import files
 from fsbarrier.doctor import examine, verdict
 from fsbarrier.doctor.findings import Report
 from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.retry import retry
 from fsbarrier.rundir.paths import RunPaths
 
-TRIES = 6  # of what fails because the filesystem does, for the moment
-PAUSE_S = 0.05  # before the second try, doubled before each further one
 LIMITS = ("coordination.beat_s", "coordination.suspect_s", "coordination.dead_s")
 
 
@@ -26,7 +25,7 @@ def admit(log_path: Path, *, write: bool) -> Report:
     Raises StoreError where it cannot carry a run or fails, UsageError where it is not for this user to write.
     """
     try:
-        report = patiently(lambda: examine.short(log_path, write=write))
+        report = retry(lambda: examine.short(log_path, write=write), errnos=files.FAILING)
     except OSError as error:
         if error.errno in files.FAILING:
             raise StoreError(f"--log-path {log_path}: {error.strerror}") from None
@@ -53,12 +52,7 @@ def record(report: Report, paths: RunPaths, node_rank: int) -> None:
     body = json.dumps({"node_rank": node_rank, **about, **report.as_json()}, indent=2)
     path = paths.filesystem(node_rank)
     try:
-        patiently(lambda: files.make_dirs(path.parent))
-        patiently(lambda: files.write_atomic(path, body.encode() + b"\n"))
+        retry(lambda: files.make_dirs(path.parent), errnos=files.FAILING)
+        retry(lambda: files.write_atomic(path, body.encode() + b"\n"), errnos=files.FAILING)
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror or error}") from None
-
-
-def patiently(operation: Callable[[], files.T]) -> files.T:
-    """What a start's `operation` gives, once the filesystem does not fail. Raises OSError."""
-    return files.patiently(operation, tries=TRIES, pause_s=PAUSE_S, only=files.FAILING)

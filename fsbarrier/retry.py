@@ -1,0 +1,64 @@
+"""Trying again: what is pending, or what a shared filesystem refuses for a moment, may be there at the next look."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Pauses between looks: short ones first, since most waits are short, then longer ones, so that a long wait costs little."""
+
+    first_s: float
+    most_s: float
+    factor: float = 1.5
+
+    def after(self, pause_s: float) -> float:
+        """The pause that follows one of `pause_s`."""
+        return min(pause_s * self.factor, self.most_s)
+
+    def __iter__(self) -> Iterator[float]:
+        """All pauses of one wait, without end."""
+        pause_s = self.first_s
+        while True:
+            yield pause_s
+            pause_s = self.after(pause_s)
+
+
+#: for so long a filesystem's failure is taken for one that passes, and so long are the pauses between two tries
+PASSING_S = 1.5
+PAUSES = Backoff(0.02, 0.5, factor=2.0)
+
+
+def retry(
+    operation: Callable[[], T],
+    *,
+    within_s: float = PASSING_S,
+    errnos: Container[int] | None = None,
+    cancel: threading.Event | None = None,
+) -> T:
+    """What `operation` gives. While it raises OSError it is tried again, for `within_s` from its first failure on.
+
+    Raises the last failure's OSError, and at once one whose errno is not in `errnos` (None: every error may pass).
+    `cancel` ends the pauses: then the failure before it is raised, too.
+    """
+    idle = cancel if cancel is not None else threading.Event()
+    pauses, failing_since = iter(PAUSES), None
+    while True:
+        try:
+            return operation()
+        except OSError as error:
+            now = time.monotonic()
+            failing_since = now if failing_since is None else failing_since
+            left_s = failing_since + within_s - now
+            if left_s <= 0 or (errnos is not None and error.errno not in errnos):
+                raise
+            # The last pause is cut short, so that one more try is made when the time is up.
+            if idle.wait(min(next(pauses), left_s)):
+                raise
