@@ -16,9 +16,10 @@ import pytest
 from test_rollout import KEY, SAMPLES, Fake, assert_one_line, make_spec, rolled_out, run, start_fake
 
 from fsbarrier.errors import UsageError
+from fsbarrier.rollouts.agent_client import Client, TurnFailed, finished, tool_calls
 from fsbarrier.rollouts.agent_http import Endpoint
 from fsbarrier.rollouts.agents import load_agent
-from fsbarrier.rollouts.episode import Client, Episode, Segment, Trajectory, TurnFailed, finished, tool_calls
+from fsbarrier.rollouts.episode import Episode, Segment, Trajectory
 from fsbarrier.rollouts.sampling import Sampler, Server
 
 END = 1

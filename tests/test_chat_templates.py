@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.rollouts.episode import Client
+from fsbarrier.rollouts.agent_client import Client
 from fsbarrier.rollouts.samples import Refusal, Sample
 from fsbarrier.rollouts.sampling import Server
 

@@ -1,6 +1,6 @@
 """The policy as an OpenAI-compatible address on loopback, for agents that bring a client of their own.
 
-Each episode has a base address; what is asked there goes through the episode's recording client (episode.py), as if the agent had
+Each episode has a base address; what is asked there goes through the episode's recording client (agent_client.py), as if the agent had
 called it. One process serves all its episodes, in the event loop that they run in. Answers are not streamed.
 """
 
@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from fsbarrier.rollouts.episode import Client, Reply, TurnFailed
+from fsbarrier.rollouts.agent_client import Client, Reply, TurnFailed
 from fsbarrier.rollouts.samples import EngineGone, Refusal
 
 HOST = "127.0.0.1"

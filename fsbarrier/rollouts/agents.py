@@ -1,4 +1,4 @@
-"""Runs a user's agent: one instance for each sample of a task, many at once, each with a client of its own (episode.py).
+"""Runs a user's agent: one instance for each sample of a task, many at once, each with a client of its own (agent_client.py).
 
 `rollout.agent` names a class as `path/file.py:Class`. Its instances are made without arguments and have
 
@@ -20,7 +20,8 @@ from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
 from fsbarrier.rewards.score import Reward, Score
 from fsbarrier.rewards.user_file import load_named
-from fsbarrier.rollouts.episode import Client, Episode, Trajectory, finished
+from fsbarrier.rollouts.agent_client import Client, finished
+from fsbarrier.rollouts.episode import Episode, Trajectory
 from fsbarrier.rollouts.samples import Emit, Group, Sample
 from fsbarrier.rollouts.sampling import Sampler, Server
 
@@ -134,8 +135,8 @@ class AgentSampler:
                 error = f"{type(failure).__name__}: {failure}"
                 if limit.expired():
                     error = f"not finished within {self.task_timeout_s:g} s (rollout.task_timeout_s)"
-        if client.gone is not None:  # of no agent's making
-            raise client.gone
+        if client.engine_gone is not None:
+            raise client.engine_gone
         return finished(client, returned, error=error, seconds=time.monotonic() - begin)
 
 

@@ -1,9 +1,7 @@
-"""What a vLLM server sampled: the pieces of a streamed answer put together into samples and groups, and what its errors mean."""
+"""What a rollout is made of: samples, the group that a task's samples are, and how a request for them can fail."""
 
 from __future__ import annotations
 
-import json
-import time
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,9 +9,6 @@ from typing import Any
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.openai_http import may_pass, refusal_text
-
-FINISHED = ("stop", "length")
 
 
 @dataclass(frozen=True)
@@ -86,93 +81,5 @@ class Refusal(Exception):
     """The server will not serve this request, however often it is asked."""
 
 
-@dataclass
-class Growing:
-    """A sample of which pieces have come."""
-
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    sample: Sample | None = None
-
-
+#: takes a group when it is finished
 Emit = Callable[[Group], None]
-
-
-def failure(url: str, status: int, body: bytes) -> Exception:
-    """What an answer with an error means for the request: try again, give the prompt up, or give the server up."""
-    message = f"HTTP {status}: {refusal_text(body)}"
-    if status in (401, 403, 404):
-        return EngineGone(f"the engine at {url} refuses: {message}")
-    if may_pass(status):
-        return Again(message, answered=True)
-    return Refusal(message)
-
-
-class Stream:
-    """The pieces of one request's answer, put together."""
-
-    def __init__(
-        self, url: str, tasks: list[Task], done: Emit, on_tokens: Callable[[int], None], per_task: int
-    ) -> None:
-        self.url, self.tasks, self.done, self.on_tokens = url, tasks, done, on_tokens
-        self.per_task = per_task
-        self.growing: dict[int, Growing] = {}
-        self.prompt_ids: dict[int, list[int]] = {}
-        self.finished = [0] * len(tasks)
-        self.begin = time.monotonic()
-
-    @property
-    def complete(self) -> bool:
-        return all(count == self.per_task for count in self.finished)
-
-    def take(self, data: str) -> None:
-        """One event of the stream. Raises Again, Refusal, EngineGone."""
-        if data == "[DONE]" or not data:
-            return
-        try:
-            event = json.loads(data)
-            error, choices = event.get("error"), event.get("choices", ())
-        except (ValueError, AttributeError):
-            raise Again(f"an answer that is no JSON: {data[:100]!r}", answered=False) from None
-        if error:
-            code = error.get("code") if isinstance(error, Mapping) else None
-            raise failure(self.url, code if isinstance(code, int) else 500, data.encode())
-        for choice in choices:
-            try:
-                self._piece(choice)
-            except (KeyError, TypeError, ValueError, IndexError):
-                raise EngineGone(
-                    f"the engine at {self.url} does not give token ids and log-probabilities "
-                    "(return_token_ids, logprobs): it must be a vLLM that knows them"
-                ) from None
-
-    def _piece(self, choice: Mapping[str, Any]) -> None:
-        index = choice["index"]
-        task = index // self.per_task
-        sample = self.growing.setdefault(index, Growing())
-        if choice.get("prompt_token_ids") is not None:
-            self.prompt_ids[task] = choice["prompt_token_ids"]
-        ids = choice["token_ids"] or []
-        logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]] if ids else []
-        if len(ids) != len(logprobs):
-            raise ValueError("not one log-probability a token")
-        sample.text.append(choice["text"])
-        sample.token_ids += ids
-        sample.logprobs += logprobs
-        self.on_tokens(len(ids))
-        reason = choice.get("finish_reason")
-        if reason is None:
-            return
-        if reason not in FINISHED:
-            raise Again(f"the server ended a generation ({reason})", answered=False)
-        seconds = time.monotonic() - self.begin
-        sample.sample = Sample("".join(sample.text), sample.token_ids, sample.logprobs, reason, seconds)
-        self.finished[task] += 1
-        if self.finished[task] == self.per_task:
-            self._group(task)
-
-    def _group(self, task: int) -> None:
-        numbers = range(task * self.per_task, (task + 1) * self.per_task)
-        samples = tuple(sample for number in numbers if (sample := self.growing.pop(number).sample))
-        self.done(Group(self.tasks[task], self.prompt_ids[task], samples))

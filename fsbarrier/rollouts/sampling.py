@@ -20,10 +20,13 @@ import httpx
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.client import normal_url
 from fsbarrier.openai_http import asked_again, bearer, described
-from fsbarrier.rollouts.samples import Again, Emit, EngineGone, Group, Refusal, Sample, Stream, failure
+from fsbarrier.rollouts.answer_stream import AnswerStream, failure
+from fsbarrier.rollouts.samples import Again, Emit, EngineGone, Group, Refusal, Sample
 
-TOKENS_PER_CHUNK = 64  # of a sample; the answer's pieces
-KEEPALIVE_S = 2.0  # below the 5 s after which uvicorn closes an idle connection: a request must not meet that
+#: of a sample, in each piece of the streamed answer
+TOKENS_PER_PIECE = 64
+#: below the 5 s after which vLLM's server closes an idle connection: a request must not meet that
+KEEPALIVE_S = 2.0
 
 #: what tokens came from: the distribution that is sampled is the model's, changed by what the settings say and nothing else
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
@@ -31,7 +34,7 @@ NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalt
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Server:
     """Where to sample, how, and how patiently. `timeout_s`: without a sign of life of a request; `tries`: of one request.
 
@@ -58,16 +61,18 @@ class Sampler:
         self.server = server
         self.on_tokens = on_tokens
         self.url = normal_url(server.url)
+        # The most tokens of prompt and answer together, once the server has said so.
+        self.longest: int | None = None
         self._model = server.model
         self._max_tokens = server.max_tokens
-        self.longest: int | None = None  # tokens of prompt and answer, once the server has said so
         self._chat_ids: dict[int, list[int]] = {}
         self._client = httpx.AsyncClient(
             base_url=self.url,
             headers=bearer(server.api_key),
             timeout=httpx.Timeout(server.timeout_s, connect=10.0, pool=None),
             limits=httpx.Limits(max_connections=connections, keepalive_expiry=KEEPALIVE_S),
-            trust_env=False,  # no proxy between us and this machine
+            # No proxy: the server is on this machine, or where `engine.url` says.
+            trust_env=False,
         )
 
     async def __aenter__(self) -> Self:
@@ -90,7 +95,7 @@ class Sampler:
             raise EngineGone(f"the engine at {self.url} does not name its model: {error}") from None
         if isinstance(longest, int):
             self.longest = longest
-            # vLLM refuses to be asked for more than there is room for in all
+            # vLLM refuses to be asked for more than there is room for in all.
             self._max_tokens = min(self.server.max_tokens, max(1, longest - 1))
 
     async def sample(self, tasks: Sequence[Task], emit: Emit) -> None:
@@ -106,47 +111,49 @@ class Sampler:
             self._chat_ids.pop(group.task.index, None)
             emit(group)
 
+        async def request() -> None:
+            left = list(pending.values())
+            prompts = [await self._prompt(task) for task in left]
+            await self._complete(prompts, self._stream(left, done, self.server.samples), {})
+
         try:
-            await self._retried(lambda: self._request(list(pending.values()), done))
-            return
-        except Again as error:
-            if not error.answered:
-                raise self._gone(error) from None
-            reason = f"{error} ({self.server.tries} tries)"
+            return await self._asked(request)
         except Refusal as refusal:
             reason = str(refusal)
         if len(tasks) == 1:
             done(Group(tasks[0], self._chat_ids.get(tasks[0].index, []), (), reason))
             return
-        for task in list(pending.values()):  # which of them is it?
+        # Which of them is it?
+        for task in list(pending.values()):
             await self.sample([task], done)
 
     async def turn(self, prompt_ids: Sequence[int], *, max_tokens: int, stop: Sequence[str] = ()) -> Sample:
         """One answer to exactly these tokens. Raises EngineGone; Refusal where the server does not serve this prompt."""
         groups: list[Group] = []
         task = Task(0, "", "", None, {})
-        more = {"max_tokens": max_tokens, "stop": list(stop)}
-        try:
-            await self._retried(
-                lambda: self._complete([list(prompt_ids)], self._stream([task], groups.append, 1), more)
-            )
-        except Again as error:
-            if not error.answered:
-                raise self._gone(error) from None
-            raise Refusal(f"{error} ({self.server.tries} tries)") from None
+        own = {"max_tokens": max_tokens, "stop": list(stop)}
+        await self._asked(
+            lambda: self._complete([list(prompt_ids)], self._stream([task], groups.append, 1), own)
+        )
         return groups[0].samples[0]
 
     async def tokens(self, **body: Any) -> list[int]:
         """What the server makes tokens of: `prompt`, or `messages` by the model's chat template. Raises EngineGone, Refusal."""
         try:
-            answer = await self._retried(
-                lambda: self._json("POST", "/tokenize", {"model": self._model, **body})
-            )
-            return [int(token) for token in answer["tokens"]]
+            return await self._retried(lambda: self._tokenized(body))
         except Again as error:
             raise self._gone(error) from None
-        except (KeyError, TypeError, ValueError):
-            raise EngineGone(f"the engine at {self.url}/tokenize gives no tokens; is it vLLM?") from None
+
+    # --- patience ---
+
+    async def _asked(self, call: Callable[[], Awaitable[T]]) -> T:
+        """With patience. Raises EngineGone; Refusal also where the server does answer, but with errors to every try."""
+        try:
+            return await self._retried(call)
+        except Again as error:
+            if not error.answered:
+                raise self._gone(error) from None
+            raise Refusal(f"{error} ({self.server.tries} tries)") from None
 
     async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
         """Try a few times, with back-off; where the server has gone and will be back, wait for it and try as often again."""
@@ -179,16 +186,13 @@ class Sampler:
 
     # --- one request ---
 
-    async def _request(self, tasks: list[Task], done: Emit) -> None:
-        prompts = [await self._prompt(task) for task in tasks]
-        await self._complete(prompts, self._stream(tasks, done, self.server.samples), {})
-
-    def _stream(self, tasks: list[Task], done: Emit, per_task: int) -> Stream:
-        return Stream(self.url, tasks, done, self.on_tokens, per_task)
+    def _stream(self, tasks: list[Task], emit: Emit, per_task: int) -> AnswerStream:
+        return AnswerStream(self.url, tasks, emit, self.on_tokens, per_task)
 
     async def _complete(
-        self, prompts: Sequence[str | list[int]], stream: Stream, more: Mapping[str, Any]
+        self, prompts: Sequence[str | list[int]], stream: AnswerStream, own: Mapping[str, object]
     ) -> None:
+        """Sample; `own` is what this request wants otherwise than the settings say."""
         body = {
             "model": self._model,
             "prompt": prompts,
@@ -201,8 +205,8 @@ class Sampler:
             "logprobs": 0,
             "return_token_ids": True,
             "stream": True,
-            "stream_interval": TOKENS_PER_CHUNK,
-            **more,
+            "stream_interval": TOKENS_PER_PIECE,
+            **own,
         }
         try:
             async with self._client.stream("POST", "/v1/completions", json=body) as response:
@@ -222,15 +226,19 @@ class Sampler:
         if isinstance(task.prompt, str):
             return task.prompt
         if task.index not in self._chat_ids:
-            body = {"model": self._model, "messages": task.messages, "add_generation_prompt": True}
-            answer = await self._json("POST", "/tokenize", body)
-            try:
-                self._chat_ids[task.index] = [int(token) for token in answer["tokens"]]
-            except (KeyError, TypeError, ValueError):
-                raise EngineGone(f"the engine at {self.url}/tokenize gives no tokens; is it vLLM?") from None
+            self._chat_ids[task.index] = await self._tokenized(
+                {"messages": task.messages, "add_generation_prompt": True}
+            )
         return self._chat_ids[task.index]
 
-    async def _json(self, method: str, path: str, body: Any = None) -> Any:
+    async def _tokenized(self, body: Mapping[str, object]) -> list[int]:
+        answer = await self._json("POST", "/tokenize", {"model": self._model, **body})
+        try:
+            return [int(token) for token in answer["tokens"]]
+        except (KeyError, TypeError, ValueError):
+            raise EngineGone(f"the engine at {self.url}/tokenize gives no tokens; is it vLLM?") from None
+
+    async def _json(self, method: str, path: str, body: object = None) -> Any:
         try:
             response = await self._client.request(method, path, json=body)
         except httpx.TransportError as error:

@@ -1,0 +1,284 @@
+"""The client that an agent talks to the policy through. It records every turn as tokens.
+
+What is trained on is what the model saw and said, to the token. So a turn is sent to the engine as token ids: those of the turn before
+(prompt and answer as they were, nothing made of text again), then what the chat template puts after the answer. That part is found
+without knowing the template: the conversation is rendered twice, with two different words in the place of the last answer, and what
+both have in common at the end comes after it. Where a turn does not go on from an earlier one (the agent changed the history), or
+the template cannot be continued so, a new *segment* begins: a sequence of its own in the same trajectory, never a guess.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fsbarrier.data.tasks import plain
+from fsbarrier.rollouts.episode import Episode, Message, Segment, Trajectory
+from fsbarrier.rollouts.samples import EngineGone, Refusal, Sample
+from fsbarrier.rollouts.sampling import NEUTRAL, Sampler
+
+#: for the last answer: one token each wherever letters are, and no part of any template's words
+STAND_INS = ("A", "B")
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class TurnFailed(Exception):
+    """There is no answer to this turn, and why: no room is left for one, a time limit, sampling other than the run's."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer of the policy. `message` is to be appended to the messages of the next turn, as it is."""
+
+    message: Message
+    text: str
+    #: "stop", or "length": cut off by the token limit
+    finish_reason: str
+    token_ids: list[int]
+    prompt_tokens: int
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """As OpenAI gives them: [{"id", "type": "function", "function": {"name", "arguments" (JSON text)}}]."""
+        return list(self.message.get("tool_calls", ()))
+
+
+class Client:
+    """Talks to the policy on the local engine, and records. One for each episode.
+
+    `chat` and `complete` are the direct way. Any OpenAI-compatible client works too, with `base_url`, `api_key` and `model`: its
+    requests take the same way and are recorded likewise (agent_http.py). `custom` are the run's settings `custom.*`.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        custom: Mapping[str, Any] | None = None,
+        turn_timeout_s: float | None = None,
+    ) -> None:
+        # The address is there for as long as agent_http.py serves this episode.
+        self.base_url, self.api_key, self.model = "", "", "policy"
+        self.custom: Mapping[str, Any] = custom or {}
+        self.segments: list[Segment] = []
+        self.turns = 0
+        self.generate_s = 0.0
+        # Some answer was cut off by the token limit.
+        self.cut_off = False
+        # Remembered, should the agent take that for a failure of its own.
+        self.engine_gone: EngineGone | None = None
+        self.last: Reply | None = None
+        self._sampler, self._turn_timeout_s = sampler, turn_timeout_s
+        self._tool_calls = 0
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How answers are sampled: as the run's settings say, for every turn."""
+        server = self._sampler.server
+        own = {"temperature": server.temperature, "top_p": server.top_p, "top_k": server.top_k}
+        return {**own, **NEUTRAL, "n": 1, "logit_bias": {}}
+
+    def trajectory(
+        self, *, reward: float | None = None, text: str | None = None, **metadata: Any
+    ) -> Trajectory:
+        """What `run` gives back."""
+        return Trajectory(reward, text, metadata)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """The policy's answer to a conversation. Tool calls are read in the form `<tool_call>{"name", "arguments"}</tool_call>`.
+
+        Temperature and the like are the run's: what is recorded must be what is trained on. Raises TurnFailed.
+        """
+        conversation = [_plain_message(message) for message in messages]
+        offered = json.dumps(plain(list(tools)), sort_keys=True) if tools else ""
+        template = {"add_generation_prompt": True, **({"tools": json.loads(offered)} if offered else {})}
+        async with self._turn() as hold:
+            segment = self._continued(conversation, offered)
+            suffix = None
+            if segment is not None:
+                hold(segment)
+                suffix = await self._after_answer(conversation, len(segment.history) - 1, template)
+            if segment is None or suffix is None:
+                segment = hold(self._new_segment(tools=offered))
+                suffix = await self._sampler.tokens(messages=conversation, **template)
+            elif suffix[0] == segment.token_ids[-1]:
+                # The template ends an answer by the token that the model has already said itself.
+                del suffix[0]
+            sample = await self._sample(segment, suffix, max_tokens, stop)
+            message = self._message(sample.text, bool(offered))
+            segment.history = [*conversation, message]
+        return self._reply(segment, sample, message)
+
+    async def complete(
+        self, prompt: str, *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Reply:
+        """The policy's continuation of a text, without a chat template. A prompt that begins with an earlier prompt and its answer goes
+        on from their tokens. Raises TurnFailed."""
+        async with self._turn() as hold:
+            earlier = [s for s in self.segments if s.text and not s.busy and prompt.startswith(s.text)]
+            if earlier:
+                segment = hold(max(earlier, key=lambda s: len(s.text)))
+                rest = prompt[len(segment.text) :]
+                suffix = await self._sampler.tokens(prompt=rest, add_special_tokens=False) if rest else []
+            else:
+                segment, rest = hold(self._new_segment()), prompt
+                suffix = await self._sampler.tokens(prompt=prompt)
+            sample = await self._sample(segment, suffix, max_tokens, stop)
+            segment.text = prompt + sample.text
+            message = {"role": "assistant", "content": sample.text}
+            segment.history = [*segment.history, {"role": "user", "content": rest}, message]
+        return self._reply(segment, sample, message)
+
+    # --- one turn ---
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[Callable[[Segment], Segment]]:
+        """One turn with its time limit; gives what holds a segment for as long as the turn lasts.
+
+        Of two calls at once only one goes on from a segment: the other finds it held, and begins its own.
+        """
+        held: list[Segment] = []
+
+        def hold(segment: Segment) -> Segment:
+            segment.busy = True
+            held.append(segment)
+            return segment
+
+        try:
+            async with asyncio.timeout(self._turn_timeout_s):
+                yield hold
+        except TimeoutError:
+            limit = f"within {self._turn_timeout_s:g} s (rollout.turn_timeout_s)"
+            raise TurnFailed(f"turn {self.turns + 1}: no answer {limit}") from None
+        except EngineGone as error:
+            self.engine_gone = error
+            raise
+        finally:
+            for segment in held:
+                segment.busy = False
+
+    def _new_segment(self, tools: str = "") -> Segment:
+        segment = Segment(tools=tools)
+        self.segments.append(segment)
+        return segment
+
+    def _continued(self, messages: list[Message], tools: str) -> Segment | None:
+        """The segment that these messages go on from."""
+        for segment in reversed(self.segments):
+            known = segment.history
+            goes_on = known and len(messages) > len(known) and messages[: len(known)] == known
+            if goes_on and segment.tools == tools and not segment.busy and not segment.text:
+                return segment
+        return None
+
+    async def _after_answer(
+        self, messages: list[Message], answer: int, template: Mapping[str, Any]
+    ) -> list[int] | None:
+        """The tokens that the template puts after message number `answer`; None where it cannot be found out."""
+        rendered = []
+        for word in STAND_INS:
+            stand_in = {"role": "assistant", "content": word}
+            changed = [*messages[:answer], stand_in, *messages[answer + 1 :]]
+            try:
+                rendered.append(await self._sampler.tokens(messages=changed, **template))
+            except Refusal:
+                # The template refuses: it wants to know more of such an answer.
+                return None
+        one, other = rendered
+        shortest = min(len(one), len(other))
+        common = 0
+        while common < shortest and one[-1 - common] == other[-1 - common]:
+            common += 1
+        # All in common: the template leaves answers out. Nothing in common: what it puts after an answer depends on the answer.
+        return one[-common:] if 0 < common < shortest else None
+
+    async def _sample(
+        self, segment: Segment, suffix: list[int], max_tokens: int | None, stop: Sequence[str]
+    ) -> Sample:
+        prompt = [*segment.token_ids, *suffix]
+        most = min(max_tokens or self._sampler.server.max_tokens, self._sampler.server.max_tokens)
+        if self._sampler.longest is not None:
+            most = min(most, self._sampler.longest - len(prompt))
+        if most < 1:
+            self.cut_off = True
+            raise TurnFailed(
+                f"turn {self.turns + 1}: {len(prompt)} tokens leave no room for an answer "
+                f"(engine.max_model_len={self._sampler.longest})"
+            )
+        sample = await self._sampler.turn(prompt, max_tokens=most, stop=stop)
+        segment.add_turn(suffix, sample)
+        self.turns += 1
+        self.generate_s += sample.seconds
+        self.cut_off = self.cut_off or sample.finish_reason == "length"
+        return sample
+
+    def _message(self, text: str, with_tools: bool) -> Message:
+        calls = tool_calls(text) if with_tools else []
+        if not calls:
+            return {"role": "assistant", "content": text}
+        listed = []
+        for call in calls:
+            self._tool_calls += 1
+            function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+            listed.append({"id": f"call_{self._tool_calls}", "type": "function", "function": function})
+        return {"role": "assistant", "content": _CALL.sub("", text).strip(), "tool_calls": listed}
+
+    def _reply(self, segment: Segment, sample: Sample, message: Message) -> Reply:
+        before = len(segment.token_ids) - len(sample.token_ids)
+        self.last = Reply(message, sample.text, sample.finish_reason, sample.token_ids, before)
+        return self.last
+
+
+def finished(client: Client, returned: Trajectory, *, error: str | None, seconds: float) -> Episode:
+    """The episode that a client recorded. A failed one keeps its tokens, and says why it is none to learn from."""
+    segments = tuple(segment for segment in client.segments if any(segment.loss_mask))
+    if error is None and not segments:
+        error = "the agent ended without one answer of the policy"
+    last_text = client.last.text if client.last else ""
+    return Episode(
+        text=last_text if returned.text is None else returned.text,
+        token_ids=[],
+        logprobs=[],
+        finish_reason="error" if error is not None else "length" if client.cut_off else "stop",
+        seconds=client.generate_s,
+        error=error,
+        reward=returned.reward,
+        metadata={str(name): plain(value) for name, value in returned.metadata.items()},
+        segments=segments,
+        turns=client.turns,
+        episode_s=seconds,
+    )
+
+
+def tool_calls(text: str) -> list[dict[str, Any]]:
+    """The calls that a text makes; what is no JSON object with a name makes none."""
+    calls = []
+    for match in _CALL.finditer(text):
+        try:
+            call = json.loads(match[1])
+        except ValueError:
+            continue
+        if isinstance(call, dict) and isinstance(call.get("name"), str):
+            arguments = call.get("arguments", {})
+            calls.append(
+                {"name": call["name"], "arguments": arguments if isinstance(arguments, dict) else {}}
+            )
+    return calls
+
+
+def _plain_message(message: Mapping[str, Any]) -> Message:
+    """As JSON has it, without what is empty: clients differ in what they leave out."""
+    kept = {str(name): plain(value) for name, value in message.items() if value or value == 0}
+    return {"content": "", **kept}

@@ -1,0 +1,127 @@
+"""A vLLM server's streamed answer to one request: its pieces are put together into samples, and these into groups."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from fsbarrier.data.tasks import Task
+from fsbarrier.openai_http import may_pass, refusal_text
+from fsbarrier.rollouts.samples import Again, Emit, EngineGone, Group, Refusal, Sample
+
+
+def failure(url: str, status: int, body: bytes) -> Exception:
+    """What an answer with an error means for the request: try again, give the prompt up, or give the server up."""
+    message = f"HTTP {status}: {refusal_text(body)}"
+    if status in (401, 403, 404):
+        return EngineGone(f"the engine at {url} refuses: {message}")
+    return Again(message, answered=True) if may_pass(status) else Refusal(message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What one event of the stream says of one sample. `index` counts the samples of all the request's prompts."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    prompt_ids: list[int] | None
+    finish_reason: str | None
+
+    @classmethod
+    def read(cls, choice: dict[str, Any]) -> Self:
+        """Raises KeyError, TypeError or ValueError where the server is no vLLM that tells of tokens."""
+        token_ids = choice["token_ids"] or []
+        logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]] if token_ids else []
+        if len(token_ids) != len(logprobs):
+            raise ValueError("not one log-probability a token")
+        return cls(
+            index=choice["index"],
+            text=choice["text"],
+            token_ids=token_ids,
+            logprobs=logprobs,
+            # It comes with the first piece of a prompt's samples.
+            prompt_ids=choice.get("prompt_token_ids"),
+            finish_reason=choice.get("finish_reason"),
+        )
+
+
+@dataclass
+class _Growing:
+    """A sample of which pieces have come; `sample` is there with the last one."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sample: Sample | None = None
+
+
+class AnswerStream:
+    """Hands out each task's group by `emit` when its last sample is there. `on_tokens` hears how many tokens have come."""
+
+    def __init__(
+        self, url: str, tasks: list[Task], emit: Emit, on_tokens: Callable[[int], None], per_task: int
+    ) -> None:
+        self.per_task = per_task
+        self._url, self._tasks, self._emit, self._on_tokens = url, tasks, emit, on_tokens
+        self._growing: dict[int, _Growing] = {}
+        self._prompt_ids: dict[int, list[int]] = {}
+        self._finished = [0] * len(tasks)
+        self._begin = time.monotonic()
+
+    @property
+    def complete(self) -> bool:
+        return all(count == self.per_task for count in self._finished)
+
+    def take(self, data: str) -> None:
+        """One event of the stream. Raises Again, Refusal, EngineGone."""
+        if data == "[DONE]" or not data:
+            return
+        try:
+            event = json.loads(data)
+            error, choices = event.get("error"), event.get("choices", ())
+        except (ValueError, AttributeError):
+            raise Again(f"an answer that is no JSON: {data[:100]!r}", answered=False) from None
+        if error:
+            code = error.get("code") if isinstance(error, dict) else None
+            raise failure(self._url, code if isinstance(code, int) else 500, data.encode())
+        for choice in choices:
+            try:
+                self._add(_Piece.read(choice))
+            except (KeyError, TypeError, ValueError, IndexError):
+                raise EngineGone(
+                    f"the engine at {self._url} does not give token ids and log-probabilities "
+                    "(return_token_ids, logprobs): it must be a vLLM that knows them"
+                ) from None
+
+    def _add(self, piece: _Piece) -> None:
+        growing, task = self._growing.setdefault(piece.index, _Growing()), piece.index // self.per_task
+        if piece.prompt_ids is not None:
+            self._prompt_ids[task] = piece.prompt_ids
+        growing.text.append(piece.text)
+        growing.token_ids += piece.token_ids
+        growing.logprobs += piece.logprobs
+        self._on_tokens(len(piece.token_ids))
+        if piece.finish_reason is None:
+            return
+        if piece.finish_reason not in ("stop", "length"):
+            raise Again(f"the server ended a generation ({piece.finish_reason})", answered=False)
+        growing.sample = Sample(
+            text="".join(growing.text),
+            token_ids=growing.token_ids,
+            logprobs=growing.logprobs,
+            finish_reason=piece.finish_reason,
+            seconds=time.monotonic() - self._begin,
+        )
+        self._finished[task] += 1
+        if self._finished[task] == self.per_task:
+            self._emit_group(task)
+
+    def _emit_group(self, task: int) -> None:
+        numbers = range(task * self.per_task, (task + 1) * self.per_task)
+        samples = tuple(sample for number in numbers if (sample := self._growing.pop(number).sample))
+        self._emit(Group(self._tasks[task], self._prompt_ids[task], samples))
