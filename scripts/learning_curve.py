@@ -54,8 +54,9 @@ def run(seed: int, nodes: int, folder: Path) -> list[float]:
         f"rollout.seed={seed}",
     ]
     subprocess.run(command, check=True, cwd=REPO)
-    evaluated = [event for event in read_events(log_path) if event["event"] == "evaluated"]
-    return [float(e["reward_mean"]) for e in sorted(evaluated, key=lambda e: int(e["policy_version"]))]
+    evaluated = [event for event in read_events(log_path) if event.name == "evaluated"]
+    evaluated.sort(key=lambda event: event.integer("policy_version") or 0)
+    return [reward for event in evaluated if (reward := event.number("reward_mean")) is not None]
 
 
 def main() -> int:

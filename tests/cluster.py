@@ -91,7 +91,7 @@ class Cluster:
         return codes
 
     def events(self) -> list[Event]:
-        return read_events(self.log_path)
+        return [dict(event.fields) for event in read_events(self.log_path)]
 
     def wait_for(self, what: Callable[[Event], bool], deadline_s: float = 60.0) -> Event:
         """The first event that `what` accepts, waiting for it."""

@@ -24,10 +24,13 @@ from rich.console import Console
 
 from fsbarrier import cli
 from fsbarrier.program import PHASE_NAMES
-from fsbarrier.view.console import event_line, follow, frame, print_summary
-from fsbarrier.view.event_text import amount, duration, percent, short, sparkline
-from fsbarrier.view.status import judge
-from fsbarrier.view.watching import RunReader
+from fsbarrier.rundir.journal import parse
+from fsbarrier.view import event_wording
+from fsbarrier.view.amounts import amount, duration, percent, short, sparkline
+from fsbarrier.view.live_view import follow, frame
+from fsbarrier.view.run_reader import RunReader
+from fsbarrier.view.run_status import status_of
+from fsbarrier.view.summary import print_summary
 
 REPO = Path(__file__).resolve().parent.parent
 QUICK = {"coordination.beat_s": 0.05, "coordination.suspect_s": 0.2, "coordination.dead_s": 1.0}
@@ -43,6 +46,11 @@ def raw(event: str, phase: int = 2, **fields: Any) -> dict[str, Any]:
         "event": event,
         **fields,
     }
+
+
+def event_line(line: dict[str, Any]) -> str | None:
+    event = parse(line)
+    return event_wording.event_line(event) if event is not None else None
 
 
 TOLD = [
@@ -189,7 +197,7 @@ def picture(reader: RunReader, width: int, height: int) -> list[str]:
         highlight=False,
     )
     with console.capture() as captured:
-        console.print(frame(judge(reader, 100.0), reader, width, height))
+        console.print(frame(status_of(reader, 100.0), reader, width, height))
     return captured.get().rstrip("\n").split("\n")
 
 

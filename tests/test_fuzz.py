@@ -42,7 +42,6 @@ from fsbarrier.settings import sources as given_settings
 from fsbarrier.settings.resolve import known_names
 from fsbarrier.supervision import worker_contract
 from fsbarrier.trajectories import FormatError, ShardWriter, iter_trajectories, load, scan_shard
-from fsbarrier.view import lines
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "120"))
 fuzz = settings(
@@ -255,15 +254,14 @@ LINE = (
 def test_a_journal(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("journal") / "node_1.inc-0001.jsonl"
     path.write_bytes(data)
-    for line in journal.read_journal(path):
-        parsed = lines.parse(line)
-        assert parsed is None or (parsed.phase >= 0 and isinstance(parsed.event, str))
+    for event in journal.JournalReader(path).read():
+        assert event.phase >= 0 and isinstance(event.name, str)
 
 
 @fuzz
 @given(damaged_json(json.loads(LINE)))
 def test_a_line_of_a_journal(line: Any) -> None:
-    parsed = lines.parse(line)
+    parsed = journal.parse(line)
     assert parsed is None or json.dumps(parsed.mono_s)
 
 

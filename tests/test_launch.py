@@ -52,7 +52,7 @@ def endless(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
         start_new_session=True,
     )
     try:
-        until(lambda: any(e["event"] == "iteration_finished" for e in read_events(log_path)), process)
+        until(lambda: any(e.name == "iteration_finished" for e in read_events(log_path)), process)
         yield log_path, process
     finally:
         process.kill()
@@ -88,12 +88,12 @@ def test_a_run_ends_by_itself_and_can_be_gone_on_with(tmp_path: Path) -> None:
     assert leftovers(log_path) == []
     settings = json.loads((log_path / "run.json").read_text())["settings"]
     assert (settings["num_nodes"], settings["rank_weights"]) == (3, [1.0, 1.0, 1.0])
-    assert {e["node_rank"] for e in read_events(log_path)} == {0, 1, 2}
+    assert {e.node_rank for e in read_events(log_path)} == {0, 1, 2}
     assert is_finished(log_path)
     again = launch(log_path, "--iterations", "3")
     assert again.returncode == 0, again.stdout + again.stderr
     iterations = [
-        e["iteration"] for e in read_events(log_path) if e["event"] == "phase_started" and e["node_rank"] == 2
+        e.iteration for e in read_events(log_path) if e.name == "phase_started" and e.node_rank == 2
     ]
     assert sorted(set(iterations)) == [1, 2, 3]
     assert len(list((log_path / "logs").glob("launch_*/node_*.log"))) == 6

@@ -12,7 +12,7 @@ import pytest
 from fake_run import FakeRun, long_run
 
 from fsbarrier import cli
-from fsbarrier.view.svg import Block, Lane, Part, Series, line_chart, stacked_bars, ticks, timeline
+from fsbarrier.view.report_charts import Block, Lane, Part, Series, line_chart, stacked_bars, ticks, timeline
 
 VOID = {"meta", "br", "img", "link", "input"}
 

@@ -15,8 +15,9 @@ from fake_run import FakeRun, long_run
 
 from fsbarrier import cli
 from fsbarrier.machine.host import boot_id
-from fsbarrier.view.status import RunStatus, judge, read_status
-from fsbarrier.view.watching import RunReader
+from fsbarrier.view import run_status
+from fsbarrier.view.run_reader import RunReader
+from fsbarrier.view.run_status import RunStatus, read_status
 
 QUICK = {"coordination.beat_s": 0.2, "coordination.suspect_s": 0.6, "coordination.dead_s": 1.0}
 HERE = {"hosts": (socket.gethostname(),), "boot_ids": {rank: boot_id() for rank in range(4)}}
@@ -135,7 +136,7 @@ def test_how_long_a_barrier_waits_is_known_by_this_hosts_clock(tmp_path: Path) -
 
 def judge_at(reader: RunReader, now: float) -> RunStatus:
     reader.poll(now)
-    return judge(reader, now)
+    return run_status.status_of(reader, now)
 
 
 def test_ages_grow_on_the_onlookers_own_clock(tmp_path: Path) -> None:
@@ -317,7 +318,7 @@ def test_lines_written_in_pieces_are_read_once_and_whole(tmp_path: Path) -> None
     for start in range(0, len(new), 97):
         with journal.open("ab") as stream:
             stream.write(new[start : start + 97])
-        events += [line.event for line in reader.poll(float(start))]
+        events += [event.name for event in reader.poll(float(start))]
     assert len(events) == new.count(b"\n")
     assert len(reader.history.rewards()) == 1
 

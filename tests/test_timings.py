@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.view.lines import Line, number, parse
+from fsbarrier.rundir.journal import Event, number, parse
 from fsbarrier.view.timings import CUT_SHORT, OPEN, PASSED, iteration_times, phase_totals, read_spans, rows
 
 BEGIN = datetime(2026, 3, 1, tzinfo=UTC)
@@ -23,7 +23,7 @@ def line(
     clock: str = "one",
     skew: float = 0.0,
     **more: Any,
-) -> Line:
+) -> Event:
     """A line at `t`; `skew`: how far the writer's wall clock is ahead. Each clock has an origin of its own."""
     generation, iteration, phase = at
     raw = {
@@ -45,7 +45,7 @@ def line(
 
 def passage(
     rank: int, at: tuple[int, int, int], begin: float, done: float, end: float, **more: Any
-) -> list[Line]:
+) -> list[Event]:
     """A row gone through: entered, work done, released."""
     work = {"work_s": done - begin}
     return [
@@ -69,7 +69,7 @@ def test_coordination_runs_from_the_last_work_done_to_the_last_entry_of_the_next
 
 
 def test_rows_of_an_iteration_add_up_to_its_time() -> None:
-    journal: list[Line] = []
+    journal: list[Event] = []
     t = 100.0
     for iteration in (1, 2):
         for phase in (0, 2, 13):

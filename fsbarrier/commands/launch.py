@@ -174,21 +174,22 @@ def _folder(children: Mapping[int, Child]) -> Path:
 
 def follow(log_path: Path, children: Mapping[int, Child]) -> None:
     """Show the run until all its nodes have ended, then what came of it. A node that was refused ends the others."""
-    from fsbarrier.view import console
+    from fsbarrier.view import live_view
+    from fsbarrier.view.summary import print_summary
 
-    console.follow(log_path, children)
+    live_view.follow(log_path, children)
     codes = {rank: child.poll() for rank, child in children.items()}
     _stop({rank: child for rank, child in children.items() if codes[rank] is None})
     for rank, code in codes.items():
         if code in (EXIT_INTERNAL, UsageError.exit_code):  # what it said, the journal does not know
             say(f"node {rank}: {' | '.join(children[rank].last_log_lines(1))}")
-    console.print_summary(log_path)
+    print_summary(log_path)
 
 
 def _tell_end(log_path: Path) -> None:
-    from fsbarrier.view import console
+    from fsbarrier.view.summary import print_summary
 
-    console.print_summary(log_path)
+    print_summary(log_path)
     say("everything that was started here has ended; the same command goes on from where it was")
 
 

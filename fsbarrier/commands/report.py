@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
 from fsbarrier import files
@@ -31,13 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from fsbarrier.view.report import page
-    from fsbarrier.view.status import judge
-    from fsbarrier.view.watching import RunReader
+    from fsbarrier.view.run_status import look_once
 
     log_path = flags.find_log_path(args)
-    reader = RunReader(log_path)
-    reader.poll(time.monotonic())
-    html = page(reader, judge(reader, time.monotonic(), once=True), iterations=args.iterations)
+    html = page(*look_once(log_path), iterations=args.iterations)
     out = preflight.absolute(args.out) if args.out else log_path / "report.html"
     write(out, html.encode())
     print(out)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from fsbarrier.commands import flags
-from fsbarrier.view.status import read_status
+from fsbarrier.view.amounts import one_line
+from fsbarrier.view.run_status import RunStatus, read_status
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 SUMMARY = "Show where a run is and how each node is doing. Looks until every heartbeat has moved, or for one and a half beats."
 EXAMPLE = "fsbarrier status --log-path runs/default --json"
@@ -27,8 +33,25 @@ def main(args: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from fsbarrier.view.console import print_parts, status_parts
+    from fsbarrier.view.summary import print_parts
 
     console = Console(highlight=False)
-    print_parts(status_parts(status, min(console.width, 120)), console)
+    print_parts(page(status, min(console.width, 120)), console)
     return 0
+
+
+def page(status: RunStatus, width: int) -> Iterator[RenderableType]:
+    """What is printed for people."""
+    from fsbarrier.view import terminal_lines as lines
+    from fsbarrier.view.node_table import nodes_table
+
+    yield from lines.header(status, width)
+    yield ""
+    yield nodes_table(status, width)
+    yield from lines.waiting_line(status)
+    yield from lines.problem_lines(status, width, 20)
+    yield ""
+    yield from lines.reward_lines(status.rewards, width)
+    yield from lines.time_line(status.times, width)
+    for name, path in status.files.items():
+        yield lines.line((f"{name.replace('_', ' '):<19}", "dim"), one_line(path))

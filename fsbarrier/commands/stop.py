@@ -9,7 +9,7 @@ from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.rundir.heartbeats import live_nodes
 from fsbarrier.rundir.runrecord import load
 from fsbarrier.rundir.stop_requests import request_stop
-from fsbarrier.view import event_text
+from fsbarrier.view.amounts import ranks
 
 SUMMARY = "Ask all nodes of a run to end: at the next start of an iteration, or at once with --now. It can be started again."
 BEATS = 1.5  # so long a heartbeat may take to show that a node is alive
@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
             f"no node of run {record.run_id} is alive: there is nothing to end; a later start is not affected"
         )
         return 0
-    who = f"node{'s' if len(alive) > 1 else ''} {event_text.ranks(beat.rank for beat in alive)}"
+    who = f"node{'s' if len(alive) > 1 else ''} {ranks(beat.rank for beat in alive)}"
     when = "at once" if args.now else "before another iteration begins (--now: at once)"
     print(f"asked {who} of run {record.run_id} to end {when}; `fsbarrier status` shows when they have")
     return 0

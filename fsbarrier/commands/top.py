@@ -17,9 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from fsbarrier.view import console
+    from fsbarrier.view.live_view import follow
 
     log_path = flags.find_log_path(args)
-    if console.follow(log_path) is not None:
-        console.print_summary(log_path)
+    if follow(log_path) is not None:
+        from fsbarrier.view.summary import print_summary
+
+        print_summary(log_path)
     return 0

@@ -77,16 +77,12 @@ def ping(folder: Path, nodes: int, iterations: int) -> Latency:
 
 def barrier_times(log_path: Path) -> list[float]:
     """The time of each barrier that a run passed, but for the first iteration's: there the nodes still start."""
-    from fsbarrier.rundir.journal import read_journal
+    from fsbarrier.rundir.journal import JournalReader
     from fsbarrier.rundir.paths import RunPaths
-    from fsbarrier.view.lines import parse
     from fsbarrier.view.timings import read_spans, rows
 
-    journals = []
-    for path in sorted(RunPaths(log_path).events.glob("*.jsonl")):
-        lines = [parse(raw) for raw in read_journal(path)]
-        journals.append([line for line in lines if line is not None])
-    passed = rows(read_spans(journals))
+    journals = sorted(RunPaths(log_path).events.glob("*.jsonl"))
+    passed = rows(read_spans(JournalReader(path).read() for path in journals))
     return [row.coordination_s for row in passed if row.coordination_s is not None and row.iteration > 1]
 
 

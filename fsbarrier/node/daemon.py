@@ -28,7 +28,7 @@ from fsbarrier.machine import accelerators
 from fsbarrier.machine.addresses import candidate_addresses
 from fsbarrier.machine.host import boot_id
 from fsbarrier.node.agent import Agent, place
-from fsbarrier.node.console import Console, told
+from fsbarrier.node.console import Console
 from fsbarrier.node.context import ContextMaker
 from fsbarrier.node.directory_watch import Hints
 from fsbarrier.node.job import Workplace
@@ -45,6 +45,7 @@ from fsbarrier.rundir.log_tail import last_words
 from fsbarrier.rundir.runrecord import CHOICES, RunRecord
 from fsbarrier.rundir.store import PosixStore
 from fsbarrier.supervision.signals import ENDING, handled
+from fsbarrier.view.event_wording import log_lines
 
 POLL_MIN_S = 0.001
 JOINING_BEAT_S = 0.2
@@ -243,8 +244,8 @@ class Daemon:
                 for item in fields["lost"]
             ]
             fields = {**fields, "lost": lost}
-        line = self._journal.write(event, now, {"incarnation": node.incarnation, **where}, fields)
-        text = "".join(f"{one}\n" for one in told(line))
+        written = self._journal.write(event, now, {"incarnation": node.incarnation, **where}, fields)
+        text = "".join(f"{line}\n" for line in log_lines(written))
         with contextlib.suppress(OSError):  # nobody need read along; the journal has it
             os.write(self._log, text.encode(errors="surrogateescape"))
         if self.console is not None and text:

@@ -1,23 +1,25 @@
 """What a run's journals tell besides times: rewards, updates, who was lost, what failed, how it ended. Pure.
 
-Several nodes report the same thing (a lost node, a new generation); it is told once here.
+Several nodes report the same thing (a lost node, a new generation); here it is kept once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from fsbarrier.view.lines import Line, integer, number, text
+from fsbarrier.rundir.journal import Event, lost_nodes
 
 #: so frequent that only their times are kept (fsbarrier/view/timings.py)
 FREQUENT = frozenset({"phase_started", "phase_finished", "work_finished", "iteration_finished", "decision"})
-SAME_S = 30.0  # reports of one thing by several nodes lie less than this apart
-MAX_EVENTS = 20_000  # newest kept
+#: events that carry a phase's results
+RESULTS = frozenset({"rolled_out", "evaluated", "updated", "weights_published"})
+#: reports of one thing by several nodes lie less than this apart, in seconds
+SAME_S = 30.0
+#: how many of the newest events are kept
+MAX_EVENTS = 20_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Rewards:
     """One iteration's mean rewards. `policy_version`: the policy that was rolled out and evaluated."""
 
@@ -28,24 +30,21 @@ class Rewards:
     trajectories: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Loss:
     """A member that was found to be gone. `seen_at`: when, by the finder's clock, its last heartbeat was seen; None: unknown."""
 
     at: float
     generation: int
     node_rank: int
-    host: str
     why: str
-    seen_at: float | None = None
+    seen_at: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Failure:
-    """A program that failed on a node; `log` is what it said last."""
+    """A program that failed on a node; `log` is what it wrote last."""
 
-    at: float
-    generation: int
     node_rank: int
     iteration: int
     phase: int
@@ -54,149 +53,108 @@ class Failure:
     log: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Ending:
-    """A node's own last word."""
+    """How a node says it ended."""
 
     at: float
-    node_rank: int
-    state: str
     code: int | None
     reason: str
 
 
 @dataclass
 class History:
-    """Takes lines in, in any order between journals, and keeps what people ask about."""
+    """Takes events in, in any order between journals, and keeps what people ask about."""
 
-    results: dict[tuple[int, str], Line] = field(default_factory=dict)
     losses: list[Loss] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     endings: dict[int, Ending] = field(default_factory=dict)
-    events: list[Line] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    #: (iteration, name of the event) -> the report that counts: the newest of the newest generation
+    _results: dict[tuple[int, str], Event] = field(default_factory=dict)
     _silent_since: dict[tuple[int, int], float] = field(default_factory=dict)
-    _told: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    _last_report: dict[tuple[object, ...], float] = field(default_factory=dict)
 
-    def feed(self, line: Line) -> None:
-        if line.event in FREQUENT:
-            return
-        if line.event == "node_lost":
-            self._lost(line)
-        elif line.event == "work_failed":
-            self._failed(line)
-        elif line.event == "node_ended":
-            self.endings[line.node_rank] = Ending(
-                line.at,
-                line.node_rank,
-                text(line.fields, "state"),
-                integer(line.fields, "code"),
-                text(line.fields, "reason"),
-            )
-        elif line.event == "node_suspected":
-            rank, silent_s = integer(line.fields, "suspect"), number(line.fields, "silent_s")
-            if rank is not None and silent_s is not None:
-                self._silent_since[line.generation, rank] = line.at - silent_s
-        elif line.event in RESULTS:
-            self._result(line)
-        if self._news(line):
-            self.events.append(line)
+    def feed(self, event: Event) -> None:
+        match event.name:
+            case name if name in FREQUENT:
+                return
+            case name if name in RESULTS:
+                self._take_result(event)
+            case "node_lost":
+                self._take_loss(event)
+            case "node_suspected":
+                rank, silent_s = event.integer("suspect"), event.number("silent_s")
+                if rank is not None and silent_s is not None:
+                    self._silent_since[event.generation, rank] = event.at - silent_s
+            case "work_failed":
+                where = event.node_rank, event.iteration, event.phase, event.phase_name
+                failure = Failure(*where, event.text("error") or "failed", event.lines("log"))
+                self.failures.append(failure)
+            case "node_ended":
+                ending = Ending(event.at, event.integer("code"), event.text("reason"))
+                self.endings[event.node_rank] = ending
+        if self._is_news(event):
+            self.events.append(event)
             del self.events[:-MAX_EVENTS]
 
-    def happenings(self, newest: int = MAX_EVENTS) -> list[Line]:
+    def newest_events(self, most: int = MAX_EVENTS) -> list[Event]:
         """All but the frequent events, each thing once, in the order of the writers' wall clocks."""
-        return sorted(self.events[-newest:], key=lambda line: line.at)
+        return sorted(self.events[-most:], key=lambda event: event.at)
 
     def rewards(self) -> list[Rewards]:
         """The iterations that have a reward, in order."""
-        iterations = sorted({iteration for iteration, event in self.results if event != "updated"})
-        return [rewards for rewards in map(self._rewards, iterations) if rewards is not None]
+        found = [self._rewards(iteration) for iteration in sorted({key[0] for key in self._results})]
+        return [one for one in found if one.train is not None or one.test is not None]
 
-    def updates(self) -> dict[int, Mapping[str, Any]]:
+    def updates(self) -> dict[int, Event]:
         """iteration -> what its update reported."""
         return {
-            iteration: line.fields
-            for (iteration, event), line in sorted(self.results.items())
-            if event == "updated"
+            iteration: event
+            for (iteration, name), event in sorted(self._results.items())
+            if name == "updated"
         }
 
-    def _rewards(self, iteration: int) -> Rewards | None:
-        train, test = self.results.get((iteration, "rolled_out")), self.results.get((iteration, "evaluated"))
-        rewards = {
-            name: number(line.fields, "reward_mean")
-            for name, line in (("train", train), ("test", test))
-            if line is not None
-        }
-        if all(value is None for value in rewards.values()):
-            return None
-        either = train if train is not None else test
-        assert either is not None
-        return Rewards(
-            iteration,
-            rewards.get("train"),
-            rewards.get("test"),
-            integer(either.fields, "policy_version"),
-            integer(either.fields, "trajectories"),
-        )
+    def _rewards(self, iteration: int) -> Rewards:
+        reports = [self._results.get((iteration, name)) for name in ("rolled_out", "evaluated")]
+        train, test = (report.number("reward_mean") if report else None for report in reports)
+        for report in reports:
+            if report is not None:
+                version, trajectories = report.integer("policy_version"), report.integer("trajectories")
+                return Rewards(iteration, train, test, version, trajectories)
+        return Rewards(iteration)
 
-    def _result(self, line: Line) -> None:
-        key = (line.iteration, line.event)
-        old = self.results.get(key)
-        if old is None or (old.generation, old.at) <= (line.generation, line.at):
-            self.results[key] = line
+    def _take_result(self, event: Event) -> None:
+        key = (event.iteration, event.name)
+        old = self._results.get(key)
+        if old is None or (old.generation, old.at) <= (event.generation, event.at):
+            self._results[key] = event
 
-    def _lost(self, line: Line) -> None:
-        for item in lost_nodes(line):
-            rank = integer(item, "node_rank")
+    def _take_loss(self, event: Event) -> None:
+        for node in lost_nodes(event):
             known = {(loss.generation, loss.node_rank) for loss in self.losses}
-            if rank is not None and (line.generation, rank) not in known:
-                seen_at = self._silent_since.get((line.generation, rank))
-                self.losses.append(
-                    Loss(line.at, line.generation, rank, text(item, "host"), text(item, "why"), seen_at)
-                )
+            if node.node_rank is not None and (event.generation, node.node_rank) not in known:
+                seen_at = self._silent_since.get((event.generation, node.node_rank))
+                self.losses.append(Loss(event.at, event.generation, node.node_rank, node.why, seen_at))
 
-    def _failed(self, line: Line) -> None:
-        log = line.fields.get("log")
-        self.failures.append(
-            Failure(
-                line.at,
-                line.generation,
-                line.node_rank,
-                line.iteration,
-                line.phase,
-                line.phase_name,
-                text(line.fields, "error") or "failed",
-                tuple(str(item) for item in log) if isinstance(log, list) else (),
-            )
-        )
-
-    def _news(self, line: Line) -> bool:
-        """Whether nobody told this just before."""
-        key = (line.event, line.generation, *_subject(line))
-        told = self._told.get(key)
-        self._told[key] = line.at if told is None else max(told, line.at)
-        return told is None or abs(line.at - told) > SAME_S
+    def _is_news(self, event: Event) -> bool:
+        """Whether nobody reported this just before."""
+        key = (event.name, event.generation, *_subject(event))
+        before = self._last_report.get(key)
+        self._last_report[key] = event.at if before is None else max(before, event.at)
+        return before is None or abs(event.at - before) > SAME_S
 
 
-#: events that carry a phase's results
-RESULTS = frozenset({"rolled_out", "evaluated", "updated", "weights_published"})
-
-
-def _subject(line: Line) -> tuple[object, ...]:
+def _subject(event: Event) -> tuple[object, ...]:
     """What makes two nodes' reports of an event the same."""
-    match line.event:
+    match event.name:
         case "node_suspected" | "node_recovered":
-            return (integer(line.fields, "suspect"),)
+            return (event.integer("suspect"),)
         case "node_lost":
-            return tuple(integer(item, "node_rank") for item in lost_nodes(line))
+            return tuple(node.node_rank for node in lost_nodes(event))
         case "generation_started" | "generation_proposed":
-            return (integer(line.fields, "number"),)
-        case "node_ended" if text(line.fields, "state") != "left":
-            return (text(line.fields, "reason"),)
+            return (event.integer("number"),)
+        case "node_ended" if event.text("state") != "left":
+            return (event.text("reason"),)
         case _:
-            return line.node_rank, line.iteration, line.phase
-
-
-def lost_nodes(line: Line) -> list[Mapping[str, Any]]:
-    """The nodes that a `node_lost` names."""
-    lost = line.fields.get("lost")
-    return [item for item in lost if isinstance(item, Mapping)] if isinstance(lost, list) else []
+            return event.node_rank, event.iteration, event.phase

@@ -8,23 +8,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from html import escape
-from typing import Any
 
 import fsbarrier
-from fsbarrier.program import PHASE_NAMES
 from fsbarrier.settings.sources import flatten
-from fsbarrier.view.event_text import amount, duration, event_text, one_line, percent
-from fsbarrier.view.lines import number
+from fsbarrier.view import phases
+from fsbarrier.view.amounts import amount, duration, one_line, percent
+from fsbarrier.view.event_wording import event_text
+from fsbarrier.view.report_charts import Block, Lane, Part, Series, line_chart, stacked_bars, timeline
 from fsbarrier.view.report_style import STYLE
-from fsbarrier.view.status import RunStatus
-from fsbarrier.view.svg import Block, Lane, Part, Series, line_chart, stacked_bars, timeline
-from fsbarrier.view.timings import CUT_SHORT, OPEN, IterationTime, Span
-from fsbarrier.view.watching import RunReader
+from fsbarrier.view.run_reader import RunReader
+from fsbarrier.view.run_status import RunStatus
+from fsbarrier.view.timings import CUT_SHORT, OPEN, IterationTime, Span, phase_totals
 
-BARS = 60  # newest iterations shown as bars
+#: How much is shown at most, of the newest: iterations as bars and in tables, events, nodes in a timeline.
+BARS = 60
 TABLE_ROWS = 200
 EVENT_ROWS = 500
 LANES = 64
+#: Phases below this share of the time are left out of a legend.
+LEAST_SHARE = 0.002
 
 UPDATE_COLUMNS = {
     "loss": "loss",
@@ -39,7 +41,7 @@ UPDATE_COLUMNS = {
 
 def page(reader: RunReader, status: RunStatus, *, iterations: int = 3) -> str:
     """The whole report. `iterations`: how many newest ones get a timeline."""
-    finished = [one for one in status.times if one.complete]
+    finished = status.finished_times
     sections = [
         _head(reader, status),
         _tiles(status, finished, reader),
@@ -140,7 +142,7 @@ def _tiles(status: RunStatus, finished: Sequence[IterationTime], reader: RunRead
 
 def _problems(status: RunStatus) -> str:
     listed = "".join(
-        f"<li{' class=said' if problem[:1] == ' ' else ''}>{escape(one_line(problem))}</li>"
+        f"<li{' class=said' if problem.startswith(' ') else ''}>{escape(one_line(problem))}</li>"
         for problem in status.problems
     )
     return f'<ul class="problems">{listed}</ul>' if listed else ""
@@ -150,59 +152,49 @@ def _problems(status: RunStatus) -> str:
 
 
 def _rewards(status: RunStatus) -> str:
-    train = [(float(r.iteration), r.train) for r in status.rewards if r.train is not None]
-    test = [(float(r.iteration), r.test) for r in status.rewards if r.test is not None]
-    series = [Series("train reward", "train", train), Series("held-out reward", "test", test)]
-    shown = [one for one in series if one.points]
-    if not shown:
+    train = [(float(one.iteration), one.train) for one in status.rewards if one.train is not None]
+    test = [(float(one.iteration), one.test) for one in status.rewards if one.test is not None]
+    curves = [Series("train reward", "train", train), Series("held-out reward", "test", test)]
+    curves = [one for one in curves if one.points]
+    if not curves:
         return ""
-    table = _table(
-        ("iteration", "policy version", "train", "held-out", "trajectories"),
+    body = [
         (
-            (
-                str(r.iteration),
-                _plain(r.policy_version),
-                amount(r.train),
-                amount(r.test),
-                _plain(r.trajectories),
-            )
-            for r in status.rewards[-TABLE_ROWS:]
-        ),
-    )
+            str(one.iteration),
+            _value(one.policy_version),
+            amount(one.train),
+            amount(one.test),
+            _value(one.trajectories),
+        )
+        for one in status.rewards[-TABLE_ROWS:]
+    ]
+    table = _table(("iteration", "policy version", "train", "held-out", "trajectories"), body)
     return (
-        _legend((one.style, one.name) for one in shown)
-        + _chart(line_chart(shown, "iteration"))
+        _legend((one.style, one.name) for one in curves)
+        + _chart(line_chart(curves, "iteration"))
         + f"<details><summary>figures</summary>{table}</details>"
     )
 
 
 def _times(finished: Sequence[IterationTime]) -> str:
+    if not finished:
+        return ""
     shown = finished[-BARS:]
-    bars = [
-        (
-            str(one.iteration),
-            [
-                *(Part(f"p{index}", name, seconds) for (index, name), seconds in one.work.items()),
-                Part("coordination", "coordination", one.coordination_s),
-            ],
-        )
-        for one in shown
-    ]
-    totals: dict[tuple[int, str], float] = defaultdict(float)
+    bars = []
     for one in shown:
-        for key, seconds in one.work.items():
-            totals[key] += seconds
+        parts = [Part(f"p{index}", name, seconds) for (index, name), seconds in one.work.items()]
+        parts.append(Part("coordination", "coordination", one.coordination_s))
+        bars.append((str(one.iteration), parts))
     whole = sum(one.seconds for one in shown) or 1.0
     entries = [
         (f"p{index}", f"{name} {duration(seconds / len(shown))}")
-        for (index, name), seconds in totals.items()
-        if seconds / whole >= 0.002
+        for (index, name), seconds in phase_totals(shown, work_only=True).items()
+        if seconds / whole >= LEAST_SHARE
     ]
-    if shown:
-        mean = sum(one.coordination_s for one in shown) / len(shown)
-        entries.append(("coordination", f"coordination {duration(mean)}"))
+    mean = sum(one.coordination_s for one in shown) / len(shown)
+    entries.append(("coordination", f"coordination {duration(mean)}"))
     hidden = f"<p>The last {len(shown)} of {len(finished)} iterations.</p>" if len(finished) > BARS else ""
-    return hidden + _legend(entries) + _chart(stacked_bars(bars, "iteration")) if shown else ""
+    return hidden + _legend(entries) + _chart(stacked_bars(bars, "iteration"))
 
 
 def _timelines(reader: RunReader, status: RunStatus, newest: int) -> str:
@@ -211,7 +203,7 @@ def _timelines(reader: RunReader, status: RunStatus, newest: int) -> str:
         by_iteration[span.iteration].append(span)
     known = {one.iteration for one in status.times} | {status.iteration}
     chosen = _chosen([i for i in sorted(by_iteration) if i in known], by_iteration, reader, newest)
-    charts, time_in, about = [], dict.fromkeys(range(len(PHASE_NAMES)), 0.0), ""
+    charts, time_in, about = [], dict.fromkeys(range(phases.COUNT), 0.0), ""
     for iteration in chosen:
         spans = by_iteration[iteration]
         one_clock = len({span.clock for span in spans}) == 1
@@ -225,7 +217,11 @@ def _timelines(reader: RunReader, status: RunStatus, newest: int) -> str:
     if not charts:
         return ""
     whole = sum(time_in.values()) or 1.0
-    names = [(f"p{i}", PHASE_NAMES[i]) for i in range(len(PHASE_NAMES)) if time_in[i] / whole >= 0.002]
+    names = [
+        (f"p{index}", phases.phase_name(index))
+        for index in range(phases.COUNT)
+        if time_in[index] / whole >= LEAST_SHARE
+    ]
     note = f"<p>Full colour: the node works; pale: it waits for the others; ✕: it was lost.{about}</p>"
     return note + _legend(names) + "".join(charts)
 
@@ -313,15 +309,15 @@ def _coordination(finished: Sequence[IterationTime]) -> str:
 def _updates(reader: RunReader) -> str:
     updates = reader.history.updates()
     columns = {
-        key: name
-        for key, name in UPDATE_COLUMNS.items()
-        if any(number(f, key) is not None for f in updates.values())
+        field: name
+        for field, name in UPDATE_COLUMNS.items()
+        if any(update.number(field) is not None for update in updates.values())
     }
     if not columns:
         return ""
     body = [
-        (str(iteration), *(_figure(number(fields, key)) for key in columns))
-        for iteration, fields in list(updates.items())[-TABLE_ROWS:]
+        (str(iteration), *(_figure(update.number(field)) for field in columns))
+        for iteration, update in list(updates.items())[-TABLE_ROWS:]
     ]
     return _table(("iteration", *columns.values()), body)
 
@@ -333,8 +329,8 @@ def _nodes(status: RunStatus) -> str:
             (
                 f"{node.node_rank}{' (leader)' if node.node_rank == status.leader else ''}",
                 node.host or "–",
-                _plain(node.pid),
-                _plain(node.incarnation),
+                _value(node.pid),
+                _value(node.incarnation),
                 node.state,
                 node.logs or "–",
             )
@@ -345,30 +341,30 @@ def _nodes(status: RunStatus) -> str:
 
 
 def _events(reader: RunReader) -> str:
-    told = [(line, words) for line in reader.history.happenings() if (words := event_text(line)) is not None]
-    if not told:
+    worded = [(event, text) for event in reader.history.newest_events() if (text := event_text(event))]
+    if not worded:
         return ""
     body = [
         (
-            datetime.fromtimestamp(line.at, UTC).strftime("%Y-%m-%d %H:%M:%S"),
-            str(line.generation),
-            str(line.node_rank),
-            words,
+            datetime.fromtimestamp(event.at, UTC).strftime("%Y-%m-%d %H:%M:%S"),
+            str(event.generation),
+            str(event.node_rank),
+            text,
         )
-        for line, words in told[-EVENT_ROWS:]
+        for event, text in worded[-EVENT_ROWS:]
     ]
-    hidden = f"<p>The newest {EVENT_ROWS} of {len(told)}.</p>" if len(told) > EVENT_ROWS else ""
+    hidden = f"<p>The newest {EVENT_ROWS} of {len(worded)}.</p>" if len(worded) > EVENT_ROWS else ""
     return hidden + _table(("time (UTC)", "generation", "told by node", "event"), body, left=(0, 3))
 
 
 def _settings(reader: RunReader) -> str:
-    settings: Mapping[str, Any] = reader.record.settings
-    body = [(key, _plain(value)) for key, value in flatten(settings, ()).items()]
+    body = [(key, _value(value)) for key, value in flatten(reader.record.settings, ()).items()]
     table = _table(("setting", "value"), body, left=(0, 1))
-    return f"<details><summary>{len(body)} settings (digest {escape(reader.record.settings_digest[:12])})</summary>{table}</details>"
+    digest = escape(reader.record.settings_digest[:12])
+    return f"<details><summary>{len(body)} settings (digest {digest})</summary>{table}</details>"
 
 
-def _plain(value: object) -> str:
+def _value(value: object) -> str:
     if value is None:
         return "–"
     if isinstance(value, bool):

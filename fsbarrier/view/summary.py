@@ -1,25 +1,37 @@
-"""What a run's end is told with: reward per iteration, time per phase, coordination's share, what happened, where the files are."""
+"""The summary at a run's end: reward per iteration, time per phase, coordination's share, what happened, where the files are."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fsbarrier.view import screen
-from fsbarrier.view.event_text import amount, clock_time, duration, event_text, one_line, percent
-from fsbarrier.view.screen import TEST, TRAIN, line
-from fsbarrier.view.status import RunStatus
-from fsbarrier.view.timings import IterationTime
-from fsbarrier.view.watching import RunReader
+from fsbarrier.view.amounts import amount, clock_time, duration, one_line, percent
+from fsbarrier.view.event_wording import event_text
+from fsbarrier.view.run_reader import RunReader
+from fsbarrier.view.run_status import RunStatus, look_once
+from fsbarrier.view.terminal_lines import (
+    EVENT_STYLE,
+    STATE_STYLE,
+    TEST,
+    TRAIN,
+    bar,
+    line,
+    problem_lines,
+    wrapped,
+)
+from fsbarrier.view.timings import IterationTime, phase_totals
 
-SHOWN = 12
+#: How many of the newest iterations and events are listed.
+NEWEST = 12
+#: Phases below this share of an iteration are put into one row, where there are three or more of them.
+SHORT_SHARE = 0.005
 NOTABLE = frozenset({"node_lost", "node_recovered", "work_failed", "left_generation", "generation_started"})
-EXPLAINED = {
+FILES = {
     "run": "run directory",
     "model": "served weights",
     "train_trajectories": "trajectories",
@@ -29,21 +41,32 @@ EXPLAINED = {
 }
 
 
-def parts(status: RunStatus, reader: RunReader, width: int) -> Iterator[RenderableType]:
-    """The summary, piece by piece."""
-    finished = [one for one in status.times if one.complete]
+def print_summary(log_path: Path, output: Console | None = None) -> None:
+    """What came of a run: rewards, times, what happened, where the files are. Raises UsageError where there is no run."""
+    console = output or Console(highlight=False)
+    reader, status = look_once(log_path)
+    print_parts(_sections(status, reader, min(console.width, 100)), console)
+
+
+def print_parts(parts: Iterator[RenderableType], console: Console) -> None:
+    """Print one after the other; a line that is too long (a path) stays one line, so that it can be copied."""
+    for part in parts:
+        console.print(part, soft_wrap=not isinstance(part, Table))
+
+
+def _sections(status: RunStatus, reader: RunReader, width: int) -> Iterator[RenderableType]:
+    finished = status.finished_times
     yield ""
     yield _headline(status, finished)
-    yield from screen.problem_lines(status, width, 24)
+    yield from problem_lines(status, width, 24)
     if status.rewards:
         yield ""
         yield line(("mean reward", "bold"))
-        yield _rewards(status, finished, width)
-    table = screen.phase_table(finished, width)
-    if table is not None:
+        yield _rewards(status, finished)
+    if finished:
         yield ""
         yield line(("time per phase", "bold"), (f"  mean of {_iterations(len(finished))}", "dim"))
-        yield table
+        yield _phases(finished, width)
         yield from _coordination(finished, width)
     happened = _happened(reader, width)
     if happened:
@@ -59,18 +82,20 @@ def _iterations(number: int) -> str:
     return f"{number} iteration{'s' if number != 1 else ''}"
 
 
-def _headline(status: RunStatus, finished: list[IterationTime]) -> Text:
-    done = _iterations(len(finished))
-    seconds = sum(one.seconds for one in finished)
-    style = screen.STATE_STYLE.get(status.state, "")
-    code = f"  exit code {status.exit_code}" if status.exit_code else ""
-    took = f" in {duration(seconds)}" if finished else ""
+def _headline(status: RunStatus, finished: Sequence[IterationTime]) -> Text:
+    took = f" in {duration(sum(one.seconds for one in finished))}" if finished else ""
     nodes = f"{status.num_nodes} node{'s' if status.num_nodes > 1 else ''}"
-    return line((f"■ {status.state}", style), f"  {done}{took}, {nodes}", (f"{code}  {status.run_id}", "dim"))
+    code = f"  exit code {status.exit_code}" if status.exit_code else ""
+    return line(
+        (f"■ {status.state}", STATE_STYLE.get(status.state, "")),
+        f"  {_iterations(len(finished))}{took}, {nodes}",
+        (f"{code}  {status.run_id}", "dim"),
+    )
 
 
-def _rewards(status: RunStatus, finished: list[IterationTime], width: int) -> RenderableType:
-    seconds = {one.iteration: one.seconds for one in finished}
+def _rewards(status: RunStatus, finished: Sequence[IterationTime]) -> Table:
+    """A row an iteration; the bar is of the held-out reward where there is one."""
+    seconds = {one.iteration: duration(one.seconds) for one in finished}
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("iteration", justify="right")
     table.add_column("policy", justify="right", style="dim")
@@ -78,62 +103,82 @@ def _rewards(status: RunStatus, finished: list[IterationTime], width: int) -> Re
     table.add_column("held-out", justify="right", style=TEST)
     table.add_column("")
     table.add_column("took", justify="right", style="dim")
-    rewards = status.rewards
-    known = [value for r in rewards for value in (r.train, r.test) if value is not None]
+    known = [value for one in status.rewards for value in (one.train, one.test) if value is not None]
     low, high = min(0.0, *known), max(1.0, *known)
-    for one in rewards[-SHOWN:]:
-        value = one.test if one.test is not None else one.train
-        share = ((value or 0.0) - low) / (high - low)
-        full = round(20 * share)
-        style = TEST if one.test is not None else TRAIN
+    for one in status.rewards[-NEWEST:]:
+        value, style = (one.test, TEST) if one.test is not None else (one.train or 0.0, TRAIN)
         table.add_row(
             str(one.iteration),
             "–" if one.policy_version is None else str(one.policy_version),
             amount(one.train),
             amount(one.test),
-            line(("━" * full, style), ("─" * (20 - full), "dim")),
-            duration(seconds[one.iteration]) if one.iteration in seconds else "",
+            bar((value - low) / (high - low), 20, style),
+            seconds.get(one.iteration, ""),
         )
     return table
 
 
-def _coordination(finished: list[IterationTime], width: int) -> list[Text]:
+def _phases(finished: Sequence[IterationTime], width: int) -> Table:
+    """Seconds a phase took in the mean of the iterations, with bars."""
+    totals = phase_totals(finished)
+    whole = sum(totals.values()) or 1.0
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    table.add_column(justify="right", style="dim", width=2)
+    table.add_column(no_wrap=True, min_width=18)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True, min_width=9)
+    table.add_column(justify="right", no_wrap=True, min_width=6)
+    cells = max(8, min(40, width - 2 - 18 - 9 - 6 - 10))
+    short = [key for key, seconds in totals.items() if seconds / whole < SHORT_SHARE]
+    short = short if len(short) >= 3 else []
+    rows = [
+        (str(index), name, seconds) for (index, name), seconds in totals.items() if (index, name) not in short
+    ]
+    if short:
+        rows.append(("", f"{len(short)} short phases", sum(totals[key] for key in short)))
+    for index, name, seconds in rows:
+        share = seconds / whole
+        mean = duration(seconds / len(finished))
+        table.add_row(index, one_line(name), bar(share, cells, "green"), mean, line((percent(share), "dim")))
+    return table
+
+
+def _coordination(finished: Sequence[IterationTime], width: int) -> list[Text]:
     seconds, whole = sum(one.coordination_s for one in finished), sum(one.seconds for one in finished)
-    cut = sum(one.cut_short_s for one in finished)
+    cut_short = sum(one.cut_short_s for one in finished)
     about = "" if all(one.exact for one in finished) else " (by the hosts' wall clocks)"
-    lost = f"; {duration(cut)} in phases that were cut short" if cut else ""
+    lost = f"; {duration(cut_short)} in phases that were cut short" if cut_short else ""
     share = percent(seconds / whole if whole else 0.0)
-    words = f"{share} of the time: {duration(seconds / max(1, len(finished)))} an iteration{about}{lost}"
-    return screen.wrapped(("coordination ", ""), words, "bold", width, most=3)
+    text = f"{share} of the time: {duration(seconds / len(finished))} an iteration{about}{lost}"
+    return wrapped(("coordination ", ""), text, "bold", width, most=3)
 
 
 def _happened(reader: RunReader, width: int) -> list[Text]:
     """What was out of the ordinary: nodes lost and back, programs that failed."""
     events = []
-    for event in reader.history.happenings():
-        usual = event.event == "generation_started" and str(event.fields.get("reason", "")) == "start"
+    for event in reader.history.newest_events():
+        usual = event.name == "generation_started" and event.text("reason") == "start"
         words = event_text(event)
-        if event.event in NOTABLE and words and not usual:
+        if event.name in NOTABLE and words and not usual:
             events.append((event, words))
-    hidden = len(events) - SHOWN
+    hidden = len(events) - NEWEST
     found = [line((f"… {hidden} earlier", "dim"))] if hidden > 0 else []
-    for event, words in events[-SHOWN:]:
-        style = "red" if screen.EVENT_STYLE.get(event.event) == "red" else ""
-        found += screen.wrapped((f"{clock_time(event.at)}  ", "dim"), words, style, width, most=3)
+    for event, words in events[-NEWEST:]:
+        style = "red" if EVENT_STYLE.get(event.name) == "red" else ""
+        found += wrapped((f"{clock_time(event.at)}  ", "dim"), words, style, width, most=3)
     return found
 
 
 def _files(status: RunStatus) -> Iterator[Text]:
     for name, path in status.files.items():
-        yield line((f"{EXPLAINED.get(name, name.replace('_', ' ')):<16}", "dim"), one_line(shown(Path(path))))
-    run = one_line(shown(Path(status.log_path)))
-    yield line((f"{'report':<16}", "dim"), f"fsbarrier report --log-path {run}")
+        yield line((f"{FILES.get(name, name.replace('_', ' ')):<16}", "dim"), one_line(_typed(path)))
+    yield line((f"{'report':<16}", "dim"), f"fsbarrier report --log-path {one_line(_typed(status.log_path))}")
 
 
-def shown(path: Path) -> str:
-    """The path as a person here would write it: relative where that is shorter and goes nowhere up."""
+def _typed(path: str) -> str:
+    """The path as a person here would type it: relative where that is shorter and goes nowhere up."""
     try:
         relative = os.path.relpath(path)
     except (OSError, ValueError):
-        return str(path)
-    return str(path) if relative.startswith("..") else relative
+        return path
+    return path if relative.startswith("..") else relative

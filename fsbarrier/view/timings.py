@@ -16,12 +16,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fsbarrier.view.lines import Line, number
+from fsbarrier.rundir.journal import Event
 
 #: a row was passed; its attempt was ended (by a new generation, a signal); the journal goes no further
 PASSED, CUT_SHORT, OPEN = "passed", "cut short", "open"
-
-Key = tuple[int, int, int]  # generation, iteration, phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,8 @@ class Span:
         return self.began_at - self.began_s
 
     @property
-    def key(self) -> Key:
+    def row(self) -> tuple[int, int, int]:
+        """Generation, iteration, phase."""
         return self.generation, self.iteration, self.phase
 
 
@@ -65,56 +64,55 @@ class SpanReader:
     def __init__(self) -> None:
         self.open: Span | None = None
 
-    def feed(self, line: Line) -> Span | None:
-        """Take in the next line; gives the span that it ended, if any."""
-        span, ended = self.open, None
-        if line.event == "phase_started":
-            ended = replace(span, ended_s=line.mono_s, outcome=CUT_SHORT) if span else None
+    def feed(self, event: Event) -> Span | None:
+        """Take in the next event; gives the span that it ended, if any."""
+        span = self.open
+        if event.name == "phase_started":
             self.open = Span(
-                line.node_rank,
-                line.generation,
-                line.iteration,
-                line.phase,
-                line.phase_name,
-                line.clock,
-                line.at,
-                line.mono_s,
-                line.mono_s,
+                event.node_rank,
+                *event.row,
+                event.phase_name,
+                event.clock,
+                began_at=event.at,
+                began_s=event.mono_s,
+                ended_s=event.mono_s,
             )
-        elif span is not None and line.event == "phase_finished" and self._same_row(span, line):
-            ended, self.open = replace(span, ended_s=line.mono_s, outcome=PASSED), None
-        elif span is not None and line.event in ("generation_started", "left_generation", "node_ended"):
-            ended, self.open = replace(span, ended_s=line.mono_s, outcome=CUT_SHORT), None
-        elif span is not None and self._same_row(span, line):
-            self.open = self._inside(span, line)
-        return ended
-
-    @staticmethod
-    def _same_row(span: Span, line: Line) -> bool:
-        return span.key == (line.generation, line.iteration, line.phase)
-
-    @staticmethod
-    def _inside(span: Span, line: Line) -> Span:
-        span = replace(span, ended_s=max(span.ended_s, line.mono_s))
-        if line.event not in ("work_finished", "work_failed"):
-            return span
-        work_s = number(line.fields, "work_s") or 0.0
-        done_s = line.mono_s if work_s > 0 else span.began_s
-        return replace(span, done_s=done_s, work_s=work_s, failed=line.event == "work_failed")
+            return replace(span, ended_s=event.mono_s, outcome=CUT_SHORT) if span else None
+        if span is None:
+            return None
+        if event.name == "phase_finished" and event.row == span.row:
+            self.open = None
+            return replace(span, ended_s=event.mono_s, outcome=PASSED)
+        if event.name in ("generation_started", "left_generation", "node_ended"):
+            self.open = None
+            return replace(span, ended_s=event.mono_s, outcome=CUT_SHORT)
+        if event.row == span.row:
+            self.open = _going_on(span, event)
+        return None
 
 
-def read_spans(journals: Iterable[Sequence[Line]]) -> list[Span]:
+def _going_on(span: Span, event: Event) -> Span:
+    """The span of a row that is under way, after one more event in it."""
+    span = replace(span, ended_s=max(span.ended_s, event.mono_s))
+    if event.name not in ("work_finished", "work_failed"):
+        return span
+    work_s = event.number("work_s") or 0.0
+    done_s = event.mono_s if work_s > 0 else span.began_s
+    return replace(span, done_s=done_s, work_s=work_s, failed=event.name == "work_failed")
+
+
+def read_spans(journals: Iterable[Iterable[Event]]) -> list[Span]:
     """The spans of whole journals; the row a journal ends in is OPEN."""
     spans = []
-    for lines in journals:
+    for events in journals:
         reader = SpanReader()
-        spans += [span for span in map(reader.feed, lines) if span is not None]
+        spans += [span for span in map(reader.feed, events) if span is not None]
         if reader.open is not None:
             spans.append(reader.open)
     return spans
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One phase of one iteration under one generation, over all members. Seconds; `began_at` is a wall-clock time.
 
@@ -140,10 +138,10 @@ class Row:
 
 def rows(spans: Iterable[Span]) -> list[Row]:
     """The rows of a run in order of generation, iteration and phase."""
-    members: dict[Key, list[Span]] = defaultdict(list)
+    members: dict[tuple[int, int, int], list[Span]] = defaultdict(list)
     clocks: dict[int, set[str]] = defaultdict(set)
     for span in spans:
-        members[span.key].append(span)
+        members[span.row].append(span)
         clocks[span.generation].add(span.clock)
     keys = sorted(members)
     found = []
@@ -173,7 +171,7 @@ def _row(spans: Sequence[Span], following: Sequence[Span], exact: bool) -> Row:
     if passed and done:
         coordination = min(max(0.0, ended - done[last_rank]), max(0.0, ended - began))
     return Row(
-        *first.key,
+        *first.row,
         first.phase_name,
         began_at=max(span.began_at for span in spans),
         seconds=max(0.0, ended - began),
@@ -184,7 +182,7 @@ def _row(spans: Sequence[Span], following: Sequence[Span], exact: bool) -> Row:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class IterationTime:
     """Where one iteration's time went, over all generations that worked on it. Seconds.
 
@@ -241,10 +239,12 @@ def iteration_times(run_rows: Iterable[Row], last_phase: int | None = None) -> l
     return found
 
 
-def phase_totals(iterations: Iterable[IterationTime]) -> dict[tuple[int, str], float]:
-    """Seconds in each phase, over all the iterations given."""
+def phase_totals(
+    iterations: Iterable[IterationTime], *, work_only: bool = False
+) -> dict[tuple[int, str], float]:
+    """(index, name) -> seconds in that phase, over all the iterations; `work_only`: without coordination."""
     totals: dict[tuple[int, str], float] = defaultdict(float)
     for one in iterations:
-        for phase, seconds in one.phases.items():
+        for phase, seconds in (one.work if work_only else one.phases).items():
             totals[phase] += seconds
     return dict(sorted(totals.items()))

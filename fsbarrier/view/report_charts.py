@@ -1,4 +1,4 @@
-"""Small charts as inline SVG: lines, stacked bars, a timeline. Colours come from the page's style sheet, by class. Pure."""
+"""The report's charts as inline SVG: lines, stacked bars, a timeline. Colours come from the page's style sheet, by class. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from fsbarrier.view.event_text import duration
+from fsbarrier.view.amounts import duration
 
 WIDTH = 760
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 34

@@ -1,0 +1,90 @@
+"""Durations, shares, counts and other values as people write them, for the terminal and the report alike. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+
+#: Of more node ranks than this only the first are named.
+MOST_RANKS = 6
+TICKS = "▁▂▃▄▅▆▇█"
+
+
+def one_line(text: str) -> str:
+    """The first line of a text, without what could confuse a terminal."""
+    first = text.strip().split("\n", 1)[0]
+    return "".join(c if c.isprintable() else " " for c in first).strip()
+
+
+def clock_time(at: float) -> str:
+    """A wall-clock time of day, as it is here."""
+    try:
+        return f"{datetime.fromtimestamp(at):%H:%M:%S}"
+    except (ValueError, OverflowError, OSError):
+        return "--:--:--"
+
+
+def duration(seconds: float) -> str:
+    """12 ms, 3.4 s, 83 s, 5 min 12 s, 2 h 05 min, 3 d 4 h."""
+    if seconds < 0.0995:
+        return f"{seconds * 1000:.{1 if seconds < 0.00995 else 0}f} ms"
+    if seconds < 99.5:
+        return f"{seconds:.{2 if seconds < 0.995 else 1 if seconds < 9.95 else 0}f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes:02d} min"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h"
+
+
+def amount(value: float | None) -> str:
+    """A reward or the like with two to three digits that count; – for none."""
+    if value is None:
+        return "–"
+    return f"{value:.3f}" if 0 < abs(value) < 0.1 else f"{value:.2f}"
+
+
+def short(value: float) -> str:
+    """980, 1.5k, 23k, 4.1M."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            scaled = value / limit
+            return f"{scaled:.{1 if abs(scaled) < 9.95 else 0}f}{unit}"
+    return f"{value:.0f}"
+
+
+def percent(share: float) -> str:
+    """0.04 %, 3.1 %, 42 %."""
+    value = 100 * share
+    return f"{value:.{2 if value < 0.995 else 1 if value < 9.95 else 0}f} %"
+
+
+def ranks(values: Iterable[int]) -> str:
+    """0, 1, 5 or, where there are many, 0, 1, 2, 3, 4, 5 and 12 more."""
+    chosen = list(values)
+    named = ", ".join(map(str, chosen[:MOST_RANKS]))
+    return named if len(chosen) <= MOST_RANKS else f"{named} and {len(chosen) - MOST_RANKS} more"
+
+
+def sparkline(
+    values: Sequence[float | None], width: int, low: float | None = None, high: float | None = None
+) -> str:
+    """The newest `width` values as one line of blocks, between `low` and `high` (their own extremes if not given)."""
+    shown = values[-width:]
+    known = [value for value in shown if value is not None]
+    if not known:
+        return ""
+    low = min(known) if low is None else low
+    high = max(known) if high is None else high
+    span = high - low
+
+    def tick(value: float | None) -> str:
+        if value is None:
+            return "·"
+        share = 0.5 if span <= 0 else (value - low) / span
+        return TICKS[max(0, min(len(TICKS) - 1, round(share * (len(TICKS) - 1))))]
+
+    return "".join(map(tick, shown))

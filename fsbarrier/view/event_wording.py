@@ -1,0 +1,198 @@
+"""How an event is worded: one line in plain words, the same in the daemon's log, the live view, the summary and the report. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from fsbarrier.rundir.journal import Event, lost_nodes
+from fsbarrier.view.amounts import amount, clock_time, duration, one_line
+from fsbarrier.view.phases import LONG
+
+#: phases shorter than this, in seconds, end without a line
+WORTH_S = 1.0
+#: how the reason of a generation begins that tries a failed program once more
+AGAIN = "again: "
+
+
+def event_text(event: Event) -> str | None:
+    """An event in plain words, one line; None where it is not worth a line."""
+    wording = WORDING.get(event.name)
+    words = wording(event) if wording is not None else None
+    return one_line(words) if words else None
+
+
+def event_line(event: Event) -> str | None:
+    """The same for a plain log, with its time of day."""
+    words = event_text(event)
+    return f"{clock_time(event.at)}  {words}" if words else None
+
+
+def log_lines(event: Event) -> list[str]:
+    """What a daemon prints and logs of an event: its line, and below a bad one the evidence; [] where it is not worth any."""
+    line = event_line(event)
+    return [line, *(f"  | {detail}" for detail in _evidence(event))] if line else []
+
+
+def _evidence(event: Event) -> Iterator[str]:
+    match event.name:
+        case "node_lost":
+            for node in lost_nodes(event):
+                if node.beat_age_s is not None:
+                    yield f"node {node.node_rank}: last heartbeat seen {node.beat_age_s:.1f} s ago"
+                yield from (f"node {node.node_rank}: {line}" for line in node.log)
+        case "work_failed":
+            yield from event.lines("log")
+        case "generation_started" if event.text("reason").startswith(AGAIN):
+            yield event.text("reason").removeprefix(AGAIN)
+
+
+# --- the events -----------------------------------------------------------------------------------------------------------
+
+
+def _joined(event: Event) -> str:
+    pid = event.integer("pid")
+    return f"node {event.node_rank} joined ({event.text('host') or '?'}{f', process {pid}' if pid else ''})"
+
+
+def _generation(event: Event) -> str:
+    members = event.fields.get("members")
+    nodes = ", ".join(map(str, members)) if isinstance(members, list) else "?"
+    leader, reason = event.integer("leader"), event.text("reason")
+    why = " (another try)" if reason.startswith(AGAIN) else f" ({reason})"
+    # that a node is lost has a line of its own
+    if reason in ("", "start") or " is lost: " in reason:
+        why = ""
+    return f"generation {event.generation}: nodes {nodes}; leader {_or_unknown(leader)}{why}"
+
+
+def _sealed(event: Event) -> str:
+    place = event.fields.get("goes_on_at")
+    where = ""
+    if isinstance(place, list) and len(place) == 2:
+        where = f" at iteration {place[0]}, phase {place[1]}"
+    number = _or_unknown(event.integer("number"))
+    return f"generation {number} is over, whoever of it still lives; the run goes on{where}"
+
+
+def _left(event: Event) -> str:
+    why = f" ({event.text('reason')})" if event.text("reason") else ""
+    return f"node {event.node_rank} is not in generation {event.integer('newest')}{why}; it joins again"
+
+
+def _suspect(event: Event) -> str:
+    host, silent_s = event.text("host"), event.number("silent_s")
+    name = f"node {_or_unknown(event.integer('suspect'))}{f' ({host})' if host else ''}"
+    if event.name == "node_recovered":
+        return f"{name} is heard again"
+    return f"{name} is silent{f' for {silent_s:.0f} s' if silent_s is not None else ''}"
+
+
+def _lost(event: Event) -> str:
+    each = [
+        f"node {node.node_rank} ({node.host or '?'}) is lost: {node.why or 'no news'}"
+        for node in lost_nodes(event)
+    ]
+    waiting = "; the phase waits until it is back" if event.fields.get("waiting") is True else ""
+    return ("; ".join(each) or "a node is lost") + waiting
+
+
+def _failed(event: Event) -> str:
+    where = f"node {event.node_rank}, iteration {event.iteration}, {event.phase_name}"
+    return f"{where} failed: {event.text('error') or 'no reason was given'}"
+
+
+def _rolled_out(event: Event) -> str:
+    reward, count = event.number("reward_mean"), event.integer("trajectories")
+    unusual = {
+        "groups_taken_over": "taken over from slower nodes",
+        "groups_cut_off": "cut off",
+        "left_out": "left out",
+    }
+    parts = [
+        f"train reward {amount(reward)}" if reward is not None else "",
+        f"{count} trajectories" if count is not None else "",
+        *(f"{groups} groups {what}" for name, what in unusual.items() if (groups := event.integer(name))),
+    ]
+    return f"iteration {event.iteration}: {_listed(parts) or 'rolled out'}{_policy(event)}"
+
+
+def _evaluated(event: Event) -> str:
+    reward = amount(event.number("reward_mean"))
+    return f"iteration {event.iteration}: held-out reward {reward}{_policy(event)}"
+
+
+def _updated(event: Event) -> str:
+    steps, loss = event.integer("optimizer_steps"), event.number("loss")
+    gap, replayed = event.number("logprob_gap_mean"), event.integer("replayed")
+    parts = [
+        f"{steps} optimizer steps" if steps is not None else "",
+        f"loss {loss:.4g}" if loss is not None else "",
+        f"log-prob gap {gap:.1g}" if gap is not None else "",
+        f"{replayed} sequences of other policies" if replayed else "",
+    ]
+    return f"iteration {event.iteration}: updated ({_listed(parts) or 'done'})"
+
+
+def _published(event: Event) -> str:
+    version = _or_unknown(event.integer("policy_version"))
+    return f"iteration {event.iteration}: policy version {version} is published"
+
+
+def _engine(event: Event) -> str | None:
+    note = event.text("engine_note")
+    return f"node {event.node_rank}: {note}" if note else None
+
+
+def _phase_started(event: Event) -> str | None:
+    if event.phase_name not in LONG:
+        return None
+    return f"iteration {event.iteration}, phase {event.phase} {event.phase_name} begins"
+
+
+def _phase_finished(event: Event) -> str | None:
+    seconds = event.number("seconds")
+    if seconds is None or seconds < WORTH_S:
+        return None
+    return f"iteration {event.iteration}, phase {event.phase} {event.phase_name} took {duration(seconds)}"
+
+
+def _ended(event: Event) -> str:
+    run_ends = event.text("state") in ("finished", "stopped", "broken")
+    who, reason = "the run" if run_ends else f"node {event.node_rank}", event.text("reason")
+    return f"{who} ended{f': {reason}' if reason else ''}"
+
+
+def _policy(event: Event) -> str:
+    version = event.integer("policy_version")
+    return "" if version is None else f" (policy version {version})"
+
+
+def _or_unknown(value: int | None) -> str:
+    return "?" if value is None else str(value)
+
+
+def _listed(parts: list[str]) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+#: The name of an event -> how it is worded. An event that is not here is only for scripts.
+WORDING: dict[str, Callable[[Event], str | None]] = {
+    "node_joined": _joined,
+    "generation_started": _generation,
+    "generation_sealed": _sealed,
+    "left_generation": _left,
+    "node_suspected": _suspect,
+    "node_recovered": _suspect,
+    "node_lost": _lost,
+    "work_failed": _failed,
+    "shares_fixed": lambda event: f"nodes do not take over from each other: {event.text('why') or '?'}",
+    "rolled_out": _rolled_out,
+    "evaluated": _evaluated,
+    "updated": _updated,
+    "weights_published": _published,
+    "engine_ready": _engine,
+    "phase_started": _phase_started,
+    "phase_finished": _phase_finished,
+    "iteration_finished": lambda event: f"iteration {event.iteration} is done",
+    "node_ended": _ended,
+}

@@ -1,0 +1,164 @@
+"""Following a run: the live view on a terminal, or its events as plain lines. rich is imported where it is needed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from fsbarrier.errors import EXIT_INTERNAL, UsageError
+from fsbarrier.rundir.journal import Event
+from fsbarrier.view.event_wording import event_line, event_text
+from fsbarrier.view.run_reader import RunReader
+from fsbarrier.view.run_status import RunStatus, status_of
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+#: Seconds between two looks at the run.
+FRAME_S = 0.25
+KEPT_ITERATIONS = 20
+#: An event that is older than this, in seconds, when the following of a run begins is no news; and one that comes again
+#: within it is the same one, reported by another node.
+RECENT_S = 10.0
+ENDED = frozenset({"finished", "stopped", "broken"})
+#: An end counts once it was seen for this long: a start right after one looks like it for a moment.
+LASTING_S = 1.0
+
+#: Shows the run as it is now, and the events that are new.
+Show = Callable[[RunStatus, Sequence[Event]], None]
+
+
+class Process(Protocol):
+    """A daemon that was started here."""
+
+    def poll(self) -> int | None: ...
+
+
+def follow(
+    log_path: Path,
+    processes: Mapping[int, Process] | Sequence[Process] | None = None,
+    *,
+    stop: threading.Event | None = None,
+    output: Console | None = None,
+) -> int | None:
+    """Show the run until it has ended: live on a terminal, else its events line by line.
+
+    Ends when all of `processes` (node rank -> process) have ended, or one was refused (exit code 2); without them, when the
+    run has ended; and when `stop` is set. Gives the exit code of the run (of the processes, where there are some: the first
+    that is not 0), None where it ended for another reason or the user left with Ctrl-C. The terminal is as before in any case; a
+    signal handler's exception passes through. Raises UsageError where there is no run.
+    """
+    from rich.console import Console
+
+    console = output or Console(highlight=False)
+    reader = RunReader(log_path, keep=KEPT_ITERATIONS)
+    watched = list(processes.values() if isinstance(processes, Mapping) else processes or ())
+    # of a run that was started here, everything from now on is news; of another one, what happened lately
+    since = time.time() - (RECENT_S if processes is None else 0.0)
+    view = _live(console, reader) if console.is_terminal else _plain(console, since)
+    try:
+        with view as show:
+            return _follow(show, reader, watched, stop or threading.Event())
+    except KeyboardInterrupt:
+        if processes is not None:
+            raise
+        return None
+
+
+def _follow(show: Show, reader: RunReader, watched: Sequence[Process], stop: threading.Event) -> int | None:
+    ended_since: float | None = None
+    while True:
+        now = time.monotonic()
+        codes = [process.poll() for process in watched]
+        fresh = reader.poll(now)
+        status = status_of(reader, now)
+        show(status, fresh)
+        if watched:
+            if all(code is not None for code in codes):
+                return next((code for code in codes if code), 0)
+            if any(code == UsageError.exit_code for code in codes):
+                return None
+        elif status.state in ENDED:
+            ended_since = now if ended_since is None else ended_since
+            if now - ended_since >= LASTING_S:
+                return status.exit_code if status.exit_code is not None else EXIT_INTERNAL
+        else:
+            ended_since = None
+        if stop.wait(FRAME_S):
+            return None
+
+
+@contextmanager
+def _live(console: Console, reader: RunReader) -> Iterator[Show]:
+    """The live view, on the terminal's other screen."""
+    from rich.live import Live
+
+    def show(status: RunStatus, fresh: Sequence[Event]) -> None:
+        live.update(frame(status, reader, console.size.width, console.size.height), refresh=True)
+
+    with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+        yield show
+
+
+@contextmanager
+def _plain(console: Console, since: float) -> Iterator[Show]:
+    """One line an event, printed once however many nodes report it."""
+    printed: dict[tuple[int, str], float] = {}
+
+    def show(status: RunStatus, fresh: Sequence[Event]) -> None:
+        for event in fresh:
+            words, line = event_text(event), event_line(event)
+            # all nodes go through all phases: the leader's reports are enough
+            another_s = event.name.startswith(("phase_", "iteration_")) and event.node_rank != status.leader
+            if words is None or line is None or event.at < since or another_s:
+                continue
+            # reports of one silent node differ in how long it is silent
+            key = (event.generation, event.name if event.name == "node_suspected" else words)
+            before = printed.get(key)
+            printed[key] = event.at
+            if before is None or event.at - before > RECENT_S:
+                console.out(line, highlight=False)
+
+    yield show
+
+
+def frame(status: RunStatus, reader: RunReader, width: int, height: int) -> RenderableType:
+    """One picture of the live view, of at most `height` lines."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from fsbarrier.view import terminal_lines as lines
+    from fsbarrier.view.node_table import nodes_table
+
+    rule = Text("─" * width, style="dim", no_wrap=True)
+    top = [*lines.header(status, width, _elapsed_s(reader)), rule]
+    troubles = [*lines.waiting_line(status), *lines.problem_lines(status, width, 5)]
+    rewards = lines.reward_lines(status.rewards, width, lines.reward_so_far(status))
+    results = [*rewards, *lines.time_line(status.times, width)]
+    # the table gives way to everything but the events: they have what it leaves. 3: its head, and two rules
+    fixed = len(top) + len(troubles) + len(results) + 3
+    table_rows = max(2, min(len(status.nodes), height - fixed - 4))
+    most = table_rows if table_rows < len(status.nodes) else None
+    events = lines.event_lines(reader.history.newest_events(200), min(12, height - fixed - table_rows - 1))
+    parts: list[RenderableType] = [*top, nodes_table(status, width, most), *troubles]
+    for section in (results, events):
+        parts += [rule, *section] if section else []
+    return Group(*parts)
+
+
+def _elapsed_s(reader: RunReader) -> float | None:
+    """Seconds since this session of the run began, by wall clocks: for display."""
+    starts = [
+        event.at
+        for event in reader.history.events
+        if event.name == "generation_started" and event.text("reason").startswith("start")
+    ]
+    if not starts:
+        return None
+    begin, ends = max(starts), [ending.at for ending in reader.history.endings.values()]
+    over = reader.newest is not None and len(ends) >= len(reader.newest.ranks) and min(ends) >= begin
+    return max(0.0, (max(ends) if over else time.time()) - begin)

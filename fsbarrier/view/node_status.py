@@ -1,0 +1,141 @@
+"""One node as seen from outside. That it lives rests on its heartbeat's moving while we look, or on its process, where that
+runs on this host; no two hosts' clocks are compared for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fsbarrier.protocol.membership import GONE
+from fsbarrier.view.run_reader import RunReader
+
+#: For so many beats a heartbeat is watched before it is said to stand still.
+WATCHED_BEATS = 1.5
+ALIVE = frozenset({"joining", "running"})
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseAt:
+    """A row of the program."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """One node rank.
+
+    `state`: joining, running; suspected (its heartbeat stands still), lost (its process is gone, or the others went on without
+    it); left, finished, stopped, broken (how it says it ended); absent (never seen). `activity`: working, or waiting (done with
+    its row). `last_beat_age_s`: since its heartbeat was seen to move; None: unknown. `silent_s`: for how long it was watched in
+    vain. `last_beat_time`: seconds since 1970 by the shared filesystem's clock.
+    """
+
+    node_rank: int
+    host: str | None
+    pid: int | None
+    incarnation: int | None
+    state: str
+    activity: str | None = None
+    phase: PhaseAt | None = None
+    iteration: int | None = None
+    progress: Mapping[str, object] | None = None
+    last_beat_age_s: float | None = None
+    silent_s: float | None = None
+    last_beat_time: float | None = None
+    logs: str | None = None
+
+
+def node_status(reader: RunReader, rank: int, now: float) -> NodeStatus:
+    """A node as of the reader's last poll; `now` is this process's monotonic time."""
+    beat, newest = reader.beat(rank), reader.newest
+    start = reader.joins.get(rank) or beat
+    if start is None:
+        return NodeStatus(rank, None, None, None, "absent")
+    state = _state(reader, rank, now)
+    alive = state in ALIVE or state == "suspected"
+    _, iteration, phase, phase_name = _place(reader, rank)
+    if state == "joining":
+        # where an earlier incarnation was says nothing about this one
+        iteration = 0
+    waits = rank in reader.arrived
+    progress = None
+    if alive and not waits and beat is not None and (beat.iteration, beat.phase) == (iteration, phase):
+        progress = dict(beat.progress) or None
+    activity = None
+    if state == "running" and newest is not None and rank in newest.ranks:
+        activity = "waiting" if waits else "working"
+    age = reader.beat_age_s(rank, now) if alive else None
+    return NodeStatus(
+        node_rank=rank,
+        host=start.host or None,
+        pid=start.pid,
+        incarnation=start.incarnation,
+        state=state,
+        activity=activity,
+        phase=PhaseAt(phase, phase_name) if iteration else None,
+        iteration=iteration or None,
+        progress=progress,
+        last_beat_age_s=None if age is None else round(age, 3),
+        silent_s=round(reader.watched_s(rank, now), 3) if state == "suspected" else None,
+        last_beat_time=reader.beat_times.get(rank),
+        logs=_log_folder(reader, rank),
+    )
+
+
+def beat_s(reader: RunReader) -> float:
+    """The seconds between two heartbeats of this run."""
+    return min(60.0, max(0.01, _coordination(reader, "beat_s", 2.0)))
+
+
+def _coordination(reader: RunReader, name: str, default: float) -> float:
+    section = reader.record.settings.get("coordination")
+    value = section.get(name) if isinstance(section, Mapping) else None
+    return float(value) if isinstance(value, int | float) else default
+
+
+def _place(reader: RunReader, rank: int) -> tuple[int, int, int, str]:
+    """(generation, iteration, phase, its name) of a node, from its journal or its heartbeat, whichever is further."""
+    beat, started = reader.beat(rank), reader.places.get(rank)
+    found = [(0, 0, 0, "")]
+    if beat is not None:
+        found.append((beat.generation, beat.iteration, beat.phase, beat.phase_name))
+    if started is not None:
+        found.append((*started.row, started.phase_name))
+    return max(found)
+
+
+def _state(reader: RunReader, rank: int, now: float) -> str:
+    beat, newest = reader.beat(rank), reader.newest
+    watched = reader.watched_s(rank, now) >= WATCHED_BEATS * beat_s(reader)
+    if beat is None:
+        if reader.process_gone(rank):
+            return "lost"
+        return "suspected" if watched and not reader.is_here(rank) else "joining"
+    if beat.state in GONE:
+        return beat.state
+    excluded = newest is not None and newest.incarnation_of(rank) != beat.incarnation
+    living = "joining" if excluded else beat.state if beat.state in ALIVE else "running"
+    age = reader.beat_age_s(rank, now)
+    if age is not None and age < _coordination(reader, "suspect_s", 6.0):
+        return living
+    # one that was in a generation and is not in the newest: the others went on without it
+    left_behind = excluded and beat.incarnation <= reader.members.get(rank, 0)
+    if left_behind or reader.process_gone(rank):
+        return "lost"
+    return "suspected" if watched or age is not None else living
+
+
+def _log_folder(reader: RunReader, rank: int) -> str | None:
+    """Where a node's newest logs are: the folder of its last start."""
+    join = reader.joins.get(rank)
+    if join is None:
+        return None
+    # a node that rejoined by itself, as another incarnation, keeps its first folder
+    for attempt in range(join.incarnation, max(0, join.incarnation - 20), -1):
+        folder = reader.paths.node_logs(attempt, rank)
+        if folder.is_dir():
+            return str(folder)
+    return None

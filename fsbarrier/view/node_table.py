@@ -1,0 +1,113 @@
+"""The table of the nodes, as `status` prints it and the live view shows it: who is where, how far, and how lately heard of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.cells import cell_len
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fsbarrier.rundir.journal import Fields, number, text
+from fsbarrier.view.amounts import amount, one_line, ranks, short
+from fsbarrier.view.node_status import NodeStatus
+from fsbarrier.view.run_status import RunStatus
+from fsbarrier.view.terminal_lines import STATE_STYLE, bar, line
+
+#: Cells that a progress bar has at least and at most.
+BAR_CELLS = (3, 30)
+#: Cells that are kept for the bar when it is decided what else fits beside it.
+KEPT_FOR_BAR = 6
+#: Where not all nodes fit, those in these states are shown before the others.
+TROUBLED_FIRST = {"lost": 0, "suspected": 0, "broken": 0, "left": 1, "absent": 1, "joining": 1}
+
+
+def nodes_table(status: RunStatus, width: int, most: int | None = None) -> RenderableType:
+    """One row a node; `most` rows, the troubled ones before the others."""
+    nodes, hidden = _chosen(status.nodes, most)
+    hosts = {node.host for node in status.nodes if node.host}
+    many_hosts = len(hosts) > 1
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, width=width, expand=True)
+    table.add_column("node", style="bold", no_wrap=True, min_width=4)
+    if many_hosts:
+        table.add_column("host", no_wrap=True, overflow="ellipsis", max_width=16, min_width=5)
+    table.add_column("state", no_wrap=True, min_width=9)
+    table.add_column("phase", no_wrap=True, overflow="ellipsis", min_width=10, max_width=21)
+    table.add_column("progress", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("beat", justify="right", no_wrap=True, min_width=4)
+    host_width = min(16, max(cell_len(one_line(host)) for host in hosts)) + 1 if many_hosts else 0
+    phase_width = max((min(21, len(_phase(status, node))) for node in nodes), default=10)
+    # what the other columns leave: node 5, state 10, beat 6, and a blank behind each
+    progress_width = max(10, width - 5 - host_width - 10 - max(10, phase_width) - 1 - 6)
+    for node in nodes:
+        state_style = "yellow" if node.activity == "waiting" else STATE_STYLE.get(node.state, "")
+        table.add_row(
+            f"{node.node_rank}{'*' if node.node_rank == status.leader else ''}",
+            *([line(one_line(node.host or "–"))] if many_hosts else []),
+            line((node.activity or node.state, state_style)),
+            line(_phase(status, node)),
+            _progress(status, node, progress_width),
+            line(_beat(node)),
+        )
+    if hidden:
+        table.add_row("…", *([""] if many_hosts else []), line((f"{hidden} more", "dim")))
+    return table
+
+
+def _chosen(nodes: Sequence[NodeStatus], most: int | None) -> tuple[list[NodeStatus], int]:
+    """The nodes to show, and how many are not."""
+    if most is None or len(nodes) <= most:
+        return list(nodes), 0
+    first = sorted(nodes, key=lambda node: (TROUBLED_FIRST.get(node.state, 2), node.node_rank))
+    chosen = first[: max(0, most - 1)]
+    return sorted(chosen, key=lambda node: node.node_rank), len(nodes) - len(chosen)
+
+
+def _phase(status: RunStatus, node: NodeStatus) -> str:
+    if node.phase is None or node.state in ("lost", "absent"):
+        return ""
+    behind = "" if node.iteration == status.iteration else f" (iteration {node.iteration})"
+    return f"{node.phase.index} {one_line(node.phase.name)}{behind}"
+
+
+def _beat(node: NodeStatus) -> str | tuple[str, str]:
+    if node.state == "suspected":
+        age = max(node.last_beat_age_s or 0.0, node.silent_s or 0.0)
+        return f">{age:.0f} s" if age >= 1 else f">{age:.1f} s", "bold yellow"
+    return "–" if node.last_beat_age_s is None else (f"{node.last_beat_age_s:.0f} s", "dim")
+
+
+def _progress(status: RunStatus, node: NodeStatus, width: int) -> Text:
+    """How far a node is in its phase, or whom it waits for."""
+    if node.progress:
+        return progress_bar(node.progress, width)
+    awaited = status.waiting_for.node_ranks if status.waiting_for else ()
+    if node.activity == "waiting" and awaited and node.node_rank not in awaited:
+        return line((f"waits for node{'s' if len(awaited) > 1 else ''} {ranks(awaited)}", "dim"))
+    return line()
+
+
+def progress_bar(progress: Fields, width: int) -> Text:
+    """A node's progress in `width` cells: bar, done/total, reward so far, tokens a second, as far as they fit."""
+    done, total = number(progress, "done"), number(progress, "total")
+    note = one_line(text(progress, "note"))
+    if done is None or total is None or total <= 0:
+        return line((note, "dim"))
+    counted = f" {short(done)}/{short(total)}" if total >= 10_000 else f" {done:.0f}/{total:.0f}"
+    # each thing that may stand beside the bar: its long form, and a short one for narrow terminals
+    beside = []
+    reward, speed = number(progress, "reward_mean"), number(progress, "tokens_per_s")
+    if reward is not None:
+        beside.append((f"  reward {amount(reward)}", f" r {amount(reward)}"))
+    if speed is not None:
+        beside.append((f"  {short(speed)} tokens/s", f" {short(speed)}/s"))
+    if note:
+        beside.append((f"  {note}", ""))
+    fitting, used = "", cell_len(counted)
+    for forms in beside:
+        form = next((form for form in forms if used + cell_len(form) + KEPT_FOR_BAR <= width), "")
+        fitting, used = fitting + form, used + cell_len(form)
+    least, most = BAR_CELLS
+    cells = max(least, min(most, width - used))
+    return line(bar(done / total, cells, "green"), counted, (fitting, "dim"))

@@ -1,0 +1,23 @@
+"""The phases as people count and name them, whatever is known of a run. The only place where the views ask the program for it."""
+
+from __future__ import annotations
+
+from fsbarrier.program import PHASE_NAMES, SLICES
+
+COUNT = len(PHASE_NAMES)
+
+#: The phase whose heartbeats carry the train reward so far.
+TRAIN_ROLLOUT = "train_rollout"
+
+#: Phases that may take long, so that their beginning is news.
+LONG = frozenset({TRAIN_ROLLOUT, "eval_rollout", "update"})
+
+
+def phase_name(index: int) -> str:
+    """The name of a phase; empty for a number that no phase has."""
+    return PHASE_NAMES[index] if index < COUNT else ""
+
+
+def last_phase(rl_phase: str) -> int:
+    """The phase that ends an iteration of a run with this --rl-phase."""
+    return SLICES.get(rl_phase, SLICES["both"])[1]

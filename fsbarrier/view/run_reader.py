@@ -1,0 +1,291 @@
+"""Reads a run directory again and again, for all who look on: status, the live view, the summary, the report. Writes nothing.
+
+Each poll reads only what is new: the journals from where they were left, immutable records once, heartbeats always. A torn,
+foreign or vanishing file is passed over; it is never an error.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsbarrier.errors import UsageError
+from fsbarrier.machine.host import boot_id
+from fsbarrier.protocol.facts import Beat, CorruptRecord, Generation, Join, R, decode
+from fsbarrier.protocol.membership import GONE, Ledger
+from fsbarrier.rundir import runrecord
+from fsbarrier.rundir.journal import Event, JournalReader
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.supervision.processes import Stat
+from fsbarrier.view.history import History
+from fsbarrier.view.phases import last_phase, phase_name
+from fsbarrier.view.timings import IterationTime, Span, SpanReader, iteration_times, rows
+
+#: A gap between two polls, in seconds, above which nobody's silence counts: it was this process that did not look.
+BLIND_S = 5.0
+_JOURNAL = re.compile(r"node_(\d+)\.inc-(\d+)\.jsonl")
+_NUMBERED = re.compile(r"node-(\d{1,9})\.inc-(\d{1,9})\.json")
+_GENERATION = re.compile(r"gen-(\d{1,12})\.json")
+_DONE = re.compile(r"node-(\d{1,9})\.done")
+
+
+@dataclass
+class RunReader:
+    """Everything that is known of one run. Making one raises UsageError where there is no run that can be read.
+
+    `keep`: of how many newest iterations the phases' times are kept; None: of all.
+    """
+
+    log_path: Path
+    keep: int | None = None
+
+    #: The newest start of each rank, and when this process first saw it.
+    joins: dict[int, Join] = field(default_factory=dict)
+    joined_since: dict[int, float] = field(default_factory=dict)
+
+    #: The newest generation, and the newest incarnation of each rank that was ever in one.
+    newest: Generation | None = None
+    members: dict[int, int] = field(default_factory=dict)
+
+    #: Heartbeats as this process saw them move, and when each was written by the shared filesystem's clock.
+    ledger: Ledger = field(default_factory=Ledger)
+    beat_times: dict[int, float] = field(default_factory=dict)
+
+    #: The furthest row (generation, iteration, phase) that anybody began, and each rank's newest `phase_started`.
+    position: tuple[int, int, int] = (0, 0, 0)
+    places: dict[int, Event] = field(default_factory=dict)
+
+    #: The members that are done with the row at `position`, and since when this process knows.
+    arrived: frozenset[int] = frozenset()
+    arrived_since: dict[int, float] = field(default_factory=dict)
+
+    history: History = field(default_factory=History)
+    _generations: set[int] = field(default_factory=set)
+    _clocks: dict[tuple[int, int], str] = field(default_factory=dict)
+    _journals: dict[str, tuple[JournalReader, SpanReader]] = field(default_factory=dict)
+    _spans: list[Span] = field(default_factory=list)
+    _times: list[IterationTime] | None = None
+    _arrivals: dict[tuple[int, int, int], dict[int, Event]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.paths = RunPaths(self.log_path)
+        self.record = load_record(self.log_path)
+        self._boot = boot_id()
+        self._host = socket.gethostname()
+
+    def poll(self, now: float) -> list[Event]:
+        """Look at everything; `now` is this process's monotonic time. Gives the journals' new events, by their wall clocks."""
+        self._read_joins(now)
+        self._read_generations()
+        fresh = self._read_journals()
+        self._read_beats(now)
+        self._read_arrivals(now)
+        return fresh
+
+    @property
+    def phase_name(self) -> str:
+        return phase_name(self.position[2])
+
+    def spans(self) -> list[Span]:
+        """The kept spans, the rows under way included."""
+        under_way = [spans.open for _, spans in self._journals.values()]
+        return self._spans + [span for span in under_way if span is not None]
+
+    def times(self) -> list[IterationTime]:
+        """Where the time of the kept iterations went, as of the rows that nodes have passed."""
+        if self._times is None:
+            last = last_phase(str(self.record.settings.get("rl_phase")))
+            self._times = iteration_times(rows(self._spans), last)
+        return self._times
+
+    # --- what follows from what was read ---
+
+    def is_here(self, rank: int) -> bool:
+        """Whether a rank's daemon runs (or ran) on this host, so that its process can be looked at."""
+        join = self.joins.get(rank)
+        return join is not None and join.boot_id == self._boot and join.host == self._host
+
+    def process_gone(self, rank: int) -> bool:
+        """Whether a rank's daemon is known to have ended, since this host has no such process."""
+        if not self.is_here(rank):
+            return False
+        try:
+            return Stat(self.joins[rank].pid).state in "ZX"
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        except OSError:
+            return False
+
+    def beat(self, rank: int) -> Beat | None:
+        """The last heartbeat of a rank's newest incarnation."""
+        seen, join = self.ledger.seen.get(rank), self.joins.get(rank)
+        if seen is None or (join is not None and seen.beat.incarnation < join.incarnation):
+            return None
+        return seen.beat
+
+    def beat_age_s(self, rank: int, now: float) -> float | None:
+        """Seconds since a rank's heartbeat was seen to move; None where it was not yet seen to."""
+        seen = self.ledger.seen.get(rank)
+        return max(0.0, now - seen.since) if seen is not None and seen.moved else None
+
+    def watched_s(self, rank: int, now: float) -> float:
+        """Seconds for which a rank's heartbeat has not moved under our eyes, or not been there at all."""
+        seen = self.ledger.seen.get(rank)
+        if seen is None or self.beat(rank) is None:
+            return max(0.0, now - self.joined_since.get(rank, now))
+        return max(0.0, now - seen.since)
+
+    def waited_s(self, now: float) -> tuple[float, bool] | None:
+        """How long the row's barrier has been waited for, since its first member was done; None: nobody waits.
+
+        True: exact, by this host's clock, since all who wait are here. False: as long as this process has seen it.
+        """
+        if not self.arrived:
+            return None
+        known = self._arrivals.get(self.position, {})
+        events = [known[rank] for rank in self.arrived if rank in known]
+        if len(events) == len(self.arrived) and all(event.clock == self._boot for event in events):
+            return max(0.0, now - min(event.mono_s for event in events)), True
+        return max(0.0, now - min(self.arrived_since.values(), default=now)), False
+
+    def unsure(self) -> list[int]:
+        """The ranks that claim to live, but whose heartbeat was not seen to move and whose process may well be there."""
+        ranks = []
+        for rank in {*self.joins, *self.ledger.seen}:
+            beat, seen = self.beat(rank), self.ledger.seen.get(rank)
+            claims = beat is None or seen is None or (not seen.moved and beat.state not in GONE)
+            if claims and not self.process_gone(rank):
+                ranks.append(rank)
+        return ranks
+
+    # --- reading ---
+
+    def _read_joins(self, now: float) -> None:
+        for name in _names(self.paths.joins):
+            match = _NUMBERED.fullmatch(name)
+            if match is None or (int(match[1]), int(match[2])) in self._clocks:
+                continue
+            join = _read(self.paths.joins / name, Join)
+            if join is None:
+                continue
+            self._clocks[int(match[1]), int(match[2])] = join.boot_id
+            if join.rank not in self.joins or self.joins[join.rank].incarnation < join.incarnation:
+                self.joins[join.rank] = join
+                self.joined_since[join.rank] = now
+
+    def _read_generations(self) -> None:
+        found = [
+            int(match[1]) for match in map(_GENERATION.fullmatch, _names(self.paths.generations)) if match
+        ]
+        for number in sorted(set(found) - self._generations):
+            record = _read(self.paths.generation(number), Generation)
+            if record is None:
+                continue
+            self._generations.add(number)
+            for member in record.members:
+                self.members[member.rank] = max(member.incarnation, self.members.get(member.rank, 0))
+            if self.newest is None or number > self.newest.number:
+                self.newest = record
+                if record.verdict is None:
+                    begins = (number, record.start.iteration, record.start.phase)
+                    self.position = max(self.position, begins)
+
+    def _read_journals(self) -> list[Event]:
+        fresh: list[Event] = []
+        for name in _names(self.paths.events):
+            match = _JOURNAL.fullmatch(name)
+            if match is None:
+                continue
+            if name not in self._journals:
+                # a journal whose node's join cannot be read has a clock that nobody shares
+                clock = self._clocks.get((int(match[1]), int(match[2]))) or f"journal {name}"
+                self._journals[name] = JournalReader(self.paths.events / name, clock), SpanReader()
+            journal, spans = self._journals[name]
+            events = journal.read()
+            for event in events:
+                self._take(event, spans)
+            fresh += events
+        self._forget()
+        return sorted(fresh, key=lambda event: event.at)
+
+    def _take(self, event: Event, spans: SpanReader) -> None:
+        """Let everybody have the event who makes something of it."""
+        ended = spans.feed(event)
+        if ended is not None:
+            self._spans.append(ended)
+            self._times = None
+        self.history.feed(event)
+        if event.name == "phase_started":
+            self.position = max(self.position, event.row)
+            place = self.places.get(event.node_rank)
+            if place is None or place.row <= event.row:
+                self.places[event.node_rank] = event
+        elif event.name == "work_finished":
+            self._arrivals.setdefault(event.row, {})[event.node_rank] = event
+
+    def _forget(self) -> None:
+        self._arrivals = {row: events for row, events in self._arrivals.items() if row >= self.position}
+        if self.keep is not None:
+            oldest = self.position[1] - self.keep
+            if any(span.iteration < oldest for span in self._spans[:1]):
+                self._spans = [span for span in self._spans if span.iteration >= oldest]
+                self._times = None
+
+    def _read_beats(self, now: float) -> None:
+        beats = dict[int, Beat]()
+        for name in _names(self.paths.beats):
+            match, path = _NUMBERED.fullmatch(name), self.paths.beats / name
+            beat = _read(path, Beat) if match else None
+            if (
+                match is None
+                or beat is None
+                or (beat.rank, beat.incarnation) != (int(match[1]), int(match[2]))
+            ):
+                continue
+            if beat.rank in beats and beat.incarnation < beats[beat.rank].incarnation:
+                continue
+            beats[beat.rank] = beat
+            try:
+                self.beat_times[beat.rank] = path.stat().st_mtime
+            except OSError:
+                continue
+        self.ledger = self.ledger.observe(beats, now, now, BLIND_S)
+
+    def _read_arrivals(self, now: float) -> None:
+        """Who is done with the row that the run is in, as the members' facts in the row's folder say."""
+        if self.newest is None or self.position[0] != self.newest.number:
+            self.arrived, self.arrived_since = frozenset(), {}
+            return
+        folder = self.paths.phase(*self.position, self.phase_name)
+        ranks = {int(match[1]) for match in map(_DONE.fullmatch, _names(folder)) if match}
+        arrived = ranks & set(self.newest.ranks)
+        since = {rank: self.arrived_since[rank] for rank in arrived & self.arrived}
+        self.arrived, self.arrived_since = frozenset(arrived), dict.fromkeys(arrived, now) | since
+
+
+def load_record(log_path: Path) -> runrecord.RunRecord:
+    """The record of the run there. Raises UsageError, in words for those who only look."""
+    try:
+        there = runrecord.exists(log_path)
+    except OSError as error:
+        raise UsageError(f"no run at {log_path}: {error.strerror or error}") from None
+    if not there:
+        why = "there is no run.json" if log_path.is_dir() else "there is no such directory"
+        raise UsageError(f"no run at {log_path}: {why}; name a run's directory with --log-path")
+    return runrecord.load(log_path)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except OSError:
+        return []
+
+
+def _read(path: Path, cls: type[R]) -> R | None:
+    try:
+        return decode(path.read_bytes(), cls)
+    except (OSError, CorruptRecord):
+        return None

@@ -1,0 +1,187 @@
+"""What the terminal shows of a run besides the table of its nodes: header, problems, reward curves, times, events. As rich texts.
+
+Everything is built to a given width, one line a thing, nothing wraps; what came from files is stripped of control characters.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from fsbarrier.rundir.journal import Event, number
+from fsbarrier.view import phases
+from fsbarrier.view.amounts import amount, clock_time, duration, one_line, percent, ranks, sparkline
+from fsbarrier.view.event_wording import event_text
+from fsbarrier.view.history import Rewards
+from fsbarrier.view.run_status import RunStatus
+from fsbarrier.view.timings import IterationTime
+
+STATE_STYLE = {
+    "running": "green",
+    "finished": "green",
+    "joining": "cyan",
+    "stalled": "bold yellow",
+    "suspected": "bold yellow",
+    "stopped": "yellow",
+    "left": "yellow",
+    "lost": "bold red",
+    "broken": "bold red",
+    "absent": "dim",
+}
+TRAIN, TEST = "cyan", "magenta"
+EVENT_STYLE = {
+    "node_lost": "red",
+    "work_failed": "red",
+    "node_suspected": "yellow",
+    "left_generation": "yellow",
+    "evaluated": TEST,
+    "rolled_out": TRAIN,
+    "generation_started": "bold",
+}
+#: What the height of a reward curve stands for at least, as a share of the largest reward: noise is not to look like a rise.
+LEAST_RANGE = 0.25
+
+
+def line(*parts: str | tuple[str, str] | Text) -> Text:
+    """One line that is cut, not wrapped; a part is a text, or a text and its style."""
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+
+
+def bar(share: float, cells: int, style: str) -> Text:
+    """A bar of which `share`, 0 to 1, is filled."""
+    filled = round(max(0.0, min(1.0, share)) * cells)
+    return line(("━" * filled, style), ("─" * (cells - filled), "dim"))
+
+
+def spread(left: Text, right: Text, width: int) -> Text:
+    """Two texts at the ends of a line; the right one gives way."""
+    gap = width - cell_len(left.plain) - cell_len(right.plain)
+    return left if gap < 2 or not right.plain else line(left, " " * gap, right)
+
+
+def wrapped(lead: tuple[str, str], text: str, style: str, width: int, most: int) -> list[Text]:
+    """`text` behind `lead`, wrapped into at most `most` lines that are indented as deep."""
+    indent = cell_len(lead[0])
+    rows = textwrap.wrap(text, max(20, width - indent), max_lines=most, placeholder=" …") or [""]
+    return [line(lead if number == 0 else " " * indent, (row, style)) for number, row in enumerate(rows)]
+
+
+# --- where the run is -----------------------------------------------------------------------------------------------------
+
+
+def header(status: RunStatus, width: int, elapsed_s: float | None = None) -> list[Text]:
+    """Two lines: which run, in which state; where in it."""
+    mark = "●" if status.state in ("running", "stalled") else "■"
+    state = (f"{mark} {status.state}", STATE_STYLE.get(status.state, ""))
+    left = line(("fsbarrier ", "bold"), f"{one_line(status.program)}  ", state)
+    right = status.run_id + (f"  {duration(elapsed_s)}" if elapsed_s is not None else "")
+    return [spread(left, line((right, "dim")), width), spread(*_place(status), width)]
+
+
+def _place(status: RunStatus) -> tuple[Text, Text]:
+    if status.phase is None:
+        seen = sum(1 for node in status.nodes if node.state not in ("absent", "lost"))
+        return line(f"waiting for the nodes: {seen} of {status.num_nodes} have joined"), line()
+    of = f" of {status.iterations}" if status.iterations is not None else ""
+    index = status.phase.index
+    left = line(
+        "iteration ",
+        (f"{status.iteration}{of}", "bold"),
+        "  phase ",
+        (f"{index} {one_line(status.phase.name)} ", "bold"),
+        ("━" * index, "green"),
+        ("●", "bold green"),
+        ("─" * (phases.COUNT - 1 - index), "dim"),
+    )
+    leader = f", leader {status.leader}" if status.leader is not None else ""
+    return left, line((f"generation {status.generation}{leader}", "dim"))
+
+
+def waiting_line(status: RunStatus) -> list[Text]:
+    """Whom a barrier waits for, once that is worth a line."""
+    waiting = status.waiting_for
+    if waiting is None or (waiting.for_s is not None and waiting.for_s < 1.0):
+        return []
+    many = "nodes" if len(waiting.node_ranks) > 1 else "node"
+    since = f" for {duration(waiting.for_s)}" if waiting.for_s is not None else ""
+    what = f"phase {status.phase.index}" if status.phase is not None else "the start"
+    return [line((f"{what} waits for {many} {ranks(waiting.node_ranks)}{since}", "yellow"))]
+
+
+def problem_lines(status: RunStatus, width: int, most: int) -> list[Text]:
+    """What a person should know, the worst first, in at most `most` lines; what a program wrote last is indented."""
+    style = "bold red" if status.state == "broken" else "yellow"
+    found: list[Text] = []
+    for problem in status.problems:
+        lead, own = (("  ", "dim"), "dim") if problem.startswith(" ") else (("! ", style), style)
+        found += wrapped(lead, one_line(problem), own, width, most)
+    return found[:most]
+
+
+# --- rewards, times, events -----------------------------------------------------------------------------------------------
+
+
+def reward_lines(rewards: Sequence[Rewards], width: int, so_far: float | None = None) -> list[Text]:
+    """Up to two lines: the curves of train and held-out reward with first and last value."""
+    train: list[float | None] = [one.train for one in rewards]
+    if so_far is not None:
+        train.append(so_far)
+    curves = (("train", TRAIN, train), ("held-out", TEST, [one.test for one in rewards]))
+    known = [value for _, _, curve in curves for value in curve if value is not None]
+    low, high = (min(known), max(known)) if known else (0.0, 1.0)
+    high = max(high, low + LEAST_RANGE * max(abs(low), abs(high)))
+    found = []
+    for name, style, curve in curves:
+        values = [value for value in curve if value is not None]
+        if not values:
+            continue
+        spark = sparkline(curve, max(8, min(60, width - 50)), low, high)
+        change = amount(values[0]) + (f" → {amount(values[-1])}" if len(values) > 1 else "")
+        note = "  (so far)" if name == "train" and so_far is not None else ""
+        found.append(
+            line(f"reward {name:<8} ", (spark, style), "  ", (change, f"bold {style}"), (note, "dim"))
+        )
+    return found
+
+
+def reward_so_far(status: RunStatus) -> float | None:
+    """The mean reward of the train rollouts under way, by how much each node has done."""
+    if status.phase is None or status.phase.name != phases.TRAIN_ROLLOUT:
+        return None
+    total, done_by_all = 0.0, 0.0
+    for node in status.nodes:
+        reward, done = number(node.progress or {}, "reward_mean"), number(node.progress or {}, "done")
+        if reward is not None and done:
+            total += reward * done
+            done_by_all += done
+    return total / done_by_all if done_by_all > 0 else None
+
+
+def time_line(times: Sequence[IterationTime], width: int) -> list[Text]:
+    """Where the time of the last whole iteration went."""
+    last = next((one for one in reversed(times) if one.complete), None)
+    if last is None:
+        return []
+    parts = [f"iteration {last.iteration}: {duration(last.seconds)}"]
+    longest = sorted(last.phases.items(), key=lambda item: -item[1])
+    for (_, name), seconds in longest[:3]:
+        if last.seconds > 0 and seconds / last.seconds >= 0.05:
+            parts.append(f"{one_line(name)} {percent(seconds / last.seconds)}")
+    coordination = f"coordination {duration(last.coordination_s)} ({percent(last.share)})"
+    while len(parts) > 1 and cell_len(" · ".join([*parts, coordination])) > width:
+        parts.pop()
+    return [line((" · ".join([*parts, coordination]), "dim"))]
+
+
+def event_lines(events: Iterable[Event], most: int) -> list[Text]:
+    """The newest events in plain words, the newest last."""
+    if most <= 0:
+        return []
+    worded = [(event, words) for event in events if (words := event_text(event)) is not None]
+    return [
+        line((f"{clock_time(event.at)}  ", "dim"), (words, EVENT_STYLE.get(event.name, "")))
+        for event, words in worded[-most:]
+    ]
