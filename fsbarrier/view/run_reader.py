@@ -6,7 +6,6 @@ foreign or vanishing file is passed over; it is never an error.
 
 from __future__ import annotations
 
-import re
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from fsbarrier.errors import UsageError
 from fsbarrier.machine.host import boot_id
 from fsbarrier.protocol.facts import Beat, CorruptRecord, Generation, Join, R, decode
 from fsbarrier.protocol.membership import GONE, Ledger
-from fsbarrier.rundir import runrecord
+from fsbarrier.rundir import names, runrecord
 from fsbarrier.rundir.journal import Event, JournalReader
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.supervision.processes import Stat
@@ -25,10 +24,6 @@ from fsbarrier.view.timings import IterationTime, Span, SpanReader, iteration_ti
 
 #: A gap between two polls, in seconds, above which nobody's silence counts: it was this process that did not look.
 BLIND_S = 5.0
-_JOURNAL = re.compile(r"node_(\d+)\.inc-(\d+)\.jsonl")
-_NUMBERED = re.compile(r"node-(\d{1,9})\.inc-(\d{1,9})\.json")
-_GENERATION = re.compile(r"gen-(\d{1,12})\.json")
-_DONE = re.compile(r"node-(\d{1,9})\.done")
 
 
 @dataclass
@@ -63,7 +58,7 @@ class RunReader:
 
     history: History = field(default_factory=History)
     _generations: set[int] = field(default_factory=set)
-    _clocks: dict[tuple[int, int], str] = field(default_factory=dict)
+    _clocks: dict[names.StartName, str] = field(default_factory=dict)
     _journals: dict[str, tuple[JournalReader, SpanReader]] = field(default_factory=dict)
     _spans: list[Span] = field(default_factory=list)
     _times: list[IterationTime] | None = None
@@ -112,7 +107,7 @@ class RunReader:
         if not self.is_here(rank):
             return False
         try:
-            return Stat(self.joins[rank].pid).state in "ZX"
+            return Stat(self.joins[rank].pid).ended
         except (FileNotFoundError, ProcessLookupError):
             return True
         except OSError:
@@ -164,21 +159,19 @@ class RunReader:
 
     def _read_joins(self, now: float) -> None:
         for name in _names(self.paths.joins):
-            match = _NUMBERED.fullmatch(name)
-            if match is None or (int(match[1]), int(match[2])) in self._clocks:
+            start = names.START.parse(name)
+            if start is None or start in self._clocks:
                 continue
             join = _read(self.paths.joins / name, Join)
             if join is None:
                 continue
-            self._clocks[int(match[1]), int(match[2])] = join.boot_id
+            self._clocks[start] = join.boot_id
             if join.rank not in self.joins or self.joins[join.rank].incarnation < join.incarnation:
                 self.joins[join.rank] = join
                 self.joined_since[join.rank] = now
 
     def _read_generations(self) -> None:
-        found = [
-            int(match[1]) for match in map(_GENERATION.fullmatch, _names(self.paths.generations)) if match
-        ]
+        found = names.GENERATION.parse_all(_names(self.paths.generations))
         for number in sorted(set(found) - self._generations):
             record = _read(self.paths.generation(number), Generation)
             if record is None:
@@ -195,12 +188,12 @@ class RunReader:
     def _read_journals(self) -> list[Event]:
         fresh: list[Event] = []
         for name in _names(self.paths.events):
-            match = _JOURNAL.fullmatch(name)
-            if match is None:
+            start = names.JOURNAL.parse(name)
+            if start is None:
                 continue
             if name not in self._journals:
                 # a journal whose node's join cannot be read has a clock that nobody shares
-                clock = self._clocks.get((int(match[1]), int(match[2]))) or f"journal {name}"
+                clock = self._clocks.get(start) or f"journal {name}"
                 self._journals[name] = JournalReader(self.paths.events / name, clock), SpanReader()
             journal, spans = self._journals[name]
             events = journal.read()
@@ -236,13 +229,9 @@ class RunReader:
     def _read_beats(self, now: float) -> None:
         beats = dict[int, Beat]()
         for name in _names(self.paths.beats):
-            match, path = _NUMBERED.fullmatch(name), self.paths.beats / name
-            beat = _read(path, Beat) if match else None
-            if (
-                match is None
-                or beat is None
-                or (beat.rank, beat.incarnation) != (int(match[1]), int(match[2]))
-            ):
+            start, path = names.START.parse(name), self.paths.beats / name
+            beat = _read(path, Beat) if start is not None else None
+            if beat is None or start != names.StartName(beat.rank, beat.incarnation):
                 continue
             if beat.rank in beats and beat.incarnation < beats[beat.rank].incarnation:
                 continue
@@ -259,8 +248,8 @@ class RunReader:
             self.arrived, self.arrived_since = frozenset(), {}
             return
         folder = self.paths.phase(*self.position, self.phase_name)
-        ranks = {int(match[1]) for match in map(_DONE.fullmatch, _names(folder)) if match}
-        arrived = ranks & set(self.newest.ranks)
+        done = {fact.rank for fact in names.FACT.parse_all(_names(folder)) if fact.status == "done"}
+        arrived = done & set(self.newest.ranks)
         since = {rank: self.arrived_since[rank] for rank in arrived & self.arrived}
         self.arrived, self.arrived_since = frozenset(arrived), dict.fromkeys(arrived, now) | since
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from fsbarrier.errors import EXIT_SIGINT, EXIT_SIGTERM
 from fsbarrier.protocol.membership import GONE
+from fsbarrier.rundir.names import MERGED
 from fsbarrier.view.history import Rewards
 from fsbarrier.view.node_status import ALIVE, WATCHED_BEATS, NodeStatus, PhaseAt, beat_s, node_status
 from fsbarrier.view.problems import problems
@@ -209,7 +210,7 @@ def _files(reader: RunReader, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
 def _newest_merged(folder: Path) -> Path | None:
     """The merged file of the newest iteration in a folder of trajectories."""
     try:
-        merged = [path for path in folder.iterdir() if path.name.rpartition("iteration")[2].isdecimal()]
+        merged = {path: found.iteration for path in folder.iterdir() if (found := MERGED.parse(path.name))}
     except OSError:
         return None
-    return max(merged, key=lambda path: (len(path.name), path.name), default=None)
+    return max(merged, key=merged.__getitem__, default=None)
