@@ -6,8 +6,6 @@ import hashlib
 import os
 import socket
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +13,10 @@ from pathlib import Path
 import filelock
 
 from fsbarrier.errors import UsageError
-from fsbarrier.protocol.facts import Beat
-from fsbarrier.protocol.membership import GONE
-from fsbarrier.rundir.heartbeats import read_beats
+from fsbarrier.rundir.heartbeats import live_nodes, read_beats
 from fsbarrier.rundir.paths import RunPaths
 
+# A daemon beats once in `beat_s`; half a beat more allows for one that is late.
 WATCHED_BEATS = 2.5
 
 
@@ -42,27 +39,12 @@ def hold_rank(paths: RunPaths, rank: int, beat_s: float) -> Iterator[None]:
             f"node {rank} of {paths.root} is already running on this host ({who}); end it first"
         ) from None
     try:
-        if (
-            beat
-            and beat.host != socket.gethostname()
-            and beat.state not in GONE
-            and _moves(paths, beat, beat_s)
-        ):
+        elsewhere = beat is not None and beat.host != socket.gethostname()
+        if elsewhere and (alive := live_nodes(paths.root, WATCHED_BEATS * beat_s, rank)):
             raise UsageError(
-                f"node {rank} of {paths.root} is already running on {beat.host}, process {beat.pid}; "
+                f"node {rank} of {paths.root} is already running on {alive[0].host}, process {alive[0].pid}; "
                 "give this node another rank, or end that one first"
             )
         yield
     finally:
         lock.release()
-
-
-def _moves(paths: RunPaths, old: Beat, beat_s: float) -> bool:
-    deadline = time.monotonic() + WATCHED_BEATS * beat_s
-    pause = threading.Event()
-    while time.monotonic() < deadline:
-        new = read_beats(paths.root, old.rank).get(old.rank)
-        if new is not None and (new.incarnation, new.counter) != (old.incarnation, old.counter):
-            return new.state not in GONE
-        pause.wait(beat_s / 10)
-    return False

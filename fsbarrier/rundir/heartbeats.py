@@ -1,43 +1,91 @@
-"""Which nodes of a run are alive now, for commands that are no node themselves: counters watched for a little over a beat."""
+"""Heartbeats as others read them: daemons, views, and guards that ask whether a node is alive before they do something.
+
+Each start of a node replaces one file again and again, with a counter that grows. A heartbeat's age is nowhere in it, for clocks
+of two hosts cannot be compared: a node lives while its counter is seen to move.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsbarrier.protocol.facts import Beat
 from fsbarrier.protocol.membership import GONE
+from fsbarrier.rundir.names import START, StartName
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.store import PosixStore
+from fsbarrier.rundir.store import PosixStore, Store
 
 LOOK_S = 0.05
 
 
+@dataclass
+class HeartbeatReader:
+    """Reads the heartbeats in `folder` as often as it is asked; only what is new in the listing is sorted in."""
+
+    store: Store
+    folder: Path
+    _listing: list[str] = field(default_factory=list)
+    _starts: dict[int, list[StartName]] = field(default_factory=dict)
+
+    def read(
+        self, wanted: Callable[[StartName], bool] = lambda newest: True
+    ) -> Iterator[tuple[StartName, Beat | None]]:
+        """For each rank its newest start, and the newest of its starts' heartbeats that can be read (None: not one).
+
+        `wanted` says of a rank's newest start whether to read that rank at all. Raises OSError.
+        """
+        self._list()
+        for starts in self._starts.values():
+            if wanted(starts[0]):
+                yield starts[0], self._newest_of(starts)
+
+    def _list(self) -> None:
+        listing = self.store.names(self.folder)
+        if listing == self._listing:
+            return
+        known = set(self._listing)
+        if not known.issubset(listing):
+            known, self._starts = set(), {}
+        self._listing = listing
+        for start in START.parse_all(name for name in listing if name not in known):
+            starts = self._starts.setdefault(start.rank, [])
+            starts.append(start)
+            starts.sort(reverse=True)
+
+    def _newest_of(self, starts: list[StartName]) -> Beat | None:
+        for start in starts:
+            beat = self.store.read(self.folder / START.build(start.rank, start.incarnation), Beat)
+            if beat is not None and (beat.rank, beat.incarnation) == (start.rank, start.incarnation):
+                return beat
+        return None
+
+
 def read_beats(log_path: Path, rank: int | None = None) -> dict[int, Beat]:
-    """The last heartbeat of each rank's newest start (of `rank` alone, if given); unreadable ones are left out."""
-    paths, store = RunPaths(log_path), PosixStore()
-    prefix, beats = "node-" if rank is None else f"node-{rank:04d}.", dict[int, Beat]()
-    for name in store.names(paths.beats):
-        beat = store.read(paths.beats / name, Beat) if name.startswith(prefix) else None
-        if beat is not None and (beat.rank not in beats or beat.incarnation > beats[beat.rank].incarnation):
-            beats[beat.rank] = beat
-    return beats
+    """The last heartbeat of each rank (of `rank` alone, if given) in a run; unreadable ones are left out. Raises OSError."""
+    reader = HeartbeatReader(PosixStore(), RunPaths(log_path).beats)
+    found = reader.read(lambda newest: rank is None or newest.rank == rank)
+    return {start.rank: beat for start, beat in found if beat is not None}
 
 
-def live_nodes(log_path: Path, watch_s: float) -> list[Beat]:
-    """The nodes whose counter moves within `watch_s` seconds; returns as soon as every node is seen to be alive or gone."""
-    first = read_beats(log_path)
-    candidates = {rank for rank, beat in first.items() if beat.state not in GONE}
+def live_nodes(log_path: Path, watch_s: float, rank: int | None = None) -> list[Beat]:
+    """The nodes (`rank` alone, if given) whose counter moves within `watch_s` seconds; for commands that are no node themselves.
+
+    Returns as soon as every node is seen to be alive or gone. Raises OSError.
+    """
+    first = read_beats(log_path, rank)
+    unknown = {rank for rank, beat in first.items() if beat.state not in GONE}
     alive: dict[int, Beat] = {}
     pause, deadline = threading.Event(), time.monotonic() + watch_s
-    while candidates - alive.keys() and time.monotonic() < deadline:
+    while unknown - alive.keys() and time.monotonic() < deadline:
         pause.wait(LOOK_S)
-        for rank, beat in read_beats(log_path).items():
-            old = first.get(rank)
+        for node, beat in read_beats(log_path, rank).items():
+            old = first.get(node)
             if old is None or (beat.incarnation, beat.counter) != (old.incarnation, old.counter):
                 if beat.state in GONE:
-                    candidates.discard(rank)
+                    unknown.discard(node)
                 else:
-                    alive[rank] = beat
-    return [alive[rank] for rank in sorted(alive)]
+                    alive[node] = beat
+    return [alive[node] for node in sorted(alive)]
