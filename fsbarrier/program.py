@@ -6,15 +6,18 @@ carries out the work that the table's functions describe. Pure: these functions 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.facts import Join, Member, Payload
 from fsbarrier.protocol.records import record
 from fsbarrier.rundir.paths import RunPaths
+
+if TYPE_CHECKING:
+    from fsbarrier.settings.sections import Settings
 
 PHASE_NAMES = (
     "iteration_start",
@@ -169,7 +172,7 @@ class Context:
 
     run_id: str
     paths: RunPaths
-    settings: Mapping[str, Any]
+    settings: Settings
     tasks: Mapping[str, Any]
     model: Path | None
     node_rank: int
@@ -240,8 +243,7 @@ class Context:
     @property
     def weights(self) -> tuple[float, ...]:
         """The members' weights, in the order of `members`."""
-        all_weights: Sequence[float] = self.settings["rank_weights"] or [1.0] * self.settings["num_nodes"]
-        return tuple(all_weights[rank] for rank in self.ranks)
+        return tuple(self.settings.rank_weights[rank] for rank in self.ranks)
 
     def identity(self) -> dict[str, Any]:
         """The fields that every worker program's spec begins with."""
@@ -257,7 +259,7 @@ class Context:
             "phase_name": self.phase.name,
             "attempt": self.attempt,
             "incarnation": self.incarnation,
-            "settings": dict(self.settings),
+            "settings": self.settings.as_json(),
         }
 
     def worker(self, name: str, log: str, **fields: Any) -> Command:

@@ -31,27 +31,30 @@ from fsbarrier.program import (
 from fsbarrier.protocol.assign import sample_tasks, split_by_weight
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.rundir.names import SPLITS
+from fsbarrier.settings.sections import RolloutSettings
 
 NOTHING = Value({})
+#: of the settings `rollout.*`, those that say how answers are sampled
+SAMPLING = {"samples", "temperature", "top_p", "top_k", "max_tokens", "seed"}
 
 # --- rollouts (1-6) ---------------------------------------------------------------------------------------------------
 
 
 def assign_train(ctx: Context) -> Work:
     """Leader: which tasks this iteration rolls out, and who starts with which. What is already on disk is adopted by name."""
-    if ctx.settings["rollout_split"] == "eval-only":
+    if ctx.settings.rollout_split == "eval-only":
         return NOTHING
-    rollout = ctx.settings["rollout"]
-    count, more = rollout["tasks"], rollout["oversample"]
+    settings = ctx.settings.rollout
+    count, more = settings.tasks, settings.oversample
     sampled = sample_tasks(
-        ctx.tasks["train"]["count"], math.ceil(count * more), seed=rollout["seed"], iteration=ctx.iteration
+        ctx.tasks["train"]["count"], math.ceil(count * more), seed=settings.seed, iteration=ctx.iteration
     )
     return Value(share_out_train(ctx, sampled, keep=count if more > 1 else None))
 
 
 def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -> dict[str, Any]:
     """Train tasks to ranks, those that the last iteration cut off first. Of more than `keep` groups the merge keeps so many."""
-    carried = carried_over(ctx) if ctx.settings["rollout"]["carry_over"] else []
+    carried = carried_over(ctx) if ctx.settings.rollout.carry_over else []
     again = set(carried)
     wanted = carried + [task for task in sampled if task not in again]
     return {**share_out(ctx, "train", wanted), "keep": keep, "carried": carried}
@@ -76,7 +79,7 @@ def share_out(ctx: Context, split: str, wanted: list[int]) -> dict[str, Any]:
             missing.difference_update(useful)
             adopted.append({"path": part.path, "valid_bytes": part.valid_bytes, "tasks": useful})
     shares = split_by_weight([task for task in wanted if task in missing], ctx.weights)
-    fixed = "rollout.take_over is off" if not ctx.settings["rollout"]["take_over"] else ctx.claims_unsafe()
+    fixed = "rollout.take_over is off" if not ctx.settings.rollout.take_over else ctx.claims_unsafe()
     events = [{"event": "shares_fixed", "why": fixed}] if fixed and len(shares) > 1 else []
     return {
         "wanted": wanted,
@@ -89,10 +92,10 @@ def share_out(ctx: Context, split: str, wanted: list[int]) -> dict[str, Any]:
 
 def rollout_train(ctx: Context) -> Work:
     """Every node: its share of the tasks against the local vLLM, then what slower nodes have not begun."""
-    return rollout(ctx, "train", ctx.decided("train_assign"), ctx.settings["rollout"])
+    return rollout(ctx, "train", ctx.decided("train_assign"), ctx.settings.rollout)
 
 
-def rollout(ctx: Context, split: str, assigned: Payload | None, sampling: Payload) -> Work:
+def rollout(ctx: Context, split: str, assigned: Payload | None, settings: RolloutSettings) -> Work:
     if not assigned or not assigned["shares"][str(ctx.node_rank)]:
         return NOTHING
     policy = ctx.policy
@@ -103,17 +106,15 @@ def rollout(ctx: Context, split: str, assigned: Payload | None, sampling: Payloa
         task_file=ctx.tasks[split]["path"],
         model=str(policy.model),
         engine="{engine}",
-        sampling={
-            key: sampling[key] for key in ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
-        },
+        sampling=settings.model_dump(include=SAMPLING),
     )
     return Steps((ServeWeights(policy.model, policy.version, ctx.threads), command))
 
 
 def share_of(ctx: Context, split: str, assigned: Payload) -> dict[str, Any]:
     """What a rollout program is told of its share: where it begins, what it may take over, when it may end, where results go."""
-    settings, rank = ctx.settings["rollout"], ctx.node_rank
-    ends_early = split == "train" and settings["completion_threshold"] < 1
+    settings, rank = ctx.settings.rollout, ctx.node_rank
+    ends_early = split == "train" and settings.completion_threshold < 1
     return {
         "split": split,
         "tasks": assigned["shares"][str(rank)],
@@ -121,7 +122,8 @@ def share_of(ctx: Context, split: str, assigned: Payload) -> dict[str, Any]:
         "fixed_shares": assigned["fixed_shares"],
         "claims": str(ctx.paths.claims(ctx.generation, ctx.iteration, split)),
         "old_claims": [str(ctx.paths.claims(ctx.generation, ctx.iteration - 1, name)) for name in SPLITS],
-        "completion_threshold": settings["completion_threshold"] if ends_early else 1.0,
+        "completion_threshold": settings.completion_threshold if ends_early else 1.0,
+        "grace_s": settings.grace_s,
         "there": sum(len(part["tasks"]) for part in assigned["adopted"]),
         "expected": assigned["wanted"],
         "keep": assigned.get("keep"),
@@ -189,7 +191,7 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
 
 def earlier_merges(ctx: Context) -> list[str]:
     """The merged files of the iterations before, the last one first, as many as an update may draw from beside the new one."""
-    last, most = ctx.latest("train_aggregate"), ctx.settings["update"]["recency"] - 1
+    last, most = ctx.latest("train_aggregate"), ctx.settings.update.recency - 1
     return [last["merged"], *last.get("earlier", ())][:most] if last else []
 
 
@@ -199,16 +201,16 @@ def tasks_cut_off(
     """What is in no part because the phase was ended before. Anything else that is missing, the merge will refuse to go without."""
     done = {task for part in parts for task in part["tasks"]}
     left = [task for task in wanted if task not in done]
-    enough = ctx.settings["rollout"]["completion_threshold"] * len(wanted)
+    enough = ctx.settings.rollout.completion_threshold * len(wanted)
     ended = any(report.get("ended_early") for report in reports.values())
     return left if ended and len(wanted) - len(left) >= enough else []
 
 
 def evaluates(ctx: Context) -> bool:
     """Whether this iteration evaluates."""
-    interval = ctx.settings["eval_interval"]
-    due: bool = interval == 1 or ctx.iteration % interval == 1
-    return due and ctx.settings["rollout_split"] != "train-only"
+    interval = ctx.settings.eval_interval
+    due = interval == 1 or ctx.iteration % interval == 1
+    return due and ctx.settings.rollout_split != "train-only"
 
 
 def decide_eval(ctx: Context) -> Work:
@@ -216,7 +218,7 @@ def decide_eval(ctx: Context) -> Work:
     if not evaluates(ctx):
         return Value({"evaluate": False})
     count = ctx.tasks["test"]["count"]
-    tasks = sample_tasks(count, ctx.settings["eval"]["tasks"], seed=0, iteration=1)
+    tasks = sample_tasks(count, ctx.settings.eval.tasks, seed=0, iteration=1)
     return Value({"evaluate": True, **share_out(ctx, "test", tasks)})
 
 
@@ -227,9 +229,8 @@ def evaluating(ctx: Context) -> Payload | None:
 
 def rollout_eval(ctx: Context) -> Work:
     """Every node, if decided: its share of the held-out tasks."""
-    settings, overrides = ctx.settings["rollout"], ctx.settings["eval"]
-    sampling = {**settings, **{k: v for k, v in overrides.items() if v is not None and k != "tasks"}}
-    return rollout(ctx, "test", evaluating(ctx), sampling)
+    own = ctx.settings.eval.model_dump(exclude={"tasks"}, exclude_none=True)
+    return rollout(ctx, "test", evaluating(ctx), ctx.settings.rollout.model_copy(update=own))
 
 
 def aggregate_eval(ctx: Context) -> Work:
@@ -264,12 +265,12 @@ def learned_from(ctx: Context) -> list[str]:
 
     Each is the one that a decision names; only where this run has rolled out nothing, it is what lies under the public names.
     """
-    given, aggregated = ctx.settings["update"]["trajectories"], ctx.decided("train_aggregate")
-    if given:
-        return [given]
+    elsewhere, aggregated = ctx.settings.update.trajectories, ctx.decided("train_aggregate")
+    if elsewhere:
+        return [elsewhere]
     if aggregated:
         return [aggregated["merged"], *aggregated.get("earlier", ())]
-    first = max(1, ctx.iteration - ctx.settings["update"]["recency"] + 1)
+    first = max(1, ctx.iteration - ctx.settings.update.recency + 1)
     return [str(ctx.paths.merged("train", n)) for n in range(ctx.iteration, first - 1, -1)]
 
 
@@ -330,18 +331,19 @@ def update(ctx: Context) -> Work:
     env = {} if ctx.accelerators else {"OMP_NUM_THREADS": str(ctx.threads)}
     if address == "127.0.0.1":
         env["GLOO_SOCKET_IFNAME"] = "lo"
-    if ctx.settings["trainer"]["command"]:
+    trainer = ctx.settings.trainer
+    if trainer.command:
         values = {**spec, "node_rank": node, "num_nodes": nodes, "master_addr": address, "master_port": port}
-        argv = tuple(fill(word, values) for word in shlex.split(ctx.settings["trainer"]["command"]))
+        argv = tuple(fill(word, values) for word in shlex.split(trainer.command))
         return Command(
             argv, "update.log", spec={**ctx.identity(), **spec}, env=env, result=False, extra=known
         )
-    processes = ctx.settings["trainer"]["processes_per_node"] or max(1, ctx.accelerators)
+    processes = trainer.processes_per_node or max(1, ctx.accelerators)
     argv = (
         *(ctx.python, "-m", "torch.distributed.run"),
         *("--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(processes)),
         *("--master-addr", address, "--master-port", str(port)),
-        *("--max-restarts", "0", "--rdzv-conf", f"timeout={ctx.settings['trainer']['timeout_s']:.0f}"),
+        *("--max-restarts", "0", "--rdzv-conf", f"timeout={trainer.timeout_s:.0f}"),
         *("-m", "fsbarrier.workers.update", "--spec", "{spec}"),
     )
     event = "updated" if ctx.node_rank == ctx.leader else ""
@@ -363,14 +365,14 @@ def publish_weights(ctx: Context) -> Work:
 
 
 def publish(ctx: Context, folder: Path, policy_version: int) -> PublishWeights:
-    kept, recency = ctx.settings["checkpoint"], ctx.settings["update"]["recency"]
-    trajectories = max(kept["keep_trajectories"], recency) if kept["keep_trajectories"] else 0
-    return PublishWeights(folder, policy_version, kept["keep"], ctx.iteration, trajectories)
+    kept, recency = ctx.settings.checkpoint, ctx.settings.update.recency
+    trajectories = max(kept.keep_trajectories, recency) if kept.keep_trajectories else 0
+    return PublishWeights(folder, policy_version, kept.keep, ctx.iteration, trajectories)
 
 
 def start_engine(ctx: Context) -> Work:
     """Every node: vLLM serves the new weights, reloaded in place or started."""
-    if ctx.settings["rl_phase"] == "update":
+    if ctx.settings.rl_phase == "update":
         return NOTHING
     policy = ctx.policy
     return ServeWeights(policy.model, policy.version, ctx.threads)

@@ -18,11 +18,11 @@ rl = load_module("rl")  # what this file does not say anew is the default progra
 
 
 def all_tasks(ctx: Context) -> list[int]:
-    return list(range(ctx.settings["toy"]["tasks"]))
+    return list(range(ctx.settings.toy.tasks))
 
 
 def assign_train(ctx: Context) -> Work:
-    if ctx.settings["rollout_split"] == "eval-only":
+    if ctx.settings.rollout_split == "eval-only":
         return Value({})
     return Value(rl.share_out_train(ctx, all_tasks(ctx)))
 
@@ -44,13 +44,13 @@ def rollout_eval(ctx: Context) -> Work:
 def rollout(ctx: Context, split: str, assigned: Payload | None) -> Work:
     if not assigned or not assigned["shares"][str(ctx.node_rank)]:
         return Value({})
-    speeds = ctx.settings["toy"]["speeds"]
+    speeds = ctx.settings.toy.speeds
     speed = speeds[ctx.node_rank] if ctx.node_rank < len(speeds) else 1.0
     return toy(ctx, "rollout", "rollout.log", **rl.share_of(ctx, split, assigned), speed=speed)
 
 
 def toy(ctx: Context, do: str, log: str, **fields: Any) -> Command:
-    return ctx.worker("toy", log, do=do, seconds=ctx.settings["toy"]["phase_s"], **fields)
+    return ctx.worker("toy", log, do=do, seconds=ctx.settings.toy.phase_s, **fields)
 
 
 def aggregate_train(ctx: Context) -> Work:

@@ -117,7 +117,7 @@ def toy_spec(folder: Path, rank: int, shares: Sequence[Sequence[int]], **changes
         "generation": 1,
         "iteration": 1,
         "policy_version": 0,
-        "settings": {"rollout": {"grace_s": 0.0}},
+        "grace_s": 0.0,
         "tasks": list(shares[rank]),
         "shares": {str(number): list(share) for number, share in enumerate(shares)},
         "fixed_shares": "",

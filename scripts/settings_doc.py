@@ -14,12 +14,13 @@ PAGE = ROOT / "docs" / "settings.md"
 sys.path.insert(0, str(ROOT))
 
 from fsbarrier.rundir.runrecord import PER_START  # noqa: E402
-from fsbarrier.settings import resolve  # noqa: E402
+from fsbarrier.settings.resolve import sections  # noqa: E402
+from fsbarrier.settings.sections import Settings  # noqa: E402
 from fsbarrier.settings.sources import FLAGS  # noqa: E402
 
 HEAD = """# Settings
 
-<!-- Made by scripts/settings_doc.py from fsbarrier/settings/resolve.py. Do not edit by hand. -->
+<!-- Made by scripts/settings_doc.py from fsbarrier/settings/sections.py. Do not edit by hand. -->
 
 Each setting can be given on the command line as `name=value`, and in a file for `--config`:
 
@@ -47,8 +48,8 @@ defaults and yours.
 def page() -> str:
     """The whole document."""
     per_start = ", ".join(f"`{name}`" for name in sorted(PER_START))
-    groups = resolve.sections()
-    plain = {name: info for name, info in resolve.Settings.model_fields.items() if name not in groups}
+    groups = sections()
+    plain = {name: info for name, info in Settings.model_fields.items() if name not in groups}
     parts = [HEAD.replace("{per_start}", per_start), table("The run", "", plain, "")]
     for name, section in groups.items():
         text = (section.__doc__ or "").strip()

@@ -15,7 +15,7 @@ from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Verdict, encode
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.settings import resolve
+from fsbarrier.settings.resolve import resolve
 
 BEGIN = datetime(2026, 3, 1, 9, 0, 0, tzinfo=UTC)
 #: seconds of work in each phase that has any: (phase, of the leader only)
@@ -55,8 +55,8 @@ class FakeRun:
     def __post_init__(self) -> None:
         self.paths = RunPaths(self.log_path)
         chosen = {"program": self.program, "num_nodes": self.nodes, **self.extra}
-        resolved = resolve.resolve((), chosen, cross_checks=False)
-        record = runrecord.new(self.log_path, resolved.nested, resolved.digest, tasks={}, model=None)
+        settings = resolve((), chosen, cross_checks=False)
+        record = runrecord.new(self.log_path, settings, tasks={}, model=None)
         runrecord.publish(record)
         self.run_id = record.run_id
         for folder in (self.paths.joins, self.paths.beats, self.paths.generations, self.paths.events):

@@ -101,7 +101,7 @@ def test_what_is_recorded_is_what_the_engine_computed(tmp_path: Path) -> None:
         "reward.kind": "numeric",
     }
     engine = Engine(
-        resolve([], chosen, cross_checks=False).nested,
+        resolve([], chosen, cross_checks=False).engine,
         log_file=tmp_path / "vllm.log",
         work_dir=tmp_path / "work",
         threads=1,

@@ -27,7 +27,7 @@ from fsbarrier.data.torchpickle import FormatError
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.settings import resolve
+from fsbarrier.settings.sections import Settings
 from fsbarrier.trajectories import ShardWriter, iter_trajectories, load, scan_shard
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -488,8 +488,7 @@ def test_by_hand_leaves_out_other_runs(run: RunPaths, capsys: pytest.CaptureFixt
     write_part(run.part("train", 5, 3, 2, 1), [0, 77], rank=3, generation=9, run_id="run-2")
     assert by_hand(run) == 2
     assert "belong to several runs (run-1, run-2)" in capsys.readouterr().err
-    nested = resolve.Settings().model_dump(mode="json")
-    record = runrecord.new(run.root, nested, resolve.digest(nested), tasks={}, model=None)
+    record = runrecord.new(run.root, Settings(), tasks={}, model=None)
     runrecord.publish(dataclasses.replace(record, run_id="run-1"))
     assert by_hand(run, "--json") == 0
     assert sorted(states(capsys)) == ["finished", "growing", "growing", "other run", "torn"]

@@ -11,19 +11,20 @@ from fsbarrier.loader import load_module
 from fsbarrier.program import Context, PartOnDisk, Value
 from fsbarrier.protocol.facts import Member
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.settings.sections import RolloutSettings, Settings
 
 rl = load_module("rl")
 
 
 def context(phase: str = "train_assign", iteration: int = 3, **changes: Any) -> Context:
     """What node 0 of two sees, with the settings of `changes` that begin with "rollout_"."""
-    rollout = {"tasks": 4, "seed": 0, "take_over": True, "oversample": 1.0, "completion_threshold": 1.0}
-    rollout |= {"grace_s": 0.0, "carry_over": False}
-    rollout |= {name[8:]: changes.pop(name) for name in list(changes) if name.startswith("rollout_")}
+    rollout = {"tasks": 4} | {
+        name[8:]: changes.pop(name) for name in list(changes) if name.startswith("rollout_")
+    }
     known: dict[str, Any] = {
         "run_id": "r",
         "paths": RunPaths(Path("/run")),
-        "settings": {"rollout": rollout, "rollout_split": None, "rank_weights": [3.0, 1.0]},
+        "settings": Settings(num_nodes=2, rank_weights=(3.0, 1.0), rollout=RolloutSettings(**rollout)),
         "tasks": {"train": {"count": 100, "path": "/data/train.jsonl"}},
         "model": Path("/model"),
         "node_rank": 0,

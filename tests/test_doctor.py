@@ -312,10 +312,10 @@ def test_a_start_records_what_it_found_and_fits_the_timeouts(
     found = json.loads(RunPaths(tmp_path / "run").filesystem(0).read_text())
     assert found["fit"] and found["class"] == "close-to-open" and found["node_rank"] == 0
     assert {"exclusive create", "replace"} <= {check["name"] for check in found["checks"]}
-    coordination = runrecord.load(tmp_path / "run").settings["coordination"]
-    assert coordination["dead_s"] == found["timeouts"]["coordination.dead_s"] > 15
+    coordination = runrecord.load(tmp_path / "run").settings.coordination
+    assert coordination.dead_s == found["timeouts"]["coordination.dead_s"] > 15
     assert cli.main([*words, str(tmp_path / "other"), "coordination.dead_s=17"]) == 0
-    assert runrecord.load(tmp_path / "other").settings["coordination"]["dead_s"] == 17
+    assert runrecord.load(tmp_path / "other").settings.coordination.dead_s == 17
     assert sorted(os.listdir(tmp_path)) == ["other", "run"]
 
 

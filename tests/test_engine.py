@@ -39,9 +39,13 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     def make(settings: dict[str, Any] | None = None, **mode: Any) -> Engine:
         monkeypatch.setenv("FAKE_VLLM", json.dumps({"dir": str(tmp_path / "fake"), **mode}))
-        nested = resolve([], settings, cross_checks=False).nested
+        resolved = resolve([], settings, cross_checks=False)
         engine = Engine(
-            nested, log_file=tmp_path / "vllm.log", work_dir=tmp_path / "work", python=str(script)
+            resolved.engine,
+            external=not resolved.manages_engine,
+            log_file=tmp_path / "vllm.log",
+            work_dir=tmp_path / "work",
+            python=str(script),
         )
         engines.append(engine)
         return engine
@@ -273,8 +277,8 @@ def largest_gap(model: Path, trajectories: list[dict[str, Any]], temperature: fl
 def test_the_real_vllm_serves_reloads_and_comes_back(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     first, second = make_model(tmp_path / "first", 1), make_model(tmp_path / "second", 2)
-    nested = resolve([], {"rollout.max_tokens": 8, "engine.kv_cache_mb": 64}).nested
-    engine = Engine(nested, log_file=tmp_path / "vllm.log", work_dir=tmp_path / "work")
+    settings = resolve([], {"rollout.max_tokens": 8, "engine.kv_cache_mb": 64})
+    engine = Engine(settings.engine, log_file=tmp_path / "vllm.log", work_dir=tmp_path / "work")
     try:
         info = engine.ensure(first, 0, cancel=NEVER)
         everybody = processes.below(os.getpid())

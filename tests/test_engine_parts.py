@@ -58,7 +58,7 @@ def plan(folder: Path, *, accelerated: bool = False, **changes: Any) -> Plan:
     return Plan(
         python="python3",
         model=inspect(folder),
-        settings=settings.nested["engine"],
+        settings=settings.engine,
         port=4321,
         seed=7,
         accelerated=accelerated,

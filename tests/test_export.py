@@ -10,7 +10,7 @@ import pytest
 from fsbarrier.cli import main
 from fsbarrier.rundir import checkpoints, runrecord
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.settings import resolve
+from fsbarrier.settings.sections import Settings
 
 
 def checkpoint(log_path: Path, version: int, generation: int, text: str, *, complete: bool = True) -> Path:
@@ -31,8 +31,7 @@ def run(tmp_path: Path) -> Path:
     log_path, first = tmp_path / "run", tmp_path / "first"
     first.mkdir()
     (first / "model.safetensors").write_text("zero")
-    nested = resolve.Settings().model_dump(mode="json")
-    runrecord.publish(runrecord.new(log_path, nested, resolve.digest(nested), tasks={}, model=str(first)))
+    runrecord.publish(runrecord.new(log_path, Settings(), tasks={}, model=str(first)))
     one = checkpoint(log_path, 1, 1, "one")
     checkpoint(log_path, 2, 1, "two, first try")
     checkpoint(log_path, 2, 2, "two")

@@ -14,10 +14,9 @@ import pytest
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
-from fsbarrier.rewards.judge import JudgeSettings
 from fsbarrier.rewards.kinds import open_reward
 from fsbarrier.rewards.score import Score
-from fsbarrier.settings.resolve import Settings
+from fsbarrier.settings.sections import JudgeSettings
 
 KEY = "of the judge"
 
@@ -35,7 +34,7 @@ class StandIn(ThreadingHTTPServer):
 
     def settings(self, **changes: Any) -> JudgeSettings:
         own = {"url": f"http://127.0.0.1:{self.server_port}/v1", "model": "wise", "api_key_env": "JUDGE_KEY"}
-        return JudgeSettings(**{**Settings().judge.model_dump(), **own, "retries": 1, **changes})
+        return JudgeSettings(**{**own, "retries": 1, **changes})
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -81,9 +80,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     server.server_close()
 
 
-def scores(
-    kind: str, settings: JudgeSettings | None, *responses: str, timeout_s: float = 60.0
-) -> list[Score]:
+def scores(kind: str, settings: JudgeSettings, *responses: str, timeout_s: float = 60.0) -> list[Score]:
     async def run() -> list[Score]:
         reward = open_reward(kind, timeout_s=timeout_s, judge=settings)
         try:
@@ -145,7 +142,7 @@ def test_a_function_of_ones_own_may_ask_it(judge: StandIn, tmp_path: Path) -> No
     settings = judge.settings(concurrency=2)
     found = scores(f"{tmp_path}/mine.py:asks", settings, *map(str, range(6)), timeout_s=1.0)
     assert [score.reward for score in found] == [0.5] * 6 and judge.most == 2
-    assert scores(f"{tmp_path}/mine.py:plain", None, "x")[0].reward == 1.0
+    assert scores(f"{tmp_path}/mine.py:plain", JudgeSettings(), "x")[0].reward == 1.0
     for kind in ("judge", f"{tmp_path}/mine.py:asks"):
         with pytest.raises(UsageError, match=r"asks a judge; give judge.url and judge.model"):
-            open_reward(kind, judge=JudgeSettings(**Settings().judge.model_dump()))
+            open_reward(kind, judge=JudgeSettings())

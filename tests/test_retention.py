@@ -54,10 +54,11 @@ def test_an_update_draws_from_the_iterations_that_are_set(tmp_path: Path) -> Non
     from dataclasses import replace
 
     from fsbarrier.program import Context, Phase
+    from fsbarrier.settings.sections import Settings, UpdateSettings
 
     rl = load_module("rl")
     paths = RunPaths(tmp_path)
-    settings = {"update": {"recency": 3, "trajectories": None}}
+    settings = Settings(update=UpdateSettings(recency=3))
     context = Context(
         *("run", paths, settings, {}, None, 0, 1, (), 0, 2, 2, 0),
         phase=Phase(8, "batch_prepare"),
@@ -66,9 +67,11 @@ def test_an_update_draws_from_the_iterations_that_are_set(tmp_path: Path) -> Non
     )
     assert rl.learned_from(context) == ["/2.g02", "/1.g01"]  # not what lies under the public name
     assert rl.earlier_merges(context) == ["/2.g02", "/1.g01"]
-    assert rl.earlier_merges(replace(context, settings={"update": {"recency": 2}})) == ["/2.g02"]
+    assert rl.earlier_merges(replace(context, settings=Settings(update=UpdateSettings(recency=2)))) == [
+        "/2.g02"
+    ]
     assert rl.earlier_merges(replace(context, decisions={})) == []
     alone = replace(context, iteration=9)
     assert rl.learned_from(alone) == [str(paths.merged("train", n)) for n in (9, 8, 7)]
-    given = {"update": {"recency": 3, "trajectories": "/old/run"}}
-    assert rl.learned_from(replace(context, settings=given)) == ["/old/run"]
+    elsewhere = Settings(update=UpdateSettings(recency=3, trajectories="/old/run"))
+    assert rl.learned_from(replace(context, settings=elsewhere)) == ["/old/run"]

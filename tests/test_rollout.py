@@ -92,6 +92,7 @@ def make_spec(folder: Path, url: str, prompts: list[Any], **changes: Any) -> Pat
         "claims": str(folder / "claims"),
         "old_claims": [],
         "completion_threshold": 1.0,
+        "grace_s": 30.0,
         "there": 0,
         "expected": list(range(len(prompts))),
         "keep": None,
@@ -101,7 +102,7 @@ def make_spec(folder: Path, url: str, prompts: list[Any], **changes: Any) -> Pat
         "prefix": "train-g0003n0002i0001",
         "checkpoint": str(folder / "trajectories" / "checkpoint"),
         "engine": {"url": url, "api_key": KEY, "model": "policy"},
-        "settings": resolve([], defaults, cross_checks=False).nested,
+        "settings": resolve([], defaults, cross_checks=False).as_json(),
         "result": str(folder / "result.json"),
         "progress": str(folder / "progress.json"),
     }
@@ -420,7 +421,7 @@ def test_what_the_user_must_mend_is_exit_code_2(
 def test_it_starts_without_what_takes_seconds_to_import() -> None:
     code = (
         "import sys; import fsbarrier.workers.rollout;"
-        "heavy = ('torch', 'transformers', 'vllm', 'numpy', 'pyarrow', 'pydantic', 'math_verify');"
+        "heavy = ('torch', 'transformers', 'vllm', 'numpy', 'pyarrow', 'math_verify');"
         "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

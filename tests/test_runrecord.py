@@ -22,28 +22,28 @@ from fsbarrier.files import sha256_file
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord
-from fsbarrier.settings import resolve
+from fsbarrier.settings.resolve import known_names, resolve
 from fsbarrier.settings.sources import from_words
 from fsbarrier.start import startup
 
-KNOWN = resolve.known_names()
+KNOWN = known_names()
 
 
 def make(log_path: Path, *words: str, **more: Any) -> RunRecord:
-    resolved = resolve.resolve(from_words(["program=ping", *words], KNOWN))
+    settings = resolve(from_words(["program=ping", *words], KNOWN))
     fields: dict[str, Any] = {"tasks": {}, "model": None, **more}
-    return runrecord.new(log_path, resolved.nested, resolved.digest, **fields)
+    return runrecord.new(log_path, settings, **fields)
 
 
 def begin(log_path: Path, *words: str, **more: Any) -> startup.Start:
-    given = from_words([f"log_path={log_path}", *words], KNOWN)
-    return startup.begin(startup.Request(given=tuple(given), **{"environ": {}, **more}))
+    chosen = from_words([f"log_path={log_path}", *words], KNOWN)
+    return startup.begin(startup.Request(chosen=tuple(chosen), **{"environ": {}, **more}))
 
 
 def test_what_was_published_is_what_is_loaded(tmp_path: Path) -> None:
     record = runrecord.publish(make(tmp_path / "a" / "run", "num_nodes=3"))
     assert runrecord.load(tmp_path / "a" / "run") == record
-    assert record.settings["num_nodes"] == 3
+    assert record.settings.num_nodes == 3
     assert record.run_id in (tmp_path / "a" / "run" / "run.json").read_text()
     assert (tmp_path / "a" / "run").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "a" / "run" / "run.json").stat().st_mode & 0o777 == 0o600
@@ -243,22 +243,22 @@ def test_resume_refuses_a_fresh_directory(tmp_path: Path) -> None:
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     for who in ({"master": True}, {"worker": 1}, {}):
         start = begin(tmp_path / "run", "program=ping", f"num_nodes={2 if who else 1}", dry_run=True, **who)
-        assert start.record.settings["program"] == "ping"
+        assert start.record.settings.program == "ping"
     assert os.listdir(tmp_path) == []
 
 
 def test_the_built_in_task_in_a_dry_run(tmp_path: Path) -> None:
     record = begin(tmp_path / "run", "rollout.samples=4", dry_run=True).record
-    assert record.settings["rollout"]["samples"] == 4
-    assert record.settings["rollout"]["max_tokens"] == 8
-    assert record.settings["iterations"] is None
+    assert record.settings.rollout.samples == 4
+    assert record.settings.rollout.max_tokens == 8
+    assert record.settings.iterations is None
     assert record.tasks["train"]["path"] == str(tmp_path / "run" / "demo" / "train.jsonl")
     assert record.model == str(tmp_path / "run" / "demo" / "model")
 
 
 def test_the_number_of_nodes_from_the_launcher(tmp_path: Path) -> None:
     environ = {"SLURM_NODEID": "0", "SLURM_NNODES": "4"}
-    assert begin(tmp_path, "program=ping", environ=environ).record.settings["num_nodes"] == 4
+    assert begin(tmp_path, "program=ping", environ=environ).record.settings.num_nodes == 4
     worker = begin(tmp_path, environ={"SLURM_NODEID": "3", "SLURM_NNODES": "4"})
     assert worker.node_rank == 3
 
@@ -291,7 +291,7 @@ def test_reading_a_record_needs_no_heavy_package() -> None:
 
 def test_a_run_of_an_older_version_goes_on_with_defaults_for_what_it_did_not_know(tmp_path: Path) -> None:
     record = make(tmp_path, "num_nodes=2", "program=toy", "coordination.beat_s=1.5", "custom.mine=7")
-    old = {name: value for name, value in record.settings.items() if name != "toy"}
+    old = {name: value for name, value in record.settings_json.items() if name != "toy"}
     old["coordination"] = {k: v for k, v in old["coordination"].items() if k != "poll_max_s"} | {"gone": 1}
-    runrecord.publish(replace(record, settings=old))
+    runrecord.publish(replace(record, settings_json=old))
     assert begin(tmp_path, worker=1).record.settings == record.settings

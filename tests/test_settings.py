@@ -13,19 +13,28 @@ from hypothesis import strategies as st
 
 from fsbarrier.errors import UsageError
 from fsbarrier.settings import resolve as resolving
-from fsbarrier.settings.sources import FLAGS, Given, flatten, from_file, from_flags, from_words, parse_text
+from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.sources import (
+    FLAGS,
+    ChosenValue,
+    flatten,
+    from_file,
+    from_flags,
+    from_words,
+    parse_text,
+)
 from fsbarrier.start.demo_tasks import DEMO_SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 KNOWN = resolving.known_names()
 
 
-def resolve(*words: str, **more: Any) -> resolving.Resolved:
+def resolve(*words: str, **more: Any) -> Settings:
     return resolving.resolve(from_words(words, KNOWN), **more)
 
 
 def value(word: str) -> Any:
-    nested: Any = resolve(word).nested
+    nested: Any = resolve(word).as_json()
     for part in word.partition("=")[0].split("."):
         nested = nested[part]
     return nested
@@ -117,8 +126,7 @@ def test_later_sources_win_and_defaults_lie_below(tmp_path: Path) -> None:
         ),
         *from_words(["rollout.tasks=9"], KNOWN),
     ]
-    resolved = resolving.resolve(given, {"rollout.samples": 16, "rollout.max_tokens": 8})
-    chosen = resolved.settings
+    chosen = resolving.resolve(given, {"rollout.samples": 16, "rollout.max_tokens": 8})
     assert (chosen.num_nodes, chosen.eval_interval, chosen.debug_mode, chosen.shared_group) == (
         3,
         5,
@@ -158,32 +166,34 @@ def test_flags_speak_in_their_own_name() -> None:
 
 def test_settings_survive_the_record_and_have_a_digest_of_what_matters() -> None:
     resolved = resolve("num_nodes=2", "custom.a.b=1", "log_path=/a", "optimizer.betas=0.5,0.6")
-    assert resolving.from_nested(resolved.nested) == resolved.settings
-    again = resolving.resolve((), resolving.as_defaults(resolved.nested))
-    assert again.nested == resolved.nested
+    recorded = resolved.as_json()
+    assert resolving.from_record(recorded) == resolved
+    assert resolving.from_record(recorded).as_json() == recorded
     assert resolve("log_path=/a").digest == resolve("log_path=/b").digest
     assert resolve("rollout.seed=1").digest != resolve("rollout.seed=2").digest
-    newer = {**resolved.nested, "unheard_of": 1, "rollout": {**resolved.nested["rollout"], "new": 2}}
-    assert resolving.from_nested(newer) == resolved.settings
+    newer = {**recorded, "unheard_of": 1, "rollout": {**recorded["rollout"], "new": 2}}
+    assert resolving.from_record(newer) == resolved
 
 
 def test_the_demo_uses_settings_that_exist() -> None:
     resolved = resolving.resolve((), DEMO_SETTINGS)
     assert (
-        flatten(resolved.nested, KNOWN).items()
+        flatten(resolved.as_json(), KNOWN).items()
         >= {key: value for key, value in DEMO_SETTINGS.items()}.items()
     )
 
 
 def test_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        resolving.Settings().rollout.tasks = 3
+        Settings().rollout.tasks = 3
 
 
 @hypothesis_given(st.sampled_from(sorted(KNOWN)), st.text(max_size=40))
 def test_no_text_does_anything_but_resolve_or_one_line(key: str, text: str) -> None:
     try:
-        resolved = resolving.resolve([Given(key, parse_text(text, KNOWN[key]), key)], cross_checks=False)
+        resolved = resolving.resolve(
+            [ChosenValue(key, parse_text(text, KNOWN[key]), key)], cross_checks=False
+        )
     except UsageError as error:
         assert str(error).startswith(key)
     else:

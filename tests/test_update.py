@@ -76,7 +76,7 @@ def test_a_resumed_trainer_does_what_one_that_never_stopped_does(tmp_path: Path)
 
     work = bench(tmp_path)
     work.prepare()
-    one = Update(work.update_spec("kept"), Progress(None))
+    one = Update(work.update_spec("kept"), work.settings, Progress(None))
     model = one.load()
     optimizer = one.optimizer(model)
     model, optimizer = one.accelerator.prepare(model, optimizer)
@@ -89,7 +89,7 @@ def test_a_resumed_trainer_does_what_one_that_never_stopped_does(tmp_path: Path)
     work.update("v2", version=2, before="v1")
     work.update("fresh", version=2, before="v1", trainer_state=None)
 
-    other = Update(work.update_spec("kept", version=2, before="v1"), Progress(None))
+    other = Update(work.update_spec("kept", version=2, before="v1"), work.settings, Progress(None))
     other.load()
     other.steps_before = len(one.batch.steps)
     other.train(model, optimizer)
@@ -136,9 +136,9 @@ def test_the_bound_fits_the_lower_precision(tmp_path: Path) -> None:
 
     work = bench(tmp_path)
     work.prepare()
-    exact = Update(work.update_spec("v1"), Progress(None)).gap_limit()
+    exact = Update(work.update_spec("v1"), work.settings, Progress(None)).gap_limit()
     work.nested["engine"]["dtype"] = "bfloat16"
-    assert Update(work.update_spec("v1"), Progress(None)).gap_limit() > 10 * exact
+    assert Update(work.update_spec("v1"), work.settings, Progress(None)).gap_limit() > 10 * exact
 
 
 def test_a_loss_that_is_no_number_leaves_no_checkpoint(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from fsbarrier.settings.resolve import Settings
+from fsbarrier.settings.sections import Settings
 from fsbarrier.trajectories import ShardWriter
 
 REPO = Path(__file__).resolve().parent.parent
@@ -20,7 +20,7 @@ GROUPS, SAMPLES, PROMPT = 6, 4, 5
 
 def settings(**overrides: Any) -> dict[str, Any]:
     """Resolved settings; `section__name=value` changes one."""
-    nested = Settings().model_dump(mode="json")
+    nested = Settings().as_json()
     nested["optimizer"]["lr"] = 1e-3
     nested["trainer"] |= {"minibatch": 10, "micro_batch": 3, "timeout_s": 120}
     for dotted, value in overrides.items():
@@ -110,6 +110,10 @@ class Bench:
     def __init__(self, folder: Path, nested: dict[str, Any]) -> None:
         self.folder, self.nested = folder, nested
 
+    @property
+    def settings(self) -> Settings:
+        return Settings.model_validate(self.nested)
+
     def spec(self, name: str, **fields: Any) -> dict[str, Any]:
         return {
             "run_id": "test",
@@ -128,7 +132,7 @@ class Bench:
         from fsbarrier.workers import prepare
 
         places = {"merged": [str(self.folder / "merged")], "batch": str(self.folder / "batch")}
-        return prepare.main(self.spec("prepare", **{**places, **fields}), Progress(None))
+        return prepare.main(self.spec("prepare", **{**places, **fields}), self.settings, Progress(None))
 
     def update_spec(self, out: str, *, version: int = 1, before: str = "", **fields: Any) -> dict[str, Any]:
         """The spec of the update from the policy in the folder `before` (none: the first model) to version `version`."""
@@ -149,6 +153,7 @@ class Bench:
 
         result = update.main(
             self.update_spec(out, version=version, before=before, **fields),
+            self.settings,
             Progress(self.folder / "progress"),
         )
         assert result is not None

@@ -139,7 +139,7 @@ def find(record: RunRecord, wanted: int | None) -> tuple[int, Path, Mapping[str,
         return 0, Path(record.model), {}
     if wanted is None:
         raise UsageError(
-            f"--log-path {record.log_path}: this run has no policy (program {record.settings['program']})"
+            f"--log-path {record.log_path}: this run has no policy (program {record.settings.program})"
         )
     kept = ", ".join(str(version) for version in sorted({0, *(version for version, _ in there)}))
     raise UsageError(

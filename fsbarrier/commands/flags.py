@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from fsbarrier.settings.sources import FLAGS, Given
+from fsbarrier.settings.sources import FLAGS, ChosenValue
 from fsbarrier.start import preflight
 
 _HELP = {
@@ -53,7 +53,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def gather(args: argparse.Namespace) -> tuple[Given, ...]:
+def gather(args: argparse.Namespace) -> tuple[ChosenValue, ...]:
     """What was typed, the weakest source first: file, flags, key=value. Raises UsageError."""
     from fsbarrier.settings.resolve import known_names
     from fsbarrier.settings.sources import from_file, from_flags, from_words

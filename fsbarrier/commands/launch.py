@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from fsbarrier.commands import flags
 from fsbarrier.commands.flags import say
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
-from fsbarrier.settings.sources import Given
+from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.start import preflight
 from fsbarrier.supervision.signals import ENDING, handled
 
@@ -76,26 +76,28 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--nodes {args.nodes} and --num-nodes {args.num_nodes} differ; one is enough")
     asked = "--nodes" if args.nodes is not None else "--num-nodes"
     args.num_nodes = args.nodes if args.nodes is not None else args.num_nodes
-    given = tuple(
+    chosen = tuple(
         replace(item, source=asked) if item.source == "--num-nodes" else item for item in flags.gather(args)
     )
-    return local(given, {}, args)
+    return local(chosen, {}, args)
 
 
-def demo(args: argparse.Namespace, given: tuple[Given, ...]) -> int:
+def demo(args: argparse.Namespace, chosen: tuple[ChosenValue, ...]) -> int:
     """`run --demo`: the built-in task on three nodes of this machine; an unfinished one is gone on with."""
     from fsbarrier.start.demo_tasks import DEMO_SETTINGS
 
-    for item in given:
+    for item in chosen:
         if item.key in ("data_path", "model"):
             raise UsageError(f"{item.source}: the demo has its own task and model; drop it or drop --demo")
     defaults = {"num_nodes": DEMO_NODES, **DEMO_SETTINGS}
-    if not any(item.key == "log_path" for item in given):
-        given = (
-            *given,
-            Given("log_path", str(demo_path(preflight.default_log_path(os.environ).parent)), "--log-path"),
+    if not any(item.key == "log_path" for item in chosen):
+        chosen = (
+            *chosen,
+            ChosenValue(
+                "log_path", str(demo_path(preflight.default_log_path(os.environ).parent)), "--log-path"
+            ),
         )
-    return local(given, defaults, args)
+    return local(chosen, defaults, args)
 
 
 def demo_path(runs: Path) -> Path:
@@ -121,19 +123,24 @@ def is_finished(log_path: Path) -> bool:
 # --- the nodes ----------------------------------------------------------------------------------------------------------
 
 
-def local(given: tuple[Given, ...], defaults: Mapping[str, Any], args: argparse.Namespace) -> int:
+def local(chosen: tuple[ChosenValue, ...], defaults: Mapping[str, Any], args: argparse.Namespace) -> int:
     """Check everything, make or find the run's record, then run all its nodes here; the most telling exit code."""
     from fsbarrier.start import startup
 
     environ = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
     request = startup.Request(
-        given=given, environ=environ, master=True, resume=args.resume, dry_run=args.dry_run, defaults=defaults
+        chosen=chosen,
+        environ=environ,
+        master=True,
+        resume=args.resume,
+        dry_run=args.dry_run,
+        defaults=defaults,
     )
     start = startup.begin(request, say)
     if args.dry_run:
         from fsbarrier.start import dryrun
 
-        return dryrun.show(start.record, as_json=args.json)
+        return dryrun.show(start.record, start.settings, as_json=args.json)
     with _signals():
         children: dict[int, Child] = {}
         try:
@@ -155,14 +162,14 @@ def local(given: tuple[Given, ...], defaults: Mapping[str, Any], args: argparse.
 def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child]) -> None:
     from fsbarrier.supervision.supervisor import Child
 
-    record = start.record
+    record, settings = start.record, start.settings
     logs = record.paths.logs / f"launch_{datetime.now(UTC):%Y%m%dT%H%M%S}Z_{os.getpid()}"
     choices = [] if start.until is None else ["--iterations", str(start.until)]
-    choices += ["--rl-phase", record.settings["rl_phase"]]
-    if record.settings["rollout_split"]:
-        choices += ["--rollout-split", record.settings["rollout_split"]]
+    choices += ["--rl-phase", settings.rl_phase]
+    if settings.rollout_split:
+        choices += ["--rollout-split", settings.rollout_split]
     python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
-    for rank in range(record.settings["num_nodes"]):
+    for rank in range(settings.num_nodes):
         who = ["--worker", str(rank), "--log-path", str(record.log_path), *choices]
         command, log = [*python, "-m", "fsbarrier", "run", *who], logs / f"node_{rank}.log"
         children[rank] = Child.start(command, env=environ, log_file=log, name=f"node {rank}")

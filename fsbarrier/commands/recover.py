@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
     if args.allow_partial and not args.aggregate:
         raise UsageError("--allow-partial: only with --aggregate")
     if not args.dry_run:
-        refuse_if_live(log_path, record.settings["coordination"]["beat_s"])
+        refuse_if_live(log_path, record.settings.coordination.beat_s)
     found = recovery.inspect(log_path, args.iteration)
     aside = recovery.useless(found)
     outcome: dict[str, Any] = {

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    given = flags.gather(args)
+    chosen = flags.gather(args)
     if args.json and not args.dry_run:
         raise UsageError("--json: only with --dry-run; `fsbarrier status --json` shows a run")
     if args.demo:
@@ -39,11 +39,11 @@ def main(args: argparse.Namespace) -> int:
             raise UsageError("--demo: starts all its nodes itself; drop --master and --worker")
         from fsbarrier.commands import launch
 
-        return launch.demo(args, given)
+        return launch.demo(args, chosen)
     from fsbarrier.start import startup
 
     request = startup.Request(
-        given=given,
+        chosen=chosen,
         environ=os.environ,
         master=args.master,
         worker=args.worker,
@@ -54,9 +54,9 @@ def main(args: argparse.Namespace) -> int:
     if args.dry_run:
         from fsbarrier.start import dryrun
 
-        return dryrun.show(start.record, as_json=args.json)
+        return dryrun.show(start.record, start.settings, as_json=args.json)
     from fsbarrier.node.daemon import run_node
     from fsbarrier.start import filesystem
 
     filesystem.record(start.mount, start.record.paths, start.node_rank)
-    return run_node(start.record, node_rank=start.node_rank, until=start.until, console=True)
+    return run_node(start.record, start.settings, node_rank=start.node_rank, until=start.until, console=True)

@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
         ) from None
     except OSError as error:
         raise StoreError(f"{log_path}: the request cannot be written: {error.strerror or error}") from None
-    alive = live_nodes(log_path, BEATS * record.settings["coordination"]["beat_s"])
+    alive = live_nodes(log_path, BEATS * record.settings.coordination.beat_s)
     if not alive:
         print(
             f"no node of run {record.run_id} is alive: there is nothing to end; a later start is not affected"

@@ -9,9 +9,9 @@ from fsbarrier.doctor.across import LAG_S, ROUNDS
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, SEVERITY, WARNING, Check, Times, shown
 from fsbarrier.doctor.probes import NEEDED, judge_races
 from fsbarrier.machine.mounts import CLOSE_TO_OPEN, COHERENT, INSTEAD
+from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
 
 Message = Mapping[str, Any]
-BEAT_S, SUSPECT_S, DEAD_S = 2.0, 6.0, 15.0
 FRESH_S = 0.5  # what is shown sooner than this needs no longer timeouts
 SLOW_S = 2.0
 CLOCKS_S = 5.0

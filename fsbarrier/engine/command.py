@@ -9,10 +9,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import fsbarrier
 from fsbarrier.engine.model import ModelFolder
+from fsbarrier.settings.sections import EngineSettings
 
 HOST = "127.0.0.1"
 SERVED_NAME = "policy"  # stays the same while weights and folders change
@@ -32,11 +32,11 @@ _FOREIGN = (
 
 @dataclass(frozen=True)
 class Plan:
-    """How one server is to be started. `settings` is the group `engine` of a run's settings."""
+    """How one server is to be started."""
 
     python: str
     model: ModelFolder
-    settings: Mapping[str, Any]
+    settings: EngineSettings
     port: int
     seed: int
     accelerated: bool
@@ -47,7 +47,7 @@ class Plan:
 
 def max_model_len(plan: Plan) -> int:
     """The longest sequence to serve: as set, but no more than the model can."""
-    wanted = int(plan.settings["max_model_len"])
+    wanted = plan.settings.max_model_len
     return min(wanted, plan.model.max_positions or wanted)
 
 
@@ -68,16 +68,15 @@ def cpu_threads(plan: Plan) -> int:
 def argv(plan: Plan) -> list[str]:
     """The server's command. The key is not in it: the arguments of a process are for everybody to see."""
     settings = plan.settings
-    dtype = settings["dtype"]
-    if dtype == "auto":
-        dtype = "bfloat16" if plan.accelerated else "float32"
+    automatic = "bfloat16" if plan.accelerated else "float32"
+    dtype = automatic if settings.dtype == "auto" else settings.dtype
     words = [
         *(plan.python, "-m", "fsbarrier.workers.vllm_server"),
         *("--model", str(plan.model.path), "--served-model-name", SERVED_NAME),
         *("--host", HOST, "--port", str(plan.port)),
         *("--middleware", "fsbarrier.workers.vllm_server.KeyGuard"),
         *("--dtype", dtype, "--max-model-len", str(max_model_len(plan))),
-        *("--tensor-parallel-size", str(settings["tensor_parallel_size"])),
+        *("--tensor-parallel-size", str(settings.tensor_parallel_size)),
         # Each start its own: with vLLM's fixed seed all nodes would sample with the same noise.
         *("--seed", str(plan.seed)),
         # A model's generation_config.json would change the sampling behind the settings' back.
@@ -89,15 +88,15 @@ def argv(plan: Plan) -> list[str]:
     if plan.sleeps:
         words += ["--enable-sleep-mode"]
     if plan.accelerated:
-        words += ["--gpu-memory-utilization", str(settings["gpu_memory_utilization"])]
+        words += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
     else:
         words += ["--enforce-eager"]
-        if int(settings["tensor_parallel_size"]) == 1:
+        if settings.tensor_parallel_size == 1:
             words += ["--distributed-executor-backend", "uni"]
-    if settings["kv_cache_mb"] is not None or not plan.accelerated:
-        cache = settings["kv_cache_mb"]
+    if settings.kv_cache_mb is not None or not plan.accelerated:
+        cache = settings.kv_cache_mb
         words += ["--kv-cache-memory-bytes", str(cpu_cache_bytes(plan) if cache is None else cache * MIB)]
-    return [*words, *settings["extra_args"]]
+    return [*words, *settings.extra_args]
 
 
 def environment(plan: Plan, environ: Mapping[str, str], api_key: str) -> dict[str, str]:
@@ -122,7 +121,7 @@ def environment(plan: Plan, environ: Mapping[str, str], api_key: str) -> dict[st
         env["TORCHDYNAMO_DISABLE"] = "1"
         env.setdefault("OMP_NUM_THREADS", str(cpu_threads(plan)))
         env.setdefault("VLLM_PLUGINS", "")
-        if int(plan.settings["tensor_parallel_size"]) == 1:
+        if plan.settings.tensor_parallel_size == 1:
             # One process fewer: the engine core computes itself. 17 s instead of 25 s to start on two cores.
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return env

@@ -1,6 +1,6 @@
 """The local vLLM server of a node, from the daemon's side: started, given new weights in place, put to sleep, stopped.
 
-    engine = Engine(settings, log_file=..., work_dir=...)
+    engine = Engine(settings.engine, log_file=..., work_dir=...)
     info = engine.ensure(folder, policy_version, cancel=event)     # it serves exactly these weights now
     engine.release(cancel=event)                                   # the trainer has the accelerator's memory
     engine.stop()
@@ -16,7 +16,6 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from fsbarrier.engine.model import ModelFolder, inspect
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.machine import accelerators
 from fsbarrier.retry import Backoff
+from fsbarrier.settings.sections import EngineSettings
 from fsbarrier.supervision.supervisor import Child
 
 DEFAULT_URL = "http://127.0.0.1:8000"  # vLLM's own default, for debug mode
@@ -77,22 +77,22 @@ class _Server:
 class Engine:
     """One vLLM server at most. Any thread may call; one call works at a time, and `stop` ends the one under way.
 
-    `settings` are a run's resolved settings as a nested mapping; read are its group `engine` and `debug_mode`. `log_file` gets
-    all that the server says; `work_dir` is private and on this node. `threads`: at most, for computing on a CPU; 0: all that this
-    process may use but one; the environment's OMP_NUM_THREADS wins over both. It may be changed before a start.
+    `external`: the server is the user's, to be used and not managed. `log_file` gets all that our server says; `work_dir` is private
+    and on this node. `threads`: at most, for computing on a CPU; 0: all that this process may use but one; the environment's
+    OMP_NUM_THREADS wins over both. It may be changed before a start.
     """
 
     def __init__(
         self,
-        settings: Mapping[str, Any],
+        settings: EngineSettings,
         *,
+        external: bool = False,
         log_file: Path,
         work_dir: Path,
         python: str = sys.executable,
         threads: int = 0,
     ) -> None:
-        self.settings: Mapping[str, Any] = settings["engine"]
-        self.external = bool(settings.get("debug_mode")) or self.settings["url"] is not None
+        self.settings, self.external = settings, external
         self.log_file, self.work_dir, self.python, self.threads = log_file, work_dir, python, threads
         self._server: _Server | None = None
         self._lock = threading.RLock()
@@ -124,7 +124,7 @@ class Engine:
                 else:
                     note = f"restarted: the server was gone ({self._how_it_ended()})"
                 self._stop_server()
-            self._start(model, policy_version, begin + self.settings["start_timeout_s"], cancel)
+            self._start(model, policy_version, begin + self.settings.start_timeout_s, cancel)
             return self._info(begin, "started", note)
 
     def release(self, *, cancel: threading.Event) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Engine:
             self._stopping.clear()
             if self.external:
                 return {"action": "external", "reason": "debug mode: this server is not ours"}
-            server, wish = self._server, self.settings["release"]
+            server, wish = self._server, self.settings.release
             if server is None:
                 return {"action": "none", "reason": "no server is running"}
             if wish == "keep" or (wish == "auto" and not server.before):
@@ -200,7 +200,7 @@ class Engine:
             port=port,
             seed=secrets.randbits(31),
             accelerated=bool(before),
-            sleeps=nvidia and self.settings["release"] in ("auto", "sleep") and not model.tied,
+            sleeps=nvidia and self.settings.release in ("auto", "sleep") and not model.tied,
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             threads=self.threads or max(1, len(os.sched_getaffinity(0)) - 1),  # one for the API server
         )
@@ -227,9 +227,7 @@ class Engine:
             if self._stopping.is_set() or cancel.is_set():
                 return "was stopped while it started"
             if time.monotonic() >= deadline:
-                return (
-                    f"did not answer within {self.settings['start_timeout_s']:g} s (engine.start_timeout_s)"
-                )
+                return f"did not answer within {self.settings.start_timeout_s:g} s (engine.start_timeout_s)"
             cancel.wait(min(next(pauses), max(0.0, deadline - time.monotonic())))
         try:
             server.client.model(cancel=cancel)
@@ -248,7 +246,7 @@ class Engine:
         if model.signature is None or model.signature != server.first.signature:
             return "the new weights have another configuration or other shapes"
         offset = engine_log.size(self.log_file)
-        timeout_s = float(self.settings["start_timeout_s"])
+        timeout_s = self.settings.start_timeout_s
         server.loaded = None
         try:
             if server.asleep:
@@ -312,10 +310,10 @@ class Engine:
     # --- debug mode ---
 
     def _external_client(self) -> EngineClient:
-        name = self.settings["api_key_env"]
+        name = self.settings.api_key_env
         if name is not None and not os.environ.get(name):
             raise UsageError(f"engine.api_key_env={name}: this variable is not set on this node")
-        url = normal_url(self.settings["url"] or DEFAULT_URL)
+        url = normal_url(self.settings.url or DEFAULT_URL)
         return EngineClient(url, os.environ.get(name, "") if name else "")
 
     def _external(

@@ -32,6 +32,7 @@ from fsbarrier.program import Context, Phase, Program, Value
 from fsbarrier.protocol.facts import Fact, Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Rules
+from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.store import PosixStore
 
@@ -312,9 +313,9 @@ def join(
     node_rank: int,
     num_nodes: int,
     timeout_s: float = 600.0,
-    beat_s: float = 2.0,
-    suspect_s: float = 6.0,
-    dead_s: float = 15.0,
+    beat_s: float = BEAT_S,
+    suspect_s: float = SUSPECT_S,
+    dead_s: float = DEAD_S,
 ) -> Group:
     """Join the group of `num_nodes` nodes at `path` on a shared filesystem; returns once all of them are here.
 

@@ -15,6 +15,7 @@ from fsbarrier.program import Context, PartOnDisk
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.names import PART
 from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.settings.sections import Settings
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class ContextMaker:
     """Called with a node that is about to work; runs in the work's thread, so that looking at files holds nobody up. Raises OSError."""
 
     record: RunRecord
+    settings: Settings
     observer: Observer
     accelerators: int
 
@@ -35,7 +37,7 @@ class ContextMaker:
         return Context(
             run_id=self.record.run_id,
             paths=self.record.paths,
-            settings={**self.record.settings, **generation.choices},
+            settings=self.settings.with_choices(generation.choices),
             tasks=self.record.tasks,
             model=Path(self.record.model) if self.record.model else None,
             node_rank=node.rank,

@@ -42,8 +42,9 @@ from fsbarrier.protocol.state import Exit, Node, Rules, Stage
 from fsbarrier.retry import Backoff, retry
 from fsbarrier.rundir.journal import Journal
 from fsbarrier.rundir.log_tail import last_words
-from fsbarrier.rundir.runrecord import CHOICES, RunRecord
+from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.store import PosixStore
+from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.signals import ENDING, handled
 from fsbarrier.view.event_wording import log_lines
 
@@ -52,22 +53,26 @@ JOINING_BEAT_S = 0.2
 DYING_S = 1.0  # what a last heartbeat may take on a filesystem that hangs
 
 
-def run_node(record: RunRecord, *, node_rank: int, until: int | None, console: bool) -> int:
+def run_node(
+    record: RunRecord, settings: Settings, *, node_rank: int, until: int | None, console: bool
+) -> int:
     """Be node `node_rank` of the run until it ends; the exit code of design section 2. `console`: print events as lines.
+
+    `settings`: the record's, with what this start has chosen anew.
 
     Raises UsageError (the rank is taken), StoreError.
     """
-    files.set_shared_group(bool(record.settings["shared_group"]))
+    files.set_shared_group(settings.shared_group)
     with ExitStack() as stack:
         with _starting(record):
-            stack.enter_context(hold_rank(record.paths, node_rank, record.settings["coordination"]["beat_s"]))
+            stack.enter_context(hold_rank(record.paths, node_rank, settings.coordination.beat_s))
             prefix = f"fsbarrier-{record.run_id[-8:]}-n{node_rank}-"
             # What an earlier start left that was killed: this one holds the rank.
             for killed in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
                 shutil.rmtree(killed, ignore_errors=True)
             work_dir = Path(tempfile.mkdtemp(prefix=prefix))
             stack.callback(shutil.rmtree, work_dir, ignore_errors=True)
-            daemon = Daemon(record, node_rank, until, console, work_dir)
+            daemon = Daemon(record, settings, node_rank, until, console, work_dir)
         stack.callback(daemon.close)
         with daemon.signals():
             return daemon.run()
@@ -86,10 +91,16 @@ class Daemon:
     """One incarnation of one node (it takes a new one by itself when it was fenced off and rejoins)."""
 
     def __init__(
-        self, record: RunRecord, rank: int, until: int | None, console: bool, work_dir: Path
+        self,
+        record: RunRecord,
+        settings: Settings,
+        rank: int,
+        until: int | None,
+        console: bool,
+        work_dir: Path,
     ) -> None:
-        self.record, self.console = record, Console() if console else None
-        self.settings: dict[str, Any] = dict(record.settings)
+        self.record, self.settings = record, settings
+        self.console = Console() if console else None
         self._wake = threading.Event()
         self._signal: int | None = None
         self._ticked_at = time.monotonic()
@@ -98,8 +109,8 @@ class Daemon:
         self._beating = threading.Event()
         self._store = PosixStore()
         self._hints = Hints(record.log_path, self._wake.set)
-        rules = make_rules(self.settings)
-        observer = Observer(self._store, record.paths, rules.program, make_paces(self.settings))
+        rules = make_rules(settings)
+        observer = Observer(self._store, record.paths, rules.program, make_paces(settings))
         retry(observer.prepare, errnos=files.FAILING)
         attempt = 1 + (observer.joins[rank].incarnation if rank in observer.joins else 0)
         self.log_dir = record.paths.node_logs(attempt, rank)
@@ -107,14 +118,14 @@ class Daemon:
         self._log = files.open_append(
             self.log_dir / "daemon.log"
         )  # there, if a start before was killed early
-        self.engine = make_engine(record, self.log_dir, work_dir, rules.program.needs)
-        context = ContextMaker(record, observer, len(accelerators.detect()))
+        self.engine = make_engine(settings, self.log_dir, work_dir, rules.program.needs)
+        context = ContextMaker(record, settings, observer, len(accelerators.detect()))
         self.workplace = Workplace(
             engine=self.engine,
             work_dir=work_dir,
             log_dir=self.log_dir,
             log_path=record.log_path,
-            stall_timeout_s=self.settings["coordination"]["stall_timeout_s"],
+            stall_timeout_s=settings.coordination.stall_timeout_s,
         )
         self.jobs = Jobs(context, self.workplace, self._wake.set)
         join = Join(
@@ -128,7 +139,7 @@ class Daemon:
             version=fsbarrier.__version__,
             digest=record.settings_digest,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
-            choices={key: record.settings[key] for key in CHOICES},
+            choices=settings.choices,
         )
         self.agent = Agent(self._store, observer, rules, self.jobs, join, self._record_event)
 
@@ -159,8 +170,8 @@ class Daemon:
         return ended.code
 
     def _loop(self) -> None:
-        patience = self.settings["coordination"]["dead_s"]
-        poll = Backoff(POLL_MIN_S, self.settings["coordination"]["poll_max_s"])
+        patience = self.settings.coordination.dead_s
+        poll = Backoff(POLL_MIN_S, self.settings.coordination.poll_max_s)
         interval, failing_since = poll.first_s, None
         while self.agent.exit is None and self._signal is None:
             now = self._ticked_at = time.monotonic()
@@ -211,11 +222,11 @@ class Daemon:
     def _beat(self) -> None:
         """Beat until told otherwise. A loop that is stuck must not look alive: then the beats stop as well, and soon, for
         only from then on do the others count."""
-        coordination = self.settings["coordination"]
+        coordination = self.settings.coordination
         while True:
             last = self._beating.is_set()
             stuck = (
-                time.monotonic() - self._ticked_at > coordination["suspect_s"] / 2 and self.agent.exit is None
+                time.monotonic() - self._ticked_at > coordination.suspect_s / 2 and self.agent.exit is None
             )
             if not stuck:
                 try:
@@ -226,7 +237,7 @@ class Daemon:
             if last:
                 return
             joining = self.agent.node.stage is Stage.JOINING
-            self._beating.wait(JOINING_BEAT_S if joining else coordination["beat_s"])
+            self._beating.wait(JOINING_BEAT_S if joining else coordination.beat_s)
 
     def _record_event(self, event: str, node: Node, fields: Payload) -> None:
         if self._journal is None:
@@ -268,43 +279,44 @@ class Daemon:
             self._journal.close()
 
 
-def make_rules(settings: Payload) -> Rules:
-    """The machine's rules from a run's resolved settings."""
-    coordination = settings["coordination"]
-    first, last = SLICES[settings["rl_phase"]]
+def make_rules(settings: Settings) -> Rules:
+    """The machine's rules from a run's settings."""
+    coordination = settings.coordination
+    first, last = SLICES[settings.rl_phase]
     return Rules(
-        program=load_program(settings["program"]),
+        program=load_program(settings.program),
         first=first,
         last=last,
-        num_nodes=settings["num_nodes"],
-        min_nodes=settings["min_nodes"],
-        on_node_failure=settings["on_node_failure"],
-        retries=coordination["retries"],
+        num_nodes=settings.num_nodes,
+        min_nodes=settings.min_nodes,
+        on_node_failure=settings.on_node_failure,
+        retries=coordination.retries,
         limits=Limits(
-            suspect_s=coordination["suspect_s"],
-            dead_s=coordination["dead_s"],
-            stagger_s=2 * coordination["beat_s"],
-            join_timeout_s=coordination["join_timeout_s"],
-            rejoin_timeout_s=coordination["rejoin_timeout_s"],
+            suspect_s=coordination.suspect_s,
+            dead_s=coordination.dead_s,
+            stagger_s=2 * coordination.beat_s,
+            join_timeout_s=coordination.join_timeout_s,
+            rejoin_timeout_s=coordination.rejoin_timeout_s,
         ),
     )
 
 
-def make_paces(settings: Payload) -> Paces:
+def make_paces(settings: Settings) -> Paces:
     """How often to look for what; a large run looks less often, so that the metadata server's load stays bounded."""
-    beat_s = settings["coordination"]["beat_s"]
-    crowd = max(1.0, settings["num_nodes"] / 32)
-    eager = eagerness(settings["num_nodes"])
+    beat_s = settings.coordination.beat_s
+    crowd = max(1.0, settings.num_nodes / 32)
+    eager = eagerness(settings.num_nodes)
     return Paces(members_s=0.1 * crowd, beats_s=beat_s / 2, blind_s=1.5 * beat_s, eager=eager)
 
 
-def make_engine(record: RunRecord, log_dir: Path, work_dir: Path, needs: frozenset[str]) -> Any:
+def make_engine(settings: Settings, log_dir: Path, work_dir: Path, needs: frozenset[str]) -> Any:
     """The local engine of this node; a stand-in that refuses where the program has no model."""
     if "model" not in needs:
         return NoEngine()
     from fsbarrier.engine.engine import Engine
 
-    return Engine(record.settings, log_file=log_dir / "vllm.log", work_dir=work_dir)
+    external = not settings.manages_engine
+    return Engine(settings.engine, external=external, log_file=log_dir / "vllm.log", work_dir=work_dir)
 
 
 class NoEngine:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member
 from fsbarrier.protocol.records import record
+from fsbarrier.protocol.timing import DEAD_S, JOIN_TIMEOUT_S, REJOIN_TIMEOUT_S, STAGGER_S, SUSPECT_S
 
 #: the state of a node that waits to be taken in, under the incarnation that its heartbeat names
 JOINING = "joining"
@@ -115,11 +116,11 @@ class Ledger:
 class Limits:
     """The timings of failure detection, in seconds."""
 
-    suspect_s: float = 6.0
-    dead_s: float = 15.0
-    stagger_s: float = 4.0
-    join_timeout_s: float = 1800.0
-    rejoin_timeout_s: float = 1800.0
+    suspect_s: float = SUSPECT_S
+    dead_s: float = DEAD_S
+    stagger_s: float = STAGGER_S
+    join_timeout_s: float = JOIN_TIMEOUT_S
+    rejoin_timeout_s: float = REJOIN_TIMEOUT_S
 
 
 @record

@@ -10,7 +10,6 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -26,6 +25,7 @@ from fsbarrier.openai_http import (
 )
 from fsbarrier.rewards.matching import last_number
 from fsbarrier.rewards.score import Messages, Score
+from fsbarrier.settings.sections import JudgeSettings
 
 QUESTION = """You judge an answer to a task.
 
@@ -39,18 +39,6 @@ Answer to be judged:
 {response}
 
 Is it right? End with a line that holds nothing but a number from 0 (wrong) to 1 (right)."""
-
-
-@dataclass(frozen=True, slots=True)
-class JudgeSettings:
-    """The settings `judge.*`. `url` and `model` are None where no judge is set."""
-
-    url: str | None
-    model: str | None
-    api_key_env: str | None
-    concurrency: int
-    timeout_s: float
-    retries: int
 
 
 class JudgeError(Exception):

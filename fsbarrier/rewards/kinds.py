@@ -18,22 +18,23 @@ from fsbarrier.rewards.math_verify import MathReward
 from fsbarrier.rewards.score import Reward
 from fsbarrier.rewards.user_file import load_named
 from fsbarrier.rewards.user_function import FunctionReward
+from fsbarrier.settings.sections import RewardSettings
 
 if TYPE_CHECKING:
-    from fsbarrier.rewards.judge import Judge, JudgeSettings
+    from fsbarrier.rewards.judge import Judge
+    from fsbarrier.settings.sections import JudgeSettings
 
 #: those that compare with the task's answer, and so need one
 KINDS = ("exact", "numeric", "math")
-DEFAULT_TIMEOUT_S = 60.0
 
 
-def open_reward(
-    kind: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, judge: JudgeSettings | None = None
-) -> Reward:
-    """The reward that `reward.kind` names.
+def open_reward(kind: str, *, timeout_s: float | None = None, judge: JudgeSettings | None = None) -> Reward:
+    """The reward that `reward.kind` names. `timeout_s`: None stands for the setting's default.
 
     Raises UsageError where its file or function is missing or broken, or a judge is wanted and none is set.
     """
+    if timeout_s is None:
+        timeout_s = RewardSettings().timeout_s
     match kind:
         case "exact":
             return MatchReward(kind, exact)

@@ -24,6 +24,7 @@ from fsbarrier.rollouts.agent_client import Client, finished
 from fsbarrier.rollouts.episode import Episode, Trajectory
 from fsbarrier.rollouts.samples import Emit, Group, Sample
 from fsbarrier.rollouts.sampling import Sampler, Server
+from fsbarrier.settings.sections import RolloutSettings
 
 __all__ = ["AgentSampler", "Client", "Trajectory", "load_agent", "open_sampler", "score"]
 
@@ -51,11 +52,14 @@ def load_agent(value: str) -> MakeAgent:
 
 
 def open_sampler(
-    make: MakeAgent | None, server: Server, settings: Mapping[str, Any], on_tokens: Callable[[int], None]
+    make: MakeAgent | None,
+    server: Server,
+    settings: RolloutSettings,
+    custom: Mapping[str, Any],
+    on_tokens: Callable[[int], None],
 ) -> Sampler | AgentSampler:
     """What makes the groups: one answer a sample, or an episode of the agent."""
-    rollout = settings["rollout"]
-    connections = int(rollout["concurrency"]) * (1 if make is None else server.samples) + 4
+    connections = settings.concurrency * (1 if make is None else server.samples) + 4
     if make is None:
         return Sampler(server, connections=connections, on_tokens=on_tokens)
     return AgentSampler(
@@ -63,9 +67,9 @@ def open_sampler(
         server,
         connections=connections,
         on_tokens=on_tokens,
-        custom=settings.get("custom", {}),
-        turn_timeout_s=rollout.get("turn_timeout_s"),
-        task_timeout_s=rollout.get("task_timeout_s"),
+        custom=custom,
+        turn_timeout_s=settings.turn_timeout_s,
+        task_timeout_s=settings.task_timeout_s,
     )
 
 

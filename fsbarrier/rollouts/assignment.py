@@ -41,7 +41,7 @@ def open_tail(spec: Spec) -> Tail | None:
         wanted=len(spec["expected"]),
         there=spec["there"],
         share=spec["completion_threshold"],
-        grace_s=spec["settings"]["rollout"]["grace_s"],
+        grace_s=spec["grace_s"],
     )
 
 

@@ -18,15 +18,19 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsbarrier
 from fsbarrier import files
 from fsbarrier.errors import StoreError, TooFewNodes, UsageError
 from fsbarrier.retry import Backoff
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.settings.sources import Given
+from fsbarrier.settings.sources import ChosenValue
+
+if TYPE_CHECKING:
+    from fsbarrier.settings.sections import Settings
 
 SCHEMA = 1
 MAX_BYTES = 16 * 1024 * 1024
@@ -35,19 +39,20 @@ TORN_S = 5.0  # a record is linked into place whole; a mount that shows it torn 
 #: Settings that concern one start of one node, so that each start may choose them anew.
 PER_START = frozenset({"iterations", "log_path", "coordination.join_timeout_s", "rl_phase", "rollout_split"})
 
-#: Those of them that node 0 chooses for all nodes at each start.
-CHOICES = ("rl_phase", "rollout_split")
 
-
+# Without slots: `settings` is kept in the instance once it is asked for.
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as all its nodes know it. `tasks`: split -> {"path", "count", "sha256"}; `model`: folder of the first policy."""
+    """A run as all its nodes know it. `tasks`: split -> {"path", "count", "sha256"}; `model`: folder of the first policy.
+
+    `settings_json`: the settings as the file has them, which digests and comparisons are about.
+    """
 
     run_id: str
     created: str  # UTC, ISO 8601
     created_by: str  # user@host
     version: str
-    settings: Mapping[str, Any]
+    settings_json: Mapping[str, Any]
     settings_digest: str
     tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     model: str | None = None
@@ -56,6 +61,20 @@ class RunRecord:
     @property
     def paths(self) -> RunPaths:
         return RunPaths(self.log_path)
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The settings, typed. Raises UsageError where the record has a value that this version does not take.
+
+        Made when it is first asked for: loading pydantic takes longer than all that a command does which needs no setting.
+        """
+        from fsbarrier.settings.resolve import from_record
+
+        return from_record(self.settings_json)
+
+    def setting(self, key: str) -> Any:
+        """One value of `settings_json` by its dotted name, for commands that must be quick; None where the record has none."""
+        return look_up(self.settings_json, key)
 
     @property
     def origin(self) -> str:
@@ -71,12 +90,7 @@ class _Torn(ValueError):
 
 
 def new(
-    log_path: Path,
-    settings: Mapping[str, Any],
-    settings_digest: str,
-    *,
-    tasks: Mapping[str, Mapping[str, Any]],
-    model: str | None,
+    log_path: Path, settings: Settings, *, tasks: Mapping[str, Mapping[str, Any]], model: str | None
 ) -> RunRecord:
     """A record for a run that starts now. Nothing is written."""
     now = datetime.now(UTC)
@@ -85,8 +99,8 @@ def new(
         created=now.isoformat(timespec="seconds"),
         created_by=f"{_user()}@{socket.gethostname()}",
         version=fsbarrier.__version__,
-        settings=settings,
-        settings_digest=settings_digest,
+        settings_json=settings.as_json(),
+        settings_digest=settings.digest,
         tasks=tasks,
         model=model,
         log_path=log_path,
@@ -122,7 +136,7 @@ def encode(record: RunRecord) -> bytes:
         "version": record.version,
         "model": record.model,
         "tasks": record.tasks,
-        "settings": record.settings,
+        "settings": record.settings_json,
         "settings_digest": record.settings_digest,
     }
     return json.dumps({**body, "digest": _digest(body)}, indent=2).encode() + b"\n"
@@ -232,6 +246,7 @@ def decode(data: bytes, log_path: Path) -> RunRecord:
     claimed = body.pop("digest", None)
     if claimed != _digest(body):
         raise _Torn("torn or edited: its digest does not fit (settings of a run cannot be changed by hand)")
+    body["settings_json"] = body.pop("settings", None)
     fields: dict[str, Any] = {
         name: body.get(name) for name in RunRecord.__dataclass_fields__ if name != "log_path"
     }
@@ -240,7 +255,7 @@ def decode(data: bytes, log_path: Path) -> RunRecord:
         for name in ("run_id", "created", "created_by", "version", "settings_digest")
     ):
         raise _Torn("not a run's record (fields are missing)")
-    if not isinstance(fields["settings"], dict) or not isinstance(fields["tasks"], dict):
+    if not isinstance(fields["settings_json"], dict) or not isinstance(fields["tasks"], dict):
         raise _Torn("not a run's record (no settings or tasks)")
     return RunRecord(**fields, log_path=log_path)
 
@@ -248,15 +263,16 @@ def decode(data: bytes, log_path: Path) -> RunRecord:
 # --- agreeing -----------------------------------------------------------------------------------------------------------
 
 
-def check_contradictions(record: RunRecord, given: Mapping[str, Given], resolved: Mapping[str, Any]) -> None:
-    """Raises UsageError, showing both values, for the first of `given` that the record contradicts.
+def check_contradictions(record: RunRecord, chosen: Mapping[str, ChosenValue], settings: Settings) -> None:
+    """Raises UsageError, showing both values, for the first of `chosen` that the record contradicts.
 
-    `resolved`: the nested settings that the record and `given` make together, so that values compare as what they mean.
+    `settings`: what `chosen` alone makes, so that values are compared by what they mean and not by how they were written.
     """
-    for key, item in given.items():
+    typed = settings.as_json()
+    for key, item in chosen.items():
         if key in PER_START:
             continue
-        ours, theirs = look_up(resolved, key), look_up(record.settings, key)
+        ours, theirs = look_up(typed, key), record.setting(key)
         if ours != theirs:
             said = (
                 f"{item.source} {_plain(ours)}"

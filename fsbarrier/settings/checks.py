@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fsbarrier.errors import UsageError
-from fsbarrier.settings.sources import Given
+from fsbarrier.settings.sources import ChosenValue
 
 if TYPE_CHECKING:
-    from fsbarrier.settings.resolve import Settings
+    from fsbarrier.settings.sections import Settings
 
 _MEANING = {  # pydantic's error types in our words
     "float_type": "must be a number",
@@ -34,7 +34,9 @@ _MEANING = {  # pydantic's error types in our words
 }
 
 
-def one_line(errors: Sequence[Mapping[str, Any]], known: Collection[str], chosen: Mapping[str, Given]) -> str:
+def one_line(
+    errors: Sequence[Mapping[str, Any]], known: Collection[str], chosen: Mapping[str, ChosenValue]
+) -> str:
     """The first of a validation's errors in one line, in the words of whoever chose the value."""
     first = errors[0]
     parts = [str(part) for part in first["loc"]]
@@ -66,7 +68,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def check(settings: Settings, chosen: Mapping[str, Given]) -> None:
+def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
     """What must hold between settings. Raises UsageError in the words of whoever chose them."""
 
     def says(key: str) -> str:

@@ -1,111 +1,20 @@
-"""Every setting of a run: its name, type, default, limits and meaning. pydantic is imported in this room only.
+"""From what people chose to one checked, frozen `Settings`.
 
-Sources, later wins: the defaults below, the built-in task's, `--config FILE.toml`, flags, `key=value`. What
-people give arrives as `Given` values (fsbarrier.settings.sources); `resolve` makes one checked, frozen whole of them.
-docs/settings.md is generated from the descriptions: `python scripts/settings_doc.py`.
+Sources, later wins: the defaults in sections.py, what the caller puts below everything chosen (the built-in task's settings, timeouts
+that fit the filesystem), `--config FILE.toml`, flags, `key=value`. What people chose arrives as ChosenValue (sources.py).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, ValidationError
 
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.checks import check, one_line
-from fsbarrier.settings.sections import (
-    Algorithm,
-    Checkpoint,
-    Coordination,
-    Count,
-    Engine,
-    Eval,
-    Judge,
-    Name,
-    Nodes,
-    Optimizer,
-    Reward,
-    Rollout,
-    Section,
-    Toy,
-    Trainer,
-    Update,
-    Weights,
-    setting,
-)
-from fsbarrier.settings.sources import Given, Kind, flatten, nearest
-
-
-class Settings(Section):
-    """A run's settings, complete."""
-
-    data_path: Name | None = setting(
-        None, "Folder with train and test as .jsonl or .parquet; none: the built-in task."
-    )
-    log_path: Name | None = setting(None, "The run directory, the same on all nodes.")
-    model: Name | None = setting(
-        None, "Hugging Face model folder, a folder below the data path, or a name in the local cache."
-    )
-    program: Name = setting("rl", "`rl`, `toy`, `ping`, or your own FILE.py.")
-    rl_phase: Literal["rollout", "update", "both"] = setting("both", "Phases 0-6, 7-13, or all.")
-    rollout_split: Literal["train-only", "eval-only"] | None = setting(
-        None, "With `rl_phase=rollout`: only train rollouts, or only the evaluation; none: both."
-    )
-    eval_interval: Count = setting(1, "Evaluate when iteration % N == 1 (N = 1: every iteration).")
-    num_nodes: Nodes = setting(1, "Nodes of the run.")
-    rank_weights: Weights = setting(
-        (1.0,), "One positive weight a node, its share of the tasks; not given: all equal."
-    )
-    min_nodes: Count = setting(1, "With fewer nodes left the run ends with exit code 5.")
-    on_node_failure: Literal["shrink", "wait", "abort"] = setting(
-        "shrink", "When a node is lost: go on with the others, hold the phase until it is back, or end."
-    )
-    debug_mode: bool = setting(False, "Do not manage vLLM: use the server that is there (`engine.url`).")
-    iterations: Count | None = setting(
-        None, "Do iterations up to this one; none: endless. Each start of node 0 may name another number."
-    )
-    shared_group: bool = setting(
-        False, "Let the group read and write the run directory (0770, 0660), not only its owner."
-    )
-    rollout: Rollout = Field(default_factory=Rollout)
-    eval: Eval = Field(default_factory=Eval)
-    reward: Reward = Field(default_factory=Reward)
-    judge: Judge = Field(default_factory=Judge)
-    algorithm: Algorithm = Field(default_factory=Algorithm)
-    optimizer: Optimizer = Field(default_factory=Optimizer)
-    trainer: Trainer = Field(default_factory=Trainer)
-    update: Update = Field(default_factory=Update)
-    engine: Engine = Field(default_factory=Engine)
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
-    coordination: Coordination = Field(default_factory=Coordination)
-    toy: Toy = Field(default_factory=Toy)
-    custom: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Anything (`custom.name=value`), passed on to your own program, reward or trainer.",
-    )
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A run's settings as one whole. `nested` is what the record keeps; `given` says who chose what."""
-
-    settings: Settings
-    nested: Mapping[str, Any]
-    given: Mapping[str, Given] = field(default_factory=dict)
-
-    @property
-    def digest(self) -> str:
-        return digest(self.nested)
-
-
-def digest(nested: Mapping[str, Any]) -> str:
-    """SHA-256 of resolved settings in hexadecimal; where the run directory is mounted is no part of them."""
-    relevant = {name: value for name, value in nested.items() if name != "log_path"}
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+from fsbarrier.settings.sections import Section, Settings
+from fsbarrier.settings.sources import ChosenValue, Kind, flatten, nearest
 
 
 def sections() -> dict[str, type[Section]]:
@@ -147,42 +56,51 @@ def _kind(annotation: Any, metadata: Iterable[Any] = ()) -> Kind:
 
 
 def resolve(
-    given: Iterable[Given], defaults: Mapping[str, Any] | None = None, *, cross_checks: bool = True
-) -> Resolved:
-    """The settings that `defaults` (dotted names), then `given` make; later ones win. Raises UsageError."""
-    chosen = {item.key: item for item in given}
+    chosen: Iterable[ChosenValue], defaults: Mapping[str, Any] | None = None, *, cross_checks: bool = True
+) -> Settings:
+    """The settings that `defaults` (dotted names), then `chosen` make; later ones win. Raises UsageError.
+
+    `cross_checks` False: what must hold between settings is left alone, because some are not known yet.
+    """
+    by_key = {item.key: item for item in chosen}
     known = known_names()
-    for item in chosen.values():
+    for item in by_key.values():
         _check_name(item, known)
-    values = dict(defaults or {})
-    values.update((key, item.value) for key, item in chosen.items())
+    values = {**(defaults or {}), **{key: item.value for key, item in by_key.items()}}
     if "rank_weights" not in values and isinstance(values.get("num_nodes"), int):
+        # A mistyped number of nodes must not fill the memory before it is refused.
         values["rank_weights"] = [1.0] * min(values["num_nodes"], 100_000)
-    try:
-        settings = Settings.model_validate(_nest(values))
-    except ValidationError as error:
-        raise UsageError(one_line(error.errors(include_url=False), known, chosen)) from None
+    settings = _validated(values, known, by_key)
     if cross_checks:
-        check(settings, chosen)
-    return Resolved(settings, settings.model_dump(mode="json"), chosen)
+        check(settings, by_key)
+    return settings
 
 
-def from_nested(nested: Mapping[str, Any]) -> Settings:
-    """The typed form of the settings in a record; names that this version does not know are left out."""
-    return resolve((), as_defaults(nested), cross_checks=False).settings
+def from_record(nested: Mapping[str, Any]) -> Settings:
+    """The settings that a run's record holds.
 
-
-def as_defaults(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """A record's settings as dotted names, but for those that this version does not know."""
+    The record may be of another version: names that this one does not know are left out, and what the record does not know has its
+    default. Raises UsageError for a value that this version does not take.
+    """
     known = known_names()
-    return {
+    values = {
         key: value
         for key, value in flatten(nested, known).items()
         if key in known or key.startswith("custom.")
     }
+    return _validated(values, known, {})
 
 
-def _check_name(item: Given, known: Mapping[str, Kind]) -> None:
+def _validated(
+    values: Mapping[str, Any], known: Mapping[str, Kind], chosen: Mapping[str, ChosenValue]
+) -> Settings:
+    try:
+        return Settings.model_validate(_nest(values))
+    except ValidationError as error:
+        raise UsageError(one_line(error.errors(include_url=False), known, chosen)) from None
+
+
+def _check_name(item: ChosenValue, known: Mapping[str, Kind]) -> None:
     if item.key in known or (item.key.startswith("custom.") and item.key != "custom."):
         return
     if item.key in sections():

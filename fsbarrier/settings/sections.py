@@ -1,11 +1,20 @@
-"""The groups of settings: each one's names, types, defaults, limits and meanings. fsbarrier/settings/resolve.py makes a whole of them."""
+"""Every setting of a run: its name, type, default, limits and meaning. `Settings` at the end is the whole of them.
+
+Only this module and resolve.py, which fills these types with what people chose, import pydantic. docs/settings.md is generated from
+the descriptions: `python scripts/settings_doc.py`.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shlex
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from fsbarrier.protocol import timing
 
 
 def _split_words(value: Any) -> Any:
@@ -44,7 +53,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Rollout(Section):
+class RolloutSettings(Section):
     """Sampling trajectories from the current policy (phases 1-4)."""
 
     tasks: Count = setting(96, "Train tasks an iteration; more than there are: all.")
@@ -97,7 +106,7 @@ class Rollout(Section):
     )
 
 
-class Eval(Section):
+class EvalSettings(Section):
     """Evaluation on held-out tasks (phases 5-6)."""
 
     tasks: CountOrZero = setting(0, "Test tasks an evaluation, always the same ones; 0: all.")
@@ -106,7 +115,7 @@ class Eval(Section):
     max_tokens: Count | None = setting(None, "Most tokens in one turn; none: as `rollout.max_tokens`.")
 
 
-class Reward(Section):
+class RewardSettings(Section):
     """How a trajectory is judged."""
 
     kind: Name = setting(
@@ -121,7 +130,7 @@ class Reward(Section):
     )
 
 
-class Judge(Section):
+class JudgeSettings(Section):
     """A language model that judges answers, behind an OpenAI-compatible address (`reward.kind=judge`, or a function that asks it)."""
 
     url: Name | None = setting(None, "Its base address, like https://host/v1.")
@@ -132,7 +141,7 @@ class Judge(Section):
     retries: CountOrZero = setting(3, "How often a failed request is tried again, with back-off.")
 
 
-class Algorithm(Section):
+class AlgorithmSettings(Section):
     """What the update optimises."""
 
     loss: Literal["grpo", "rft"] = setting(
@@ -150,7 +159,7 @@ class Algorithm(Section):
     )
 
 
-class Optimizer(Section):
+class OptimizerSettings(Section):
     """AdamW."""
 
     lr: Positive = setting(1e-6, "Learning rate.")
@@ -160,7 +169,7 @@ class Optimizer(Section):
     grad_clip: Positive = setting(1.0, "Largest norm of the gradient.")
 
 
-class Trainer(Section):
+class TrainerSettings(Section):
     """The update's program (phase 10): the built-in one on torchrun and accelerate, or your own command."""
 
     epochs: Count = setting(2, "Passes over each iteration's batch.")
@@ -178,7 +187,7 @@ class Trainer(Section):
     )
 
 
-class Update(Section):
+class UpdateSettings(Section):
     """Which rollouts an update learns from (phase 8)."""
 
     recency: Count = setting(
@@ -200,7 +209,7 @@ class Update(Section):
     )
 
 
-class Engine(Section):
+class EngineSettings(Section):
     """The local vLLM server of each node."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
@@ -227,7 +236,7 @@ class Engine(Section):
     api_key_env: str | None = setting(None, "Environment variable with that server's key.")
 
 
-class Checkpoint(Section):
+class CheckpointSettings(Section):
     """Saved policies."""
 
     keep: Count = setting(3, "How many policy versions, and training batches, stay on disk.")
@@ -237,24 +246,27 @@ class Checkpoint(Section):
     )
 
 
-class Coordination(Section):
+class CoordinationSettings(Section):
     """How nodes watch and wait for each other."""
 
-    beat_s: Seconds = setting(2.0, "Seconds between a node's heartbeats.")
-    suspect_s: Seconds = setting(6.0, "Seconds without a new heartbeat until a node is suspected.")
-    dead_s: Seconds = setting(15.0, "Seconds without a new heartbeat until a node counts as lost.")
+    beat_s: Seconds = setting(timing.BEAT_S, "Seconds between a node's heartbeats.")
+    suspect_s: Seconds = setting(
+        timing.SUSPECT_S, "Seconds without a new heartbeat until a node is suspected."
+    )
+    dead_s: Seconds = setting(timing.DEAD_S, "Seconds without a new heartbeat until a node counts as lost.")
     join_timeout_s: Seconds = setting(
-        1800.0, "Seconds that nodes wait for each other at the start; on a worker, for the run's record too."
+        timing.JOIN_TIMEOUT_S,
+        "Seconds that nodes wait for each other at the start; on a worker, for the run's record too.",
     )
     rejoin_timeout_s: Seconds = setting(
-        1800.0, "Seconds that `--on-node-failure wait` waits for a lost node."
+        timing.JOIN_TIMEOUT_S, "Seconds that `--on-node-failure wait` waits for a lost node."
     )
     stall_timeout_s: Seconds = setting(1800.0, "Seconds without progress until a program counts as wedged.")
     retries: CountOrZero = setting(2, "How often a failed phase is tried again before exit code 4.")
     poll_max_s: Seconds = setting(0.05, "Longest pause between two looks at the shared directory.")
 
 
-class Toy(Section):
+class ToySettings(Section):
     """The program `toy`: the same phases without a model."""
 
     tasks: Count = setting(64, "Tasks an iteration.")
@@ -262,3 +274,76 @@ class Toy(Section):
     speeds: Weights = setting(
         (), "How fast each node is, beside what its weight says: 0.5 is half; not given: all 1."
     )
+
+
+class Settings(Section):
+    """A run's settings, complete."""
+
+    data_path: Name | None = setting(
+        None, "Folder with train and test as .jsonl or .parquet; none: the built-in task."
+    )
+    log_path: Name | None = setting(None, "The run directory, the same on all nodes.")
+    model: Name | None = setting(
+        None, "Hugging Face model folder, a folder below the data path, or a name in the local cache."
+    )
+    program: Name = setting("rl", "`rl`, `toy`, `ping`, or your own FILE.py.")
+    rl_phase: Literal["rollout", "update", "both"] = setting("both", "Phases 0-6, 7-13, or all.")
+    rollout_split: Literal["train-only", "eval-only"] | None = setting(
+        None, "With `rl_phase=rollout`: only train rollouts, or only the evaluation; none: both."
+    )
+    eval_interval: Count = setting(1, "Evaluate when iteration % N == 1 (N = 1: every iteration).")
+    num_nodes: Nodes = setting(1, "Nodes of the run.")
+    rank_weights: Weights = setting(
+        (1.0,), "One positive weight a node, its share of the tasks; not given: all equal."
+    )
+    min_nodes: Count = setting(1, "With fewer nodes left the run ends with exit code 5.")
+    on_node_failure: Literal["shrink", "wait", "abort"] = setting(
+        "shrink", "When a node is lost: go on with the others, hold the phase until it is back, or end."
+    )
+    debug_mode: bool = setting(False, "Do not manage vLLM: use the server that is there (`engine.url`).")
+    iterations: Count | None = setting(
+        None, "Do iterations up to this one; none: endless. Each start of node 0 may name another number."
+    )
+    shared_group: bool = setting(
+        False, "Let the group read and write the run directory (0770, 0660), not only its owner."
+    )
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    eval: EvalSettings = Field(default_factory=EvalSettings)
+    reward: RewardSettings = Field(default_factory=RewardSettings)
+    judge: JudgeSettings = Field(default_factory=JudgeSettings)
+    algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
+    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+    trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    update: UpdateSettings = Field(default_factory=UpdateSettings)
+    engine: EngineSettings = Field(default_factory=EngineSettings)
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    coordination: CoordinationSettings = Field(default_factory=CoordinationSettings)
+    toy: ToySettings = Field(default_factory=ToySettings)
+    custom: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Anything (`custom.name=value`), passed on to your own program, reward or trainer.",
+    )
+
+    @property
+    def manages_engine(self) -> bool:
+        """Whether the vLLM server is the daemon's to start and stop; else it is one that is there already."""
+        return not self.debug_mode and self.engine.url is None
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """What node 0 chooses anew for all nodes at each start."""
+        return {"rl_phase": self.rl_phase, "rollout_split": self.rollout_split}
+
+    def with_choices(self, choices: Mapping[str, Any]) -> Settings:
+        """These settings with what a later start has chosen. Raises ValueError for what is no such value."""
+        return Settings.model_validate({**dict(self), **choices})
+
+    def as_json(self) -> dict[str, Any]:
+        """As a run's record and the specs of programs hold them: nested tables of plain values."""
+        return self.model_dump(mode="json")
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 in hexadecimal. Where the run directory is mounted is each node's own affair, so it is left out."""
+        told = {name: value for name, value in self.as_json().items() if name != "log_path"}
+        return hashlib.sha256(json.dumps(told, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

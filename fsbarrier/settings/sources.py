@@ -1,4 +1,4 @@
-"""What a person gave, and where: flags, `key=value` words, TOML files become `Given` values. No rules here.
+"""What a person gave, and where: flags, `key=value` words, TOML files become `ChosenValue` values. No rules here.
 
 A value is written as in TOML (numbers, true/false, "text", [lists]); a bare word is text, and a list may go
 without its brackets.
@@ -36,7 +36,7 @@ FLAGS = {
 
 
 @dataclass(frozen=True)
-class Given:
+class ChosenValue:
     """One value that somebody chose: the dotted name, the value, and how to name its source in a message."""
 
     key: str
@@ -72,7 +72,7 @@ def parse_text(text: str, kind: Kind | None) -> Any:
         return text
 
 
-def from_words(words: Iterable[str], known: Mapping[str, Kind]) -> list[Given]:
+def from_words(words: Iterable[str], known: Mapping[str, Kind]) -> list[ChosenValue]:
     """`key=value` words. Raises UsageError for a word without a name and `=`."""
     found = []
     for word in words:
@@ -81,22 +81,22 @@ def from_words(words: Iterable[str], known: Mapping[str, Kind]) -> list[Given]:
         if not equals or not key:
             hint = nearest(f"--{word.lstrip('-')}", FLAGS) or "; settings are written key=value"
             raise UsageError(f"unexpected argument {word!r}{hint}")
-        found.append(Given(key, parse_text(text, known.get(key)), key))
+        found.append(ChosenValue(key, parse_text(text, known.get(key)), key))
     return found
 
 
-def from_flags(flags: Mapping[str, str | bool | None], known: Mapping[str, Kind]) -> list[Given]:
+def from_flags(flags: Mapping[str, str | bool | None], known: Mapping[str, Kind]) -> list[ChosenValue]:
     """Flag -> text (or True for a flag that takes none); None and False stand for "not given"."""
     found = []
     for flag, value in flags.items():
         if value is None or value is False:
             continue
         key = FLAGS[flag]
-        found.append(Given(key, value if value is True else parse_text(value, known[key]), flag))
+        found.append(ChosenValue(key, value if value is True else parse_text(value, known[key]), flag))
     return found
 
 
-def from_file(path: Path, known: Mapping[str, Kind]) -> list[Given]:
+def from_file(path: Path, known: Mapping[str, Kind]) -> list[ChosenValue]:
     """The settings of a TOML file, tables as dotted names. Raises UsageError naming file and line."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -108,7 +108,7 @@ def from_file(path: Path, known: Mapping[str, Kind]) -> list[Given]:
         raise UsageError(f"--config {path}: not TOML: nested too deeply") from None
     except ValueError as error:
         raise UsageError(f"--config {path}: not TOML: {error}") from None
-    return [Given(key, value, f"{path}: {key}") for key, value in flatten(content, known).items()]
+    return [ChosenValue(key, value, f"{path}: {key}") for key, value in flatten(content, known).items()]
 
 
 def flatten(content: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

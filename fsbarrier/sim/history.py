@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from fsbarrier.protocol.facts import Fact, Generation, Join, Payload, Record
 from fsbarrier.protocol.records import record
 from fsbarrier.protocol.state import Node
+from fsbarrier.protocol.timing import DEAD_S
 
 #: (generation, iteration, phase)
 Place = tuple[int, int, int]
@@ -117,7 +118,7 @@ class History:
 
     first: int
     last: int
-    dead_s: float = 15.0
+    dead_s: float = DEAD_S
     blind_s: float = 3.0  # of a gap between two looks, at most this much counts as somebody's silence
     hidden_s: float = 0.0  # the longest that a heartbeat may stay unseen on this schedule's mounts
     caches: bool = False  # whether this schedule's mounts remember anything

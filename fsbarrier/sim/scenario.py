@@ -20,6 +20,7 @@ from functools import partial
 from fsbarrier.errors import UsageError
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.state import Exit
+from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.sim import strikes
 from fsbarrier.sim.faults import Mishap, Strike
 from fsbarrier.sim.history import History
@@ -78,7 +79,7 @@ def _world(settings: dict[str, str]) -> World:
         policy=settings.get("policy", "shrink"),
         min_nodes=int(settings.get("min-nodes", "1")),
         phases=settings.get("phases", "both"),
-        beat_s=2.0,
+        beat_s=BEAT_S,
         watchers=int(settings.get("watchers", "8")),
         lengths=(float(settings.get("length", "1.0")),),
         habits=Habits(stale, float(settings.get("stale-content", stale)), stale),

@@ -11,6 +11,13 @@ from fsbarrier.program import Program
 from fsbarrier.protocol.facts import Join, encode
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.settings.sections import (
+    EvalSettings,
+    RolloutSettings,
+    Settings,
+    TrainerSettings,
+    UpdateSettings,
+)
 from fsbarrier.sim import faults
 from fsbarrier.sim.store import Disk, Habits, SimPath
 
@@ -45,22 +52,18 @@ def program() -> Program:
     return _loaded[0]
 
 
-def settings(nodes: int, phases: str) -> dict[str, Any]:
-    """The settings that phases/rl.py looks at."""
-    sampling = {"samples": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 8, "seed": 0}
-    tail = {"completion_threshold": 1.0, "grace_s": 0.0, "carry_over": False}
-    return {
-        "num_nodes": nodes,
-        "rank_weights": None,
-        "rollout_split": None,
-        "rl_phase": phases,
-        "eval_interval": 2,
-        "rollout": {"tasks": 6, **sampling, **tail, "take_over": True, "oversample": 1.0},
-        "eval": {"tasks": 3, "samples": 1},
-        "trainer": {"command": None, "processes_per_node": 1, "timeout_s": 1800},
-        "update": {"recency": 2, "trajectories": None},
-        "checkpoint": {"keep": 3, "keep_trajectories": 0},
-    }
+def settings(nodes: int, phases: str) -> Settings:
+    """A small run's settings, in which evaluation and drawing from earlier iterations come about."""
+    small = Settings(
+        num_nodes=nodes,
+        rank_weights=(1.0,) * nodes,
+        eval_interval=2,
+        rollout=RolloutSettings(tasks=6, samples=1),
+        eval=EvalSettings(tasks=3),
+        trainer=TrainerSettings(processes_per_node=1),
+        update=UpdateSettings(recency=2),
+    )
+    return small.with_choices({"rl_phase": phases})
 
 
 def litter(disk: Disk, rng: Random) -> None:

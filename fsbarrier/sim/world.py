@@ -16,6 +16,7 @@ from typing import NamedTuple
 from fsbarrier.program import SLICES
 from fsbarrier.protocol.facts import Record
 from fsbarrier.protocol.state import ANNOUNCED, GATHER, Node, Part, Rules
+from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.faults import Mishap, Trouble
@@ -52,7 +53,7 @@ class World:
         phases = setup.phases or rng.choice(("both", "both", "both", "rollout", "update"))
         first, last = SLICES[phases]
         self.watchers = setup.watchers or (1, 2, 8, 8)[seed % 4]
-        self.beat_s = setup.beat_s or (2.0, 3.0, 4.0)[seed % 3]
+        self.beat_s = setup.beat_s or (BEAT_S, 3.0, 4.0)[seed % 3]
         self.rules = Rules(
             program(),
             first,
@@ -60,7 +61,7 @@ class World:
             setup.nodes,
             setup.min_nodes or rng.choice((1, 1, 1, min(2, setup.nodes))),
             policy,
-            limits=replace(setup.limits, stagger_s=setup.limits.stagger_s * self.beat_s / 2.0),
+            limits=replace(setup.limits, stagger_s=setup.limits.stagger_s * self.beat_s / BEAT_S),
         )
         self.settings = settings(setup.nodes, phases)
         drawn, coarse = faults.draw_habits(rng, mix)
@@ -75,8 +76,8 @@ class World:
         caches = self.habits != Habits() or bool(coarse)
         self.history = History(first, last, setup.limits.dead_s, blind_s, hidden_s, caches)
         self.history.tasks = {
-            "train": self.settings["rollout"]["tasks"],
-            "test": self.settings["eval"]["tasks"],
+            "train": self.settings.rollout.tasks,
+            "test": self.settings.eval.tasks,
         }
         self.processes: list[Process] = []
         self.clients: dict[str, tuple[Client, Trouble]] = {}

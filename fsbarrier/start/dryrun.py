@@ -31,21 +31,22 @@ from fsbarrier.program import (
 )
 from fsbarrier.protocol.facts import Join, Member, Payload
 from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import flatten
 
 PORT = "PORT"
 
 
-def show(record: RunRecord, *, as_json: bool) -> int:
+def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
     """Print what a run would be and would start; nothing is written anywhere."""
-    commands = list(describe(record))
+    commands = list(describe(record, settings))
     if as_json:
         keys = ("node_rank", "phase", "phase_name", "command")
         listed = [dict(zip(keys, row, strict=True)) for row in commands]
         print(
             json.dumps(
                 {
-                    "settings": record.settings,
+                    "settings": settings.as_json(),
                     "tasks": record.tasks,
                     "model": record.model,
                     "commands": listed,
@@ -54,11 +55,11 @@ def show(record: RunRecord, *, as_json: bool) -> int:
         )
         return 0
     print(f"# settings (digest {record.settings_digest[:12]})")
-    for key, value in flatten(record.settings, ()).items():
+    for key, value in flatten(settings.as_json(), ()).items():
         print(f"{key} = {json.dumps(value)}")
     for split, source in record.tasks.items():
         print(f"# {split}: {source['count']} tasks in {source['path']}")
-    for node_rank in range(record.settings["num_nodes"]):
+    for node_rank in range(settings.num_nodes):
         print(f"\n# node {node_rank}")
         for rank, index, name, command in commands:
             if rank == node_rank:
@@ -66,11 +67,11 @@ def show(record: RunRecord, *, as_json: bool) -> int:
     return 0
 
 
-def describe(record: RunRecord) -> Iterator[tuple[int, int, str, str]]:
+def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, str, str]]:
     """(node rank, phase index, phase name, what it would run) for the run's first iteration, row by row."""
-    program = load_program(record.settings["program"])
-    first, last = SLICES[record.settings["rl_phase"]]
-    ranks = range(record.settings["num_nodes"])
+    program = load_program(settings.program)
+    first, last = SLICES[settings.rl_phase]
+    ranks = range(settings.num_nodes)
     members = tuple(Member(rank, 1, f"node-{rank}") for rank in ranks)
     joins = {
         rank: Join(rank, 1, f"node-{rank}", 0, f"host-{rank}", (f"ADDRESS-OF-NODE-{rank}",)) for rank in ranks
@@ -79,18 +80,17 @@ def describe(record: RunRecord) -> Iterator[tuple[int, int, str, str]]:
     for row in program.rows[first : last + 1]:
         reports: dict[int, dict[str, Any]] = {}
         for rank in ranks:
-            context = _context(record, row, rank, members, joins, decisions, reports)
+            context = _context(record, settings, row, rank, members, joins, decisions, reports)
             for builder in (row.each, row.leader if rank == 0 else None):
                 if builder is None:
                     continue
                 if builder is row.leader and row.each is not None:
                     context = replace(
-                        context, reports=_reports(_all_reports(record, row, members, joins, decisions))
+                        context,
+                        reports=_reports(_all_reports(record, settings, row, members, joins, decisions)),
                     )
                 work = builder(context)
-                yield from (
-                    (rank, row.index, row.name, text) for text in describe_work(work, record.settings)
-                )
+                yield from ((rank, row.index, row.name, text) for text in describe_work(work, settings))
                 reports.setdefault(rank, {}).update(expected(work))
         if reports.get(0):
             decisions[row.name] = {"iteration": 1, "value": reports[0]}
@@ -98,18 +98,23 @@ def describe(record: RunRecord) -> Iterator[tuple[int, int, str, str]]:
 
 def _all_reports(
     record: RunRecord,
+    settings: Settings,
     row: Phase,
     members: tuple[Member, ...],
     joins: Mapping[int, Join],
     decisions: Mapping[str, Payload],
 ) -> dict[int, dict[str, Any]]:
     assert row.each is not None
-    works = {m.rank: row.each(_context(record, row, m.rank, members, joins, decisions, {})) for m in members}
+    works = {
+        m.rank: row.each(_context(record, settings, row, m.rank, members, joins, decisions, {}))
+        for m in members
+    }
     return {rank: expected(work) for rank, work in works.items()}
 
 
 def _context(
     record: RunRecord,
+    settings: Settings,
     row: Phase,
     rank: int,
     members: tuple[Member, ...],
@@ -120,7 +125,7 @@ def _context(
     return Context(
         run_id=record.run_id,
         paths=record.paths,
-        settings=record.settings,
+        settings=settings,
         tasks=record.tasks,
         model=Path(record.model) if record.model else None,
         node_rank=rank,
@@ -142,7 +147,7 @@ def _reports(reports: Mapping[int, Payload]) -> Any:
     return lambda _: reports
 
 
-def describe_work(work: Work, settings: Mapping[str, Any]) -> list[str]:
+def describe_work(work: Work, settings: Settings) -> list[str]:
     """What people read of a piece of work; commands as they could be typed, with placeholders for what a run decides."""
     match work:
         case Value(value):
@@ -169,15 +174,15 @@ def describe_work(work: Work, settings: Mapping[str, Any]) -> list[str]:
             return [shlex.join([*words, *(word.replace("{spec}", "SPEC.json") for word in argv)])]
 
 
-def _server(folder: Path, threads: int, settings: Mapping[str, Any]) -> list[str]:
+def _server(folder: Path, threads: int, settings: Settings) -> list[str]:
     """How this machine would start vLLM; later versions are reloaded into the running server."""
-    if settings["debug_mode"]:
+    if settings.debug_mode:
         return ["engine: --debug-mode, the server is yours"]
     if not folder.is_dir():
         return ["engine: start vLLM on the model that the run makes first"]
     accelerated = bool(accelerators.detect())
     plan = Plan(
-        sys.executable, model.inspect(folder), settings["engine"], 0, 0, accelerated, False, threads=threads
+        sys.executable, model.inspect(folder), settings.engine, 0, 0, accelerated, False, threads=threads
     )
     words = argv(plan)
     for flag, placeholder in (("--port", PORT), ("--seed", "SEED")):

@@ -15,11 +15,14 @@ import shlex
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsbarrier import files
 from fsbarrier.errors import UsageError
-from fsbarrier.settings.sources import Given, nearest
+from fsbarrier.settings.sources import ChosenValue, nearest
+
+if TYPE_CHECKING:
+    from fsbarrier.settings.sections import EngineSettings, Settings
 
 Environ = Mapping[str, str]
 FREE_BYTES = 16 * 1024 * 1024
@@ -59,10 +62,10 @@ def absolute(path: str | Path) -> Path:
     return Path(os.path.abspath(Path(path).expanduser()))
 
 
-def with_absolute_paths(given: Iterable[Given]) -> list[Given]:
+def with_absolute_paths(chosen: Iterable[ChosenValue]) -> list[ChosenValue]:
     """The same values, paths made independent of the current directory. `model` is left: it may be a name."""
     result = []
-    for item in given:
+    for item in chosen:
         value = item.value
         if isinstance(value, str) and value:
             if item.key in ("data_path", "log_path", "update.trajectories") or (
@@ -72,7 +75,7 @@ def with_absolute_paths(given: Iterable[Given]) -> list[Given]:
             elif item.key in ("reward.kind", "rollout.agent") and ":" in value:
                 file, _, name = value.rpartition(":")
                 value = f"{absolute(file)}:{name}"
-        result.append(Given(item.key, value, item.source))
+        result.append(ChosenValue(item.key, value, item.source))
     return result
 
 
@@ -163,12 +166,12 @@ def _check_model(name: str, folder: Path) -> None:
 # --- data ---------------------------------------------------------------------------------------------------------------
 
 
-def needed_splits(settings: Mapping[str, Any]) -> tuple[str, ...]:
+def needed_splits(settings: Settings) -> tuple[str, ...]:
     """Which task files the phases of a run read."""
-    if settings["rl_phase"] == "update":
+    if settings.rl_phase == "update":
         return ()
     return {"train-only": ("train",), "eval-only": ("test",)}.get(
-        settings["rollout_split"] or "", ("train", "test")
+        settings.rollout_split or "", ("train", "test")
     )
 
 
@@ -224,9 +227,9 @@ def check_reward(kind: str) -> None:
     _defining("reward.kind", kind)
 
 
-def check_judge(settings: Mapping[str, Any], environ: Environ) -> None:
+def check_judge(settings: Settings, environ: Environ) -> None:
     """A judge that is asked has an address and a name, and the variable that holds its key is set on this node."""
-    kind, judge = settings["reward"]["kind"], settings["judge"]
+    kind, judge = settings.reward.kind, settings.judge
     name, asked = kind.rpartition(":")[2], kind == "judge"
     if ":" in kind:
         for node in _defining("reward.kind", kind).body:
@@ -234,15 +237,15 @@ def check_judge(settings: Mapping[str, Any], environ: Environ) -> None:
                 asked = "judge" in {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
     if not asked:
         return
-    for key in ("url", "model"):
-        if not judge[key]:
-            raise UsageError(
-                f"reward.kind={kind}: asks a judge; give judge.url and judge.model (judge.{key} is not set)"
-            )
-    if not judge["url"].startswith(("http://", "https://")):
-        raise UsageError(f"judge.url={judge['url']}: not an address like https://host/v1")
-    if judge["api_key_env"] is not None and not environ.get(judge["api_key_env"]):
-        raise UsageError(f"judge.api_key_env={judge['api_key_env']}: this variable is not set here")
+    if not judge.url or not judge.model:
+        missing = "model" if judge.url else "url"
+        raise UsageError(
+            f"reward.kind={kind}: asks a judge; give judge.url and judge.model (judge.{missing} is not set)"
+        )
+    if not judge.url.startswith(("http://", "https://")):
+        raise UsageError(f"judge.url={judge.url}: not an address like https://host/v1")
+    if judge.api_key_env is not None and not environ.get(judge.api_key_env):
+        raise UsageError(f"judge.api_key_env={judge.api_key_env}: this variable is not set here")
 
 
 def check_agent(agent: str | None) -> None:
@@ -300,9 +303,9 @@ def _defined(tree: ast.Module) -> list[str]:
     return names
 
 
-def check_replay(settings: Mapping[str, Any]) -> None:
+def check_replay(settings: Settings) -> None:
     """What an update is to learn from is there, and was sampled as this run's settings say."""
-    named = settings["update"]["trajectories"]
+    named = settings.update.trajectories
     if named is None:
         return
     from fsbarrier.rundir import runrecord
@@ -316,24 +319,24 @@ def check_replay(settings: Mapping[str, Any]) -> None:
         if not first.is_file():
             raise UsageError(f"{said}: has no merged train rollouts of iteration 1 ({first})")
         if runrecord.exists(path):
-            sampled, own = runrecord.load(path).settings["rollout"], settings["rollout"]
+            sampled, own = runrecord.load(path).settings.rollout, settings.rollout
             for name in ("temperature", "top_p", "top_k"):
-                if sampled[name] != own[name]:
-                    wanted = f"rollout.{name}={sampled[name]}"
+                theirs, ours = getattr(sampled, name), getattr(own, name)
+                if theirs != ours:
+                    wanted = f"rollout.{name}={theirs}"
                     raise UsageError(
-                        f"{said}: was sampled with {wanted}, this run says {own[name]}; give {wanted}"
+                        f"{said}: was sampled with {wanted}, this run says {ours}; give {wanted}"
                     )
 
 
-def check_engine(settings: Mapping[str, Any], environ: Environ) -> None:
+def check_engine(engine: EngineSettings, environ: Environ) -> None:
     """A server that is there already has an address, and the variable that holds its key is set on this node."""
     from fsbarrier.engine.client import normal_url
 
-    engine = settings["engine"]
-    if engine["url"] is not None:
-        normal_url(engine["url"])
-    if engine["api_key_env"] is not None and not environ.get(engine["api_key_env"]):
-        raise UsageError(f"engine.api_key_env={engine['api_key_env']}: this variable is not set here")
+    if engine.url is not None:
+        normal_url(engine.url)
+    if engine.api_key_env is not None and not environ.get(engine.api_key_env):
+        raise UsageError(f"engine.api_key_env={engine.api_key_env}: this variable is not set here")
 
 
 def check_trainer(command: str | None) -> None:

@@ -19,8 +19,9 @@ from fsbarrier.program import Program
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord
-from fsbarrier.settings import resolve
-from fsbarrier.settings.sources import Given
+from fsbarrier.settings.resolve import resolve
+from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.start import demo_folder, demo_tasks, filesystem, preflight, ranks
 
 Say = Callable[[str], None]
@@ -28,9 +29,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Request:
-    """What was typed for one start of one node. `given`: weakest source first. `defaults`: below all of them."""
+    """What was typed for one start of one node. `chosen`: weakest source first. `defaults`: below all of them."""
 
-    given: tuple[Given, ...]
+    chosen: tuple[ChosenValue, ...]
     environ: Mapping[str, str]
     master: bool = False
     worker: int | None = None
@@ -41,10 +42,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Start:
-    """A node that can begin. `until`: the last iteration asked for; `created`: this start made the run's record;
-    `mount`: what this node found out about the run's filesystem."""
+    """A node that can begin.
+
+    `settings`: the record's, with what this start chooses anew. `until`: the last iteration asked for. `created`: this start made the
+    run's record. `mount`: what this node found out about the run's filesystem.
+    """
 
     record: RunRecord
+    settings: Settings
     node_rank: int
     until: int | None
     created: bool
@@ -56,12 +61,13 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
 
     Raises UsageError for everything that is wrong, TooFewNodes where node 0 does not come.
     """
-    given = {item.key: item for item in preflight.with_absolute_paths(request.given)}
-    said = resolve.resolve(given.values(), cross_checks=False).settings
-    log_path = Path(said.log_path) if said.log_path else preflight.default_log_path(request.environ)
+    chosen = {item.key: item for item in preflight.with_absolute_paths(request.chosen)}
+    # A mistyped value is refused first, before this node waits for another one or looks at any file.
+    typed = resolve(chosen.values(), cross_checks=False)
+    log_path = Path(typed.log_path) if typed.log_path else preflight.default_log_path(request.environ)
     preflight.check_log_path(log_path)
     mount = filesystem.admit(log_path, write=not request.dry_run)
-    known = said.num_nodes if "num_nodes" in given else None
+    known = typed.num_nodes if "num_nodes" in chosen else None
     rank = ranks.node_rank(
         master=request.master, worker=request.worker, environ=request.environ, num_nodes=known
     )
@@ -69,11 +75,11 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     if request.resume and not there:
         raise UsageError(f"--resume: no run in {log_path} to go on with (no run.json); drop it to begin one")
     if there:
-        return _join(request, given, runrecord.load(log_path), mount)
+        return _join(request, chosen, typed, runrecord.load(log_path), mount)
     if rank is None or rank.value == 0 or request.dry_run:
-        return _create(request, given, log_path, rank, mount, say)
-    patience_s = said.coordination.join_timeout_s
-    return _join(request, given, runrecord.wait(log_path, patience_s, on_wait=say), mount)
+        return _create(request, chosen, typed, log_path, rank, mount, say)
+    record = runrecord.wait(log_path, typed.coordination.join_timeout_s, on_wait=say)
+    return _join(request, chosen, typed, record, mount)
 
 
 # --- node 0, first start ------------------------------------------------------------------------------------------------
@@ -81,54 +87,49 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
 
 def _create(
     request: Request,
-    given: dict[str, Given],
+    chosen: Mapping[str, ChosenValue],
+    typed: Settings,
     log_path: Path,
     rank: ranks.Choice | None,
     mount: Report,
     say: Say,
 ) -> Start:
-    count = ranks.count_nodes(rank, request.environ) if "num_nodes" not in given else None
+    count = ranks.count_nodes(rank, request.environ) if "num_nodes" not in chosen else None
     if count is not None:
-        given = {"num_nodes": Given("num_nodes", count.value, count.source), **given}
-    program = _program(request, given)
-    defaults, is_demo = _defaults(request, given, program)
+        chosen = {"num_nodes": ChosenValue("num_nodes", count.value, count.source), **chosen}
+    program = load_program(
+        typed.program if "program" in chosen else request.defaults.get("program", typed.program)
+    )
+    defaults, is_demo = _defaults(request, typed, program)
     # What the run will have: found below, or for the built-in task made last, when all the rest is right.
     fixed = {"log_path": str(log_path)}
     if is_demo:
         folder = RunPaths(log_path).demo
         fixed |= {"data_path": str(folder), "model": str(folder / "model")}
-    resolved = resolve.resolve(given.values(), {**filesystem.limits(mount, given), **defaults, **fixed})
-    if rank is None and resolved.settings.num_nodes > 1 and not request.dry_run:
-        raise UsageError(_no_rank(resolved.settings.num_nodes, request.environ))
-    nested = dict(resolved.nested)
-    _check_own(nested, program, request.environ)
-    tasks, model = _inputs(nested, program, request.environ, is_demo)
-    nested["model"] = model
-    record = runrecord.new(log_path, nested, resolve.digest(nested), tasks=tasks, model=model)
+    settings = resolve(chosen.values(), {**filesystem.limits(mount, chosen), **defaults, **fixed})
+    if rank is None and settings.num_nodes > 1 and not request.dry_run:
+        raise UsageError(_no_rank(settings.num_nodes, request.environ))
+    _check_own(settings, program, request.environ)
+    tasks, model = _inputs(settings, program, request.environ, is_demo)
+    settings = settings.model_copy(update={"model": model})
+    record = runrecord.new(log_path, settings, tasks=tasks, model=model)
     if request.dry_run:
-        return Start(record, 0, nested["iterations"], created=False, mount=mount)
-    files.set_shared_group(nested["shared_group"])
+        return Start(record, settings, 0, settings.iterations, created=False, mount=mount)
+    files.set_shared_group(settings.shared_group)
     if is_demo:
-        demo_folder.make(RunPaths(log_path).demo, preflight.cache_folder(request.environ), say)
-        made = preflight.read_tasks(Path(nested["data_path"]), tuple(tasks), nested["reward"]["kind"])
-        record = runrecord.new(log_path, nested, resolve.digest(nested), tasks=made, model=model)
+        folder = RunPaths(log_path).demo
+        demo_folder.make(folder, preflight.cache_folder(request.environ), say)
+        record = replace(record, tasks=preflight.read_tasks(folder, tuple(tasks), settings.reward.kind))
     published = runrecord.publish(record)
     if published.run_id != record.run_id:  # another process was first
-        return _join(request, given, published, mount)
-    return Start(record, 0, nested["iterations"], created=True, mount=mount)
+        return _join(request, chosen, typed, published, mount)
+    return Start(record, settings, 0, settings.iterations, created=True, mount=mount)
 
 
-def _program(request: Request, given: Mapping[str, Given]) -> Program:
-    chosen = given["program"].value if "program" in given else request.defaults.get("program", "rl")
-    return load_program(chosen)
-
-
-def _defaults(
-    request: Request, given: Mapping[str, Given], program: Program
-) -> tuple[Mapping[str, Any], bool]:
-    """What lies below the given values; with neither data nor a model that is the built-in task's settings."""
-    has_data, has_model = (key in given and given[key].value is not None for key in ("data_path", "model"))
-    needs_data = "data" in program.needs and _value(given, "rl_phase", "both") != "update"
+def _defaults(request: Request, typed: Settings, program: Program) -> tuple[Mapping[str, Any], bool]:
+    """What lies below the chosen values; with neither data nor a model that is the built-in task's settings."""
+    has_data, has_model = typed.data_path is not None, typed.model is not None
+    needs_data = "data" in program.needs and typed.rl_phase != "update"
     needs_model = "model" in program.needs
     if has_data or has_model or not (needs_data or needs_model):
         if needs_data and not has_data:
@@ -140,94 +141,88 @@ def _defaults(
     return {**task, **request.defaults}, True
 
 
-def _value(given: Mapping[str, Given], key: str, default: Any) -> Any:
-    return given[key].value if key in given else default
-
-
 def _no_rank(num_nodes: int, environ: Mapping[str, str]) -> str:
     unused = f" (RANK={environ['RANK']} counts processes here, not nodes)" if environ.get("RANK") else ""
     return f"which of the {num_nodes} nodes is this? give --master (node 0) or --worker R, or set NODE_RANK{unused}"
 
 
-def _check_own(nested: Mapping[str, Any], program: Program, environ: Mapping[str, str]) -> None:
+def _check_own(settings: Settings, program: Program, environ: Mapping[str, str]) -> None:
     """What belongs to the user beside data and model."""
     if "data" in program.needs:
-        preflight.check_reward(nested["reward"]["kind"])
-        preflight.check_judge(nested, environ)
-        preflight.check_agent(nested["rollout"]["agent"])
+        preflight.check_reward(settings.reward.kind)
+        preflight.check_judge(settings, environ)
+        preflight.check_agent(settings.rollout.agent)
     if "model" in program.needs:
-        preflight.check_engine(nested, environ)
-        preflight.check_replay(nested)
-    preflight.check_trainer(nested["trainer"]["command"])
+        preflight.check_engine(settings.engine, environ)
+        preflight.check_replay(settings)
+    preflight.check_trainer(settings.trainer.command)
 
 
 def _inputs(
-    nested: Mapping[str, Any], program: Program, environ: Mapping[str, str], is_demo: bool
+    settings: Settings, program: Program, environ: Mapping[str, str], is_demo: bool
 ) -> tuple[dict[str, dict[str, Any]], str | None]:
     """The task files and the model folder, checked; those of the built-in task are yet to be made."""
-    splits = preflight.needed_splits(nested) if "data" in program.needs else ()
+    splits = preflight.needed_splits(settings) if "data" in program.needs else ()
+    data_path = Path(settings.data_path) if settings.data_path else None
     if is_demo:
-        folder = Path(nested["data_path"])
         counts = {"train": demo_tasks.TRAIN_TASKS, "test": demo_tasks.TEST_TASKS}
         tasks = {
-            split: {"path": str(folder / f"{split}.jsonl"), "count": counts[split], "sha256": ""}
+            split: {"path": f"{data_path}/{split}.jsonl", "count": counts[split], "sha256": ""}
             for split in splits
         }
-        return tasks, nested["model"]
-    data_path = Path(nested["data_path"]) if nested["data_path"] else None
-    tasks = (
-        preflight.read_tasks(data_path, splits, nested["reward"]["kind"])
-        if data_path is not None and splits
-        else {}
-    )
-    model = str(preflight.find_model(nested["model"], data_path, environ)) if nested["model"] else None
+        return tasks, settings.model
+    tasks = preflight.read_tasks(data_path, splits, settings.reward.kind) if data_path and splits else {}
+    model = str(preflight.find_model(settings.model, data_path, environ)) if settings.model else None
     return tasks, model
 
 
 # --- every other start --------------------------------------------------------------------------------------------------
 
 
-def _join(request: Request, given: Mapping[str, Given], record: RunRecord, mount: Report) -> Start:
+def _join(
+    request: Request, chosen: Mapping[str, ChosenValue], typed: Settings, record: RunRecord, mount: Report
+) -> Start:
     """A node of a run that has its record."""
-    num_nodes = int(record.settings["num_nodes"])
-    stated = _comparable(given, record, request.environ)
-    resolved = resolve.resolve(stated.values(), resolve.as_defaults(record.settings), cross_checks=False)
-    runrecord.check_contradictions(record, stated, resolved.nested)
-    rank = ranks.node_rank(
-        master=request.master, worker=request.worker, environ=request.environ, num_nodes=num_nodes
+    settings = record.settings
+    runrecord.check_contradictions(
+        record, chosen, _with_models_folder(typed, record, settings.data_path, request.environ)
     )
-    if rank is None and num_nodes > 1 and not request.dry_run:
-        raise UsageError(_no_rank(num_nodes, request.environ))
-    stored = resolve.from_nested(record.settings).model_dump(
-        mode="json"
-    )  # what an older version did not know: defaults
-    if "model" in load_program(record.settings["program"]).needs:
-        preflight.check_engine(stored, request.environ)  # variables, and where files lie, are each node's own
-        preflight.check_judge(stored, request.environ)
-        preflight.check_agent(stored["rollout"]["agent"])
+    rank = ranks.node_rank(
+        master=request.master,
+        worker=request.worker,
+        environ=request.environ,
+        num_nodes=settings.num_nodes,
+    )
+    if rank is None and settings.num_nodes > 1 and not request.dry_run:
+        raise UsageError(_no_rank(settings.num_nodes, request.environ))
+    if "model" in load_program(settings.program).needs:
+        # Environment variables, and where files lie, are each node's own.
+        preflight.check_engine(settings.engine, request.environ)
+        preflight.check_judge(settings, request.environ)
+        preflight.check_agent(settings.rollout.agent)
     runrecord.check_tasks(record)
-    record = replace(record, settings={**stored, **_choices(given, resolved.nested)})
-    return Start(record, rank.value if rank else 0, resolved.settings.iterations, created=False, mount=mount)
+    until = typed.iterations if "iterations" in chosen else settings.iterations
+    settings = settings.with_choices(_choices(chosen, typed, settings))
+    return Start(record, settings, rank.value if rank else 0, until, created=False, mount=mount)
 
 
-def _choices(given: Mapping[str, Given], resolved: Mapping[str, Any]) -> dict[str, Any]:
+def _choices(chosen: Mapping[str, ChosenValue], typed: Settings, recorded: Settings) -> dict[str, Any]:
     """What this start chooses anew. Raises UsageError for a split of something that is not rolled out."""
-    chosen = {key: resolved[key] for key in runrecord.CHOICES}
-    if "rl_phase" in given and "rollout_split" not in given:
-        chosen["rollout_split"] = None
-    if chosen["rollout_split"] is not None and chosen["rl_phase"] != "rollout":
-        raise UsageError(f"--rollout-split {chosen['rollout_split']}: only with --rl-phase rollout")
-    return chosen
+    rl_phase, split = recorded.rl_phase, recorded.rollout_split
+    if "rl_phase" in chosen:
+        rl_phase, split = typed.rl_phase, None
+    if "rollout_split" in chosen:
+        split = typed.rollout_split
+    if split is not None and rl_phase != "rollout":
+        raise UsageError(f"--rollout-split {split}: only with --rl-phase rollout")
+    return {"rl_phase": rl_phase, "rollout_split": split}
 
 
-def _comparable(
-    given: Mapping[str, Given], record: RunRecord, environ: Mapping[str, str]
-) -> dict[str, Given]:
-    """The given values, a model's name turned into its folder as the record has it."""
-    stated = dict(given)
-    item = stated.get("model")
-    if item is not None and isinstance(item.value, str) and item.value != record.model:
-        data_path = record.settings["data_path"]
-        folder = preflight.find_model(item.value, Path(data_path) if data_path else None, environ)
-        stated["model"] = Given("model", str(folder), item.source)
-    return stated
+def _with_models_folder(
+    typed: Settings, record: RunRecord, data_path: str | None, environ: Mapping[str, str]
+) -> Settings:
+    """What was typed, a model's name turned into its folder as the record has it."""
+    if typed.model is None or typed.model == record.model:
+        return typed
+    folder = preflight.find_model(typed.model, Path(data_path) if data_path else None, environ)
+    return typed.model_copy(update={"model": str(folder)})

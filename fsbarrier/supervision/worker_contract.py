@@ -27,6 +27,7 @@ from typing import Any
 
 from fsbarrier import files
 from fsbarrier.errors import FsbarrierError, ProgramFailed
+from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision import signals
 
 # Every heartbeat carries the progress.
@@ -143,8 +144,8 @@ class Progress:
         files.write_atomic(self._path, json.dumps(shown | fields).encode())
 
 
-def run_worker(main: Callable[[JsonObject, Progress], JsonObject | None]) -> int:
-    """Read the spec, run `main(spec, progress)`, leave its result; gives the exit code.
+def run_worker(main: Callable[[JsonObject, Settings, Progress], JsonObject | None]) -> int:
+    """Read the spec, run `main(spec, settings, progress)`, leave its result; gives the exit code.
 
     `main` returns None in a process that leaves no result: of the many processes of one update, one does.
     """
@@ -152,12 +153,12 @@ def run_worker(main: Callable[[JsonObject, Progress], JsonObject | None]) -> int
     parser.add_argument("--spec", type=Path, required=True, help="the JSON file that says what to do")
     spec = json.loads(parser.parse_args().spec.read_text())
     signal.signal(signal.SIGTERM, signals.end)
-    shared = bool(spec["settings"].get("shared_group"))
-    files.set_shared_group(shared)
+    settings = Settings.model_validate(spec["settings"])
+    files.set_shared_group(settings.shared_group)
     # Libraries write files too, and know nothing of our modes.
-    os.umask(0o007 if shared else 0o077)
+    os.umask(0o007 if settings.shared_group else 0o077)
     try:
-        result = main(spec, Progress(Path(spec["progress"])))
+        result = main(spec, settings, Progress(Path(spec["progress"])))
     except FsbarrierError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code if error.exit_code == 2 else 1

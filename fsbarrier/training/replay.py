@@ -9,9 +9,11 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
+
+from fsbarrier.settings.sections import UpdateSettings
 
 T = TypeVar("T")
 
@@ -25,9 +27,8 @@ class Recency:
     groups: int | None
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Recency:
-        chosen = settings.get("update", {})
-        return cls(chosen.get("recency", 1), chosen.get("recency_power", 2.0), chosen.get("groups"))
+    def of(cls, settings: UpdateSettings) -> Recency:
+        return cls(settings.recency, settings.recency_power, settings.groups)
 
     @property
     def draws(self) -> bool:

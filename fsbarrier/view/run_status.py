@@ -113,7 +113,7 @@ def status_of(reader: RunReader, now: float, *, one_look: bool = False) -> RunSt
         state=state,
         run_id=reader.record.run_id,
         log_path=str(reader.log_path),
-        program=Path(str(reader.record.settings.get("program", ""))).name,
+        program=Path(str(reader.record.setting("program") or "")).name,
         generation=max(number, newest.number if newest else 0),
         iteration=iteration,
         iterations=_last_iteration(reader),
@@ -131,7 +131,7 @@ def status_of(reader: RunReader, now: float, *, one_look: bool = False) -> RunSt
 
 
 def _num_nodes(reader: RunReader) -> int:
-    value = reader.record.settings.get("num_nodes")
+    value = reader.record.setting("num_nodes")
     return value if isinstance(value, int) and 0 < value < 100_000 else 1
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from fsbarrier import files
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.settings.sections import AlgorithmSettings, Settings
 from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.training.batch import load_tensors
 from fsbarrier.training.losses import group_advantages
@@ -66,28 +67,25 @@ class Batch:
             self.current.append(current)
 
 
-def main(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    settings = spec["settings"]
+def main(spec: dict[str, Any], settings: Settings, progress: Progress) -> dict[str, Any]:
     batch, offered = Batch(), Offered()
-    recency = Recency.of(settings)
-    seed = f"{settings['rollout']['seed']}:{spec['iteration']}"
+    recency = Recency.of(settings.update)
+    seed = f"{settings.rollout.seed}:{spec['iteration']}"
     draw: Draw[tuple[list[Trajectory], bool]] = Draw(recency, seed=f"{seed}:recency")
     for age, merged in enumerate(sources(spec, recency)):
         if age and recency.draws and not merged.exists():
             continue  # its iteration was not rolled out, or is no longer kept
         groups = offered.groups_in(merged, spec, progress)
         if recency.draws:
-            draw.offer(age, ((group, own) for group, own in groups if teaches(group, settings["algorithm"])))
+            draw.offer(age, ((group, own) for group, own in groups if teaches(group, settings.algorithm)))
         else:
-            offered.taught += sum(
-                add_group(batch, group, settings["algorithm"], own) for group, own in groups
-            )
+            offered.taught += sum(add_group(batch, group, settings.algorithm, own) for group, own in groups)
     for _, (group, own) in draw.chosen():
-        offered.taught += add_group(batch, group, settings["algorithm"], own)
+        offered.taught += add_group(batch, group, settings.algorithm, own)
     steps = minibatches(
         len(batch.weights),
-        settings["trainer"]["minibatch"],
-        settings["trainer"]["epochs"],
+        settings.trainer.minibatch,
+        settings.trainer.epochs,
         seed=seed,
     )
     out = Path(spec["batch"])
@@ -194,12 +192,12 @@ def groups_of(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
         yield group
 
 
-def teaches(group: list[Trajectory], algorithm: Mapping[str, Any]) -> bool:
+def teaches(group: list[Trajectory], algorithm: AlgorithmSettings) -> bool:
     """Whether there is anything to learn from a group."""
     return add_group(Batch(), group, algorithm, current=True)
 
 
-def add_group(batch: Batch, group: list[Trajectory], algorithm: Mapping[str, Any], current: bool) -> bool:
+def add_group(batch: Batch, group: list[Trajectory], algorithm: AlgorithmSettings, current: bool) -> bool:
     """Add what of a group there is to learn from; False if nothing.
 
     grpo: a failed or cut-off trajectory stays in its group, as no success. rft: successes only, weighted by their rewards.
@@ -210,12 +208,12 @@ def add_group(batch: Batch, group: list[Trajectory], algorithm: Mapping[str, Any
         return False
     rewards = torch.tensor([counted_reward(t) for t in group], dtype=torch.float64)
     before = len(batch.weights)
-    if algorithm["loss"] == "rft":
+    if algorithm.loss == "rft":
         for trajectory in group:
             if trajectory["valid"] and trajectory["reward"] > 0:
                 batch.add(trajectory, float(trajectory["reward"]), current)
-    elif not (algorithm["drop_zero_signal"] and bool((rewards == rewards[0]).all())):
-        advantages = group_advantages(rewards, normalize_std=algorithm["normalize_std"])
+    elif not (algorithm.drop_zero_signal and bool((rewards == rewards[0]).all())):
+        advantages = group_advantages(rewards, normalize_std=algorithm.normalize_std)
         for trajectory, advantage in zip(group, advantages.tolist(), strict=True):
             batch.add(trajectory, advantage, current)
     return len(batch.weights) > before

@@ -21,8 +21,7 @@ from typing import Any
 from fsbarrier import files
 from fsbarrier.data.tasks import Task, read_tasks
 from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
-from fsbarrier.rewards.judge import JudgeSettings
-from fsbarrier.rewards.kinds import DEFAULT_TIMEOUT_S, check_answers, open_reward
+from fsbarrier.rewards.kinds import check_answers, open_reward
 from fsbarrier.rewards.score import Reward
 from fsbarrier.rollouts import agents, assignment
 from fsbarrier.rollouts.early_end import Tail
@@ -31,13 +30,13 @@ from fsbarrier.rollouts.judged import failed_group, judged_group
 from fsbarrier.rollouts.samples import Group
 from fsbarrier.rollouts.sampling import Sampler, Server
 from fsbarrier.rollouts.tally import Shown, Tally
+from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.trajectories import ShardWriter
 
 SEQUENCES_PER_REQUEST = 128  # prompts times samples: see sampling.py
 BACKLOG = 4  # groups that may be sampled but not yet on disk, in units of `rollout.concurrency`
 ALL_REFUSED = 8  # so many prompts refused in a row from the start: it is not the prompts
-DEFAULT_ERROR_SHARE = 0.1
 
 Spec = Mapping[str, Any]
 
@@ -45,35 +44,32 @@ Spec = Mapping[str, Any]
 class Rollout:
     """One start of the program."""
 
-    def __init__(self, spec: Spec, progress: Progress) -> None:
-        settings, sampling = spec["settings"], spec["sampling"]
-        self.spec = spec
+    def __init__(self, spec: Spec, settings: Settings, progress: Progress) -> None:
+        sampling = spec["sampling"]
+        self.spec, self.settings = spec, settings
         self.samples = int(sampling["samples"])
         if self.samples > 1 and sampling["temperature"] == 0:
             raise UsageError(
                 f"{self.samples} samples a task at temperature 0 would all be the same; give samples=1 or a temperature"
             )
-        rollout = settings["rollout"]
-        self.concurrency = int(rollout["concurrency"])
-        self.per_request = min(self.concurrency, int(rollout.get("prompts_per_request") or 0)) or max(
+        rollout = settings.rollout
+        self.concurrency = rollout.concurrency
+        self.per_request = min(self.concurrency, rollout.prompts_per_request) or max(
             1, min(SEQUENCES_PER_REQUEST // self.samples, self.concurrency // 2)
         )
-        self.make_agent = agents.load_agent(rollout["agent"]) if rollout.get("agent") else None
+        self.make_agent = agents.load_agent(rollout.agent) if rollout.agent else None
         if self.make_agent is not None:
             self.per_request = 1
         # an agent's episodes have the limit each
-        self.task_timeout_s: float | None = rollout["task_timeout_s"] if self.make_agent is None else None
-        kind = settings["reward"]["kind"]
-        self.error_share = float(settings["reward"].get("max_error_share", DEFAULT_ERROR_SHARE))
-        self.agent_error_share = float(rollout.get("max_error_share", DEFAULT_ERROR_SHARE))
+        self.task_timeout_s = rollout.task_timeout_s if self.make_agent is None else None
+        self.error_share = settings.reward.max_error_share
+        self.agent_error_share = rollout.max_error_share
         mine = [spec["tasks"]] if spec["fixed_shares"] else spec["shares"].values()
         task_file = read_tasks(Path(spec["task_file"]), [index for indices in mine for index in indices])
         self.tasks = task_file.tasks
-        check_answers(kind, list(self.tasks.values()), task_file.path)
+        check_answers(settings.reward.kind, list(self.tasks.values()), task_file.path)
         self.reward: Reward = open_reward(
-            kind,
-            timeout_s=float(settings["reward"].get("timeout_s", DEFAULT_TIMEOUT_S)),
-            judge=JudgeSettings(**settings["judge"]) if "judge" in settings else None,
+            settings.reward.kind, timeout_s=settings.reward.timeout_s, judge=settings.judge
         )
         engine = spec["engine"]
         self.server = Server(
@@ -81,10 +77,10 @@ class Rollout:
             api_key=engine.get("api_key") or "",
             model=engine.get("model") or "",
             **{name: sampling[name] for name in ("samples", "temperature", "top_p", "top_k", "max_tokens")},
-            timeout_s=float(rollout["request_timeout_s"]),
-            tries=int(rollout["retries"]) + 1,
+            timeout_s=rollout.request_timeout_s,
+            tries=rollout.retries + 1,
             # a server of ours is started again by the daemon, when this program has failed
-            patience_s=float(settings["engine"]["start_timeout_s"]) if others_server(settings) else 0.0,
+            patience_s=0.0 if settings.manages_engine else settings.engine.start_timeout_s,
         )
         self.tally = Tally()
         self.claims, self.tail = assignment.open_claims(spec), assignment.open_tail(spec)
@@ -164,7 +160,9 @@ class Rollout:
         if writer.finished:  # an earlier start was cut off between this and its result
             return
         there = {group.task_index for group in writer.groups}
-        opened = agents.open_sampler(self.make_agent, self.server, self.spec["settings"], self._on_tokens)
+        opened = agents.open_sampler(
+            self.make_agent, self.server, self.settings.rollout, self.settings.custom, self._on_tokens
+        )
         async with opened as sampler, self.metrics:
             looked = False
             try:
@@ -270,11 +268,6 @@ class Rollout:
         self.shown.news()
 
 
-def others_server(settings: Mapping[str, Any]) -> bool:
-    """Whether the engine is one that the daemon does not manage."""
-    return bool(settings["debug_mode"]) or settings["engine"]["url"] is not None
-
-
 def _first(group: BaseExceptionGroup) -> BaseException:
     """What went wrong first, of our own errors if there are any."""
     leaves: list[BaseException] = []
@@ -301,8 +294,8 @@ async def until_stopped(rollout: Rollout) -> dict[str, Any]:
         raise SystemExit(128 + caught[0] if caught else 1) from None
 
 
-def main(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    return asyncio.run(until_stopped(Rollout(spec, progress)))
+def main(spec: dict[str, Any], settings: Settings, progress: Progress) -> dict[str, Any]:
+    return asyncio.run(until_stopped(Rollout(spec, settings, progress)))
 
 
 if __name__ == "__main__":

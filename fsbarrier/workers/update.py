@@ -27,6 +27,7 @@ from fsbarrier import files
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.machine.network_interface import name_interface
 from fsbarrier.rundir import checkpoints
+from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.training import policy
 from fsbarrier.training.batch import MicroBatch, TrainingBatch, load_tensors, plan
@@ -46,17 +47,16 @@ DATA_PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")
 class Update:
     """One process's part of the update."""
 
-    def __init__(self, spec: dict[str, Any], progress: Progress) -> None:
-        self.spec, self.progress = spec, progress
-        self.settings = spec["settings"]
-        trainer = self.settings["trainer"]
+    def __init__(self, spec: dict[str, Any], settings: Settings, progress: Progress) -> None:
+        self.spec, self.settings, self.progress = spec, settings, progress
+        trainer = settings.trainer
         on_cpu = not torch.cuda.is_available()
-        self.dtype = _dtype(trainer["dtype"], on_cpu)
+        self.dtype = _dtype(trainer.dtype, on_cpu)
         name_interface(os.environ)
         self.accelerator = Accelerator(
             cpu=on_cpu,
             mixed_precision="bf16" if self.dtype is torch.bfloat16 else "no",
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=trainer["timeout_s"]))],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=trainer.timeout_s))],
         )
         self.local_main = int(os.environ.get("LOCAL_RANK", "0")) == 0
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
@@ -71,7 +71,7 @@ class Update:
             )
         self.batch = TrainingBatch.load(Path(spec["batch"]))
         self.lengths = self.batch.lengths()
-        self.temperature = self.settings["rollout"]["temperature"]
+        self.temperature = settings.rollout.temperature
         self.steps_before = 0
 
     def run(self) -> dict[str, Any] | None:
@@ -104,10 +104,9 @@ class Update:
         return model
 
     def optimizer(self, model: Any) -> torch.optim.Optimizer:
-        chosen = self.settings["optimizer"]
-        betas = tuple(chosen["betas"])
+        chosen = self.settings.optimizer
         return torch.optim.AdamW(
-            model.parameters(), lr=chosen["lr"], betas=betas, weight_decay=chosen["weight_decay"]
+            model.parameters(), lr=chosen.lr, betas=chosen.betas, weight_decay=chosen.weight_decay
         )
 
     def logits_bytes(self) -> int:
@@ -147,9 +146,7 @@ class Update:
             sums, gaps = self.accumulate(model, indices, measure_gap=number == 0)
             if number == 0:
                 gap_mean, gap_max = self.check_gap(gaps)
-            norm = self.accelerator.clip_grad_norm_(
-                model.parameters(), self.settings["optimizer"]["grad_clip"]
-            )
+            norm = self.accelerator.clip_grad_norm_(model.parameters(), self.settings.optimizer.grad_clip)
             if not torch.isfinite(sums["loss"]) or not torch.isfinite(norm):
                 raise ProgramFailed(
                     f"optimizer step {number + 1}: loss {float(sums['loss'])}, gradient norm {float(norm)}; "
@@ -174,14 +171,14 @@ class Update:
             "replayed": int((self.batch.current == 0).sum()),
             "logprob_gap_mean": gap_mean,
             "logprob_gap_max": gap_max,
-            "lr": self.settings["optimizer"]["lr"],
+            "lr": self.settings.optimizer.lr,
         }
 
     def set_lr(self, optimizer: Any, step: int) -> None:
-        warmup = self.settings["optimizer"]["warmup_steps"]
+        warmup = self.settings.optimizer.warmup_steps
         factor = min(1.0, step / warmup) if warmup else 1.0
         for group in optimizer.param_groups:
-            group["lr"] = self.settings["optimizer"]["lr"] * factor
+            group["lr"] = self.settings.optimizer.lr * factor
 
     def accumulate(
         self, model: Any, indices: Tensor, *, measure_gap: bool
@@ -191,7 +188,7 @@ class Update:
         Every process runs the same number of micro-batches, as DistributedDataParallel wants; one without a trajectory left
         runs its first one with weight zero. Gap sums: [sum, count, maximum] over this process's tokens.
         """
-        most = self.settings["trainer"]["micro_batch"]
+        most = self.settings.trainer.micro_batch
         mine = plan(indices.tolist(), self.lengths, self.world, most=most, most_tokens=self.most_tokens)[
             self.rank
         ]
@@ -233,12 +230,10 @@ class Update:
         return logits
 
     def loss(self, new: Tensor, old: Tensor, weights: Tensor, mask: Tensor) -> LossSums:
-        algorithm = self.settings["algorithm"]
-        if algorithm["loss"] == "rft":
+        algorithm = self.settings.algorithm
+        if algorithm.loss == "rft":
             return rft_loss(new, weights, mask)
-        return grpo_loss(
-            new, old, weights, mask, clip_low=algorithm["clip_low"], clip_high=algorithm["clip_high"]
-        )
+        return grpo_loss(new, old, weights, mask, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
 
     def check_gap(self, gaps: Tensor) -> tuple[float | None, float | None]:
         """Does the engine serve the weights that are trained? (mean, maximum) difference of log-probabilities; None where the first
@@ -248,9 +243,9 @@ class Update:
         if not count:
             return None, None
         mean, most = float(everyone[:, 0].sum()) / count, float(everyone[:, 2].max())
-        rollout = self.settings["rollout"]
-        limit = self.settings["algorithm"]["max_logprob_gap"] or self.gap_limit()
-        comparable = rollout["top_p"] >= 1 and rollout["top_k"] in (-1, 0)
+        rollout = self.settings.rollout
+        limit = self.settings.algorithm.max_logprob_gap or self.gap_limit()
+        comparable = rollout.top_p >= 1 and rollout.top_k in (-1, 0)
         if comparable and not mean <= limit:
             raise ProgramFailed(
                 f"the sampled tokens' log-probabilities differ by {mean:.4f} on average (at most {most:.3f}) between "
@@ -261,7 +256,7 @@ class Update:
 
     def gap_limit(self) -> float:
         """What the lower of the two precisions explains. The engine's `auto` is float32 on a CPU, else bfloat16."""
-        engine = self.settings["engine"]["dtype"]
+        engine = self.settings.engine.dtype
         exact = engine == "float32" or (engine == "auto" and self.accelerator.device.type == "cpu")
         return GAP_LIMIT[self.dtype if exact else torch.bfloat16]
 
@@ -308,11 +303,11 @@ def _dtype(wanted: str, on_cpu: bool) -> torch.dtype:
     return torch.float32 if wanted == "float32" else torch.bfloat16
 
 
-def main(spec: dict[str, Any], progress: Progress) -> dict[str, Any] | None:
+def main(spec: dict[str, Any], settings: Settings, progress: Progress) -> dict[str, Any] | None:
     # A handler in Python would wait for the collective under way. Whatever is half written has no manifest.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        result = Update(spec, progress).run()
+        result = Update(spec, settings, progress).run()
     except FsbarrierError as error:
         tell_torchrun(error)
         raise

@@ -15,7 +15,7 @@ BAD = "import sys; print('row', sys.argv[1], 'comes to its bad end'); sys.exit(3
 def perhaps_bad(row: Phase, builder: Builder | None) -> Builder | None:
     def build(ctx: Context) -> Work:
         assert builder is not None
-        custom = ctx.settings["custom"]
+        custom = ctx.settings.custom
         if (ctx.node_rank, row.index) == (custom["fails"], custom["row"]) and ctx.attempt < custom["times"]:
             return Command((sys.executable, "-c", BAD, str(row.index)), "bad.log")
         return builder(ctx)

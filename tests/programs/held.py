@@ -26,7 +26,7 @@ def held(row: Phase) -> Phase:
 def slow(builder: Builder | None, index: int) -> Builder:
     def build(ctx: Context) -> Work:
         work = builder(ctx) if builder is not None else Value({})
-        if (ctx.generation, ctx.settings["custom"]["hold"]) != (1, index):
+        if (ctx.generation, ctx.settings.custom["hold"]) != (1, index):
             return work
         slowed, found = slowed_down(work)
         return slowed if found else Steps((Command(("sleep", str(LONG_S)), "hold.log", result=False), work))
