@@ -12,7 +12,7 @@ from fsbarrier.rundir.store import PosixStore
 
 
 def beat(rank: int, incarnation: int, counter: int = 1, state: str = "running") -> Beat:
-    return Beat(rank=rank, incarnation=incarnation, counter=counter, state=state)
+    return Beat(rank, incarnation, counter, "host", 1, state)
 
 
 def written(root: Path, *beats: Beat) -> RunPaths:
