@@ -12,7 +12,6 @@ import json
 import os
 import re
 import secrets
-import socket
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from fsbarrier.data.torchzip import (
 )
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.files import fsync_dir, make_dirs, open_new
+from fsbarrier.machine.host import host_name
 
 
 @dataclass(frozen=True)
@@ -318,4 +318,4 @@ def remove_leftovers(out: Path) -> None:
 
 
 def _temporary_start(out: Path) -> str:
-    return f".{out.name}.{re.sub('[^A-Za-z0-9-]', '-', socket.gethostname())}."
+    return f".{out.name}.{re.sub('[^A-Za-z0-9-]', '-', host_name())}."

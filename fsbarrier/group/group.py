@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import threading
 import time
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any, Self
 from fsbarrier.errors import NodeError, PeerLost, StoreError
 from fsbarrier.group.presence import Offer, Presence
 from fsbarrier.group.waiting import Patience
-from fsbarrier.machine.host import boot_id
+from fsbarrier.machine.host import boot_id, host_name
 from fsbarrier.node.agent import Agent
 from fsbarrier.node.observer import Observer, Paces, eagerness, fact_name
 from fsbarrier.program import Context, Phase, Program, Value
@@ -331,7 +330,7 @@ def join(
     if os.path.lexists(paths.record):
         raise ValueError(f"{paths.root} is the directory of a run; give the group one of its own")
     alike = {"num_nodes": num_nodes, "beat_s": beat_s, "suspect_s": suspect_s, "dead_s": dead_s}
-    here = Join(node_rank, 0, socket.gethostname(), os.getpid(), boot_id(), choices=alike)
+    here = Join(node_rank, 0, host_name(), os.getpid(), boot_id(), choices=alike)
     limits = Limits(suspect_s, dead_s, 2 * beat_s, join_timeout_s=float("inf"))
     rules = Rules(_PROGRAM, 0, 0, num_nodes, on_node_failure="hold", limits=limits)
     members_s = min(0.05 * max(1.0, num_nodes / 16), beat_s / 2)

@@ -9,7 +9,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -26,7 +25,7 @@ from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, EXIT_SIGTERM, Fenced, S
 from fsbarrier.loader import load_program
 from fsbarrier.machine import accelerators
 from fsbarrier.machine.addresses import candidate_addresses
-from fsbarrier.machine.host import boot_id
+from fsbarrier.machine.host import boot_id, host_name
 from fsbarrier.node.agent import Agent, place
 from fsbarrier.node.console import Console
 from fsbarrier.node.context import ContextMaker
@@ -131,7 +130,7 @@ class Daemon:
         join = Join(
             rank=rank,
             incarnation=0,
-            host=socket.gethostname(),
+            host=host_name(),
             pid=os.getpid(),
             boot_id=boot_id(),
             addresses=tuple(candidate_addresses()),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 import filelock
 
 from fsbarrier.errors import UsageError
+from fsbarrier.machine.host import host_name
 from fsbarrier.rundir.heartbeats import live_nodes, read_beats
 from fsbarrier.rundir.paths import RunPaths
 
@@ -39,7 +39,7 @@ def hold_rank(paths: RunPaths, rank: int, beat_s: float) -> Iterator[None]:
             f"node {rank} of {paths.root} is already running on this host ({who}); end it first"
         ) from None
     try:
-        elsewhere = beat is not None and beat.host != socket.gethostname()
+        elsewhere = beat is not None and beat.host != host_name()
         if elsewhere and (alive := live_nodes(paths.root, WATCHED_BEATS * beat_s, rank)):
             raise UsageError(
                 f"node {rank} of {paths.root} is already running on {alive[0].host}, process {alive[0].pid}; "

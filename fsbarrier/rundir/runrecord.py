@@ -7,12 +7,10 @@ recognised. What a later start says must agree with it, except for PER_START. St
 from __future__ import annotations
 
 import contextlib
-import getpass
 import hashlib
 import json
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import fsbarrier
 from fsbarrier import files
 from fsbarrier.errors import StoreError, TooFewNodes, UsageError
+from fsbarrier.machine.host import user_at_host
 from fsbarrier.retry import Backoff
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sources import ChosenValue
@@ -97,7 +96,7 @@ def new(
     return RunRecord(
         run_id=f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}",
         created=now.isoformat(timespec="seconds"),
-        created_by=f"{_user()}@{socket.gethostname()}",
+        created_by=user_at_host(),
         version=fsbarrier.__version__,
         settings_json=settings.as_json(),
         settings_digest=settings.digest,
@@ -144,13 +143,6 @@ def encode(record: RunRecord) -> bytes:
 
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return f"uid{os.getuid()}"
 
 
 # --- reading ------------------------------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import getpass
-import socket
 from datetime import UTC, datetime
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
+from fsbarrier.machine.host import user_at_host
 from fsbarrier.protocol.facts import StopRequest
 from fsbarrier.rundir.names import STOP_REQUEST
 from fsbarrier.rundir.paths import RunPaths
@@ -24,8 +23,9 @@ def request_stop(log_path: Path, *, now: bool, who: str | None = None) -> Path:
         raise UsageError(f"no run at {log_path}: there is no {paths.record.name}")
     store = PosixStore()
     store.make_dir(paths.stops)
-    asking = who or f"{getpass.getuser()}@{socket.gethostname()}"
-    request = StopRequest(now=now, who=asking, time=datetime.now(UTC).isoformat(timespec="seconds"))
+    request = StopRequest(
+        now=now, who=who or user_at_host(), time=datetime.now(UTC).isoformat(timespec="seconds")
+    )
     number = max(STOP_REQUEST.parse_all(store.names(paths.stops)), default=0) + 1
     while not store.create(paths.stop(number), request):
         number += 1

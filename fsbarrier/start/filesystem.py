@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +12,7 @@ from fsbarrier import files
 from fsbarrier.doctor import examine, verdict
 from fsbarrier.doctor.findings import Report
 from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.machine.host import host_name
 from fsbarrier.retry import retry
 from fsbarrier.rundir.paths import RunPaths
 
@@ -48,7 +48,7 @@ def limits(report: Report, given: Mapping[str, Any]) -> dict[str, float]:
 
 def record(report: Report, paths: RunPaths, node_rank: int) -> None:
     """Put what this node found into the run, in place of what it found at an earlier start. Raises StoreError."""
-    about = {"host": socket.gethostname(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    about = {"host": host_name(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
     body = json.dumps({"node_rank": node_rank, **about, **report.as_json()}, indent=2)
     path = paths.filesystem(node_rank)
     try:

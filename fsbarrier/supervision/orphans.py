@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fsbarrier import files
+from fsbarrier.machine.host import boot_id
 from fsbarrier.supervision import processes
 
 # For how long a tree is killed again and again.
@@ -118,7 +119,7 @@ def _wait_for_an_end(tree: Mapping[int, int], timeout_s: float) -> None:
 def _here() -> dict[str, str]:
     """What a pid and a start time are relative to."""
     return {
-        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "boot": boot_id(),
         "pid_namespace": os.readlink("/proc/self/ns/pid"),
     }
 

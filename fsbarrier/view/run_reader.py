@@ -6,12 +6,11 @@ foreign or vanishing file is passed over; it is never an error.
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
-from fsbarrier.machine.host import boot_id
+from fsbarrier.machine.host import boot_id, host_name
 from fsbarrier.protocol.facts import Beat, CorruptRecord, Generation, Join, R, decode
 from fsbarrier.protocol.membership import GONE, Ledger
 from fsbarrier.rundir import names, runrecord
@@ -68,7 +67,7 @@ class RunReader:
         self.paths = RunPaths(self.log_path)
         self.record = load_record(self.log_path)
         self._boot = boot_id()
-        self._host = socket.gethostname()
+        self._host = host_name()
 
     def poll(self, now: float) -> list[Event]:
         """Look at everything; `now` is this process's monotonic time. Gives the journals' new events, by their wall clocks."""
