@@ -53,7 +53,7 @@ def test_masked_tokens_cannot_spoil_the_loss() -> None:
 def test_advantages_are_centred_and_scaled() -> None:
     import torch
 
-    from fsbarrier.training.losses import group_advantages
+    from fsbarrier.training.advantages import group_advantages
 
     assert group_advantages(torch.tensor([0.0, 1.0]), normalize_std=True).tolist() == pytest.approx(
         [-0.7071, 0.7071], abs=1e-4

@@ -141,7 +141,7 @@ def test_the_same_rollouts_make_the_same_batch(tmp_path: Path) -> None:
 
 
 def test_minibatches_cover_each_epoch_once() -> None:
-    from fsbarrier.workers.prepare import minibatches
+    from fsbarrier.training.batch import minibatches
 
     steps = minibatches(25, 10, 2, seed="s")
     assert [len(step) for step in steps] == [13, 12] * 2
@@ -160,7 +160,7 @@ def test_minibatches_cover_each_epoch_once() -> None:
 def test_a_plan_deals_out_every_trajectory_once(
     lengths: list[int], world: int, most: int, most_tokens: int
 ) -> None:
-    from fsbarrier.training.batch import plan
+    from fsbarrier.training.micro_batch import plan
 
     planned = plan(list(range(len(lengths))), lengths, world, most=most, most_tokens=most_tokens)
     assert sorted(i for rank in planned for micro in rank for i in micro) == list(range(len(lengths)))

@@ -11,6 +11,7 @@ from trainer_bench import Bench, bench, rollouts, settings, tiny_model
 
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.rundir import checkpoints
+from fsbarrier.settings.sections import Settings
 
 pytestmark = pytest.mark.torch
 
@@ -71,16 +72,21 @@ def test_a_resumed_trainer_does_what_one_that_never_stopped_does(tmp_path: Path)
     """Two updates with the state saved and loaded between them, against the same two without: equal to the last bit."""
     from transformers import AutoModelForCausalLM
 
-    from fsbarrier.supervision.worker_contract import Progress
-    from fsbarrier.workers.update import Update
+    from fsbarrier.training.batch import TrainingBatch
+    from fsbarrier.training.optimizer_step import train
+    from fsbarrier.training.processes import Processes
+    from fsbarrier.training.trainer import Trainer
 
     work = bench(tmp_path)
     work.prepare()
-    one = Update(work.update_spec("kept"), work.settings, Progress(None))
-    model = one.load()
-    optimizer = one.optimizer(model)
-    model, optimizer = one.accelerator.prepare(model, optimizer)
-    one.train(model, optimizer)
+    kept = Trainer.load(
+        Processes(work.settings.trainer),
+        work.settings.optimizer,
+        model_folder=tmp_path / "model",
+        state_folder=None,
+        policy_version=0,
+    )
+    train(kept, TrainingBatch.load(tmp_path / "batch"), work.settings, tmp_path / "model")
 
     work.update("v1")
     (tmp_path / "merged").unlink()
@@ -89,11 +95,8 @@ def test_a_resumed_trainer_does_what_one_that_never_stopped_does(tmp_path: Path)
     work.update("v2", version=2, before="v1")
     work.update("fresh", version=2, before="v1", trainer_state=None)
 
-    other = Update(work.update_spec("kept", version=2, before="v1"), work.settings, Progress(None))
-    other.load()
-    other.steps_before = len(one.batch.steps)
-    other.train(model, optimizer)
-    assert largest_difference(work.weights("v2"), dict(model.state_dict())) == 0
+    train(kept, TrainingBatch.load(tmp_path / "batch"), work.settings, tmp_path / "model")
+    assert largest_difference(work.weights("v2"), dict(kept.model.state_dict())) == 0
     assert largest_difference(work.weights("v2"), work.weights("fresh")) > 1e-5
 
 
@@ -131,14 +134,16 @@ def test_log_probabilities_are_compared_at_the_sampling_temperature(tmp_path: Pa
 
 
 def test_the_bound_fits_the_lower_precision(tmp_path: Path) -> None:
-    from fsbarrier.supervision.worker_contract import Progress
-    from fsbarrier.workers.update import Update
+    from fsbarrier.training.logprob_gap import limit_of
+    from fsbarrier.training.processes import Processes
 
-    work = bench(tmp_path)
-    work.prepare()
-    exact = Update(work.update_spec("v1"), work.settings, Progress(None)).gap_limit()
-    work.nested["engine"]["dtype"] = "bfloat16"
-    assert Update(work.update_spec("v1"), work.settings, Progress(None)).gap_limit() > 10 * exact
+    processes = Processes(settings_of(tmp_path).trainer)
+    exact = limit_of(settings_of(tmp_path), processes)
+    assert limit_of(settings_of(tmp_path, engine__dtype="bfloat16"), processes) > 10 * exact
+
+
+def settings_of(folder: Path, **overrides: Any) -> Settings:
+    return Bench(folder, settings(**overrides)).settings
 
 
 def test_a_loss_that_is_no_number_leaves_no_checkpoint(tmp_path: Path) -> None:
@@ -228,12 +233,13 @@ def test_rejection_sampling_makes_successes_likelier(tmp_path: Path) -> None:
 
     from fsbarrier.training.batch import TrainingBatch
     from fsbarrier.training.losses import token_log_probs
+    from fsbarrier.training.micro_batch import MicroBatch
 
     work = bench(tmp_path, algorithm__loss="rft")
     assert work.prepare()["trajectories"] == 12
     work.update("v1")
     batch = TrainingBatch.load(tmp_path / "batch")
-    micro = batch.micro_batch(list(range(12)), torch.device("cpu"))
+    micro = MicroBatch.of(batch, list(range(12)), torch.device("cpu"))
     totals = []
     for name in ("model", "v1/model"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name)

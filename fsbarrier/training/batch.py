@@ -1,45 +1,110 @@
-"""The training batch as the update reads it (written by prepare.py), and micro-batches padded for the model."""
+"""The training batch: a torch file of plain tensors that phase 8 writes and every process of the update reads.
+
+All sequences' tokens lie one after the other, with `offsets` between them; sequence i is [offsets[i], offsets[i + 1]).
+
+    token_ids  int32, of all sequences          weights  float32, one a sequence: advantages (grpo), rewards (rft)
+    loss_mask  uint8: sampled by the policy     rewards  float32, one a sequence; for trainers of one's own
+    logprobs   float32, when it was sampled     current  uint8, one a sequence: sampled by the policy to be trained
+    offsets    int64                            steps    for each optimizer step the indices of its sequences, int64
+
+A sequence that is not `current` was sampled by an older policy, or in another run: its log-probabilities are not this policy's own.
+"""
 
 from __future__ import annotations
 
+import io
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from fsbarrier.errors import ProgramFailed
+from fsbarrier import files
+from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.training.tensor_file import load_tensors
+from fsbarrier.training.trajectory_source import Trajectory
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """Padded on the right. tokens, attention, mask (bool), old: [batch, length]; weights, current (bool): [batch]."""
+@dataclass(frozen=True, slots=True)
+class TrainingSequence:
+    """What the model is run over as one text: a trajectory, or one segment of a trajectory of several texts."""
 
-    tokens: Tensor
-    attention: Tensor
-    mask: Tensor
-    old: Tensor
-    weights: Tensor
-    current: Tensor
-
-    def tail(self) -> Self:
-        """Without the columns that no loss needs: the first column left predicts the first sampled token of any row."""
-        sampled = self.mask.any(dim=0).nonzero()
-        first = int(sampled[0]) if len(sampled) else self.tokens.shape[1] - 1
-        cut = slice(first - 1, None)
-        parts = (self.tokens, self.attention, self.mask, self.old)
-        tokens, attention, mask, old = (part[:, cut] for part in parts)
-        return type(self)(tokens, attention, mask, old, self.weights, self.current)
+    token_ids: Tensor
+    loss_mask: Tensor
+    logprobs: Tensor
+    weight: float
+    reward: float
+    current: bool
 
 
-@dataclass(frozen=True)
+def sequences_of(trajectory: Trajectory, weight: float, current: bool) -> list[TrainingSequence]:
+    """A trajectory's sequences in which the policy sampled anything. Raises UsageError where it contradicts itself."""
+    tokens = torch.as_tensor(trajectory["token_ids"], dtype=torch.int32)
+    mask = torch.as_tensor(trajectory["loss_mask"], dtype=torch.uint8)
+    logprobs = torch.as_tensor(trajectory["logprobs"], dtype=torch.float32)
+    where = f"task {trajectory['task_id']}, sample {trajectory['sample']}"
+    if not len(tokens) == len(mask) == len(logprobs):
+        raise UsageError(f"{where}: token_ids, loss_mask and logprobs have different lengths")
+    if not bool(torch.isfinite(logprobs[mask.bool()]).all()):
+        raise UsageError(f"{where}: a log-probability is not a finite number")
+    starts = [int(start) for start in trajectory.get("segments", (0,))]
+    reward = float(trajectory["reward"])
+    found = []
+    for begin, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+        if not 0 <= begin <= end:
+            raise UsageError(f"{where}: its segments do not begin one after the other ({starts})")
+        sampled = mask[begin:end].clone()
+        # Nothing predicts the first token.
+        sampled[:1] = 0
+        if int(sampled.sum()):
+            found.append(
+                TrainingSequence(tokens[begin:end], sampled, logprobs[begin:end], weight, reward, current)
+            )
+    return found
+
+
+def minibatches(count: int, size: int, epochs: int, *, seed: str) -> list[Tensor]:
+    """The indices of each optimizer step: each epoch is a shuffled pass, cut into equal pieces of about `size`."""
+    steps: list[Tensor] = []
+    for epoch in range(epochs if count else 0):
+        order = list(range(count))
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+        steps += torch.tensor(order, dtype=torch.int64).chunk(max(1, round(count / size)))
+    return steps
+
+
+def write_batch(
+    path: Path, sequences: Sequence[TrainingSequence], steps: list[Tensor], metadata: Mapping[str, object]
+) -> None:
+    """Raises OSError."""
+    lengths = torch.tensor([0, *(len(one.token_ids) for one in sequences)], dtype=torch.int64)
+
+    def flat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
+
+    content = {
+        "token_ids": flat([one.token_ids for one in sequences], torch.int32),
+        "loss_mask": flat([one.loss_mask for one in sequences], torch.uint8),
+        "logprobs": flat([one.logprobs for one in sequences], torch.float32),
+        "offsets": lengths.cumsum(0),
+        "weights": torch.tensor([one.weight for one in sequences], dtype=torch.float32),
+        "rewards": torch.tensor([one.reward for one in sequences], dtype=torch.float32),
+        "current": torch.tensor([one.current for one in sequences], dtype=torch.uint8),
+        "steps": steps,
+        "metadata": dict(metadata),
+    }
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    files.make_dirs(path.parent)
+    files.write_atomic(path, buffer.getvalue(), durable=True)
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """Trajectories end to end: trajectory i is [offsets[i], offsets[i + 1]). `steps`: indices of each optimizer step.
-
-    `current`: whether the policy to be trained has sampled it.
-    """
+    """A batch as the update reads it; the fields are the file's, and both are described above."""
 
     token_ids: Tensor
     loss_mask: Tensor
@@ -61,72 +126,10 @@ class TrainingBatch:
         return cls(**tensors, steps=tuple(content["steps"]))
 
     def lengths(self) -> list[int]:
-        """How many tokens each trajectory has."""
-        return [int(length) for length in self.offsets.diff()]
+        """How many tokens each sequence has."""
+        lengths: list[int] = self.offsets.diff().tolist()
+        return lengths
 
     def sampled_tokens(self, indices: Tensor) -> int:
-        """How many tokens of these trajectories the model sampled."""
+        """How many tokens of these sequences the model sampled."""
         return sum(int(self.loss_mask[self.offsets[i] : self.offsets[i + 1]].sum()) for i in indices.tolist())
-
-    def micro_batch(self, indices: list[int], device: torch.device) -> MicroBatch:
-        """These trajectories, padded to the longest of them."""
-        spans = [slice(int(self.offsets[i]), int(self.offsets[i + 1])) for i in indices]
-        length = max(span.stop - span.start for span in spans)
-        shape = (len(spans), length)
-        tokens = torch.zeros(shape, dtype=torch.int64)
-        attention = torch.zeros(shape, dtype=torch.int64)
-        mask = torch.zeros(shape, dtype=torch.bool)
-        old = torch.zeros(shape, dtype=torch.float32)
-        for row, span in enumerate(spans):
-            end = span.stop - span.start
-            tokens[row, :end] = self.token_ids[span]
-            attention[row, :end] = 1
-            mask[row, :end] = self.loss_mask[span].bool()
-            old[row, :end] = self.logprobs[span]
-        mask[:, 0] = False  # nothing predicts the first token
-        chosen = torch.tensor(indices)
-        parts = (tokens, attention, mask, old, self.weights[chosen], self.current[chosen].bool())
-        return MicroBatch(*(part.to(device) for part in parts))
-
-
-def load_tensors(path: Path, what: str) -> dict[str, Any]:
-    """The dict in a torch file, never unpickled without restraint. Raises ProgramFailed naming `what` it should have been."""
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise ProgramFailed(f"{path} is no {what}: {error.strerror or error}") from None
-    except Exception as error:  # on damaged bytes the unpickler fails in every way there is
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ProgramFailed(f"{path} is no {what}: {first}") from None
-    if not isinstance(content, dict):
-        raise ProgramFailed(f"{path} is no {what}: it holds a {type(content).__name__}")
-    return content
-
-
-def plan(
-    indices: list[int], lengths: list[int], world: int, *, most: int, most_tokens: int
-) -> list[list[list[int]]]:
-    """One minibatch's micro-batches: [rank][round] -> indices of trajectories, in the same number of rounds for every rank.
-
-    Dealt out by length, so that ranks get equal work and a micro-batch little padding. A micro-batch has at most `most`
-    trajectories and, padding included, `most_tokens` tokens (always at least one trajectory). A rank with nothing left has an
-    empty one. Every process computes the whole plan, so that nothing needs to be agreed on.
-    """
-    dealt = sorted(indices, key=lambda index: (-lengths[index], index))
-    ranks = [_micro_batches(dealt[rank::world], lengths, most, most_tokens) for rank in range(world)]
-    rounds = list(zip_longest(*ranks, fillvalue=[]))
-    return [[list(one[rank]) for one in rounds] for rank in range(world)]
-
-
-def _micro_batches(
-    longest_first: list[int], lengths: list[int], most: int, most_tokens: int
-) -> list[list[int]]:
-    found: list[list[int]] = []
-    for index in longest_first:
-        current = found[-1] if found else []
-        # the first of a micro-batch is its longest, to which the others are padded
-        if current and len(current) < most and (len(current) + 1) * lengths[current[0]] <= most_tokens:
-            current.append(index)
-        else:
-            found.append([index])
-    return found

@@ -1,8 +1,8 @@
-"""The losses of the update, and the advantages they rest on. Tensors in, tensors out; no model, no files.
+"""The losses of the update. Tensors in, tensors out; no model, no files.
 
-GRPO: Shao et al. 2024 (DeepSeekMath), group-normalised rewards as advantages; the clipped surrogate of PPO (Schulman et al. 2017)
-with separate bounds and a mean over tokens as in DAPO (Yu et al. 2025). RFT: maximum likelihood of the successful trajectories
-(rejection-sampling fine-tuning, Yuan et al. 2023).
+GRPO: the clipped surrogate of PPO (Schulman et al. 2017) with separate bounds and a mean over tokens as in DAPO (Yu et al. 2025); its
+advantages are in advantages.py. RFT: maximum likelihood of the successful trajectories (rejection-sampling fine-tuning, Yuan et al.
+2023).
 """
 
 from __future__ import annotations
@@ -13,25 +13,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-STD_FLOOR = 1e-6
-MAX_RATIO = 10.0  # of the policy to the one that sampled; what an old trajectory may weigh at most (truncated importance weight)
+from fsbarrier.settings.sections import AlgorithmSettings
+
+# Of the trained policy to the one that sampled: what an old trajectory may weigh at most (truncated importance weight).
+MAX_RATIO = 10.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LossSums:
     """Sums over the tokens of one micro-batch, so that any split of a minibatch adds up to the same. All scalars but `loss` detached."""
 
     loss: Tensor
-    clipped: Tensor  # tokens whose ratio was clipped
-    surprise: Tensor  # -log p of the sampled tokens: an estimate of the entropy
+    # How many tokens' ratios were clipped.
+    clipped: Tensor
+    # Minus the log-probability of the sampled tokens: an estimate of the entropy.
+    surprise: Tensor
 
 
-def group_advantages(rewards: Tensor, *, normalize_std: bool) -> Tensor:
-    """Rewards of one group, shape [samples], to advantages of the same shape: centred, and scaled by the standard deviation."""
-    centred = rewards - rewards.mean()
-    if not normalize_std or len(rewards) < 2:
-        return centred
-    return centred / (rewards.std() + STD_FLOOR)
+def policy_loss(
+    algorithm: AlgorithmSettings, new: Tensor, old: Tensor, weights: Tensor, mask: Tensor
+) -> LossSums:
+    """The loss that the settings name. new, old, mask: [batch, length]; weights: [batch], of the kind that the loss takes."""
+    if algorithm.loss == "rft":
+        return rft_loss(new, weights, mask)
+    return grpo_loss(new, old, weights, mask, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:

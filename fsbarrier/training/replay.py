@@ -10,7 +10,6 @@ import heapq
 import math
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from fsbarrier.settings.sections import UpdateSettings
@@ -18,45 +17,37 @@ from fsbarrier.settings.sections import UpdateSettings
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Recency:
-    """The settings `update.*` that say how to draw. `groups`: how many; None: as many as the newest iteration offers."""
+def draws(settings: UpdateSettings) -> bool:
+    """Whether anything is drawn at all, or the batch is simply what there is."""
+    return settings.recency > 1 or settings.groups is not None
 
-    iterations: int
-    power: float
-    groups: int | None
 
-    @classmethod
-    def of(cls, settings: UpdateSettings) -> Recency:
-        return cls(settings.recency, settings.recency_power, settings.groups)
-
-    @property
-    def draws(self) -> bool:
-        """Whether anything is drawn at all, or the batch is simply what there is."""
-        return self.iterations > 1 or self.groups is not None
-
-    def weight(self, age: int) -> float:
-        """How likely a group of so many iterations before the newest is drawn, beside one of the newest: 1 to nearly 0."""
-        return float(max(0.0, (self.iterations - age) / self.iterations) ** self.power)
+def age_weight(settings: UpdateSettings, age: int) -> float:
+    """How likely a group of so many iterations before the newest is drawn, beside one of the newest: 1 to nearly 0."""
+    iterations = settings.recency
+    return float(max(0.0, (iterations - age) / iterations) ** settings.recency_power)
 
 
 class Draw(Generic[T]):
     """Takes offers, the newest iteration's first, and keeps the chosen ones."""
 
-    def __init__(self, recency: Recency, *, seed: str) -> None:
-        self.recency = recency
+    def __init__(self, settings: UpdateSettings, *, seed: str) -> None:
+        self._settings = settings
         self._random = random.Random(seed)
-        self._held: list[tuple[float, int, int, T]] = []  # key, age, order of arrival
-        self._most = recency.groups
+        # A heap of key, age, order of arrival and group: the smallest key is the first to be let go.
+        self._held: list[tuple[float, int, int, T]] = []
+        # How many are kept. Where nothing says so, as many as the newest iteration offers.
+        self._most = settings.groups
         self._offers = 0
 
     def offer(self, age: int, items: Iterable[T]) -> None:
         """Consider the groups of one iteration."""
-        weight = self.recency.weight(age)
+        weight = age_weight(self._settings, age)
         for item in items:
             self._offers += 1
             if weight <= 0:
                 continue
+            # The logarithm of u ** (1 / weight), which would be too small for a float where the weight is.
             key = math.log(1.0 - self._random.random()) / weight
             heapq.heappush(self._held, (key, age, self._offers, item))
             if self._most is not None and len(self._held) > self._most:
@@ -64,7 +55,7 @@ class Draw(Generic[T]):
         if self._most is None:
             self._most = len(self._held)
 
-    def chosen(self) -> Iterator[tuple[int, T]]:
-        """(age, group), newest iteration first, in the order of the files."""
-        for _, age, _, item in sorted(self._held, key=lambda held: held[1:3]):
-            yield age, item
+    def chosen(self) -> Iterator[T]:
+        """Newest iteration first, in the order of the files."""
+        for _, _, _, item in sorted(self._held, key=lambda held: held[1:3]):
+            yield item

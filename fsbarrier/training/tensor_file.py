@@ -1,0 +1,24 @@
+"""Reads torch files that somebody else may have written: plain tensors and containers, nothing that runs code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsbarrier.errors import ProgramFailed
+
+
+def load_tensors(path: Path, what: str) -> dict[str, Any]:
+    """The dict in a torch file. Raises ProgramFailed naming `what` it should have been."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ProgramFailed(f"{path} is no {what}: {error.strerror or error}") from None
+    except Exception as error:  # on damaged bytes the unpickler fails in every way there is
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ProgramFailed(f"{path} is no {what}: {first}") from None
+    if not isinstance(content, dict):
+        raise ProgramFailed(f"{path} is no {what}: it holds a {type(content).__name__}")
+    return content
