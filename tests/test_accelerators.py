@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.machine import accelerators
+from fsbarrier.machine import accelerator_drivers
 from fsbarrier.machine.accelerators import (
     MIB,
     Accelerator,
@@ -24,7 +24,6 @@ from fsbarrier.machine.accelerators import (
     Released,
     StillHeld,
     detect,
-    memory_of,
     wait_released,
 )
 from fsbarrier.supervision import processes
@@ -91,7 +90,7 @@ class Nvml:
 def no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither this machine's devices nor its settings."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(accelerators, "DRM", tmp_path / "drm")
+    monkeypatch.setattr(accelerator_drivers, "DRM", tmp_path / "drm")
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
 
@@ -101,7 +100,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Nvml]:
     def play(*used: int, container: bool = False) -> Nvml:
         nvml = Nvml(*used)
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        monkeypatch.setattr(accelerators, "_in_the_hosts_pid_namespace", lambda: not container)
+        monkeypatch.setattr(accelerator_drivers, "_in_the_hosts_pid_namespace", lambda: not container)
         return nvml
 
     return play
@@ -112,7 +111,6 @@ Play = Callable[..., Nvml]
 
 def test_without_a_device_there_is_nothing_to_wait_for() -> None:
     assert detect() == []
-    assert memory_of([os.getpid()]) == []
     outcome = wait_released([os.getpid()])
     assert isinstance(outcome, Released) and outcome.how == "no accelerator"
 
@@ -120,11 +118,11 @@ def test_without_a_device_there_is_nothing_to_wait_for() -> None:
 def test_what_is_really_on_this_machine_is_found_without_an_error() -> None:
     """In a process of its own, with NVML as installed; neither torch nor any other heavy module is loaded for it."""
     code = (
-        "import sys; from fsbarrier.machine.accelerators import detect, memory_of; before = set(sys.modules);"
-        "print([(d.kind, d.memory_total_bytes >= 0) for d in detect()], memory_of([1]));"
+        "import sys; from fsbarrier.machine.accelerators import detect, wait_released; before = set(sys.modules);"
+        "print([(d.kind, d.memory_total_bytes >= 0) for d in detect()], wait_released([], deadline_s=0));"
         "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
     )
-    root = str(Path(accelerators.__file__).parents[2])
+    root = str(Path(accelerator_drivers.__file__).parents[2])
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert ran.stdout.startswith("[")
     assert not {"torch", "numpy", "vllm"} & set(ran.stdout.splitlines()[1].split())
@@ -177,15 +175,22 @@ def test_only_devices_that_programs_will_see_count(play: Play, visible: str, exp
     assert [device.index for device in detect({"CUDA_VISIBLE_DEVICES": visible})] == expected
 
 
-def test_memory_of_tells_only_of_the_processes_asked_for(play: Play) -> None:
+def held_by(*pids: int) -> tuple[Held, ...]:
+    nothing = [Accelerator(index, "nvidia", "NVIDIA Play", 80 * GIB, 0) for index in (0, 1)]
+    outcome = wait_released(pids, before=nothing, deadline_s=0.0)
+    assert isinstance(outcome, StillHeld)
+    return outcome.held
+
+
+def test_what_is_held_is_told_only_of_the_processes_asked_for(play: Play) -> None:
     nvml = play(8 * GIB, 4 * GIB)
     nvml.processes = [{os.getpid(): 3 * GIB, OURS: GIB, 12: 4 * GIB}, {12: 4 * GIB}]
-    [held] = memory_of([os.getpid(), OURS])
+    [held] = held_by(os.getpid(), OURS)
     assert (held.index, held.bytes) == (0, 4 * GIB)
     assert held.processes == {os.getpid(): Path("/proc/self/comm").read_text().strip(), OURS: "ended"}
     assert str(held).startswith("nvidia 0 (NVIDIA Play): 4096 MiB held by ")
     nvml.processes[0][os.getpid()] = None
-    assert [each.bytes for each in memory_of([os.getpid()])] == [None]
+    assert [each.bytes for each in held_by(os.getpid())] == [None]
 
 
 def test_ours_is_free_whatever_others_hold(play: Play) -> None:
@@ -310,7 +315,6 @@ def test_amd_is_found_by_its_sysfs_and_told_by_level(tmp_path: Path) -> None:
         Accelerator(1, "amd", "AMD 0x74a1", 192 * GIB, 2 * GIB),
     ]
     assert [each.index for each in detect({"HIP_VISIBLE_DEVICES": "1"})] == [1]
-    assert memory_of([os.getpid()]) == []
     (device / "mem_info_vram_used").write_text(f"{9 * GIB}\n")
     outcome = wait_released([OURS], before=before, deadline_s=0.02)
     assert isinstance(outcome, StillHeld)

@@ -11,8 +11,9 @@ import pytest
 
 from fsbarrier import cli
 from fsbarrier.doctor import examine, mount_options, probes, verdict
-from fsbarrier.doctor.across import ROUNDS, SAMPLES
-from fsbarrier.doctor.findings import Check, Level, Times
+from fsbarrier.doctor.delays import CHANNELS
+from fsbarrier.doctor.findings import Check, Level, NodeFindings, Times
+from fsbarrier.doctor.races import ROUNDS
 from fsbarrier.machine import mounts
 from fsbarrier.machine.mounts import Mount, claims_unsafe
 from fsbarrier.rundir import runrecord
@@ -139,6 +140,8 @@ def said(rank: int, **changes: Any) -> dict[str, Any]:
     names = [f"node-{number % 2}" for number in range(ROUNDS)]
     quick = {"samples": 50, "median": 0.002, "p99": 0.004, "most": 0.005, "open": False}
     about = {
+        "host": "somewhere",
+        "mount": {"kind": "nfs4", "source": "server:/export", "options": ["rw"]},
         "boot_id": f"host{rank}",
         "addresses": ["10.0.0.1"],
         "versions": {"python": "3.12"},
@@ -147,23 +150,28 @@ def said(rank: int, **changes: Any) -> dict[str, Any]:
     return {
         "races": {kind: {"won": won, "errors": {}, "names": names} for kind in ("link", "create")},
         "reading": {"reads": 100, "torn": 0, "missing": 0, "backwards": 0},
-        "lags": {kind: dict(quick) for kind in SAMPLES},
+        "lags": {kind: dict(quick) for kind in CHANNELS},
         "clock": (0.001, 0.0005),
         "reached": {str(1 - rank): ["10.0.0.1"]},
         "about": about,
+        "checks": [],
         **changes,
     }
 
 
+def nodes(*messages: dict[str, Any]) -> dict[int, NodeFindings]:
+    return {rank: NodeFindings.of(message) for rank, message in enumerate(messages)}
+
+
 def concluded(*messages: dict[str, Any]) -> dict[str, Check]:
-    checks = verdict.between(dict(enumerate(messages)), "actimeo=1")
+    checks = verdict.between(nodes(*messages), "actimeo=1")
     return {check.name: check for check in checks}
 
 
 def test_two_healthy_nodes_are_fit() -> None:
     checks = concluded(said(0), said(1))
     assert {check.level for check in checks.values()} == {"ok"}, checks
-    assert verdict.kind_of({0: said(0), 1: said(1)}) == mounts.COHERENT
+    assert verdict.category_of(nodes(said(0), said(1))) == mounts.COHERENT
 
 
 def test_two_winners_of_one_round_are_refused() -> None:
@@ -208,8 +216,8 @@ def test_what_is_shown_late_is_named_and_what_never_is_refused() -> None:
         assert check.level == "refused" and check.advice == "actimeo=1"
     check = concluded(said(0, lags=late("absent", 11.0, unfinished=True)), said(1))[label["absent"]]
     assert check.level == "note", "nothing waits by looking up an absent name"
-    both = {0: said(0, lags=late("content", 3.0)), 1: said(1)}
-    assert verdict.stale_s(both) == 6.0 and verdict.kind_of(both) == mounts.CLOSE_TO_OPEN
+    both = nodes(said(0, lags=late("content", 3.0)), said(1))
+    assert verdict.stale_s(both) == 6.0 and verdict.category_of(both) == mounts.CLOSE_TO_OPEN
 
 
 def test_what_differs_between_nodes_is_named() -> None:

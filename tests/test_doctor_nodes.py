@@ -10,17 +10,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsbarrier.commands.doctor import ended_in_order
-from fsbarrier.doctor import across
+from fsbarrier.doctor import delays, examine
+from fsbarrier.doctor.interruption import Interruption
+from fsbarrier.doctor.lobby import Visitor
 from fsbarrier.doctor.meeting import FOLDER, Meeting
 from fsbarrier.doctor.messages import pack
-from fsbarrier.errors import TooFewNodes
+from fsbarrier.errors import StoreError, TooFewNodes
+from fsbarrier.supervision.signals import ENDING, handled
 
 REPO = Path(__file__).resolve().parent.parent
 DEADLINE_S = 120.0
@@ -60,7 +63,7 @@ class Doctors:
 
     def talking(self) -> bool:
         """Whether they have found each other."""
-        return any((self.path / FOLDER).glob("*/talk/hello.*"))
+        return any((self.path / FOLDER).glob("*/content"))
 
 
 @pytest.fixture
@@ -84,18 +87,9 @@ def report(out: str) -> dict[str, Any]:
 def test_three_nodes_in_any_order_give_one_answer(doctors: Doctors) -> None:
     lobby = doctors.path / FOLDER / "lobby"
     lobby.mkdir(parents=True)
-    about = {
-        "host": "gone",
-        "boot_id": "",
-        "rank": 1,
-        "num_nodes": 3,
-        "counter": 7,
-        "leader": "",
-        "members": {},
-        "left": False,
-    }
-    (lobby / ("0" * 16)).write_bytes(pack(about))  # of a doctor that was killed
-    (doctors.path / FOLDER / ("0" * 16) / "talk").mkdir(parents=True)
+    gone = Visitor("0" * 16, num_nodes=3, rank=1, met=("f" * 16,), host="gone", boot_id="")
+    (lobby / gone.token).write_bytes(pack(asdict(gone)))  # of a doctor that was killed
+    (doctors.path / FOLDER / gone.token / "group").mkdir(parents=True)
     (lobby / "torn").write_bytes(b"not a message")
     running = []
     for number, rank in enumerate((2, 0, 1)):
@@ -176,36 +170,38 @@ def test_one_that_is_interrupted_is_named_by_the_other(doctors: Doctors, number:
 
 
 class Deserted(Meeting):
-    """A meeting whose other member goes after some looks."""
+    """A meeting whose other member goes after some exchanges."""
 
-    looks = 0
+    exchanges = 0
 
-    def heed(self, awaited: str, ranks: Collection[int]) -> None:
-        self.looks += 1
-        if self.looks > 3:
+    def exchange(self, name: str, message: Any) -> dict[int, Any]:
+        self.exchanges += 1
+        if self.exchanges > 3:
             raise TooFewNodes("node 1 left")
+        return {0: message, 1: message}
 
 
 def test_measuring_ends_with_the_node_that_would_answer(tmp_path: Path) -> None:
-    meeting = Deserted(tmp_path, 2, 0, 1.0, leader="0" * 16, members={0: "a", 1: "b"})
-    for folder in across.FOLDERS:
-        (meeting.session / folder).mkdir(parents=True)
-    across.prepare(meeting, 0)
+    meeting = Deserted(tmp_path, 2, 0, Interruption())
+    meeting.members = {0: meeting.lobby.me, 1: Visitor("b", 2, 1)}
+    delays.prepare(meeting)
     before = set(threading.enumerate())
     with pytest.raises(TooFewNodes, match="node 1 left"):
-        across.lags(meeting, 0)
+        delays.measure(meeting)
     assert set(threading.enumerate()) <= before, "nobody asks on"
 
 
 def test_a_signal_is_heeded_where_it_is_safe_and_a_second_one_at_once() -> None:
-    with ended_in_order(at_once=False) as breaks_off:
-        breaks_off()
+    interruption = Interruption()
+    with handled(ENDING, interruption.handle):
+        interruption.heed()
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(SystemExit, match="143"):
-            breaks_off()
+            interruption.heed()
         with pytest.raises(SystemExit, match="143"):
             signal.raise_signal(signal.SIGINT)
-    with pytest.raises(SystemExit, match="130"), ended_in_order(at_once=True):
+    waiting = Interruption()
+    with handled(ENDING, waiting.handle), pytest.raises(SystemExit, match="130"), waiting.at_once():
         signal.raise_signal(signal.SIGINT)
 
 
@@ -215,6 +211,30 @@ def test_one_alone_that_is_interrupted_leaves_nothing(doctors: Doctors) -> None:
     process.send_signal(signal.SIGINT)
     assert doctors.end(process)[0] == 130
     assert os.listdir(doctors.path) == []
+
+
+def test_where_no_group_can_be_had_each_node_still_says_what_it_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise StoreError("no file can be created exclusively")
+
+    monkeypatch.setattr("fsbarrier.doctor.meeting.join", refuse)
+    found = []
+
+    def examine_as(rank: int) -> None:
+        found.append(examine.together(tmp_path, 2, rank, 20.0, lambda line: None, Interruption()))
+
+    threads = [threading.Thread(target=examine_as, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert len(found) == 2 and os.listdir(tmp_path) == []
+    for each in found:
+        assert {"mount", "exclusive create", "free space"} < {check.name for check in each.checks}
+        assert [check.name for check in each.refused] == ["meeting"]
+        assert "created exclusively" in each.refused[0].finding
 
 
 @pytest.mark.slow

@@ -6,14 +6,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from fsbarrier.commands import flags
 from fsbarrier.doctor import examine
 from fsbarrier.doctor.findings import Level, Report
+from fsbarrier.doctor.interruption import Interruption
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.start import ranks
 from fsbarrier.supervision.signals import ENDING, handled
@@ -69,14 +67,15 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--num-nodes: how many nodes are there? a rank alone does not say")
     if count == 0:
         raise UsageError("--num-nodes 0: must be 1 or more")
+    interruption = Interruption()
     try:
-        if count is None or count == 1:
-            with ended_in_order(at_once=True):
-                report = examine.alone(args.path)
-        else:
-            with ended_in_order(at_once=False) as breaks_off:
+        with handled(ENDING, interruption.handle):
+            if count is None or count == 1:
+                with interruption.at_once():
+                    report = examine.alone(args.path)
+            else:
                 known = rank.value if rank else None
-                report = examine.together(args.path, count, known, args.wait, say, breaks_off)
+                report = examine.together(args.path, count, known, args.wait, say, interruption)
     except PermissionError as error:
         raise UsageError(f"{args.path}: not writable ({error.strerror})") from None
     except OSError as error:
@@ -86,28 +85,6 @@ def main(args: argparse.Namespace) -> int:
     else:
         show(report)
     return StoreError.exit_code if report.refused else 0
-
-
-@contextmanager
-def ended_in_order(*, at_once: bool) -> Iterator[Callable[[], None]]:
-    """While this lasts SIGINT, SIGTERM and SIGHUP end the command, and what it made is removed.
-
-    Not `at_once`: the first one is noted, and the function that this gives raises SystemExit where it is called. With threads at
-    work that is the safe way: an exception out of nowhere can break the joining of one.
-    """
-    noted: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
-        if at_once or len(noted) > 1:
-            break_off()
-
-    def break_off() -> None:
-        if noted:
-            raise SystemExit(128 + noted[0])
-
-    with handled(ENDING, handle):
-        yield break_off
 
 
 def say(line: str) -> None:

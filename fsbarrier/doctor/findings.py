@@ -1,4 +1,4 @@
-"""What the doctor says: one line a check, and a report of all of them."""
+"""What the doctor says: one line a check, what each node found and tells the others, and the report of all of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from fsbarrier.machine.mounts import Mount
 
 
 class Level(StrEnum):
@@ -64,6 +66,65 @@ class Times:
 def shown(seconds: float) -> str:
     """A duration as people read it."""
     return f"{1000 * seconds:.2f} ms" if abs(seconds) < 0.1 else f"{seconds:.2f} s"
+
+
+@dataclass(slots=True)
+class Races:
+    """One node's part in the races of one kind: the rounds that it was told it won, errors by name, and what each name held in the end."""
+
+    won: list[int] = field(default_factory=list)
+    errors: dict[str, int] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Reading:
+    """What a reader saw of files that other nodes replaced under it."""
+
+    reads: int = 0
+    torn: int = 0
+    missing: int = 0
+    backwards: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a node is."""
+
+    host: str
+    boot_id: str
+    addresses: Sequence[str]
+    versions: Mapping[str, str]
+    accelerators: str
+    mount: Mount
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFindings:
+    """All that one of several nodes found. `clock`: how far the next rank's is ahead, and how uncertain that is; `reached`: the
+    addresses at which each other node answers."""
+
+    about: About
+    checks: Sequence[Check]
+    races: Mapping[str, Races]
+    reading: Reading
+    lags: Mapping[str, Times]
+    clock: tuple[float, float] | None
+    reached: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> NodeFindings:
+        """From what `asdict` and JSON made of one."""
+        about = message["about"]
+        return cls(
+            About(**{**about, "mount": Mount(**about["mount"])}),
+            [Check(**{**check, "level": Level(check["level"])}) for check in message["checks"]],
+            {kind: Races(**races) for kind, races in message["races"].items()},
+            Reading(**message["reading"]),
+            {kind: Times(**times) for kind, times in message["lags"].items()},
+            message["clock"],
+            message["reached"],
+        )
 
 
 @dataclass(frozen=True, slots=True)

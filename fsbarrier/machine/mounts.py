@@ -30,60 +30,32 @@ class Family:
     fresher: str = ""
 
 
+def _family(names: str, category: str, stale_s: float = 0.0, fresher: str = "") -> Family:
+    return Family(tuple(names.split()), category, stale_s, fresher)
+
+
 #: a type belongs to the first family of which a name begins it
 FAMILIES = (
-    Family(
-        (
-            "blobfuse",
-            "s3fs",
-            "goofys",
-            "geesefs",
-            "rclone",
-            "gcsfuse",
-            "mountpoint-s3",
-            "mount-s3",
-            "ossfs",
-            "cosfs",
-        ),
+    _family(
+        "blobfuse s3fs goofys geesefs rclone gcsfuse mountpoint-s3 mount-s3 ossfs cosfs",
         OBJECT_STORE,
     ),
-    Family(("nfs",), CLOSE_TO_OPEN, 0.0, "actimeo=1 or lookupcache=positive (nfs)"),
-    Family(("sshfs",), CLOSE_TO_OPEN, 20.0, "-o dir_cache=no (sshfs)"),
-    Family(
-        ("glusterfs",),
+    _family("nfs", CLOSE_TO_OPEN, 0.0, "actimeo=1 or lookupcache=positive (nfs)"),
+    _family("sshfs", CLOSE_TO_OPEN, 20.0, "-o dir_cache=no (sshfs)"),
+    _family(
+        "glusterfs",
         CLOSE_TO_OPEN,
         5.0,
         "-o attribute-timeout=0,entry-timeout=0,negative-timeout=0 (glusterfs), and the volume without nl-cache",
     ),
-    Family(
-        ("juicefs",),
-        CLOSE_TO_OPEN,
-        1.0,
-        "--attr-cache 0 --entry-cache 0 --dir-entry-cache 0 (juicefs)",
-    ),
-    Family(("mfs", "moosefs"), CLOSE_TO_OPEN, 1.0, "-o mfsattrcacheto=0,mfsentrycacheto=0 (moosefs)"),
-    Family(("beegfs",), CLOSE_TO_OPEN, 1.0, "a shorter tuneDirSubentryCacheValidityMS (beegfs)"),
-    Family(("cifs", "smb"), CLOSE_TO_OPEN, 1.0, "cache=strict,actimeo=0,serverino (cifs)"),
-    Family(("9p",), CLOSE_TO_OPEN, 0.0, "cache=none (9p)"),
-    Family(("virtiofs",), CLOSE_TO_OPEN, 1.0, "--cache=never on the host's virtiofsd"),
-    Family(("lustre", "gpfs", "ceph", "wekafs", "gfs2", "ocfs2"), COHERENT),
-    Family(
-        (
-            "ext",
-            "xfs",
-            "btrfs",
-            "zfs",
-            "f2fs",
-            "bcachefs",
-            "tmpfs",
-            "ramfs",
-            "overlay",
-            "vfat",
-            "exfat",
-            "ntfs",
-        ),
-        LOCAL,
-    ),
+    _family("juicefs", CLOSE_TO_OPEN, 1.0, "--attr-cache 0 --entry-cache 0 --dir-entry-cache 0 (juicefs)"),
+    _family("mfs moosefs", CLOSE_TO_OPEN, 1.0, "-o mfsattrcacheto=0,mfsentrycacheto=0 (moosefs)"),
+    _family("beegfs", CLOSE_TO_OPEN, 1.0, "a shorter tuneDirSubentryCacheValidityMS (beegfs)"),
+    _family("cifs smb", CLOSE_TO_OPEN, 1.0, "cache=strict,actimeo=0,serverino (cifs)"),
+    _family("9p", CLOSE_TO_OPEN, 0.0, "cache=none (9p)"),
+    _family("virtiofs", CLOSE_TO_OPEN, 1.0, "--cache=never on the host's virtiofsd"),
+    _family("lustre gpfs ceph wekafs gfs2 ocfs2", COHERENT),
+    _family("ext xfs btrfs zfs f2fs bcachefs tmpfs ramfs overlay vfat exfat ntfs", LOCAL),
 )
 OTHER = Family(
     (), UNKNOWN, 0.0, "shorter entry, attribute and negative time-outs, where the mount has such options"

@@ -1,0 +1,190 @@
+"""How late a node sees what another one did, and how far their clocks are apart.
+
+A delay is half of a round trip on one clock: this node writes, its neighbour (the next rank) sees it and writes, this node sees that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsbarrier import files
+from fsbarrier.doctor.findings import Times
+from fsbarrier.doctor.meeting import Meeting
+from fsbarrier.doctor.messages import Message, pack, read, wait_for
+
+#: after so long, so many samples do
+ENOUGH_S, ENOUGH = 6.0, 2
+#: what is not seen within half of this, one way, is never seen
+LONGEST_S = 22.0
+#: how often the nodes tell each other whether they still measure
+TELL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """A way to tell another node a number through a folder, and to see that it did: the message, or None while it is not to be seen.
+    Both raise OSError."""
+
+    tell: Callable[[Path, int], None]
+    seen: Callable[[Path, int], Message | None]
+    samples: int = 60
+    #: the longest that all samples may take
+    longest_s: float = LONGEST_S
+
+
+def _replace(folder: Path, number: int) -> None:
+    files.write_atomic(folder / "content", pack({"number": number, "time": time.time()}))
+
+
+def _replaced(folder: Path, number: int) -> Message | None:
+    message = read(folder / "content")
+    return message if message is not None and message["number"] >= number else None
+
+
+def _create(folder: Path, number: int) -> None:
+    os.close(files.open_new(folder / str(number)))
+
+
+def _listed(folder: Path, number: int) -> Message | None:
+    return {} if str(number) in os.listdir(folder) else None
+
+
+def _found(folder: Path, number: int) -> Message | None:
+    return {} if (folder / str(number)).exists() else None
+
+
+CHANNELS = {
+    # As heartbeats are told; and what the other's clock shows.
+    "content": Channel(_replace, _replaced, samples=120),
+    # As barriers are passed.
+    "listing": Channel(_create, _listed),
+    # A name that was looked up in vain before. Nothing in a run waits that way: to know that it is long is enough.
+    "absent": Channel(_create, _found, samples=30, longest_s=12.0),
+}
+
+
+@dataclass(slots=True)
+class Delays:
+    """Half round trips in seconds, by kind; `given_up`: what the last one had taken when time was over."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in CHANNELS})
+    given_up: dict[str, float] = field(default_factory=dict)
+    #: (how far the neighbour's clock is ahead, round trip)
+    clocks: list[tuple[float, float]] = field(default_factory=list)
+
+    def times(self) -> dict[str, Times]:
+        found = {kind: Times.of(self.seconds[kind], self.given_up.get(kind)) for kind in CHANNELS}
+        return {kind: item for kind, item in found.items() if item is not None}
+
+    def clock(self) -> tuple[float, float] | None:
+        """(how far the neighbour's clock is ahead, how uncertain that is), from the quickest round trip."""
+        if not self.clocks:
+            return None
+        lead, trip = min(self.clocks, key=lambda item: item[1])
+        return lead, trip / 2
+
+
+def prepare(meeting: Meeting) -> None:
+    """Make what the neighbours will look at, before they are told to. Raises OSError."""
+    for kind, channel in CHANNELS.items():
+        for folder in _ping_pong(meeting, kind, meeting.rank):
+            files.make_dirs(folder)
+            channel.tell(folder, -1)
+
+
+def _ping_pong(meeting: Meeting, kind: str, owner: int) -> tuple[Path, Path]:
+    """Where the questions and the answers of one node's round trips are."""
+    folder = meeting.session / kind
+    return folder / f"ping-{owner}", folder / f"pong-{owner}"
+
+
+@contextlib.contextmanager
+def answering(meeting: Meeting) -> Iterator[None]:
+    """Answers the rank before for as long as the `with` block lasts."""
+    owner, stop = (meeting.rank - 1) % len(meeting.members), threading.Event()
+    threads = [
+        _thread(_answer, channel, *_ping_pong(meeting, kind, owner), stop)
+        for kind, channel in CHANNELS.items()
+    ]
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def measure(meeting: Meeting) -> Delays:
+    """Round trips with the next rank, until all nodes have had theirs. Raises TooFewNodes as soon as any node has gone, StoreError."""
+    result, stop = Delays(), threading.Event()
+    asking = [
+        _thread(_ask, kind, *_ping_pong(meeting, kind, meeting.rank), result, stop) for kind in CHANNELS
+    ]
+    try:
+        measuring = True
+        while measuring:
+            for thread in asking:
+                thread.join(TELL_S / len(asking))
+            own = any(thread.is_alive() for thread in asking)
+            measuring = any(meeting.exchange("ready", own).values())
+    finally:
+        stop.set()
+        for thread in asking:
+            thread.join()
+    return result
+
+
+def _thread(work: Callable[..., None], *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def _ask(kind: str, ping: Path, pong: Path, result: Delays, stop: threading.Event) -> None:
+    channel, start, pause = CHANNELS[kind], time.monotonic(), threading.Event()
+    end = start + channel.longest_s
+    for number in range(channel.samples):
+        if kind == "absent":
+            # Let both sides look in vain first.
+            channel.seen(pong, number)
+            pause.wait(0.02)
+        begin, sent = time.monotonic(), time.time()
+        if begin >= end or (begin >= start + ENOUGH_S and number >= ENOUGH):
+            return
+        try:
+            channel.tell(ping, number)
+        except OSError:
+            continue
+        answer = _await(channel, pong, number, end, stop)
+        took, now = time.monotonic() - begin, time.time()
+        if answer is None:
+            result.given_up[kind] = took / 2
+            return
+        result.seconds[kind].append(took / 2)
+        if "time" in answer:
+            result.clocks.append((answer["time"] - (sent + now) / 2, took))
+
+
+def _answer(channel: Channel, ping: Path, pong: Path, stop: threading.Event) -> None:
+    end = time.monotonic() + 4 * LONGEST_S
+    for number in range(channel.samples):
+        if _await(channel, ping, number, end, stop) is None:
+            return
+        with contextlib.suppress(OSError):
+            channel.tell(pong, number)
+
+
+def _await(channel: Channel, folder: Path, number: int, end: float, stop: threading.Event) -> Message | None:
+    def look() -> Message | None:
+        with contextlib.suppress(OSError):
+            return channel.seen(folder, number)
+        return None
+
+    return wait_for(look, end, stop)
