@@ -7,9 +7,11 @@ the classic fields cannot hold go into zip64 fields.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import struct
+import zipfile
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -83,10 +85,10 @@ def parse_header(data: bytes, offset: int) -> Entry:
         if len(extra) < 20 or struct.unpack_from("<2H", extra) != (1, 16):
             raise FormatError(f"no size in the entry header at byte {offset}")
         (size,) = struct.unpack_from("<Q", extra, 4)
-    return Entry(_name(name), offset, end, size, crc)
+    return Entry(_ascii(name), offset, end, size, crc)
 
 
-def _name(raw: bytes) -> str:
+def _ascii(raw: bytes) -> str:
     try:
         return raw.decode("ascii")
     except UnicodeDecodeError:
@@ -137,84 +139,44 @@ def read_directory(fd: int, size: int) -> list[Entry]:
     Reads what torch.save writes as well. Entries that overlap, are compressed or reach outside the file are refused: nothing
     that is built from them can be larger than the file. Raises FormatError, OSError.
     """
-    count, directory_size, offset = _find_directory(fd, size)
-    if directory_size < count * _CENTRAL.size or offset + directory_size > size:
-        raise FormatError("its directory does not fit into the file")
-    data = read_at(fd, offset, directory_size)
-    entries, position = [], 0
-    for _ in range(count):
-        position, entry = _parse_central(data, position)
-        header = read_at(fd, entry.offset, _LOCAL.size)
-        if header[:4] != b"PK\3\4":
-            raise FormatError(f"no entry header at byte {entry.offset}")
-        header_size = _LOCAL.size + sum(struct.unpack_from("<2H", header, 26))
-        entries.append(Entry(entry.name, entry.offset, header_size, entry.size, entry.crc))
-    if position != directory_size:
-        raise FormatError("bytes after the last record of its directory")
-    entries.sort(key=lambda entry: entry.offset)
+    # zipfile looks for the end record in the last 64 KB. In a file that still grows the text of a trajectory may look like
+    # one, so here it must be the very end.
+    end = read_at(fd, size - _END.size, _END.size) if size >= _END.size else b""
+    if not (end.startswith(b"PK\5\6") and end.endswith(b"\0\0")):
+        raise FormatError("it has no directory at its end")
+    try:
+        with os.fdopen(os.dup(fd), "rb") as stream, zipfile.ZipFile(stream) as archive:
+            infos, directory = archive.infolist(), archive.start_dir
+    except zipfile.BadZipFile as error:
+        # For zipfile a read that failed is a bad file. Not so here; EINVAL alone is its seeking to before the start.
+        if isinstance(error.__context__, OSError) and error.__context__.errno != errno.EINVAL:
+            raise error.__context__ from None
+        raise FormatError(f"its directory is damaged: {error}") from None
+    except (NotImplementedError, ValueError, OverflowError, LookupError, struct.error) as error:
+        raise FormatError(f"its directory is damaged: {error}") from None
+    entries = sorted((_checked_entry(fd, info) for info in infos), key=lambda entry: entry.offset)
     last = 0
     for entry in entries:
-        if entry.offset < last or entry.end > offset:
+        if entry.offset < last or entry.end > directory:
             raise FormatError("its entries overlap")
         last = entry.end
     return entries
 
 
-def _find_directory(fd: int, size: int) -> tuple[int, int, int]:
-    if size < _END.size:
-        raise FormatError("it has no directory at its end")
-    magic, disk, _disk, _here, count, length, offset, comment = _END.unpack(
-        read_at(fd, size - _END.size, _END.size)
-    )
-    if magic != b"PK\5\6" or disk or comment:
-        raise FormatError("it has no directory at its end")
-    if count == _FULL16 or length == _FULL32 or offset == _FULL32:
-        where = size - _END.size - _LOCATOR64.size
-        magic, _disk, place, _disks = _LOCATOR64.unpack(read_at(fd, where, _LOCATOR64.size))
-        if magic != b"PK\6\7" or place > where - _END64.size:
-            raise FormatError("it has no zip64 directory at its end")
-        record = _END64.unpack(read_at(fd, place, _END64.size))
-        if record[0] != b"PK\6\6":
-            raise FormatError("it has no zip64 directory at its end")
-        count, length, offset = record[7:10]
-    return count, length, offset
-
-
-def _parse_central(data: bytes, position: int) -> tuple[int, Entry]:
-    if position + _CENTRAL.size > len(data):
-        raise FormatError("its directory is cut off")
-    record = _CENTRAL.unpack_from(data, position)
-    magic, flags, method, crc, packed, size = record[0], record[3], record[4], record[7], record[8], record[9]
-    name_size, extra_size, comment_size, offset = record[10], record[11], record[12], record[16]
-    start = position + _CENTRAL.size
-    end = start + name_size + extra_size + comment_size
-    if magic != b"PK\1\2" or end > len(data):
-        raise FormatError("its directory is damaged")
-    if method or flags & 0x41 or packed != size:
+def _checked_entry(fd: int, info: zipfile.ZipInfo) -> Entry:
+    if (
+        info.compress_type != zipfile.ZIP_STORED
+        or info.flag_bits & 0x41
+        or info.compress_size != info.file_size
+    ):
         raise FormatError("an entry is compressed or encrypted")
-    extra = data[start + name_size : start + name_size + extra_size]
-    wide = _zip64_fields(extra)
-    try:
-        if size == _FULL32:
-            size = wide.pop(0)
-        if packed == _FULL32:
-            wide.pop(0)
-        if offset == _FULL32:
-            offset = wide.pop(0)
-    except IndexError:
-        raise FormatError("a zip64 field is missing in its directory") from None
-    return end, Entry(_name(data[start : start + name_size]), offset, 0, size, crc)
-
-
-def _zip64_fields(extra: bytes) -> list[int]:
-    position = 0
-    while position + 4 <= len(extra):
-        kind, length = struct.unpack_from("<2H", extra, position)
-        body = extra[position + 4 : position + 4 + length]
-        if kind == 1 and len(body) == length:
-            return [field for (field,) in struct.iter_unpack("<Q", body[: length - length % 8])]
-        position += 4 + length
-    return []
+    # Only the entry's own header says how long it is.
+    header = read_at(fd, info.header_offset, _LOCAL.size)
+    if header[:4] != b"PK\3\4":
+        raise FormatError(f"no entry header at byte {info.header_offset}")
+    header_size = _LOCAL.size + sum(struct.unpack_from("<2H", header, 26))
+    name = _ascii(info.orig_filename.encode())
+    return Entry(name, info.header_offset, header_size, info.file_size, info.CRC)
 
 
 def read_at(fd: int, offset: int, count: int) -> bytes:
