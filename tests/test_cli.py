@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from fsbarrier import errors
-from fsbarrier.cli import COMMANDS, Parser, main
+from fsbarrier.cli import COMMANDS, main
+from fsbarrier.commandline import Parser
 from fsbarrier.commands import launch, logs
 
 REPO = Path(__file__).resolve().parent.parent

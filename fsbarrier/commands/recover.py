@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsbarrier import aggregate
+from fsbarrier.aggregate import merge_with_bar
 from fsbarrier.commands import flags
 from fsbarrier.data import rankfiles
+from fsbarrier.data.mergeranks import RanksRequest
+from fsbarrier.data.rankfiles import FoundFile
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.maintenance import recovery
 from fsbarrier.rundir import heartbeats, runrecord
 from fsbarrier.rundir.names import SPLITS
-from fsbarrier.rundir.paths import RunPaths
 
 SUMMARY = "after a disaster: show what each rank left, keep what is valid, merge on request"
 EXAMPLE = "fsbarrier recover --iteration 5 --dry-run"
@@ -33,9 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="show, change nothing")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(
-        trust_pickle=False
-    )  # as `fsbarrier aggregate` has it: foreign files are put aside here
 
 
 def main(args: argparse.Namespace) -> int:
@@ -48,12 +45,12 @@ def main(args: argparse.Namespace) -> int:
     if not args.dry_run:
         refuse_if_live(log_path, record.settings.coordination.beat_s)
     found = recovery.inspect(log_path, args.iteration)
-    aside = recovery.useless(found)
+    aside = [item for item in found if item.state.in_the_way]
     outcome: dict[str, Any] = {
         "log_path": str(log_path),
         "iteration": args.iteration,
         "dry_run": args.dry_run,
-        "files": [{**asdict(item), "path": str(item.path)} for item in found],
+        "files": [_file_json(item) for item in found],
         "would_quarantine" if args.dry_run else "quarantined": [str(item.path) for item in aside],
     }
     try:
@@ -81,13 +78,25 @@ def refuse_if_live(log_path: Path, beat_s: float) -> None:
         )
 
 
+def _file_json(item: FoundFile) -> dict[str, Any]:
+    return {
+        "path": str(item.path),
+        "split": item.split,
+        "node_rank": item.node_rank,
+        "state": recovery.shown_state(item),
+        **item.counts(),
+        "note": item.note,
+    }
+
+
 def merge(
-    log_path: Path, split: str, found: list[recovery.Found], args: argparse.Namespace, *, dry_run: bool
+    log_path: Path, split: str, found: list[FoundFile], args: argparse.Namespace, *, dry_run: bool
 ) -> dict[str, Any]:
     """What became, or would become, of one split's merged file; "refused" says why nothing would. Raises StoreError, OSError."""
     gone = recovery.gone(log_path, split, args.iteration, found)
     outcome: dict[str, Any] = {"split": split, "gone": [str(path) for path in gone]}
-    usable = {item.path for item in found if item.usable}
+    usable = {item.path for item in found if not item.state.in_the_way}
+    # Looked for again: what has been put aside since is no fallback for anything.
     ranks = [item for item in rankfiles.find(log_path, split, args.iteration) if item.path in usable]
     if not ranks:
         return outcome
@@ -97,24 +106,32 @@ def merge(
     outcome["missing"] = [task for task in expected or () if task not in there]
     if not args.aggregate:
         return outcome
-    how = argparse.Namespace(**{**vars(args), "dry_run": dry_run})
+    request = RanksRequest(
+        log_path,
+        split,
+        args.iteration,
+        tuple(ranks),
+        allow_partial=args.allow_partial,
+        dry_run=dry_run,
+    )
     try:
-        outcome |= aggregate.merge_by_hand(log_path, split, ranks, how)
+        outcome |= merge_with_bar(request).as_json()
     except UsageError as error:
         return outcome | {"refused": str(error)}
     if not dry_run:
-        merged = RunPaths(log_path).merged(split, args.iteration)
-        outcome["restored"] = [str(path) for path in recovery.restore(merged, gone)]
+        outcome["restored"] = [str(path) for path in recovery.restore(request.out, gone)]
     return outcome
 
 
-def as_text(outcome: dict[str, Any], found: list[recovery.Found]) -> str:
+def as_text(outcome: dict[str, Any], found: list[FoundFile]) -> str:
     lines = [f"iteration {outcome['iteration']} in {outcome['log_path']}"]
     for item in found:
         who = "merged" if item.node_rank is None else f"node {item.node_rank}"
         note = f"  ({item.note})" if item.note else ""
-        count = f"{item.groups:6} groups {item.trajectories:7} trajectories"
-        lines.append(f"  {item.split:5}  {who:8} {item.state:10} {count}  {item.path.name}{note}")
+        counts = item.counts()
+        count = f"{counts['groups']:6} groups {counts['trajectories']:7} trajectories"
+        state = recovery.shown_state(item)
+        lines.append(f"  {item.split:5}  {who:8} {state:10} {count}  {item.path.name}{note}")
     if not found:
         lines.append("  nothing is there")
     if outcome.get("would_quarantine"):

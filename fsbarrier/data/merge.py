@@ -13,18 +13,26 @@ import os
 import re
 import secrets
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsbarrier.data.mergecopy import Piece, copy_pieces
-from fsbarrier.data.mergeplan import Part, Plan, make_plan, merged_metadata, missing_text
+from fsbarrier.data.mergeplan import (
+    GroupPlace,
+    MergeRequest,
+    Plan,
+    make_plan,
+    merged_metadata,
+    missing_text,
+)
 from fsbarrier.data.shardscan import (
     DATA,
     DATA_PKL,
     MERGE_JSON,
     NotOurs,
+    ShardScan,
     mean_reward,
     scan_shard,
 )
@@ -45,21 +53,28 @@ from fsbarrier.machine.host import host_name
 
 @dataclass(frozen=True)
 class AggregateReport:
-    """What a merge did; `dataclasses.asdict` of it is JSON. `bytes`: size of the merged file. `missing`: task indices."""
+    """What a merge did; `dataclasses.asdict` of it is JSON."""
 
     out: str
     trajectories: int
     groups: int
+    #: task indices
     missing: tuple[int, ...]
     duplicates_dropped: int
+    #: the size of the merged file
     bytes: int
     reward_mean: float | None
     already_done: bool
-    damaged: tuple[str, ...] = ()  # groups dropped because their bytes do not match their checksums
-    unexpected: int = 0  # groups dropped because their task is not among the expected
-    fingerprint: str = ""  # names the groups that were merged; equal content, equal fingerprint
-    left_out: int = 0  # groups beyond those to keep: without signal, or surplus
-    rolled_out_reward_mean: float | None = None  # of all groups, those left out included
+    #: groups dropped because their bytes do not match their checksums
+    damaged: tuple[str, ...] = ()
+    #: groups dropped because their task is not among the expected
+    unexpected: int = 0
+    #: names the groups that were merged; equal content, equal fingerprint
+    fingerprint: str = ""
+    #: groups beyond those to keep: without signal, or surplus
+    left_out: int = 0
+    #: of all groups, those left out included
+    rolled_out_reward_mean: float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,80 +87,71 @@ class Progress:
     bytes_total: int
 
 
-def aggregate(
-    parts: Sequence[Part],
-    out: Path,
-    *,
-    metadata: dict[str, Any],
-    expected: Collection[int] | None,
-    keep: int | None = None,
-    allow_partial: bool = False,
-    on_progress: Callable[[Progress], None] | None = None,
-) -> AggregateReport:
-    """Merge the groups of `parts` into `out`, which appears by one rename, or stays as it is.
+OnProgress = Callable[[Progress], None]
 
-    Of a task that several parts hold, the first part in order wins; the next one stands in where its bytes are damaged.
-    `expected`: the task indices that must be there (None: not known); others are left out. If one is missing, UsageError
-    names it and nothing is written, unless `allow_partial`: then the result's metadata lists it. `keep`: of more groups
-    only the first so many whose rewards differ, in the order of `expected`, filled up with others; the metadata lists
-    what was left out. If `out` holds these very groups already and is intact, it is left untouched, whatever `metadata` says.
+
+def merge(request: MergeRequest, on_progress: OnProgress | None = None) -> AggregateReport:
+    """Merge the groups of the parts into `request.out`, which appears by one rename, or stays as it is.
+
+    If it holds these very groups already and is intact, it is left untouched, whatever the request's metadata says.
     Raises UsageError (missing tasks, parts that cannot be merged, a foreign file in the way), StoreError.
     """
     try:
-        return _aggregate(parts, out, metadata, expected, keep, allow_partial, on_progress)
+        return _merge(request, on_progress)
     except OSError as error:
-        raise StoreError(f"{out}: cannot merge: {error.strerror or error}") from error
+        raise StoreError(f"{request.out}: cannot merge: {error.strerror or error}") from error
 
 
-def _aggregate(
-    parts: Sequence[Part],
-    out: Path,
-    metadata: dict[str, Any],
-    expected: Collection[int] | None,
-    keep: int | None,
-    allow_partial: bool,
-    on_progress: Callable[[Progress], None] | None,
-) -> AggregateReport:
-    excluded: set[tuple[int, str]] = set()
+def _merge(request: MergeRequest, on_progress: OnProgress | None) -> AggregateReport:
+    out = request.out
+    excluded: set[GroupPlace] = set()
     damaged: list[str] = []
+    # Only copying reads every byte. What it finds damaged is left out of the next plan.
     while True:
-        plan = make_plan(parts, expected, excluded, keep)
-        plan.damaged = damaged
-        if plan.missing and not allow_partial:
+        plan = make_plan(request, excluded)
+        if plan.missing and not request.allow_partial:
             why = f"; damaged: {', '.join(damaged)}" if damaged else ""
             raise UsageError(
                 f"{out.name}: {missing_text(plan.missing)}{why}. To merge without them: --allow-partial"
             )
         if not plan.taken:
             raise UsageError(f"{out.name}: the parts hold no group to merge")
-        if (size := size_if_done(out, plan.fingerprint)) is not None:
-            return _report(plan, out, size, already_done=True)
-        bad = _Merge(plan, parts, out, metadata, on_progress).run()
+        if (size := _size_if_done(out, plan.fingerprint)) is not None:
+            return _report(plan, out, size, damaged, already_done=True)
+        bad = _Merge(request, plan, merged_metadata(request, plan, damaged), on_progress).run()
         if not bad:
-            return _report(plan, out, out.stat().st_size, already_done=False)
+            return _report(plan, out, out.stat().st_size, damaged, already_done=False)
         excluded |= bad
-        damaged += [f"{key} of {parts[position].path.name}" for position, key in sorted(bad)]
+        damaged += [f"{key} of {request.parts[position].path.name}" for position, key in sorted(bad)]
 
 
-def size_if_done(out: Path, fingerprint: str) -> int | None:
-    """The size of `out` if it holds just the groups that `fingerprint` names, and is intact.
+def scan_merged(out: Path, *, verify: bool) -> ShardScan | None:
+    """The merged file at `out`; None where there is none, or one of ours that is damaged: it is made anew.
 
     Raises UsageError where another program's file is in the way, StoreError.
     """
+    # The listing is asked first: NFS may remember for 30 s that a name did not exist.
     if not out.parent.is_dir() or out.name not in os.listdir(out.parent):
         return None
     try:
-        there = scan_shard(out, verify=False)
-        if there.fingerprint == fingerprint:
-            there = scan_shard(out)
+        scan = scan_shard(out, verify=verify)
     except NotOurs as error:
         raise UsageError(f"{error}; move it away, it is not replaced") from None
     except FormatError:
-        return None  # ours, but damaged: made anew
-    return there.valid_bytes if there.fingerprint == fingerprint and not there.damaged else None
+        return None
+    return None if scan.damaged else scan
 
 
-def _report(plan: Plan, out: Path, size: int, *, already_done: bool) -> AggregateReport:
+def _size_if_done(out: Path, fingerprint: str) -> int | None:
+    """The size of `out` if it holds just the groups that `fingerprint` names, and is intact."""
+    there = scan_merged(out, verify=False)
+    if there is None or there.fingerprint != fingerprint:
+        return None
+    there = scan_merged(out, verify=True)
+    return None if there is None else there.valid_bytes
+
+
+def _report(plan: Plan, out: Path, size: int, damaged: list[str], *, already_done: bool) -> AggregateReport:
     groups = plan.by_task
     return AggregateReport(
         out=str(out),
@@ -156,11 +162,11 @@ def _report(plan: Plan, out: Path, size: int, *, already_done: bool) -> Aggregat
         bytes=size,
         reward_mean=mean_reward(groups),
         already_done=already_done,
-        damaged=tuple(plan.damaged),
+        damaged=tuple(damaged),
         unexpected=plan.unexpected,
         fingerprint=plan.fingerprint,
         left_out=len(plan.without_signal) + len(plan.surplus),
-        rolled_out_reward_mean=plan.rolled_out[1],
+        rolled_out_reward_mean=plan.rolled_out_reward_mean,
     )
 
 
@@ -169,20 +175,19 @@ class _Merge:
 
     def __init__(
         self,
+        request: MergeRequest,
         plan: Plan,
-        parts: Sequence[Part],
-        out: Path,
         metadata: dict[str, Any],
-        on_progress: Callable[[Progress], None] | None,
+        on_progress: OnProgress | None,
     ) -> None:
-        self.plan, self.parts, self.out, self.on_progress = plan, parts, out, on_progress
-        self.metadata = merged_metadata(plan, parts, metadata)
-        self.pieces: list[list[Piece]] = [[] for _ in parts]
+        self.plan, self.metadata, self.on_progress = plan, metadata, on_progress
+        self.parts, self.out = request.parts, request.out
+        self.pieces: list[list[Piece]] = [[] for _ in request.parts]
         self.entries: list[Entry] = []
         self.body_places: dict[int, int] = {}
         self.end = 0
 
-    def run(self) -> set[tuple[int, str]]:
+    def run(self) -> set[GroupPlace]:
         make_dirs(self.out.parent)
         remove_leftovers(self.out)
         temporary = self.out.with_name(
@@ -204,7 +209,7 @@ class _Merge:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
 
-    def _write(self, fd: int) -> set[tuple[int, str]]:
+    def _write(self, fd: int) -> set[GroupPlace]:
         start = b""
         for name, content in ((ROOT + "version", b"3\n"), (ROOT + "byteorder", b"little")):
             entry = make_entry(name, len(content), zlib.crc32(content), len(start), align_end=True)
@@ -261,11 +266,11 @@ class _Merge:
             )
             self.pieces[position].append(body)
 
-    def _copy(self, fd: int) -> set[tuple[int, str]]:
+    def _copy(self, fd: int) -> set[GroupPlace]:
         counts = {(position, group.key): group.trajectories for position, group in self.plan.taken.values()}
         total = sum(piece.size for pieces in self.pieces for piece in pieces)
         progress = Progress(0, sum(counts.values()), 0, total)
-        bad: set[tuple[int, str]] = set()
+        bad: set[GroupPlace] = set()
         for part, pieces in zip(self.parts, self.pieces, strict=True):
             for done in copy_pieces(part.path, fd, pieces, bad):
                 finished = sum(counts.pop(piece.group, 0) for piece in done if not piece.header)

@@ -1,4 +1,4 @@
-"""What a merge of trajectory files will take from which part: decided from headers alone, before anything is written."""
+"""What to merge, and which group will come from which part: decided from headers alone, before anything is written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +15,75 @@ from fsbarrier.data.shardscan import GroupEntry, ShardScan, mean_reward, scan_sh
 from fsbarrier.errors import StoreError, UsageError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
-    """One file to merge from. `valid_bytes`: use only the groups inside its first so many bytes (None: all that are whole).
-    `tasks`: use only the groups of these task indices (None: all)."""
+    """One file to merge from."""
 
     path: Path
+    #: use only the groups inside its first so many bytes; None: all that are whole
     valid_bytes: int | None = None
+    #: use only the groups of these task indices; None: all
     tasks: frozenset[int] | None = None
 
 
-@dataclass
-class Plan:
-    """Which group is taken from which part; made from headers alone."""
+@dataclass(frozen=True, slots=True)
+class MergeRequest:
+    """What to merge, and into which file.
 
-    scans: list[ShardScan]
-    taken: dict[int, tuple[int, GroupEntry]]  # by task index: position of the part, group
+    Of a task that several parts hold, the first part in order wins; the next one stands in where its bytes are damaged.
+    """
+
+    parts: tuple[Part, ...]
+    out: Path
+    metadata: dict[str, Any]
+    #: The task indices that must be there; groups of others are left out. None: not known.
+    expected: tuple[int, ...] | None = None
+    #: Of more groups only the first so many whose rewards differ, in the order of `expected`, filled up with others.
+    keep: int | None = None
+    #: If a task is missing, merge without it, and list it in the metadata.
+    allow_partial: bool = False
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> MergeRequest:
+        """The request that a daemon left for the worker."""
+        parts = [
+            Part(
+                Path(record["path"]),
+                record["valid_bytes"],
+                None if record["tasks"] is None else frozenset(record["tasks"]),
+            )
+            for record in spec["parts"]
+        ]
+        expected = None if spec["expected"] is None else tuple(spec["expected"])
+        more = {name: spec[name] for name in ("keep", "allow_partial") if name in spec}
+        return cls(tuple(parts), Path(spec["out"]), spec["metadata"], expected, **more)
+
+
+#: A group in one of the parts: the part's position in the request, and the group's key.
+GroupPlace = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which group is taken from which part."""
+
+    scans: tuple[ShardScan, ...]
+    #: by task index: position of the part, and the group
+    taken: dict[int, tuple[int, GroupEntry]]
+    #: groups left out because an earlier part has their task
     duplicates: int
+    #: groups left out because their task is not among the expected
     unexpected: int
     missing: tuple[int, ...]
-    damaged: list[str] = field(default_factory=list)
-    without_signal: tuple[
-        int, ...
-    ] = ()  # tasks left out because their rewards are all equal, and others are enough
-    surplus: tuple[int, ...] = ()  # tasks left out because those before them are enough
-    rolled_out: tuple[int, float | None] = (
-        0,
-        None,
-    )  # trajectories and their mean reward, those left out included
+    #: tasks left out because their rewards are all equal, and others are enough
+    without_signal: tuple[int, ...]
+    #: tasks left out because those before them are enough
+    surplus: tuple[int, ...]
+    #: trajectories of all groups, those left out for the last two reasons included, and their mean reward
+    rolled_out: int
+    rolled_out_reward_mean: float | None
 
-    @property
+    @functools.cached_property
     def by_task(self) -> list[GroupEntry]:
         return [self.taken[task][1] for task in sorted(self.taken)]
 
@@ -58,76 +97,92 @@ class Plan:
         return digest.hexdigest()
 
 
-def make_plan(
-    parts: Sequence[Part],
-    expected: Collection[int] | None,
-    excluded: Collection[tuple[int, str]] = (),
-    keep: int | None = None,
-) -> Plan:
-    """Choose the groups to merge, reading headers only: of more than `keep` the first with signal, in the order of `expected`.
+def make_plan(request: MergeRequest, excluded: Collection[GroupPlace] = ()) -> Plan:
+    """Choose the groups to merge, reading headers only; those in `excluded` are known to be damaged.
 
     Raises UsageError, StoreError.
     """
-    plan = Plan([], {}, 0, 0, ())
+    expected = request.expected
     wanted = None if expected is None else frozenset(expected)
-    for position, part in enumerate(parts):
-        scan = scan_shard(part.path, part.valid_bytes, verify=False)
-        if wanted is None and part.valid_bytes is not None and scan.valid_bytes < part.valid_bytes:
-            raise StoreError(
-                f"{part.path}: holds {scan.valid_bytes} valid bytes, but {part.valid_bytes} were acknowledged"
-            )
-        plan.scans.append(scan)
+    scans: list[ShardScan] = []
+    taken: dict[int, tuple[int, GroupEntry]] = {}
+    duplicates = unexpected = 0
+    for position, part in enumerate(request.parts):
+        scan = _scan_part(part, must_be_whole=wanted is None)
+        scans.append(scan)
         for group in scan.groups:
-            if (position, group.key) in excluded or (
-                part.tasks is not None and group.task_index not in part.tasks
-            ):
+            if (position, group.key) in excluded:
+                continue
+            if part.tasks is not None and group.task_index not in part.tasks:
                 continue
             if wanted is not None and group.task_index not in wanted:
-                plan.unexpected += 1
-            elif group.task_index in plan.taken:
-                plan.duplicates += 1
+                unexpected += 1
+            elif group.task_index in taken:
+                duplicates += 1
             else:
-                plan.taken[group.task_index] = (position, group)
-    names = [storage.name for group in plan.by_task for storage in group.storages]
+                taken[group.task_index] = (position, group)
+    groups = [group for _, group in taken.values()]
+    _refuse_one_name_twice(groups)
+    order = dict.fromkeys(taken if expected is None else expected)
+    surplus, without_signal = _left_out(
+        [taken[task][1] for task in order if task in taken],
+        len(taken) if request.keep is None else request.keep,
+    )
+    return Plan(
+        scans=tuple(scans),
+        taken={task: chosen for task, chosen in taken.items() if task not in {*surplus, *without_signal}},
+        duplicates=duplicates,
+        unexpected=unexpected,
+        missing=() if wanted is None else tuple(sorted(wanted - taken.keys())),
+        without_signal=without_signal,
+        surplus=surplus,
+        rolled_out=sum(group.trajectories for group in groups),
+        rolled_out_reward_mean=mean_reward([taken[task][1] for task in sorted(taken)]),
+    )
+
+
+def _scan_part(part: Part, *, must_be_whole: bool) -> ShardScan:
+    scan = scan_shard(part.path, part.valid_bytes, verify=False)
+    # Where the expected tasks are known, a group that is gone shows as a missing task. Else only the bytes can tell.
+    if must_be_whole and part.valid_bytes is not None and scan.valid_bytes < part.valid_bytes:
+        raise StoreError(
+            f"{part.path}: holds {scan.valid_bytes} valid bytes, but {part.valid_bytes} were acknowledged"
+        )
+    return scan
+
+
+def _refuse_one_name_twice(groups: Iterable[GroupEntry]) -> None:
+    names = [storage.name for group in groups for storage in group.storages]
     if len(set(names)) != len(names):
         raise UsageError(
             "two parts were written with the same prefix and hold different tasks; they cannot be merged"
         )
-    plan.missing = tuple(sorted(wanted - plan.taken.keys())) if wanted is not None else ()
-    _keep_first(plan, len(plan.taken) if keep is None else keep, plan.taken if expected is None else expected)
-    return plan
 
 
-def _keep_first(plan: Plan, count: int, order: Iterable[int]) -> None:
-    """Leave out all but `count` groups: of those with signal the last ones, of the others as many as it takes."""
-    everything = plan.by_task
-    plan.rolled_out = sum(group.trajectories for group in everything), mean_reward(everything)
-    there = [task for task in dict.fromkeys(order) if task in plan.taken]
-    useful = [task for task in there if plan.taken[task][1].signal]
-    others = [task for task in there if not plan.taken[task][1].signal]
-    spare = max(0, count - len(useful))
-    plan.surplus, plan.without_signal = tuple(useful[count:]), tuple(others[spare:])
-    for task in (*plan.surplus, *plan.without_signal):
-        del plan.taken[task]
+def _left_out(groups: Sequence[GroupEntry], keep: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tasks of all but `keep` groups: of those with signal the last ones, of those without as many as it takes."""
+    useful = [group.task_index for group in groups if group.signal]
+    others = [group.task_index for group in groups if not group.signal]
+    return tuple(useful[keep:]), tuple(others[max(0, keep - len(useful)) :])
 
 
-def merged_metadata(plan: Plan, parts: Sequence[Part], metadata: dict[str, Any]) -> dict[str, Any]:
-    """The metadata of the result: the caller's fields and what the merge knows itself. Raises UsageError."""
+def merged_metadata(request: MergeRequest, plan: Plan, damaged: Sequence[str]) -> dict[str, Any]:
+    """The metadata of the result: those of the request, and what the merge knows itself. Raises UsageError."""
     groups = plan.by_task
     full = {
-        **metadata,
+        **request.metadata,
         "trajectories": sum(group.trajectories for group in groups),
         "groups": len(groups),
         "reward_mean": mean_reward(groups),
         "parts": [
             {"name": part.path.name, "bytes": scan.valid_bytes, "groups": len(scan.groups)}
-            for part, scan in zip(parts, plan.scans, strict=True)
+            for part, scan in zip(request.parts, plan.scans, strict=True)
         ],
         "missing": list(plan.missing),
         "without_signal": list(plan.without_signal),
         "surplus": list(plan.surplus),
-        "rolled_out": {"trajectories": plan.rolled_out[0], "reward_mean": plan.rolled_out[1]},
-        "damaged": list(plan.damaged),
+        "rolled_out": {"trajectories": plan.rolled_out, "reward_mean": plan.rolled_out_reward_mean},
+        "damaged": list(damaged),
         "created_by": f"fsbarrier {__version__}",
     }
     try:
@@ -138,9 +193,9 @@ def merged_metadata(plan: Plan, parts: Sequence[Part], metadata: dict[str, Any])
 
 
 def missing_text(missing: tuple[int, ...]) -> str:
-    return (
-        f"{len(missing)} task{'s are' if len(missing) > 1 else ' is'} missing ({', '.join(ranges(missing))})"
-    )
+    """For people: how many tasks are missing, and which."""
+    are = "s are" if len(missing) > 1 else " is"
+    return f"{len(missing)} task{are} missing ({', '.join(ranges(missing))})"
 
 
 def ranges(numbers: Sequence[int], most: int = 12) -> Iterator[str]:

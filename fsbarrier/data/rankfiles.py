@@ -1,9 +1,10 @@
-"""What the ranks left of one iteration: finds their trajectory files and says what is in each, for a merge by hand."""
+"""What the ranks left of one iteration: finds their trajectory files and says in what state each is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +15,80 @@ from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.names import parse_trajectories
 from fsbarrier.rundir.paths import RunPaths
 
-USABLE = ("finished", "growing", "torn")
+
+class FileState(Enum):
+    """In what state a trajectory file is. The values are what `fsbarrier aggregate` shows."""
+
+    FINISHED = "finished"
+    #: whole so far, but its writer did not finish it
+    GROWING = "growing"
+    #: whole up to some byte; what is behind it was being written, and is dropped
+    TORN = "torn"
+    #: another file holds the same, or more
+    COPY = "copy"
+    OTHER_RUN = "other run"
+    #: not written by fsbarrier
+    FOREIGN = "foreign"
+    UNREADABLE = "unreadable"
+    #: merged, without some of the tasks
+    INCOMPLETE = "incomplete"
+    #: merged, but its bytes do not match their checksums
+    DAMAGED = "damaged"
+    #: left by a program that was killed while it wrote
+    TEMPORARY = "temporary"
+
+    @property
+    def in_the_way(self) -> bool:
+        """Whether nothing may use such a file."""
+        return self in (
+            FileState.OTHER_RUN,
+            FileState.FOREIGN,
+            FileState.UNREADABLE,
+            FileState.DAMAGED,
+            FileState.TEMPORARY,
+        )
 
 
-@dataclass(frozen=True)
-class RankFile:
-    """One file of one node rank. `state`: finished, growing (whole so far), torn (its tail is dropped), copy (of another one
-    here), other run, foreign (not written by fsbarrier), unreadable."""
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """One trajectory file: of one node rank, or (`node_rank` None) merged from those of all."""
 
     path: Path
-    node_rank: int
-    state: str
+    split: str
+    node_rank: int | None
+    state: FileState
     note: str = ""
     scan: ShardScan | None = field(default=None, repr=False)
-    duplicates: int = 0  # groups whose task an earlier file has already
+    #: groups whose task an earlier file has already
+    duplicates: int = 0
+
+    @property
+    def header(self) -> dict[str, Any]:
+        return self.scan.header if self.scan else {}
 
     @property
     def generation(self) -> int:
-        value = self.scan.header.get("generation") if self.scan else None
+        """-1: not known."""
+        value = self.header.get("generation")
         return value if isinstance(value, int) else -1
 
     @property
-    def usable(self) -> bool:
-        return self.state in USABLE
+    def mergeable(self) -> bool:
+        """Whether a merge takes groups from it."""
+        return self.state in (FileState.FINISHED, FileState.GROWING, FileState.TORN)
 
-    def as_json(self) -> dict[str, Any]:
-        """What the table shows, as plain values."""
+    def counts(self) -> dict[str, int]:
+        """How much of it is valid, and how many bytes at its end are not."""
         scan = self.scan
         return {
-            "path": str(self.path),
-            "node_rank": self.node_rank,
-            "state": self.state,
-            "note": self.note,
             "groups": len(scan.groups) if scan else 0,
             "trajectories": scan.trajectories if scan else 0,
-            "reward_mean": scan.reward_mean if scan else None,
             "valid_bytes": scan.valid_bytes if scan else 0,
             "torn_bytes": scan.torn_bytes if scan else 0,
-            "damaged": list(scan.damaged) if scan else [],
-            "duplicates": self.duplicates,
         }
 
 
-def find(log_path: Path, split: str, iteration: int) -> list[RankFile]:
+def find(log_path: Path, split: str, iteration: int) -> list[FoundFile]:
     """The files of all ranks, in the order in which a merge takes from them: the newest generation first, then by rank.
 
     Raises UsageError where they belong to several runs and nothing says which one is meant.
@@ -71,35 +103,34 @@ def find(log_path: Path, split: str, iteration: int) -> list[RankFile]:
             continue
         if path.is_file():
             there = path.stat()
-            if (there.st_dev, there.st_ino) not in seen:  # a finished checkpoint is a link to its last part
+            # A finished checkpoint is a link to its last part.
+            if (there.st_dev, there.st_ino) not in seen:
                 seen.add((there.st_dev, there.st_ino))
-                found.append(_look_at(path, name.rank))
+                found.append(_look_at(path, split, name.rank))
     found = _mark_fallbacks(_mark_copies(_mark_other_runs(found, log_path)))
-    found.sort(key=lambda item: (not item.usable, -item.generation, item.node_rank, item.path.name))
-    return _count_duplicates(found)
+    found.sort(key=lambda item: (not item.mergeable, -item.generation, item.node_rank or 0, item.path.name))
+    return list(_count_duplicates(found))
 
 
-def _look_at(path: Path, rank: int) -> RankFile:
+def _look_at(path: Path, split: str, rank: int) -> FoundFile:
     try:
         scan = scan_shard(path, verify=False)
         if not scan.finished:
-            scan = scan_shard(path)  # only its checksums tell where a torn tail begins
-    except NotOurs as error:
-        return RankFile(path, rank, "foreign", _reason(error, path))
+            # Only its checksums tell where a torn tail begins.
+            scan = scan_shard(path)
     except FsbarrierError as error:
-        return RankFile(path, rank, "unreadable", _reason(error, path))
+        state = FileState.FOREIGN if isinstance(error, NotOurs) else FileState.UNREADABLE
+        return FoundFile(path, split, rank, state, str(error).removeprefix(f"{path}: "))
     if scan.merged:
-        return RankFile(path, rank, "unreadable", "a merged file under a rank's name")
-    state = "finished" if scan.finished else "torn" if scan.torn_bytes else "growing"
-    return RankFile(path, rank, state, f"{len(scan.damaged)} damaged" if scan.damaged else "", scan)
+        note = "a merged file under a rank's name"
+        return FoundFile(path, split, rank, FileState.UNREADABLE, note)
+    state = FileState.TORN if scan.torn_bytes else FileState.GROWING
+    note = f"{len(scan.damaged)} damaged" if scan.damaged else ""
+    return FoundFile(path, split, rank, FileState.FINISHED if scan.finished else state, note, scan)
 
 
-def _reason(error: Exception, path: Path) -> str:
-    return str(error).removeprefix(f"{path}: ")
-
-
-def _mark_other_runs(found: list[RankFile], log_path: Path) -> list[RankFile]:
-    ids = {str(item.scan.header["run_id"]) for item in found if item.scan and "run_id" in item.scan.header}
+def _mark_other_runs(found: list[FoundFile], log_path: Path) -> list[FoundFile]:
+    ids = {str(item.header["run_id"]) for item in found if "run_id" in item.header}
     if runrecord.exists(log_path):
         run_id = runrecord.load(log_path).run_id
     elif len(ids) > 1:
@@ -109,88 +140,83 @@ def _mark_other_runs(found: list[RankFile], log_path: Path) -> list[RankFile]:
     else:
         return found
     return [
-        replace(item, state="other run", note=f"made by run {item.scan.header['run_id']}")
-        if item.scan and item.scan.header.get("run_id", run_id) != run_id
+        replace(item, state=FileState.OTHER_RUN, note=f"made by run {item.header['run_id']}")
+        if item.header.get("run_id", run_id) != run_id
         else item
         for item in found
     ]
 
 
-def _mark_copies(found: list[RankFile]) -> list[RankFile]:
+def _mark_copies(found: list[FoundFile]) -> list[FoundFile]:
     """Where the filesystem has no links, a finished checkpoint is a copy of its part: take the one that holds most."""
-    best: dict[str, RankFile] = {}
+    best: dict[str, FoundFile] = {}
     for item in found:
-        if item.usable and item.scan and item.scan.prefix:
-            other = best.get(item.scan.prefix)
-            if other is None or other.scan is None or _worth(item.scan) > _worth(other.scan):
+        if item.mergeable and item.scan and item.scan.prefix:
+            other = best.setdefault(item.scan.prefix, item)
+            if other.scan is not None and _worth(item.scan) > _worth(other.scan):
                 best[item.scan.prefix] = item
     marked = []
     for item in found:
-        twin = best.get(item.scan.prefix) if item.usable and item.scan else None
-        marked.append(
-            replace(item, state="copy", note=f"of {twin.path.name}")
-            if twin is not None and twin is not item
-            else item
-        )
+        twin = best.get(item.scan.prefix, item) if item.mergeable and item.scan else item
+        copy = twin is not item
+        marked.append(replace(item, state=FileState.COPY, note=f"of {twin.path.name}") if copy else item)
     return marked
-
-
-def _mark_fallbacks(found: list[RankFile]) -> list[RankFile]:
-    """The original leaves `…_rank_0` beside `…_rank_0.checkpoint`, which holds more."""
-    checkpoints = {item.node_rank: item.path.name for item in found if item.path.name.endswith(".checkpoint")}
-    return [
-        replace(item, state="copy", note=f"{checkpoints[item.node_rank]} is taken")
-        if item.path.name.endswith(f"_rank_{item.node_rank}") and item.node_rank in checkpoints
-        else item
-        for item in found
-    ]
 
 
 def _worth(scan: ShardScan) -> tuple[bool, int]:
     return scan.finished, scan.valid_bytes
 
 
-def _count_duplicates(found: list[RankFile]) -> list[RankFile]:
+def _mark_fallbacks(found: list[FoundFile]) -> list[FoundFile]:
+    """The original leaves `…_rank_0` beside `…_rank_0.checkpoint`, which holds more."""
+    checkpoints = {item.node_rank: item.path.name for item in found if item.path.name.endswith(".checkpoint")}
+    return [
+        replace(item, state=FileState.COPY, note=f"{checkpoints[item.node_rank]} is taken")
+        if item.path.name.endswith(f"_rank_{item.node_rank}") and item.node_rank in checkpoints
+        else item
+        for item in found
+    ]
+
+
+def _count_duplicates(found: list[FoundFile]) -> Iterator[FoundFile]:
     seen: set[int] = set()
-    counted = []
     for item in found:
-        tasks = {group.task_index for group in item.scan.groups} if item.usable and item.scan else set()
-        counted.append(replace(item, duplicates=len(tasks & seen)))
+        tasks = {group.task_index for group in item.scan.groups} if item.mergeable and item.scan else set()
+        yield replace(item, duplicates=len(tasks & seen))
         seen |= tasks
-    return counted
 
 
-def parts(found: Sequence[RankFile]) -> list[Part]:
+# --- what a merge by hand takes from their headers --------------------------------------------------------------------
+
+
+def parts(found: Iterable[FoundFile]) -> tuple[Part, ...]:
     """What to merge from, in order."""
-    return [Part(item.path, item.scan.valid_bytes) for item in found if item.usable and item.scan]
+    return tuple(Part(item.path, item.scan.valid_bytes) for item in found if item.mergeable and item.scan)
 
 
-def expected_tasks(found: Sequence[RankFile]) -> tuple[int, ...] | None:
+def expected_tasks(found: Iterable[FoundFile]) -> tuple[int, ...] | None:
     """The tasks that the writers of the files say there should be, in their order; None where none of them says."""
-    tasks: dict[int, None] = {}
-    known = False
-    for name in ("expected", "assigned"):
-        for item in found:
-            header = item.scan.header if item.usable and item.scan else {}
-            if isinstance(header.get(name), list):
-                known = True
-                tasks.update((task, None) for task in header[name] if isinstance(task, int))
-    return tuple(tasks) if known else None
+    headers = [item.header for item in found if item.mergeable]
+    lists = [header.get(name) for name in ("expected", "assigned") for header in headers]
+    known = [tasks for tasks in lists if isinstance(tasks, list)]
+    if not known:
+        return None
+    return tuple(dict.fromkeys(task for tasks in known for task in tasks if isinstance(task, int)))
 
 
-def groups_to_keep(found: Sequence[RankFile]) -> int | None:
+def groups_to_keep(found: Iterable[FoundFile]) -> int | None:
     """How many groups the merge keeps where more were rolled out than are wanted; None: all."""
-    counts = {item.scan.header.get("keep") for item in found if item.usable and item.scan}
+    counts = (item.header.get("keep") for item in found if item.mergeable)
     return next((count for count in counts if isinstance(count, int) and count > 0), None)
 
 
-def common_metadata(found: Sequence[RankFile], split: str, iteration: int) -> dict[str, Any]:
+def common_metadata(found: Sequence[FoundFile], split: str, iteration: int) -> dict[str, Any]:
     """What the files agree on: run_id, policy_version, an original's metadata; and the newest generation."""
-    headers = [item.scan.header for item in found if item.usable and item.scan]
+    headers = [item.header for item in found if item.mergeable]
     metadata: dict[str, Any] = {"split": split, "iteration": iteration, "by_hand": True}
     for name in ("run_id", "policy_version", "original_metadata"):
         values = {repr(header[name]): header[name] for header in headers if name in header}
         if len(values) == 1:
             metadata[name] = next(iter(values.values()))
-    generation = max((item.generation for item in found if item.usable), default=-1)
+    generation = max((item.generation for item in found if item.mergeable), default=-1)
     return metadata | ({"generation": generation} if generation >= 0 else {})

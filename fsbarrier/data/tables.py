@@ -13,11 +13,12 @@ from typing import Any, Protocol
 
 from fsbarrier import files
 from fsbarrier.data import rankfiles
+from fsbarrier.data.rankfiles import FileState
+from fsbarrier.data.shardreader import read_trajectories
 from fsbarrier.data.shardscan import NotOurs, reading, scan_shard
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.rundir.names import SPLITS, parse_trajectories
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.trajectories import read_trajectories
 
 SUFFIXES = (".jsonl", ".parquet")
 ARRAYS = ("token_ids", "loss_mask", "logprobs")
@@ -71,14 +72,14 @@ def sources(log_path: Path, split: str, iterations: Sequence[int] | None) -> tup
             found.append(merged)
             continue
         for item in rankfiles.find(log_path, split, iteration):
-            if item.state in ("foreign", "unreadable"):
+            if item.state in (FileState.FOREIGN, FileState.UNREADABLE):
                 raise UsageError(
                     f"{item.path.name}: {item.note}; move it away, or merge by hand (fsbarrier aggregate)"
                 )
-            if item.usable:
+            if item.mergeable:
                 found.append(item.path)
             else:
-                aside.append(f"{item.path.name}: {item.state} ({item.note})")
+                aside.append(f"{item.path.name}: {item.state.value} ({item.note})")
     if not found:
         which = "" if iterations is None else f" of iteration {', '.join(map(str, chosen))}"
         raise UsageError(

@@ -54,6 +54,26 @@ class _Storage:
     left: int
 
 
+def _make_array(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> array[Any]:
+    """What `torch._utils._rebuild_tensor_v2` stands for here."""
+    if not isinstance(storage, _Storage) or type(offset) is not int or offset < 0:
+        raise FormatError("not a tensor")
+    if len(size) != 1 or type(size[0]) is not int or size[0] < 0 or (size[0] > 1 and stride != (1,)):
+        raise FormatError("a tensor that is not flat; read this file with torch.load(..., weights_only=True)")
+    values = array(storage.code)
+    start, length = offset * values.itemsize, size[0] * values.itemsize
+    if start + length > len(storage.data):
+        raise FormatError("a tensor that reaches beyond its storage")
+    # Else a few bytes could describe the whole storage again and again.
+    storage.left -= length
+    if storage.left < 0:
+        raise FormatError("tensors that overlap in their storage")
+    values.frombytes(memoryview(storage.data)[start : start + length])
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
 def _empty_dict() -> dict[str, Any]:
     """What `collections.OrderedDict` stands for here: torch puts an empty one into every tensor."""
     return {}
@@ -138,7 +158,7 @@ class Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # Compared with the few names that are known, never looked up: no import, no attribute of a module, no dotted path.
         if (module, name) == REBUILD:
-            return self._make_array
+            return _make_array
         if (module, name) == ORDERED_DICT:
             return _empty_dict
         if module == "torch" and name in _TYPECODES:
@@ -161,27 +181,6 @@ class Unpickler(pickle._Unpickler):
         if storage.code != code or type(count) is not int or count * size != len(storage.data):
             raise FormatError(f"storage {key} has another size or type than the pickle says")
         return storage
-
-    def _make_array(self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> array[Any]:
-        """What `torch._utils._rebuild_tensor_v2` stands for here."""
-        if not isinstance(storage, _Storage) or type(offset) is not int or offset < 0:
-            raise FormatError(f"not a tensor at byte {self.position}")
-        if len(size) != 1 or type(size[0]) is not int or size[0] < 0 or (size[0] > 1 and stride != (1,)):
-            raise FormatError(
-                "a tensor that is not flat; read this file with torch.load(..., weights_only=True)"
-            )
-        values = array(storage.code)
-        start, length = offset * values.itemsize, size[0] * values.itemsize
-        if start + length > len(storage.data):
-            raise FormatError("a tensor that reaches beyond its storage")
-        # Else a few bytes could describe the whole storage again and again.
-        storage.left -= length
-        if storage.left < 0:
-            raise FormatError("tensors that overlap in their storage")
-        values.frombytes(memoryview(storage.data)[start : start + length])
-        if sys.byteorder == "big":
-            values.byteswap()
-        return values
 
     # --- opcodes that the library would carry out on any object with such a method -----------------------------------------
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.data import rankfiles
-from fsbarrier.data.rankfiles import RankFile
+from fsbarrier.data.rankfiles import FileState, FoundFile
 from fsbarrier.data.shardscan import scan_shard
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.protocol.facts import CorruptRecord, Fact, decode
@@ -22,45 +22,27 @@ from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.names import SPLITS, parse_trajectories
 from fsbarrier.rundir.paths import RunPaths
 
-#: of a file's state, whether it is moved out of the way
-STATES = {
-    "complete": False,
-    "partial": False,
-    "torn": False,
-    "copy": False,
-    "damaged": True,
-    "foreign": True,
-    "unreadable": True,
-    "temporary": True,
+#: What `fsbarrier recover` calls a state that `fsbarrier aggregate` calls otherwise.
+_SHOWN = {
+    FileState.FINISHED: "complete",
+    FileState.GROWING: "partial",
+    FileState.INCOMPLETE: "partial",
+    FileState.OTHER_RUN: "foreign",
 }
 
 
-@dataclass(frozen=True)
-class Found:
-    """One trajectory file of the iteration. `state`: one of STATES."""
-
-    path: Path
-    split: str
-    node_rank: int | None  # None: a merged file
-    state: str
-    groups: int = 0
-    trajectories: int = 0
-    valid_bytes: int = 0
-    torn_bytes: int = 0
-    note: str = ""
-
-    @property
-    def usable(self) -> bool:
-        return not STATES[self.state]
+def shown_state(item: FoundFile) -> str:
+    """A file's state as `fsbarrier recover` shows it."""
+    return _SHOWN.get(item.state, item.state.value)
 
 
-def inspect(log_path: Path, iteration: int) -> list[Found]:
+def inspect(log_path: Path, iteration: int) -> list[FoundFile]:
     """What is there of `iteration`, in the order in which a merge takes from it. Raises UsageError where there is no run."""
     run_id = runrecord.load(log_path).run_id
-    found: list[Found] = []
+    found: list[FoundFile] = []
     for split in SPLITS:
         merged = RunPaths(log_path).merged(split, iteration)
-        found += [_as_found(item, split) for item in rankfiles.find(log_path, split, iteration)]
+        found += [_described(item) for item in rankfiles.find(log_path, split, iteration)]
         # What was being written to the merged file, or to a rank's. What follows the number tells iteration 1 from 12.
         unfinished = (f".{merged.name}.", f".{merged.name}_rank_")
         for path in sorted(merged.parent.iterdir()) if merged.parent.is_dir() else ():
@@ -68,49 +50,45 @@ def inspect(log_path: Path, iteration: int) -> list[Found]:
             if name is not None and name.rank is None and (name.split, name.iteration) == (split, iteration):
                 found.append(_merged(path, split, run_id))
             elif path.name.startswith(unfinished):
-                found.append(Found(path, split, None, "temporary", note="left by a program that was killed"))
+                note = "left by a program that was killed"
+                found.append(FoundFile(path, split, None, FileState.TEMPORARY, note))
     return found
 
 
-def _as_found(item: RankFile, split: str) -> Found:
+def _described(item: FoundFile) -> FoundFile:
+    """A rank's file with a note on what of it is lost."""
     scan = item.scan
-    if scan is None or item.state == "other run":
-        state = "foreign" if item.state in ("foreign", "other run") else "unreadable"
-        return Found(item.path, split, item.node_rank, state, note=item.note)
+    if scan is None or item.state is FileState.OTHER_RUN:
+        # What another run rolled out does not count here.
+        return replace(item, scan=None)
     if not scan.header and scan.torn_bytes:
-        return Found(item.path, split, item.node_rank, "unreadable", note="nothing in it can be read")
-    notes = [item.note] if item.note else []
-    if scan.torn_bytes:
-        notes.append(f"{scan.torn_bytes} bytes at its end are dropped")
-    state = {"finished": "complete", "growing": "partial"}.get(item.state, item.state)
-    sizes = len(scan.groups), scan.trajectories, scan.valid_bytes, scan.torn_bytes
-    return Found(item.path, split, item.node_rank, state, *sizes, note="; ".join(notes))
+        return replace(item, state=FileState.UNREADABLE, note="nothing in it can be read", scan=None)
+    dropped = f"{scan.torn_bytes} bytes at its end are dropped" if scan.torn_bytes else ""
+    return replace(item, note="; ".join(filter(None, (item.note, dropped))))
 
 
-def _merged(path: Path, split: str, run_id: str) -> Found:
+def _merged(path: Path, split: str, run_id: str) -> FoundFile:
     try:
         scan = scan_shard(path)
     except (FsbarrierError, OSError) as error:
-        return Found(path, split, None, "damaged", note=str(error).removeprefix(f"{path}: "))
+        note = str(error).removeprefix(f"{path}: ")
+        return FoundFile(path, split, None, FileState.DAMAGED, note)
     absent = tuple(scan.header.get("missing") or ())
-    sizes = len(scan.groups), scan.trajectories, scan.valid_bytes, scan.torn_bytes
     if scan.header.get("run_id", run_id) != run_id:
-        return Found(path, split, None, "foreign", *sizes, note=f"made by run {scan.header['run_id']}")
-    if scan.damaged or scan.torn_bytes or not scan.finished:
-        return Found(path, split, None, "damaged", *sizes, note="; ".join(scan.damaged) or "cut off")
-    note = f"merged without {len(absent)} tasks" if absent else ""
-    return Found(path, split, None, "partial" if absent else "complete", *sizes, note)
+        state, note = FileState.OTHER_RUN, f"made by run {scan.header['run_id']}"
+    elif scan.damaged or scan.torn_bytes or not scan.finished:
+        state, note = FileState.DAMAGED, "; ".join(scan.damaged) or "cut off"
+    elif absent:
+        state, note = FileState.INCOMPLETE, f"merged without {len(absent)} tasks"
+    else:
+        state, note = FileState.FINISHED, ""
+    return FoundFile(path, split, None, state, note, scan)
 
 
-def useless(found: Iterable[Found]) -> list[Found]:
-    """The files that nothing may use."""
-    return [item for item in found if not item.usable]
-
-
-def gone(log_path: Path, split: str, iteration: int, found: Iterable[Found]) -> list[Path]:
+def gone(log_path: Path, split: str, iteration: int, found: Iterable[FoundFile]) -> list[Path]:
     """The merged files of a split that the run's own decisions name and that are not there, or not whole."""
     paths = RunPaths(log_path)
-    whole = {item.path.name for item in found if item.node_rank is None and item.usable}
+    whole = {item.path.name for item in found if item.node_rank is None and not item.state.in_the_way}
     ours = {name for name in _decided(paths, iteration) if name.startswith(f"{split}_")}
     return [paths.trajectories(split) / name for name in sorted(ours - whole)]
 
@@ -134,7 +112,7 @@ def restore(merged: Path, names: Iterable[Path]) -> list[Path]:
     return chosen
 
 
-def quarantine(log_path: Path, items: Iterable[Found]) -> Path | None:
+def quarantine(log_path: Path, items: Iterable[FoundFile]) -> Path | None:
     """Move files out of the way, with their other names, keeping the names; gives the folder. Raises OSError, UsageError."""
     chosen = [name for item in items for name in _all_names(item.path)]
     if not chosen:

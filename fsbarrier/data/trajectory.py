@@ -1,0 +1,94 @@
+"""What a trajectory is: the fields that are known, with their types and units. Only `REQUIRED` must be there.
+
+On disk a trajectory is a plain dict. Who brings an own format may leave out what is not required and add fields: they are kept.
+A trajectory of N tokens has three arrays of length N side by side: `token_ids`, `loss_mask`, `logprobs`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, Required, TypedDict
+
+REQUIRED = ("task_id", "sample", "reward", "policy_version", "node_rank")
+
+
+class Sampled(TypedDict, total=False):
+    """The fields that sampling gives."""
+
+    # --- what people read ---
+
+    #: every turn, the prompt's included
+    messages: list[dict[str, Any]]
+    #: the last answer
+    text: str
+
+    # --- what is trained on ---
+
+    #: int32[N]: the tokens of prompt and answers in order
+    token_ids: array[int]
+    #: uint8[N]: 1 where the policy sampled the token, 0 where it was given
+    loss_mask: array[int]
+    #: float32[N]: log-probability (nats) of each sampled token when it was sampled; 0.0 for the others
+    logprobs: array[float]
+    #: how many of the tokens are the first prompt
+    prompt_tokens: int
+
+    # --- of an agent's episode ---
+
+    #: answers of the policy
+    turns: int
+    #: where each segment begins in the three arrays. A new one begins where the agent changed what had been said before.
+    segments: list[int]
+    #: the messages of each segment but the last
+    earlier_messages: list[list[dict[str, Any]]]
+
+
+class Trajectory(Sampled, total=False):
+    """One recorded interaction: what was sampled for a task, how it was judged, and where it comes from.
+
+    (What an agent's `run` returns has this name too: rollouts/episode.py.)
+    """
+
+    # --- which task, and which of its group ---
+
+    task_id: Required[str]
+    #: the line of the task in its file, from 0
+    task_index: int
+    #: text, or chat messages
+    prompt: str | list[dict[str, str]]
+    #: from 0, within the group: all trajectories of one task
+    sample: Required[int]
+
+    # --- how it was judged ---
+
+    reward: Required[float]
+    #: what the reward was made from, by name
+    reward_parts: dict[str, float]
+    #: False where it was cut off, or failed, or could not be judged: then it never counts as a success
+    valid: bool
+    #: "stop", "length" (cut off) or "error"
+    finish_reason: str
+
+    # --- where it comes from ---
+
+    #: which weights sampled it; -1 where that is not known
+    policy_version: Required[int]
+    node_rank: Required[int]
+    generation: int
+    iteration: int
+    #: "train" or "test"
+    split: str
+
+    # --- the rest ---
+
+    #: seconds: generate_s, episode_s, reward_s
+    timings: dict[str, float]
+    #: the task's other fields and its `answer`; where something went wrong `agent_error`, `reward_error` or `error`
+    metadata: dict[str, Any]
+
+
+class TrajectoryFile(TypedDict):
+    """What `torch.load` and `load` give of a finished or merged file."""
+
+    trajectories: list[Trajectory]
+    metadata: dict[str, Any]
