@@ -16,9 +16,10 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fsbarrier import commandline, files
+from fsbarrier.commandline import Command
 from fsbarrier.data import rankfiles
 from fsbarrier.data.merge import AggregateReport, OnProgress, Progress, merge
 from fsbarrier.data.mergeplan import MergeRequest, Part, missing_text
@@ -247,7 +248,7 @@ def command_line(words: Sequence[str]) -> int:
     if words and words[0] == "--spec":
         return work(Path(words[1]))
     # The command `fsbarrier aggregate`, which this module is.
-    return commandline.run("aggregate", words, lambda name: sys.modules[__name__])
+    return commandline.run("aggregate", words, lambda name: cast(Command, sys.modules[__name__]))
 
 
 if __name__ == "__main__":

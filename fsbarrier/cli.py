@@ -9,10 +9,11 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import fsbarrier
 from fsbarrier import commandline
+from fsbarrier.commandline import Command
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sources import nearest
 
@@ -36,14 +37,14 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; gives the exit code (design section 2). Never raises, save for a second Ctrl-C."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(overview(), end="", file=sys.stdout if words else sys.stderr)
-        return 0 if words else UsageError.exit_code
-    if words[0] == "--version":
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview(), end="", file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else UsageError.exit_code
+    if arguments[0] == "--version":
         print(f"fsbarrier {fsbarrier.__version__}")
         return 0
-    return commandline.run(words[0], words[1:], command_module)
+    return commandline.run(arguments[0], arguments[1:], load_command)
 
 
 def overview() -> str:
@@ -61,11 +62,11 @@ def overview() -> str:
     return "\n".join(lines) + "\n"
 
 
-def command_module(name: str) -> Any:
-    """The module of a command. Raises UsageError for an unknown one."""
+def load_command(name: str) -> Command:
+    """Import the module of a command. Raises UsageError for an unknown one."""
     if name not in COMMANDS:
         hint = nearest(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
         raise UsageError(f"no command {name!r}{hint}")
     if importlib.util.find_spec(f"fsbarrier.commands.{name}") is None:
         raise UsageError(f"{name}: not part of this version ({fsbarrier.__version__})")
-    return importlib.import_module(f"fsbarrier.commands.{name}")
+    return cast(Command, importlib.import_module(f"fsbarrier.commands.{name}"))

@@ -1,7 +1,4 @@
-"""One command line: parses it, calls the command, and turns every error into a line and an exit code.
-
-A command is a module with SUMMARY, EXAMPLE, add_arguments(parser) and main(args) -> exit code.
-"""
+"""One command line: parses it, calls the command, and turns every error into a line and an exit code."""
 
 from __future__ import annotations
 
@@ -15,23 +12,37 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, Protocol
 
 from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, FsbarrierError, UsageError
 from fsbarrier.settings.sources import nearest
 
 
-def run(name: str, words: Sequence[str], find_module: Callable[[str], Any]) -> int:
+class Command(Protocol):
+    """What a command's module has. SUMMARY and EXAMPLE are what its --help shows."""
+
+    SUMMARY: str
+    EXAMPLE: str
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None: ...
+
+    @staticmethod
+    def main(args: argparse.Namespace) -> int:
+        """Do it; gives the exit code."""
+
+
+def run(name: str, arguments: Sequence[str], find_command: Callable[[str], Command]) -> int:
     """Run the command `name`; gives the exit code (design section 2). Never raises, save for a second Ctrl-C."""
     args: argparse.Namespace | None = None
     try:
-        module = find_module(name)
-        args = parse(module, name, words)
-        code: int = module.main(args)
+        command = find_command(name)
+        args = parse(command, name, arguments)
+        code = command.main(args)
         sys.stdout.flush()
         return code
     except FsbarrierError as error:
-        print(shown(error), file=sys.stderr)
+        print(error_text(error), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_SIGINT
@@ -46,7 +57,7 @@ def run(name: str, words: Sequence[str], find_module: Callable[[str], Any]) -> i
         return EXIT_INTERNAL
 
 
-def shown(error: FsbarrierError) -> str:
+def error_text(error: FsbarrierError) -> str:
     """An error as people see it. A mistake of the user's is one line; a failed program's may end with its last log lines."""
     lines = [str(error)] if isinstance(error, UsageError) else str(error).splitlines()
     return "\n".join(
@@ -59,25 +70,26 @@ def one_line(message: str) -> str:
     return re.sub(r"[\x00-\x1f\x7f]+", " ", message).strip()
 
 
-def parse(module: Any, name: str, words: Sequence[str]) -> argparse.Namespace:
+def parse(command: Command, name: str, arguments: Sequence[str]) -> argparse.Namespace:
     """The arguments of one command. Raises UsageError."""
     parser = Parser(
         prog=f"fsbarrier {name}",
-        description=module.SUMMARY,
-        epilog=f"example:\n  {module.EXAMPLE}",
+        description=command.SUMMARY,
+        epilog=f"example:\n  {command.EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # a shortened flag could mean another one in the next version
+        # a shortened flag could mean another one in the next version
+        allow_abbrev=False,
     )
-    module.add_arguments(parser)
-    return parser.parse(words)
+    command.add_arguments(parser)
+    return parser.parse(arguments)
 
 
 class Parser(argparse.ArgumentParser):
     """argparse, with mistakes as one line that knows the nearest flag."""
 
-    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Flags and plain words in any order. Raises UsageError."""
-        args, rest = self.parse_known_intermixed_args(self._joined(words))
+        args, rest = self.parse_known_intermixed_args(self._with_values_joined(arguments))
         if rest:
             flag = rest[0].partition("=")[0]
             hint = nearest(flag, self._option_string_actions) if flag.startswith("-") else ""
@@ -87,16 +99,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(re.sub(r"^argument (-[^:/]*?)(/[^:]*)?: ", r"\1: ", message))
 
-    def _joined(self, words: Sequence[str]) -> list[str]:
+    def _with_values_joined(self, arguments: Sequence[str]) -> list[str]:
         """`--flag -1,2` as `--flag=-1,2`: argparse takes the value for a flag, and its message would be beside the point."""
         joined: list[str] = []
-        for word in words:
+        for argument in arguments:
             before = joined[-1] if joined else ""
             action = self._option_string_actions.get(before)
-            if action is not None and action.nargs != 0 and re.match(r"-[\d.,]", word):
-                joined[-1] = f"{before}={word}"
+            if action is not None and action.nargs != 0 and re.match(r"-[\d.,]", argument):
+                joined[-1] = f"{before}={argument}"
             else:
-                joined.append(word)
+                joined.append(argument)
         return joined
 
 

@@ -20,7 +20,7 @@ import pytest
 from fsbarrier import errors
 from fsbarrier.cli import COMMANDS, main
 from fsbarrier.commandline import Parser
-from fsbarrier.commands import launch, logs
+from fsbarrier.commands import local_nodes, logs
 
 REPO = Path(__file__).resolve().parent.parent
 PRESENT = [name for name in COMMANDS if (REPO / "fsbarrier" / "commands" / f"{name}.py").is_file()]
@@ -267,7 +267,7 @@ def test_a_dry_run_as_json(tmp_path: Path) -> None:
     ],
 )
 def test_one_exit_code_for_several_nodes(codes: dict[int, int], expected: int) -> None:
-    assert launch.outcome(codes) == expected
+    assert local_nodes.outcome(codes) == expected
 
 
 def test_last_lines_reads_from_the_end(tmp_path: Path) -> None:

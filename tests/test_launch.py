@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fsbarrier.commands.launch import demo_path, is_finished
+from fsbarrier.commands.run import demo_path, is_finished
 from fsbarrier.protocol.facts import Beat, encode
 from fsbarrier.rundir.journal import read_events
 from fsbarrier.rundir.paths import RunPaths

@@ -53,24 +53,13 @@ def main(args: argparse.Namespace) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     ratio = ours.median_s / bare.median_s
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "nodes": args.nodes,
-                    "ping": asdict(ours),
-                    "join": asdict(group),
-                    "bare_scan": asdict(bare),
-                    "ratio_of_medians": ratio,
-                }
-            )
-        )
+        measured = {"ping": asdict(ours), "join": asdict(group), "bare_scan": asdict(bare)}
+        print(json.dumps({"nodes": args.nodes, **measured, "ratio_of_medians": ratio}))
         return 0
     print(f"last arrival to last release, {args.nodes} processes on this machine, milliseconds")
     print(f"{'':<12}{'barriers':>10}{'median':>10}{'99 %':>10}{'max':>10}")
-    for name, figures in (("daemons", ours), ("join", group), ("bare scan", bare)):
-        values = "".join(
-            f"{seconds * 1000:>10.2f}" for seconds in (figures.median_s, figures.p99_s, figures.max_s)
-        )
-        print(f"{name:<12}{figures.barriers:>10}{values}")
+    for name, one in (("daemons", ours), ("join", group), ("bare scan", bare)):
+        figures = "".join(f"{1000 * seconds:>10.2f}" for seconds in (one.median_s, one.p99_s, one.max_s))
+        print(f"{name:<12}{one.barriers:>10}{figures}")
     print(f"the medians of daemons and bare scan are in the ratio {ratio:.1f}")
     return 0

@@ -1,4 +1,4 @@
-"""What begins a run, shared by `run` and `launch`: flags, and a word on what takes long. The flag that names a run, for all the others."""
+"""The flags that commands share: what `run` and `launch` begin a run with, and the one that names a run for all the others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ _HELP = {
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    """Everything that says what a run is, but not which node this is."""
+    """Everything that says what a run is, but not which node this is; and the dry run."""
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the settings and every node's commands; start nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="with --dry-run: as JSON")
     for flag, (value, text) in _HELP.items():
         if value:
             parser.add_argument(flag, metavar=value, help=text)
@@ -77,7 +81,7 @@ def find_log_path(args: argparse.Namespace) -> Path:
 
 
 def whole_number(text: str) -> int:
-    """An argument that is 0 or more, with a message of our own."""
+    """An argument that is 0 or more. argparse's own message would name this function instead of the mistake."""
     try:
         number = int(text)
     except ValueError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
+from fsbarrier.rundir.log_tail import fit_for_terminal
 from fsbarrier.rundir.names import ATTEMPT_FOLDER, NODE_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import load
@@ -19,7 +19,9 @@ from fsbarrier.rundir.runrecord import load
 SUMMARY = "Show the last lines of the nodes' logs (each node's newest start), or follow them."
 EXAMPLE = "fsbarrier logs --node 2 --file vllm -n 100"
 
-LOOK_S = 0.5  # how often new lines and new files are looked for while following
+#: While following, the seconds between two looks for new lines and new files.
+LOOK_S = 0.5
+#: Bytes that are read at a time, from the end.
 BLOCK = 64 * 1024
 
 
@@ -54,19 +56,17 @@ def main(args: argparse.Namespace) -> int:
     load(log_path)
     logs = find(log_path, node=args.node, attempt=args.attempt, name=args.file)
     if not logs and not args.follow:
-        asked = [f"--node {args.node}"] * (args.node is not None) + [f"--file {args.file}"] * (
-            args.file is not None
-        )
-        asked += [f"--attempt {args.attempt}"] * (args.attempt is not None)
-        raise UsageError(
-            f"{' '.join(asked) or '--log-path ' + str(log_path)}: no such logs below {RunPaths(log_path).logs}"
-        )
+        asked = {"--node": args.node, "--file": args.file, "--attempt": args.attempt}
+        typed = [f"{flag} {value}" for flag, value in asked.items() if value is not None]
+        flag = " ".join(typed) or f"--log-path {log_path}"
+        raise UsageError(f"{flag}: no such logs below {RunPaths(log_path).logs}")
     offsets: dict[Path, int] = {}
     for log in logs:
         lines, offsets[log.path] = last_lines(log.path, args.lines)
         for line in lines:
             print(log.label, line)
-    while args.follow:  # until Ctrl-C
+    # until Ctrl-C
+    while args.follow:
         for log in find(log_path, node=args.node, attempt=args.attempt, name=args.file):
             lines, offsets[log.path] = new_lines(log.path, offsets.get(log.path, 0))
             for line in lines:
@@ -76,26 +76,24 @@ def main(args: argparse.Namespace) -> int:
 
 
 def find(log_path: Path, *, node: int | None, attempt: int | None, name: str | None) -> list[Log]:
-    """The logs that are asked for, by node and name."""
-    found: dict[tuple[int, str], Log] = {}
-    for folder in RunPaths(log_path).logs.glob("*/*"):
-        this_attempt = ATTEMPT_FOLDER.parse(folder.parent.name)
-        this_node = NODE_FOLDER.parse(folder.name)
-        if this_attempt is None or this_node is None:
-            continue
-        if (node is not None and this_node != node) or (attempt is not None and this_attempt != attempt):
-            continue
-        for path in folder.glob("*.log"):
-            key = (this_node, path.stem)
-            if name in (None, path.stem, path.name) and (
-                key not in found or found[key].attempt < this_attempt
-            ):
-                found[key] = Log(this_node, this_attempt, path)
-    newest = {
-        log.node: max(other.attempt for other in found.values() if other.node == log.node)
-        for log in found.values()
-    }
-    return [found[key] for key in sorted(found) if found[key].attempt == newest[key[0]]]
+    """The logs that are asked for, of the newest start of each node that has any, by node and name."""
+    found = []
+    for path in RunPaths(log_path).logs.glob("*/*/*.log"):
+        log_attempt = ATTEMPT_FOLDER.parse(path.parent.parent.name)
+        log_node = NODE_FOLDER.parse(path.parent.name)
+        if (
+            log_attempt is not None
+            and log_node is not None
+            and node in (None, log_node)
+            and attempt in (None, log_attempt)
+            and name in (None, path.stem, path.name)
+        ):
+            found.append(Log(log_node, log_attempt, path))
+    newest: dict[int, int] = {}
+    for log in found:
+        newest[log.node] = max(log.attempt, newest.get(log.node, 0))
+    found = [log for log in found if log.attempt == newest[log.node]]
+    return sorted(found, key=lambda log: (log.node, log.path.stem))
 
 
 def last_lines(path: Path, count: int) -> tuple[list[str], int]:
@@ -113,7 +111,7 @@ def last_lines(path: Path, count: int) -> tuple[list[str], int]:
     whole, newline, rest = data.rpartition(b"\n")
     lines = whole.split(b"\n") if newline else []
     kept = deque(lines if begin == 0 else lines[1:], maxlen=count)
-    return [_text(line) for line in kept], end - len(rest)
+    return [_decoded(line) for line in kept], end - len(rest)
 
 
 def new_lines(path: Path, offset: int) -> tuple[list[str], int]:
@@ -127,10 +125,10 @@ def new_lines(path: Path, offset: int) -> tuple[list[str], int]:
     except OSError:
         return [], offset
     whole, newline, _ = data.rpartition(b"\n")
-    return [_text(line) for line in whole.split(b"\n")] if newline else [], offset + len(whole) + len(newline)
+    return [_decoded(line) for line in whole.split(b"\n")] if newline else [], offset + len(whole) + len(
+        newline
+    )
 
 
-def _text(line: bytes) -> str:
-    """A line fit for a terminal; of a progress bar its last state."""
-    last = line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]
-    return re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]", "", last)
+def _decoded(line: bytes) -> str:
+    return fit_for_terminal(line.decode("utf-8", errors="replace"))

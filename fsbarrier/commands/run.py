@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+from itertools import count
+from pathlib import Path
 
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
+from fsbarrier.settings.sources import ChosenValue
+from fsbarrier.start import preflight
 
 SUMMARY = "Run this node: node 0 (--master) decides what the run is, the others (--worker R) take it from its record."
 EXAMPLE = "fsbarrier run --master --num-nodes 3 --rank-weights 1,1,1 rollout.temperature=0.8\n  fsbarrier run --worker 2"
+DEMO_NODES = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,10 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--demo", action="store_true", help="three nodes on this machine, the built-in task, six iterations"
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the settings and every node's commands; start nothing"
-    )
-    parser.add_argument("--json", action="store_true", help="with --dry-run: as JSON")
     flags.add_run_flags(parser)
 
 
@@ -35,11 +36,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json and not args.dry_run:
         raise UsageError("--json: only with --dry-run; `fsbarrier status --json` shows a run")
     if args.demo:
-        if args.master or args.worker is not None:
-            raise UsageError("--demo: starts all its nodes itself; drop --master and --worker")
-        from fsbarrier.commands import launch
-
-        return launch.demo(args, chosen)
+        return _demo(args, chosen)
     from fsbarrier.start import startup
 
     request = startup.Request(
@@ -60,3 +57,38 @@ def main(args: argparse.Namespace) -> int:
 
     filesystem.record(start.mount, start.record.paths, start.node_rank)
     return run_node(start.record, start.settings, node_rank=start.node_rank, until=start.until, console=True)
+
+
+# --- the demo -------------------------------------------------------------------------------------------------------------
+
+
+def _demo(args: argparse.Namespace, chosen: tuple[ChosenValue, ...]) -> int:
+    """The built-in task on three nodes of this machine; an unfinished demo is gone on with."""
+    from fsbarrier.commands import local_nodes
+    from fsbarrier.start.demo_tasks import DEMO_SETTINGS
+
+    if args.master or args.worker is not None:
+        raise UsageError("--demo: starts all its nodes itself; drop --master and --worker")
+    for item in chosen:
+        if item.key in ("data_path", "model"):
+            raise UsageError(f"{item.source}: the demo has its own task and model; drop it or drop --demo")
+    if not any(item.key == "log_path" for item in chosen):
+        path = demo_path(preflight.default_log_path(os.environ).parent)
+        chosen = (*chosen, ChosenValue("log_path", str(path), "--log-path"))
+    return local_nodes.run_all(chosen, {"num_nodes": DEMO_NODES, **DEMO_SETTINGS}, args)
+
+
+def demo_path(runs: Path) -> Path:
+    """The first of demo, demo-2, demo-3, ... in `runs` that is new or unfinished."""
+    numbered = (runs / ("demo" if number == 1 else f"demo-{number}") for number in count(1))
+    return next(path for path in numbered if not is_finished(path))
+
+
+def is_finished(log_path: Path) -> bool:
+    """Whether the run there has done all its iterations, as its nodes' last heartbeats say."""
+    from fsbarrier.rundir.heartbeats import read_beats
+
+    try:
+        return any(beat.state == "finished" for beat in read_beats(log_path).values())
+    except OSError:
+        return False

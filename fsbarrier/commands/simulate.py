@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from fsbarrier.commands import flags
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
@@ -21,7 +21,8 @@ from fsbarrier.sim.world import World
 
 SUMMARY = "Run the protocol's own code under faults, in virtual time: one schedule a seed, each checked against the invariants."
 EXAMPLE = "fsbarrier simulate --nodes 8 --seeds 10000"
-SHOWN = 10  # failing seeds that are told in full
+#: How many of the seeds that broke an invariant are printed with what they broke.
+SHOWN = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,22 +57,41 @@ def main(args: argparse.Namespace) -> int:
     setup = Setup(nodes=args.nodes, iterations=args.iterations, mix=parse_mix(args.faults))
     if args.trace is not None:
         return _trace(args.trace, setup)
-    seeds = range(args.first_seed, args.first_seed + args.seeds)
     began = time.monotonic()
-    failed: list[Verdict] = []
-    struck: Counter[str] = Counter()
-    virtual_s = 0.0
-    with _progress(len(seeds), hidden=args.json) as advance:
-        for verdict in campaign(seeds, setup, args.jobs):
-            struck.update(verdict.struck)
-            virtual_s += verdict.virtual_s
-            if verdict.violations:
-                failed.append(verdict)
-            next(advance)
-    seconds = time.monotonic() - began
-    report = _json if args.json else _plain
-    report(args, failed, struck, virtual_s, seconds)
-    return EXIT_INTERNAL if failed else 0
+    verdicts = campaign(range(args.first_seed, args.first_seed + args.seeds), setup, args.jobs)
+    if not args.json and sys.stderr.isatty():
+        verdicts = _with_a_bar(verdicts, args.seeds)
+    found = Found()
+    for verdict in verdicts:
+        found.add(verdict)
+    print_found = _print_json if args.json else _print_text
+    print_found(args, found, time.monotonic() - began)
+    return EXIT_INTERNAL if found.failed else 0
+
+
+@dataclass
+class Found:
+    """What came of all the schedules. `struck`: how many had a fault of each kind."""
+
+    failed: list[Verdict] = field(default_factory=list)
+    struck: Counter[str] = field(default_factory=Counter)
+    virtual_s: float = 0.0
+
+    def add(self, verdict: Verdict) -> None:
+        self.struck.update(verdict.struck)
+        self.virtual_s += verdict.virtual_s
+        if verdict.violations:
+            self.failed.append(verdict)
+
+
+def _with_a_bar(verdicts: Iterator[Verdict], total: int) -> Iterator[Verdict]:
+    """The same, with a bar on the terminal's standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield from progress.track(verdicts, total=total)
 
 
 def _trace(seed: int, setup: Setup) -> int:
@@ -88,35 +108,34 @@ def _trace(seed: int, setup: Setup) -> int:
     return EXIT_INTERNAL if found else 0
 
 
-def _plain(
-    args: argparse.Namespace, failed: list[Verdict], struck: Counter[str], virtual_s: float, seconds: float
-) -> None:
-    for verdict in failed[:SHOWN]:
+def _print_text(args: argparse.Namespace, found: Found, seconds: float) -> None:
+    for verdict in found.failed[:SHOWN]:
         for violation in verdict.violations[:3]:
             print(f"seed {verdict.seed}: {violation.number}: {violation.what}")
-    if len(failed) > SHOWN:
-        print(f"... and {len(failed) - SHOWN} more seeds")
-    rate = f"{args.seeds / seconds:.0f} schedules a second"
+    if len(found.failed) > SHOWN:
+        print(f"... and {len(found.failed) - SHOWN} more seeds")
+    hours, rate = f"{found.virtual_s / 3600:.1f} hours of their time", f"{args.seeds / seconds:.0f}"
     print(
-        f"{args.seeds} schedules of {args.nodes} nodes, {virtual_s / 3600:.1f} hours of their time, in {seconds:.1f} s ({rate})"
+        f"{args.seeds} schedules of {args.nodes} nodes, {hours}, in {seconds:.1f} s ({rate} schedules a second)"
     )
-    print("faults: " + (", ".join(f"{kind} {count}" for kind, count in sorted(struck.items())) or "none"))
-    if failed:
-        print(f"{len(failed)} broke an invariant; to see one: {_replay(args, failed[0].seed)}")
+    print(
+        "faults: " + (", ".join(f"{kind} {count}" for kind, count in sorted(found.struck.items())) or "none")
+    )
+    if found.failed:
+        first = found.failed[0]
+        print(f"{len(found.failed)} broke an invariant; to see one: {_replay(args, first.seed)}")
     else:
         print("every invariant held in all of them")
 
 
-def _json(
-    args: argparse.Namespace, failed: list[Verdict], struck: Counter[str], virtual_s: float, seconds: float
-) -> None:
-    shown = [
+def _print_json(args: argparse.Namespace, found: Found, seconds: float) -> None:
+    failed = [
         {
             "seed": verdict.seed,
             "violations": [violation._asdict() for violation in verdict.violations],
             "replay": _replay(args, verdict.seed),
         }
-        for verdict in failed
+        for verdict in found.failed
     ]
     result = {
         "nodes": args.nodes,
@@ -124,9 +143,9 @@ def _json(
         "faults": sorted(parse_mix(args.faults)),
         "first_seed": args.first_seed,
         "seeds": args.seeds,
-        "failed": shown,
-        "struck": dict(sorted(struck.items())),
-        "virtual_s": round(virtual_s, 1),
+        "failed": failed,
+        "struck": dict(sorted(found.struck.items())),
+        "virtual_s": round(found.virtual_s, 1),
         "seconds": round(seconds, 3),
     }
     print(json.dumps(result))
@@ -134,32 +153,5 @@ def _json(
 
 def _replay(args: argparse.Namespace, seed: int) -> str:
     """The command that tells one seed's story."""
-    words = [
-        "fsbarrier simulate",
-        f"--nodes {args.nodes}",
-        f"--iterations {args.iterations}",
-        f"--faults {args.faults}",
-    ]
-    return " ".join([*words, f"--trace {seed}"])
-
-
-@contextmanager
-def _progress(total: int, *, hidden: bool) -> Iterator[Iterator[None]]:
-    """A bar on a terminal's stderr; `next` is one schedule more."""
-    if hidden or not sys.stderr.isatty():
-        yield iter(lambda: None, 0)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    with Progress(
-        BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)
-    ) as bar:
-        task = bar.add_task("schedules", total=total)
-
-        def steps() -> Iterator[None]:
-            while True:
-                bar.advance(task)
-                yield
-
-        yield steps()
+    schedule = f"--nodes {args.nodes} --iterations {args.iterations} --faults {args.faults}"
+    return f"fsbarrier simulate {schedule} --trace {seed}"

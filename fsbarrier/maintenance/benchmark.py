@@ -22,9 +22,13 @@ from fsbarrier import files
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.retry import Backoff
 
+#: This interpreter, as carefully started as this process was.
+PYTHON = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
+#: Of the bare loop, between two scans.
 PAUSES = Backoff(0.0001, 0.001)
-START_S = 60.0  # what starting N Python processes may take
-ROUND_S = 10.0  # and one round of all of them
+#: What starting the Python processes may take, in seconds, and what one round of all of them.
+START_S = 60.0
+ROUND_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -53,19 +57,10 @@ class Latency:
 def ping(folder: Path, nodes: int, iterations: int) -> Latency:
     """Run `ping` for some iterations in `folder`, which must be new. Raises what a run raises, ProgramFailed."""
     deadline_s = START_S + nodes + iterations * 14 * ROUND_S
-    command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "fsbarrier", "launch", "local"]
-    flags = [
-        "--nodes",
-        str(nodes),
-        "--program",
-        "ping",
-        "--iterations",
-        str(iterations),
-        "--log-path",
-        str(folder),
-    ]
+    what = f"--nodes {nodes} --program ping --iterations {iterations} --log-path".split()
+    command = [*PYTHON, "-m", "fsbarrier", "launch", "local", *what, str(folder)]
     try:
-        done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=deadline_s)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
     except subprocess.TimeoutExpired:
         raise ProgramFailed(f"bench: {nodes} nodes of ping did not end within {deadline_s:.0f} s") from None
     if done.returncode:
@@ -90,28 +85,20 @@ def barrier_times(log_path: Path) -> list[float]:
 
 
 def scripts(kind: str, folder: Path, nodes: int, rounds: int) -> Latency:
-    """The same in N processes of their own. `kind`: "group", members of a `fsbarrier.join`; "bare", which only create files and
+    """Barriers of N processes of their own. `kind`: "group", members of a `fsbarrier.join`; "bare", which only create files and
     scan directories. Raises ProgramFailed."""
     files.make_dirs(folder)
-    python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
+    command = [*PYTHON, "-m", "fsbarrier.maintenance.benchmark", kind, str(folder)]
     processes = [
         subprocess.Popen(
-            [
-                *python,
-                "-m",
-                "fsbarrier.maintenance.benchmark",
-                kind,
-                str(folder),
-                str(rank),
-                str(nodes),
-                str(rounds),
-            ],
+            [*command, str(rank), str(nodes), str(rounds)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(nodes)
     ]
+    # of each process, of each round: when it arrived, when it was released
     times: list[list[tuple[float, float]]] = []
     try:
         for process in processes:
@@ -125,9 +112,9 @@ def scripts(kind: str, folder: Path, nodes: int, rounds: int) -> Latency:
         for process in processes:
             process.kill()
             process.wait()
-    return Latency.of(
-        [max(t[1] for t in ones) - max(t[0] for t in ones) for ones in list(zip(*times, strict=True))[1:]]
-    )
+    # as with ping, the first one does not count: there the processes still start
+    counted = list(zip(*times, strict=True))[1:]
+    return Latency.of([max(left for _, left in one) - max(arrived for arrived, _ in one) for one in counted])
 
 
 def bare_process(folder: Path, rank: int, nodes: int, rounds: int) -> list[tuple[float, float]]:

@@ -14,6 +14,12 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), 127])
 
 
+def fit_for_terminal(line: str) -> str:
+    """A log's line without what could confuse a terminal; of a progress bar only its last state."""
+    last_state = line.rstrip("\r").rpartition("\r")[2]
+    return _ESCAPES.sub("", last_state).translate(_CONTROLS)
+
+
 def tail(path: Path, lines: int, begin: int = 0) -> list[str]:
     """The last lines of a log after its first `begin` bytes, from at most the last 64 KiB. Never raises."""
     try:
@@ -26,8 +32,7 @@ def tail(path: Path, lines: int, begin: int = 0) -> list[str]:
         return [f"(cannot read {path}: {error.strerror})"]
     if cut > begin and len(rows) > 1:
         del rows[0]  # a part of a line
-    rows = [row.rstrip("\r").rpartition("\r")[2] for row in rows]  # of a progress bar only its last state
-    rows = [_ESCAPES.sub("", row).translate(_CONTROLS).rstrip() for row in rows]
+    rows = [fit_for_terminal(row).rstrip() for row in rows]
     return [row for row in rows if row][-lines:] if lines > 0 else []
 
 
