@@ -49,7 +49,12 @@ def run_all(chosen: tuple[ChosenValue, ...], defaults: Mapping[str, Any], args: 
 
     environ = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
     request = startup.Request(
-        chosen=chosen, environ=environ, master=True, resume=args.resume, dry_run=args.dry_run, defaults=defaults
+        chosen=chosen,
+        environ=environ,
+        master=True,
+        resume=args.resume,
+        dry_run=args.dry_run,
+        defaults=defaults,
     )
     start = startup.begin(request, say)
     if args.dry_run:

@@ -6,6 +6,7 @@ foreign or vanishing file is passed over; it is never an error.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from fsbarrier.machine.host import boot_id, host_name
 from fsbarrier.protocol.facts import Beat, CorruptRecord, Generation, Join, R, decode
 from fsbarrier.protocol.membership import GONE, Ledger
 from fsbarrier.rundir import names, runrecord
+from fsbarrier.rundir.heartbeats import HeartbeatReader
 from fsbarrier.rundir.journal import Event, JournalReader
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.store import PosixStore
 from fsbarrier.supervision.processes import Stat
 from fsbarrier.view.history import History
 from fsbarrier.view.phases import last_phase, phase_name
@@ -68,6 +71,7 @@ class RunReader:
         self.record = load_record(self.log_path)
         self._boot = boot_id()
         self._host = host_name()
+        self._heartbeats = HeartbeatReader(PosixStore(), self.paths.beats)
 
     def poll(self, now: float) -> list[Event]:
         """Look at everything; `now` is this process's monotonic time. Gives the journals' new events, by their wall clocks."""
@@ -227,18 +231,12 @@ class RunReader:
 
     def _read_beats(self, now: float) -> None:
         beats = dict[int, Beat]()
-        for name in _names(self.paths.beats):
-            start, path = names.START.parse(name), self.paths.beats / name
-            beat = _read(path, Beat) if start is not None else None
-            if beat is None or start != names.StartName(beat.rank, beat.incarnation):
-                continue
-            if beat.rank in beats and beat.incarnation < beats[beat.rank].incarnation:
-                continue
-            beats[beat.rank] = beat
-            try:
-                self.beat_times[beat.rank] = path.stat().st_mtime
-            except OSError:
-                continue
+        # what cannot be read at this moment may be there at the next
+        with contextlib.suppress(OSError):
+            beats = {start.rank: beat for start, beat in self._heartbeats.read() if beat is not None}
+        for beat in beats.values():
+            with contextlib.suppress(OSError):
+                self.beat_times[beat.rank] = self.paths.beat(beat.rank, beat.incarnation).stat().st_mtime
         self.ledger = self.ledger.observe(beats, now, now, BLIND_S)
 
     def _read_arrivals(self, now: float) -> None:
