@@ -208,7 +208,7 @@ def late(kind: str, most: float, *, unfinished: bool = False) -> dict[str, Any]:
 
 
 def test_what_is_shown_late_is_named_and_what_never_is_refused() -> None:
-    label = verdict.LABELS
+    label = {kind: channel.label for kind, channel in CHANNELS.items()}
     checks = concluded(said(0, lags=late("listing", 5.0)), said(1))
     assert checks[label["listing"]].level == "warning" and "actimeo=1" in checks[label["listing"]].advice
     for kind in ("content", "listing"):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
 
 from fsbarrier.machine.rendezvous import listen, port_of
 
@@ -33,35 +32,31 @@ class Door:
             return False
 
 
-class Doorkeeper:
-    """Opens this node's door for as long as the `with` block lasts."""
+@contextlib.contextmanager
+def opened(addresses: tuple[str, ...], word: str, *, loopback: bool) -> Iterator[Door]:
+    """This node's door, for as long as the `with` block lasts. `loopback`: reachable from this host only. Raises OSError."""
+    listening = listen(loopback=loopback)
 
-    def __init__(self, addresses: tuple[str, ...], word: str, *, loopback: bool) -> None:
-        """`loopback`: reachable from this host only. Raises OSError."""
-        self._socket = listen(loopback=loopback)
-        self.door = Door(addresses, port_of(self._socket), word)
-        self._thread = threading.Thread(target=self._open, daemon=True)
-        self._thread.start()
-
-    def _open(self) -> None:
+    def greet() -> None:
         while True:
             try:
-                visitor, _ = self._socket.accept()
+                visitor, _ = listening.accept()
             except OSError:
-                # The socket was closed.
+                # The door was closed.
                 return
             with contextlib.suppress(OSError), visitor:
                 visitor.settimeout(CONNECT_S)
-                visitor.sendall(self.door.word.encode())
+                visitor.sendall(word.encode())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    thread = threading.Thread(target=greet, daemon=True)
+    thread.start()
+    try:
+        yield Door(addresses, port_of(listening), word)
+    finally:
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._thread.join()
+            listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
+        thread.join()
 
 
 def reached(doors: Mapping[int, Door]) -> dict[int, list[str]]:
@@ -69,8 +64,5 @@ def reached(doors: Mapping[int, Door]) -> dict[int, list[str]]:
     tries = [(rank, address) for rank, door in doors.items() for address in door.addresses]
     with ThreadPoolExecutor(max(1, len(tries))) as pool:
         answers = list(pool.map(lambda item: doors[item[0]].answers_at(item[1]), tries))
-    found: dict[int, list[str]] = {rank: [] for rank in doors}
-    for (rank, address), answered in zip(tries, answers, strict=True):
-        if answered:
-            found[rank].append(address)
-    return found
+    answered = [each for each, answer in zip(tries, answers, strict=True) if answer]
+    return {rank: [address for at, address in answered if at == rank] for rank in doors}

@@ -32,6 +32,7 @@ class Channel:
     """A way to tell another node a number through a folder, and to see that it did: the message, or None while it is not to be seen.
     Both raise OSError."""
 
+    label: str
     tell: Callable[[Path, int], None]
     seen: Callable[[Path, int], Message | None]
     samples: int = 60
@@ -62,11 +63,11 @@ def _found(folder: Path, number: int) -> Message | None:
 
 CHANNELS = {
     # As heartbeats are told; and what the other's clock shows.
-    "content": Channel(_replace, _replaced, samples=120),
+    "content": Channel("replaced file seen after", _replace, _replaced, samples=120),
     # As barriers are passed.
-    "listing": Channel(_create, _listed),
+    "listing": Channel("new name listed after", _create, _listed),
     # A name that was looked up in vain before. Nothing in a run waits that way: to know that it is long is enough.
-    "absent": Channel(_create, _found, samples=30, longest_s=12.0),
+    "absent": Channel("absent name found after", _create, _found, samples=30, longest_s=12.0),
 }
 
 

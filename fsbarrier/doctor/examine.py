@@ -11,7 +11,7 @@ from typing import Any
 
 from fsbarrier import files
 from fsbarrier.doctor import delays, mount_options, probes, races, readers, verdict
-from fsbarrier.doctor.connections import Door, Doorkeeper, reached
+from fsbarrier.doctor.connections import Door, opened, reached
 from fsbarrier.doctor.findings import OK, REFUSED, About, Check, NodeFindings, Report
 from fsbarrier.doctor.interruption import Interruption
 from fsbarrier.doctor.meeting import Meeting
@@ -124,8 +124,8 @@ def _examine(path: Path, mount: Mount, meeting: Meeting) -> dict[int, dict[str, 
     addresses = ("127.0.0.1",) if loopback else tuple(candidate_addresses())
     for part in (races, readers, delays):
         part.prepare(meeting)
-    with Doorkeeper(addresses, meeting.token, loopback=loopback) as keeper:
-        doors = meeting.exchange("hello", asdict(keeper.door))
+    with opened(addresses, meeting.token, loopback=loopback) as own_door:
+        doors = meeting.exchange("hello", asdict(own_door))
         with delays.answering(meeting):
             others = {rank: Door(**door) for rank, door in doors.items() if rank != meeting.rank}
             answered = reached(others)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
 
-from fsbarrier.doctor.delays import LONGEST_S
+from fsbarrier.doctor.delays import CHANNELS, LONGEST_S
 from fsbarrier.doctor.findings import (
     NOTE,
     OK,
@@ -14,6 +16,7 @@ from fsbarrier.doctor.findings import (
     Check,
     NodeFindings,
     Races,
+    Reading,
     shown,
 )
 from fsbarrier.doctor.probes import NEEDED, judge_races
@@ -27,11 +30,6 @@ FRESH_S = 0.5
 SLOW_S = 2.0
 #: above this, the times in the nodes' logs do not fit together
 CLOCKS_S = 5.0
-LABELS = {
-    "content": "replaced file seen after",
-    "listing": "new name listed after",
-    "absent": "absent name found after",
-}
 RACE_NAMES = {"link": "hard-link races", "create": "exclusive-create races"}
 
 #: what each node found, by rank
@@ -110,15 +108,14 @@ def _races(findings: Findings) -> Iterator[Check]:
             yield Check(name, REFUSED, failed[kind], NEEDED)
 
 
-def _errors(parts: Mapping[int, Races]) -> dict[str, int]:
-    names = dict.fromkeys(error for part in parts.values() for error in part.errors)
-    return {name: sum(part.errors.get(name, 0) for part in parts.values()) for name in names}
+def _errors(parts: Mapping[int, Races]) -> Counter[str]:
+    return sum((Counter(part.errors) for part in parts.values()), Counter[str]())
 
 
 def _all_failed(parts: Mapping[int, Races]) -> str:
     """Why no node could take part in a single race of this kind; empty where one could."""
     errors = _errors(parts)
-    return f"not to be had here ({', '.join(errors)})" if sum(errors.values()) >= ROUNDS * len(parts) else ""
+    return f"not to be had here ({', '.join(errors)})" if errors.total() >= ROUNDS * len(parts) else ""
 
 
 def _race(name: str, parts: Mapping[int, Races]) -> Check:
@@ -145,19 +142,20 @@ def _foreign(parts: Mapping[int, Races]) -> int:
 
 
 def _reading(findings: Findings) -> Check:
-    every = [node.reading for node in findings.values()]
-    torn, missing = sum(each.torn for each in every), sum(each.missing for each in every)
-    reads, back = sum(each.reads for each in every), sum(each.backwards for each in every)
-    finding = f"{reads} reads of files that others replaced: {torn} torn, {missing} missing, {back} older than before"
-    if torn or back:
-        advice = "records carry digests and are read again: slower"
-        return Check("replace under readers", WARNING, finding, advice)
-    return Check("replace under readers", NOTE if missing else OK, finding)
+    name, every = "replace under readers", [astuple(node.reading) for node in findings.values()]
+    total = Reading(*map(sum, zip(*every, strict=True)))
+    finding = (
+        f"{total.reads} reads of files that others replaced: {total.torn} torn, {total.missing} missing, "
+        f"{total.backwards} older than before"
+    )
+    if total.torn or total.backwards:
+        return Check(name, WARNING, finding, "records carry digests and are read again: slower")
+    return Check(name, NOTE if total.missing else OK, finding)
 
 
 def _lags(findings: Findings, fresher: str) -> Iterator[Check]:
-    for kind, label in LABELS.items():
-        every = [node.lags[kind] for node in findings.values() if kind in node.lags]
+    for kind, channel in CHANNELS.items():
+        every, label = [node.lags[kind] for node in findings.values() if kind in node.lags], channel.label
         if not every:
             yield Check(label, REFUSED, "not measured: nothing could be written", INSTEAD)
             continue
@@ -214,16 +212,13 @@ def _ports(findings: Findings) -> Check:
 
 def _differences(findings: Findings) -> Iterator[Check]:
     abouts = {rank: node.about for rank, node in findings.items()}
-    different = []
-    for name in dict.fromkeys(name for about in abouts.values() for name in about.versions):
-        installed = {rank: about.versions.get(name, "none") for rank, about in abouts.items()}
-        if len(set(installed.values())) > 1:
-            different.append(f"{name}: {_each(installed)}")
+    names = dict.fromkeys(name for about in abouts.values() for name in about.versions)
+    installed = {name: {r: about.versions.get(name, "none") for r, about in abouts.items()} for name in names}
+    different = [f"{name}: {_each(each)}" for name, each in installed.items() if len(set(each.values())) > 1]
     if different:
         yield Check("versions", WARNING, "\n".join(different), "install the same on every node")
     else:
-        versions = next(iter(abouts.values())).versions
-        same = ", ".join(f"{name} {version}" for name, version in versions.items())
+        same = ", ".join(f"{name} {next(iter(each.values()))}" for name, each in installed.items())
         yield Check("versions", OK, f"the same everywhere: {same}")
     accelerators = {rank: about.accelerators or "none" for rank, about in abouts.items()}
     if len(set(accelerators.values())) > 1:

@@ -24,9 +24,6 @@ class Choice:
     source: str
 
 
-# --- rank ---------------------------------------------------------------------------------------------------
-
-
 def node_rank(
     *, master: bool, worker: int | None, environ: Environ, num_nodes: int | None = None
 ) -> Choice | None:
@@ -54,42 +51,55 @@ def _from_flags(master: bool, worker: int | None) -> Choice | None:
 
 
 def _from_environ(environ: Environ, num_nodes: int | None) -> Choice | None:
-    sources: tuple[tuple[str, Callable[[Environ, int | None], bool]], ...] = (
-        ("NODE_RANK", _always),
-        ("RANK", _rank_counts_nodes),
-        ("SLURM_NODEID", _one_slurm_task_here),
-        ("JOB_COMPLETION_INDEX", _always),
-        ("SKYPILOT_NODE_RANK", _always),
-        ("DSTACK_NODE_RANK", _always),
-        ("OMPI_COMM_WORLD_RANK", _one_mpi_task_a_node),
-    )
-    for name, applies in sources:
-        if environ.get(name, "").strip() and applies(environ, num_nodes):
-            return Choice(_number(environ, name), name)
+    for launcher in LAUNCHERS:
+        if _text(environ, launcher.rank) and launcher.applies(environ, num_nodes):
+            return Choice(_number(environ, launcher.rank), launcher.rank)
     return None
 
 
-def _always(environ: Environ, num_nodes: int | None) -> bool:
-    return True
+def count_nodes(rank: Choice | None, environ: Environ) -> Choice | None:
+    """How many nodes the launcher that named the rank started; None where it does not say. Raises UsageError."""
+    for name in COUNTS.get(rank.source, ()) if rank else ():
+        if _text(environ, name):
+            choice = Choice(_number(environ, name), name)
+            if not 1 <= choice.value <= MAX_NODES:
+                raise UsageError(f"{name} {choice.value}: must be from 1 to {MAX_NODES}")
+            return choice
+    return None
+
+
+def _text(environ: Environ, name: str) -> str:
+    return environ.get(name, "").strip()
+
+
+def _number(environ: Environ, name: str) -> int:
+    text = _text(environ, name)
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{name} {text!r}: not a whole number") from None
+
+
+# --- launchers ----------------------------------------------------------------------------------------------
 
 
 def _rank_counts_nodes(environ: Environ, num_nodes: int | None) -> bool:
     """Whether RANK can be a node's: with several processes a node it counts processes (torch's meaning)."""
-    if environ.get("LOCAL_RANK", "0").strip() not in ("", "0"):
+    if _text(environ, "LOCAL_RANK") not in ("", "0"):
         return False
-    if environ.get("LOCAL_WORLD_SIZE", "1").strip() not in ("", "1"):
+    if _text(environ, "LOCAL_WORLD_SIZE") not in ("", "1"):
         return False
-    world_size = environ.get("WORLD_SIZE", "").strip()
+    world_size = _text(environ, "WORLD_SIZE")
     if not world_size:
         return True
-    rank = environ["RANK"].strip()
+    rank = _text(environ, "RANK")
     if not world_size.isdecimal() or not rank.isdecimal() or int(rank) >= int(world_size):
         return False
     return num_nodes is None or int(world_size) == num_nodes
 
 
 def _one_slurm_task_here(environ: Environ, num_nodes: int | None) -> bool:
-    local = environ.get("SLURM_LOCALID", "0").strip()
+    local = _text(environ, "SLURM_LOCALID")
     if local not in ("", "0"):
         raise UsageError(
             f"SLURM_LOCALID {local}: another task is on this node; start one a node (srun --ntasks-per-node=1)"
@@ -98,36 +108,27 @@ def _one_slurm_task_here(environ: Environ, num_nodes: int | None) -> bool:
 
 
 def _one_mpi_task_a_node(environ: Environ, num_nodes: int | None) -> bool:
-    return environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "").strip() == "1"
+    return _text(environ, "OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
 
 
-def _number(environ: Environ, name: str) -> int:
-    text = environ[name].strip()
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"{name} {text!r}: not a whole number") from None
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """The variable with a node's rank, those with the number of nodes, and whether the first one is a node's rank at all."""
+
+    rank: str
+    counts: tuple[str, ...] = ()
+    applies: Callable[[Environ, int | None], bool] = lambda environ, num_nodes: True
 
 
-# --- number of nodes ----------------------------------------------------------------------------------------
-
-_COUNTS = {
-    "--master": ("NNODES",),
-    "NODE_RANK": ("NNODES", "NUM_NODES"),
-    "RANK": ("WORLD_SIZE",),
-    "SLURM_NODEID": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
-    "SKYPILOT_NODE_RANK": ("SKYPILOT_NUM_NODES",),
-    "DSTACK_NODE_RANK": ("DSTACK_NODES_NUM",),
-    "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE",),
-}
-
-
-def count_nodes(rank: Choice | None, environ: Environ) -> Choice | None:
-    """How many nodes the launcher that named the rank started; None where it does not say. Raises UsageError."""
-    for name in _COUNTS.get(rank.source, ()) if rank else ():
-        if environ.get(name, "").strip():
-            choice = Choice(_number(environ, name), name)
-            if not 1 <= choice.value <= MAX_NODES:
-                raise UsageError(f"{name} {choice.value}: must be from 1 to {MAX_NODES}")
-            return choice
-    return None
+#: the first that says a rank is believed
+LAUNCHERS = (
+    Launcher("NODE_RANK", ("NNODES", "NUM_NODES")),
+    Launcher("RANK", ("WORLD_SIZE",), _rank_counts_nodes),
+    Launcher("SLURM_NODEID", ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"), _one_slurm_task_here),
+    Launcher("JOB_COMPLETION_INDEX"),
+    Launcher("SKYPILOT_NODE_RANK", ("SKYPILOT_NUM_NODES",)),
+    Launcher("DSTACK_NODE_RANK", ("DSTACK_NODES_NUM",)),
+    Launcher("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), _one_mpi_task_a_node),
+)
+#: who said the rank -> the variables that may say how many nodes there are
+COUNTS = {"--master": ("NNODES",), **{launcher.rank: launcher.counts for launcher in LAUNCHERS}}
