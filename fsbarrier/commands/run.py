@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     from fsbarrier.start import filesystem
 
     filesystem.record(start.mount, start.record.paths, start.node_rank)
-    return run_node(start.record, start.settings, node_rank=start.node_rank, until=start.until, console=True)
+    return run_node(start.record, start.settings, node_rank=start.node_rank, until=start.until)
 
 
 # --- the demo -------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import NoReturn
 
 import fsbarrier
 from fsbarrier import files
@@ -26,52 +26,48 @@ from fsbarrier.loader import load_program
 from fsbarrier.machine import accelerators
 from fsbarrier.machine.addresses import candidate_addresses
 from fsbarrier.machine.host import boot_id, host_name
-from fsbarrier.node.agent import Agent, place
-from fsbarrier.node.console import Console
+from fsbarrier.node.agent import Agent
 from fsbarrier.node.context import ContextMaker
-from fsbarrier.node.directory_watch import Hints
-from fsbarrier.node.job import Workplace
+from fsbarrier.node.event_log import EventLog
+from fsbarrier.node.job import EngineLike, Workplace
 from fsbarrier.node.jobs import Jobs
 from fsbarrier.node.observer import Observer, Paces, eagerness
+from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
 from fsbarrier.node.rank_lock import hold_rank
 from fsbarrier.program import SLICES
 from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.membership import Limits
-from fsbarrier.protocol.state import Exit, Node, Rules, Stage
+from fsbarrier.protocol.state import Exit, Rules, Stage
 from fsbarrier.retry import Backoff, retry
-from fsbarrier.rundir.journal import Journal
-from fsbarrier.rundir.log_tail import last_words
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.store import PosixStore
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.signals import ENDING, handled
-from fsbarrier.view.event_wording import log_lines
 
-POLL_MIN_S = 0.001
+# Between two heartbeats of a node that joins: a start is worth waiting less for.
 JOINING_BEAT_S = 0.2
-DYING_S = 1.0  # what a last heartbeat may take on a filesystem that hangs
+# What the last heartbeat, and the last lines on the console, may take on something that hangs.
+LAST_WORDS_S = 1.0
+# What a program may take to end when its node ends.
+GRACE_S = 0.5
 
 
-def run_node(
-    record: RunRecord, settings: Settings, *, node_rank: int, until: int | None, console: bool
-) -> int:
-    """Be node `node_rank` of the run until it ends; the exit code of design section 2. `console`: print events as lines.
+def run_node(record: RunRecord, settings: Settings, *, node_rank: int, until: int | None) -> int:
+    """Be node `node_rank` of the run until it ends; the exit code of design section 2.
 
-    `settings`: the record's, with what this start has chosen anew.
-
-    Raises UsageError (the rank is taken), StoreError.
+    `settings`: the record's, with what this start has chosen anew. Raises UsageError (the rank is taken), StoreError.
     """
     files.set_shared_group(settings.shared_group)
     with ExitStack() as stack:
         with _starting(record):
             stack.enter_context(hold_rank(record.paths, node_rank, settings.coordination.beat_s))
             prefix = f"fsbarrier-{record.run_id[-8:]}-n{node_rank}-"
-            # What an earlier start left that was killed: this one holds the rank.
+            # An earlier start that was killed left its folder. This one holds the rank, so nobody uses that any more.
             for killed in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
                 shutil.rmtree(killed, ignore_errors=True)
             work_dir = Path(tempfile.mkdtemp(prefix=prefix))
             stack.callback(shutil.rmtree, work_dir, ignore_errors=True)
-            daemon = Daemon(record, settings, node_rank, until, console, work_dir)
+            daemon = Daemon(record, settings, node_rank, until, work_dir)
         stack.callback(daemon.close)
         with daemon.signals():
             return daemon.run()
@@ -90,43 +86,31 @@ class Daemon:
     """One incarnation of one node (it takes a new one by itself when it was fenced off and rejoins)."""
 
     def __init__(
-        self,
-        record: RunRecord,
-        settings: Settings,
-        rank: int,
-        until: int | None,
-        console: bool,
-        work_dir: Path,
+        self, record: RunRecord, settings: Settings, rank: int, until: int | None, work_dir: Path
     ) -> None:
+        """Find out what is there, and make everything that this node needs. Raises OSError."""
         self.record, self.settings = record, settings
-        self.console = Console() if console else None
-        self._wake = threading.Event()
         self._signal: int | None = None
-        self._ticked_at = time.monotonic()
-        self._journal: Journal | None = None
-        self._row_entered = self._ticked_at
-        self._beating = threading.Event()
-        self._store = PosixStore()
-        self._hints = Hints(record.log_path, self._wake.set)
+        self._looked_at = time.monotonic()
+        self._ended = threading.Event()
         rules = make_rules(settings)
-        observer = Observer(self._store, record.paths, rules.program, make_paces(settings))
+        observer = Observer(PosixStore(), record.paths, rules.program, make_paces(settings))
         retry(observer.prepare, errnos=files.FAILING)
         attempt = 1 + (observer.joins[rank].incarnation if rank in observer.joins else 0)
-        self.log_dir = record.paths.node_logs(attempt, rank)
-        files.make_dirs(self.log_dir)
-        self._log = files.open_append(
-            self.log_dir / "daemon.log"
-        )  # there, if a start before was killed early
-        self.engine = make_engine(settings, self.log_dir, work_dir, rules.program.needs)
-        context = ContextMaker(record, settings, observer, len(accelerators.detect()))
+        log_dir = record.paths.node_logs(attempt, rank)
+        files.make_dirs(log_dir)
+        self.events = EventLog(record, rules, log_dir / "daemon.log")
+        self.engine = make_engine(settings, log_dir, work_dir, rules.program.needs)
         self.workplace = Workplace(
             engine=self.engine,
             work_dir=work_dir,
-            log_dir=self.log_dir,
+            log_dir=log_dir,
             log_path=record.log_path,
             stall_timeout_s=settings.coordination.stall_timeout_s,
         )
-        self.jobs = Jobs(context, self.workplace, self._wake.set)
+        wake = threading.Event()
+        context = ContextMaker(record, settings, observer, len(accelerators.detect()))
+        self.jobs = Jobs(context, self.workplace, wake.set)
         join = Join(
             rank=rank,
             incarnation=0,
@@ -140,11 +124,12 @@ class Daemon:
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             choices=settings.choices,
         )
-        self.agent = Agent(self._store, observer, rules, self.jobs, join, self._record_event)
+        self.agent = Agent(observer.store, observer, rules, self.jobs, join, self.events.write)
+        self._polling = Polling(self.agent, wake)
 
     def run(self) -> int:
         """Join and loop to the end; gives the exit code. Raises StoreError (it cannot join)."""
-        # A start counts as one of this rank's only once it is announced: it may be tried again.
+        # Until a start is announced it does not count as one of this rank's, so that it may be tried again.
         with _starting(self.record):
             retry(lambda: self.agent.start(time.monotonic()), errnos=files.FAILING)
         beats = threading.Thread(target=self._beat, name="beat", daemon=True)
@@ -157,125 +142,81 @@ class Daemon:
             self._leave(EXIT_INTERNAL, f"internal error: {type(error).__name__}: {error}")
             raise
         finally:
-            self._settle()
-            self._beating.set()
-            beats.join(DYING_S)
+            self._end_work()
+            # The last heartbeat, which the thread still writes, says how this node ended.
+            self._ended.set()
+            beats.join(LAST_WORDS_S)
         ended = self.agent.exit
         assert ended is not None
-        console = self.console or Console()
         if ended.code:
-            console.say(f"fsbarrier: {ended.reason}\n", to=2)
-        console.close(DYING_S)
+            self.events.console.say(f"fsbarrier: {ended.reason}\n", to=2)
+        self.events.console.close(LAST_WORDS_S)
         return ended.code
 
     def _loop(self) -> None:
-        patience = self.settings.coordination.dead_s
-        poll = Backoff(POLL_MIN_S, self.settings.coordination.poll_max_s)
-        interval, failing_since = poll.first_s, None
+        """Look, decide and act until this node has ended, or a signal asks it to. Raises Fenced, StoreError."""
+        pauses = Backoff(FIRST_PAUSE_S, self.settings.coordination.poll_max_s)
         while self.agent.exit is None and self._signal is None:
-            now = self._ticked_at = time.monotonic()
-            try:
-                busy = self.agent.tick(now)
-                failing_since = None
-            except OSError as error:
-                failing_since = now if failing_since is None else failing_since
-                if now - failing_since >= patience:
-                    where = f"node {self.agent.node.rank}: {self.record.log_path}"
-                    raise StoreError(f"{where} has failed for {patience:g} s: {error}") from None
-                busy = False
+            self._looked_at = time.monotonic()
+            busy = self._polling.look(self._looked_at)
             if self.jobs.unfit is not None:
                 raise self.jobs.unfit
-            interval = poll.first_s if busy else poll.after(interval)
-            self._hints.watch(self._row_dir() if interval == poll.most_s else None)
-            self._wake.wait(interval)
-            if self._wake.is_set():
-                self._wake.clear()
-                interval = poll.first_s
+            self._polling.pause(pauses, busy=busy)
 
-    def _row_dir(self) -> Path | None:
-        """The directory in which the facts appear that this node waits for."""
-        node = self.agent.node
-        if node.generation is None or node.position is None:
-            return None
-        return self.agent.observer.row_dir(node.generation.number, node.position)
-
-    def _settle(self) -> None:
-        """End all that this node runs, and say so in a last heartbeat."""
+    def _end_work(self) -> None:
+        """End all that this node runs, and decide how it ended where only a signal has said so."""
         if self.agent.exit is None:
             number = self._signal or signal.SIGTERM
             code = EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM
             self._leave(code, f"stopped by {signal.Signals(number).name}")
-        self.workplace.grace_s = 0.5
-        with contextlib.suppress(StoreError):  # what hangs in the kernel is left to its guard
+        self.workplace.grace_s = GRACE_S
+        # A program that hangs in the kernel is left to its guard.
+        with contextlib.suppress(StoreError):
             self.jobs.cancel()
         self.engine.stop()
 
     def _leave(self, code: int, reason: str) -> None:
-        """This node ends and the run does not: its peers are to act on that."""
+        """This node ends and the run does not: the other nodes see it in the last heartbeat and go on without this one."""
         with contextlib.suppress(OSError):
-            self._record_event(
-                "node_ended", self.agent.node, {"state": "left", "code": code, "reason": reason}
-            )
+            fields = {"state": "left", "code": code, "reason": reason}
+            self.events.write("node_ended", self.agent.node, fields)
         self.agent.exit = Exit(code, "left", reason)
 
     def _beat(self) -> None:
-        """Beat until told otherwise. A loop that is stuck must not look alive: then the beats stop as well, and soon, for
-        only from then on do the others count."""
+        """Beat in a thread of its own until this node has ended, and a last time then.
+
+        A loop that hangs must not look alive. So the beats stop, too, once it has not looked for half the time after which
+        others suspect a node: their count of its silence begins only with the last beat.
+        """
         coordination = self.settings.coordination
         while True:
-            last = self._beating.is_set()
-            stuck = (
-                time.monotonic() - self._ticked_at > coordination.suspect_s / 2 and self.agent.exit is None
-            )
-            if not stuck:
-                try:
+            last = self._ended.is_set()
+            silent_s = time.monotonic() - self._looked_at
+            if silent_s <= coordination.suspect_s / 2 or self.agent.exit is not None:
+                # Where this fails, the loop meets the same filesystem, and decides what follows.
+                with contextlib.suppress(OSError):
                     beat = self.agent.beat()
-                    self._store.put(self.record.paths.beat(beat.rank, beat.incarnation), beat)
-                except OSError:
-                    pass  # the loop meets the same filesystem, and decides
+                    self.agent.store.put(self.record.paths.beat(beat.rank, beat.incarnation), beat)
             if last:
                 return
             joining = self.agent.node.stage is Stage.JOINING
-            self._beating.wait(JOINING_BEAT_S if joining else coordination.beat_s)
-
-    def _record_event(self, event: str, node: Node, fields: Payload) -> None:
-        if self._journal is None:
-            path = self.record.paths.journal(node.rank, node.incarnation)
-            self._journal = Journal(path, run_id=self.record.run_id, node_rank=node.rank)
-        now, where = time.monotonic(), place(node, node.position, self.agent.rules)
-        if event == "phase_started":
-            self._row_entered = now
-        elif event == "phase_finished":
-            fields = {**fields, "seconds": round(now - self._row_entered, 6)}
-        elif event == "node_lost":
-            paths = self.record.paths
-            lost = [
-                {**item, "log": last_words(paths, item["node_rank"], item["incarnation"])}
-                for item in fields["lost"]
-            ]
-            fields = {**fields, "lost": lost}
-        written = self._journal.write(event, now, {"incarnation": node.incarnation, **where}, fields)
-        text = "".join(f"{line}\n" for line in log_lines(written))
-        with contextlib.suppress(OSError):  # nobody need read along; the journal has it
-            os.write(self._log, text.encode(errors="surrogateescape"))
-        if self.console is not None and text:
-            self.console.say(text)
+            self._ended.wait(JOINING_BEAT_S if joining else coordination.beat_s)
 
     @contextmanager
     def signals(self) -> Iterator[None]:
         """While this lasts, SIGINT, SIGTERM and SIGHUP end the node in order."""
 
-        def handle(number: int, frame: FrameType | None) -> None:
-            self._signal = number  # and no more: where it interrupts the loop's wait, an Event set here would wait for itself
+        def note(number: int, frame: FrameType | None) -> None:
+            # Nothing more may be done here. A handler runs in the middle of whatever it interrupts; where that is the loop's
+            # wait, which holds its event's lock, setting the event would wait for that lock for ever.
+            self._signal = number
 
-        with handled(ENDING, handle):
+        with handled(ENDING, note):
             yield
 
     def close(self) -> None:
-        self._hints.close()
-        os.close(self._log)
-        if self._journal is not None:
-            self._journal.close()
+        self._polling.close()
+        self.events.close()
 
 
 def make_rules(settings: Settings) -> Rules:
@@ -308,7 +249,7 @@ def make_paces(settings: Settings) -> Paces:
     return Paces(members_s=0.1 * crowd, beats_s=beat_s / 2, blind_s=1.5 * beat_s, eager=eager)
 
 
-def make_engine(settings: Settings, log_dir: Path, work_dir: Path, needs: frozenset[str]) -> Any:
+def make_engine(settings: Settings, log_dir: Path, work_dir: Path, needs: frozenset[str]) -> EngineLike:
     """The local engine of this node; a stand-in that refuses where the program has no model."""
     if "model" not in needs:
         return NoEngine()
@@ -323,7 +264,7 @@ class NoEngine:
 
     threads = 0
 
-    def ensure(self, weights: Path, policy_version: int, *, cancel: threading.Event) -> Any:
+    def ensure(self, weights: Path, policy_version: int, *, cancel: threading.Event) -> NoReturn:
         raise StoreError("this program has no engine")
 
     def release(self, *, cancel: threading.Event) -> Payload:

@@ -32,13 +32,15 @@ class Cancelled(Exception):
 
 
 class EngineLike(Protocol):
-    """What work needs of the local engine (fsbarrier/engine/engine.py)."""
+    """What a node needs of its local engine (fsbarrier/engine/engine.py)."""
 
     threads: int
 
     def ensure(self, weights: Path, policy_version: int, *, cancel: threading.Event) -> EngineInfo: ...
 
     def release(self, *, cancel: threading.Event) -> Payload: ...
+
+    def stop(self) -> None: ...
 
 
 @dataclass

@@ -1,0 +1,62 @@
+"""Where a daemon's events go: its journal, and as lines of text its log file and the console."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from fsbarrier import files
+from fsbarrier.node.agent import place
+from fsbarrier.node.console import Console
+from fsbarrier.protocol.facts import Payload
+from fsbarrier.protocol.state import Node, Rules
+from fsbarrier.rundir.journal import Journal
+from fsbarrier.rundir.log_tail import last_words
+from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.view.event_wording import log_lines
+
+
+class EventLog:
+    """Records the events of one daemon. The journal is opened with the first of them: before that, nobody knows its incarnation."""
+
+    def __init__(self, record: RunRecord, rules: Rules, log_file: Path) -> None:
+        """Raises OSError where `log_file`, which an earlier start may have left, cannot be opened."""
+        self._record, self._rules = record, rules
+        self._log = files.open_append(log_file)
+        self._journal: Journal | None = None
+        self._row_entered = time.monotonic()
+        self.console = Console()
+
+    def write(self, event: str, node: Node, fields: Payload) -> None:
+        """Record an event of `node`. Raises OSError where the journal cannot be written."""
+        now = time.monotonic()
+        where = {"incarnation": node.incarnation, **place(node, node.position, self._rules)}
+        if self._journal is None:
+            path = self._record.paths.journal(node.rank, node.incarnation)
+            self._journal = Journal(path, run_id=self._record.run_id, node_rank=node.rank)
+        written = self._journal.write(event, now, where, {**fields, **self._more(event, fields, now)})
+        text = "".join(f"{line}\n" for line in log_lines(written))
+        if text:
+            # A full disk must not end the node for the sake of its log: the journal has the event.
+            with contextlib.suppress(OSError):
+                os.write(self._log, text.encode(errors="surrogateescape"))
+            self.console.say(text)
+
+    def _more(self, event: str, fields: Payload, now: float) -> Payload:
+        """What this daemon knows of an event beside what the agent says: how long a row took, what a lost node wrote last."""
+        if event == "phase_started":
+            self._row_entered = now
+        elif event == "phase_finished":
+            return {"seconds": round(now - self._row_entered, 6)}
+        elif event == "node_lost":
+            paths = self._record.paths
+            logs = [last_words(paths, lost["node_rank"], lost["incarnation"]) for lost in fields["lost"]]
+            return {"lost": [{**lost, "log": log} for lost, log in zip(fields["lost"], logs, strict=True)]}
+        return {}
+
+    def close(self) -> None:
+        os.close(self._log)
+        if self._journal is not None:
+            self._journal.close()

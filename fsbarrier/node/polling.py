@@ -1,0 +1,67 @@
+"""How a node's loop looks at the shared directory: quickly while something happens, then more and more rarely.
+
+The daemon and a group's member look in the same way; what each of them does between two looks is its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from fsbarrier.errors import StoreError
+from fsbarrier.node.agent import Agent
+from fsbarrier.node.directory_watch import Hints
+from fsbarrier.retry import Backoff
+
+#: the shortest pause between two looks
+FIRST_PAUSE_S = 0.001
+
+
+class Polling:
+    """Looks with `agent`, and waits between the looks. `wake` ends such a wait at once, from any thread."""
+
+    def __init__(self, agent: Agent, wake: threading.Event) -> None:
+        self._agent, self._wake = agent, wake
+        self._root = agent.observer.paths.root
+        self._hints = Hints(self._root, wake.set)
+        self._pause_s = FIRST_PAUSE_S
+        self._failing_since: float | None = None
+
+    def look(self, now: float) -> bool:
+        """Let the agent look, decide and act once; True if there was something to do, so that more may follow at once.
+
+        A filesystem that fails is borne for as long as a node may be silent: until then nobody has missed this one.
+        Raises StoreError when it fails for longer, and whatever the agent raises but OSError.
+        """
+        try:
+            busy = self._agent.tick(now)
+        except OSError as error:
+            dead_s = self._agent.rules.limits.dead_s
+            self._failing_since = now if self._failing_since is None else self._failing_since
+            failing_s = now - self._failing_since
+            if failing_s < dead_s:
+                return False
+            rank, host = self._agent.node.rank, self._agent.join.host
+            message = f"node {rank}: {self._root} has failed for {dead_s:g} s: {error}"
+            raise StoreError(message, rank, host, failing_s) from None
+        self._failing_since = None
+        return busy
+
+    def pause(self, pauses: Backoff, *, busy: bool, hints: bool = True) -> None:
+        """Wait for the next look. `hints`: have a wait of the longest kind ended by a file that appears, where that is possible."""
+        self._pause_s = pauses.first_s if busy else pauses.after(self._pause_s)
+        self._hints.watch(self._row_dir() if hints and self._pause_s == pauses.most_s else None)
+        if self._wake.wait(self._pause_s):
+            self._wake.clear()
+            self._pause_s = pauses.first_s
+
+    def close(self) -> None:
+        """Stop watching. Never raises."""
+        self._hints.close()
+
+    def _row_dir(self) -> Path | None:
+        """The directory in which the facts appear that this node waits for."""
+        node = self._agent.node
+        if node.generation is None or node.position is None:
+            return None
+        return self._agent.observer.row_dir(node.generation.number, node.position)
