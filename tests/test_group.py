@@ -19,8 +19,9 @@ import pytest
 from group_members import FAST, REPO, Failed, Members
 
 import fsbarrier
-from fsbarrier.group.group import MAX_OBJECT_BYTES, Group
-from fsbarrier.group.presence import Offer
+from fsbarrier.group.collective_work import CollectiveWork
+from fsbarrier.group.group import Group
+from fsbarrier.group.json_objects import MAX_OBJECT_BYTES
 from fsbarrier.node.agent import Agent
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import PHASE_NAMES, Phase, Program
@@ -407,7 +408,7 @@ def test_no_heartbeat_bears_another_process_s_incarnation(tmp_path: Path) -> Non
     program = Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES)))
     here = Join(0, 0, "old", 1, "boot")
     observer = Observer(store, paths, program)
-    agent = Agent(store, observer, Rules(program, 0, 13, 2), Offer(), here, lambda *_: None)
+    agent = Agent(store, observer, Rules(program, 0, 13, 2), CollectiveWork(), here, lambda *_: None)
     observer.prepare()
     agent.start(0.0)
     for number, members in ((1, (Member(0, 1), Member(1, 1))), (2, (Member(1, 1),))):
@@ -423,12 +424,12 @@ def test_no_heartbeat_bears_another_process_s_incarnation(tmp_path: Path) -> Non
 
 def test_what_was_offered_to_a_generation_is_not_given_to_the_next() -> None:
     """The caller may offer in the moment in which the looking thread has moved on; rows are numbered alike in both."""
-    offer, at = Offer(), Position(1, 0)
+    work, at = CollectiveWork(), Position(1, 0)
     second = Generation(2, (Member(0, 1), Member(1, 1)), 0, at, "regrouped")
     node = changed(Node(0, 1, 0.0), generation=second, position=at)
-    offer.given = 1, at, {"call": "broadcast(src=1)"}
-    offer.launch(node, Part.EACH)
-    assert offer.report() is None
-    offer.given = 2, at, {"call": "barrier()"}
-    report = offer.report()
+    work.contributed = 1, at, {"call": "broadcast(src=1)"}
+    work.launch(node, Part.EACH)
+    assert work.report() is None
+    work.contributed = 2, at, {"call": "barrier()"}
+    report = work.report()
     assert report is not None and report.value == {"call": "barrier()"}

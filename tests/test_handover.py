@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.group.presence import Offer
+from fsbarrier.group.collective_work import CollectiveWork
 from fsbarrier.node.agent import Agent
 from fsbarrier.node.handover import Handover
 from fsbarrier.node.observer import Observer, Paces, fact_name
@@ -109,7 +109,7 @@ def test_members_that_live_do_not_pass_a_seal_and_go_on_behind_it(tmp_path: Path
     def start(rank: int) -> Agent:
         observer = Observer(store, paths, RULES.program, Paces(0.0, 0.0))
         join = Join(rank, 0, f"host{rank}", rank, "boot", until=1, time=str(rank))
-        agent = Agent(store, observer, RULES, Offer(), join, record)
+        agent = Agent(store, observer, RULES, CollectiveWork(), join, record)
         observer.prepare()
         agent.start(0.0)
         return agent

@@ -1,5 +1,6 @@
 """Barriers for scripts of one's own: `fsbarrier.join`, the same core as the daemon's (docs/group.md)."""
 
-from fsbarrier.group.group import MAX_OBJECT_BYTES, Group, join
+from fsbarrier.group.group import Group, join
+from fsbarrier.group.json_objects import MAX_OBJECT_BYTES
 
 __all__ = ["MAX_OBJECT_BYTES", "Group", "join"]

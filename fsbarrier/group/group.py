@@ -15,27 +15,29 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from fsbarrier.errors import NodeError, PeerLost, StoreError
-from fsbarrier.group.presence import Offer, Presence
-from fsbarrier.group.waiting import Patience
+from fsbarrier.group.bounded_wait import BoundedWait
+from fsbarrier.group.collective_work import CollectiveWork
+from fsbarrier.group.json_objects import to_json
+from fsbarrier.group.member_threads import MemberThreads
 from fsbarrier.machine.host import boot_id, host_name
 from fsbarrier.node.agent import Agent
-from fsbarrier.node.observer import Observer, Paces, eagerness, fact_name
+from fsbarrier.node.observer import Observer, Paces, eagerness
 from fsbarrier.program import Context, Phase, Program, Value
 from fsbarrier.protocol.facts import Fact, Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Rules
 from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
+from fsbarrier.retry import retry
+from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.store import PosixStore
 
-MAX_OBJECT_BYTES = 24 * 1024 * 1024  # as JSON; a record that holds it, quoted, stays below facts.MAX_BYTES
 ROW = "collective"
 
 
@@ -56,15 +58,18 @@ _PROGRAM = _OneRow("group", (Phase(0, ROW, each=_do_nothing, transient=True),))
 class Group:
     """This process's membership. Use `fsbarrier.join`; not for use from several threads at once."""
 
-    def __init__(self, agent: Agent, offer: Offer, timeout_s: float, beat_s: float) -> None:
+    def __init__(self, agent: Agent, work: CollectiveWork, timeout_s: float, beat_s: float) -> None:
         self._paths, self._join = agent.observer.paths, agent.join
-        self._observer = agent.observer  # only to read and to list: the looking is another thread's
+        # Here it is only read and listed with: what the observer knows belongs to the looking thread.
+        self._observer = agent.observer
         self._timeout_s = timeout_s
-        self._presence = Presence(agent, offer, beat_s)
-        self._generation: Generation | None = None  # the one that the caller knows of
-        self._at = Position(1, 0)  # the row of the caller's next collective
-        self._open: Payload | None = None  # what was offered there, while that collective has not ended
-        self._error: NodeError | None = None  # how it failed
+        self._threads = MemberThreads(agent, work, beat_s)
+        #: the generation that the caller knows of, and the row of its next collective there
+        self._entered: Generation | None = None
+        self._position = Position(1, 0)
+        #: what was contributed to that row while its collective has not ended, and how it failed
+        self._unfinished: Payload | None = None
+        self._failure: NodeError | None = None
         self._left = False
 
     # --- what callers use ---
@@ -76,17 +81,17 @@ class Group:
     @property
     def generation(self) -> int:
         """The number of the generation that this node is in."""
-        return self._mine.number
+        return self._current.number
 
     @property
     def members(self) -> tuple[int, ...]:
         """The node ranks of this generation, in order."""
-        return self._mine.ranks
+        return self._current.ranks
 
     @property
     def joiners(self) -> tuple[int, ...]:
         """The node ranks that are alive and wait to be taken in by a `regroup()`, as far as this node knows by now."""
-        return self._presence.sight.joiners
+        return self._threads.snapshot.joiners
 
     def barrier(self) -> None:
         """Return once every member has called it. Raises PeerLost, BarrierTimeout, Fenced, StoreError."""
@@ -95,35 +100,34 @@ class Group:
     def all_gather(self, obj: Any) -> list[Any]:
         """Every member's object (JSON data), in the order of `members`. Raises as `barrier`; TypeError, ValueError for an object
         that cannot be sent."""
-        given = {"call": "all_gather()", "obj": _text(obj)}
-        generation, position = self._collective(given)
-        return [self._given(generation, position, rank, given) for rank in generation.ranks]
+        call = "all_gather()"
+        generation, position = self._collective({"call": call, "obj": to_json(obj)})
+        return [self._object_of(rank, generation, position, call) for rank in generation.ranks]
 
     def broadcast(self, obj: Any = None, src: int = 0) -> Any:
         """The object of node rank `src` (JSON data), on every member. Raises as `all_gather`, and ValueError for a `src` that is no
         member."""
         if src not in self.members:
             raise ValueError(f"src={src} is not a member of generation {self.generation}: {self.members}")
-        given = {"call": f"broadcast(src={src})"}
-        generation, position = self._collective(
-            {**given, "obj": _text(obj)} if src == self.node_rank else given
-        )
-        return self._given(generation, position, src, given)
+        call = f"broadcast(src={src})"
+        mine = {"call": call, "obj": to_json(obj)} if src == self.node_rank else {"call": call}
+        generation, position = self._collective(mine)
+        return self._object_of(src, generation, position, call)
 
     def regroup(self) -> None:
         """Go on as the next generation: the living, and whoever waits to join. Every member calls it, after PeerLost or as one.
 
         Returns once this node is in it; the first to call makes it. Raises Fenced, BarrierTimeout, StoreError.
         """
-        before = self._mine
+        before = self._current
         self._check_usable()
-        self._presence.regroup(before.number)
+        self._threads.regroup(before.number)
         try:
-            patience = Patience(self._presence, self._timeout_s, "regroup()")
-            while (now := self._presence.sight.node.generation) is before or now is None:
-                patience.wait()
+            wait = BoundedWait(self._threads, self._timeout_s, "regroup()")
+            while (now := self._threads.snapshot.node.generation) is None or now == before:
+                wait.for_news()
         finally:
-            self._presence.rest()
+            self._threads.look_rarely()
         self._enter(now)
 
     def leave(self) -> None:
@@ -141,30 +145,34 @@ class Group:
     # --- joining and leaving ---
 
     def _begin(self) -> None:
-        self._presence.start()
+        """Wait for the first generation. Raises as `join`."""
+        self._threads.start()
         try:
-            patience = Patience(self._presence, self._timeout_s, "join()")
-            while self._presence.sight.node.generation is None:
-                self._check_alike()
-                patience.wait()
-            self._check_alike()
+            wait = BoundedWait(self._threads, self._timeout_s, "join()")
+            while (first := self._threads.snapshot.node.generation) is None:
+                self._check_same_arguments()
+                wait.for_news()
+            self._check_same_arguments()
         except BaseException as error:
             self._leave(f"{type(error).__name__} while joining")
             raise
         finally:
-            self._presence.rest()
-        assert self._presence.sight.node.generation is not None
-        self._enter(self._presence.sight.node.generation)
+            self._threads.look_rarely()
+        self._enter(first)
 
-    def _check_alike(self) -> None:
-        """All must have joined with the same arguments: those in this generation, and those that were seen to be about."""
-        sight, known = self._presence.sight, self._presence.known
-        generation = sight.node.generation
-        for rank, join in sight.joins.items():
-            member = Member(rank, join.incarnation)
-            about = known.get(rank) != join or sight.ledger.moved(member)
-            concerns = about if generation is None else rank in generation.ranks
-            for name, mine in self._join.choices.items() if concerns else ():
+    def _check_same_arguments(self) -> None:
+        """All must have joined with the same arguments: the members of this generation; before there is one, all who are here.
+
+        Who is here has joined since this node looked first, or beats: earlier sessions leave their records of joining behind.
+        """
+        snapshot, earlier = self._threads.snapshot, self._threads.earlier_joins
+        generation = snapshot.node.generation
+        for rank, join in snapshot.joins.items():
+            if generation is not None:
+                concerned = rank in generation.ranks
+            else:
+                concerned = earlier.get(rank) != join or snapshot.ledger.moved(Member(rank, join.incarnation))
+            for name, mine in self._join.choices.items() if concerned else ():
                 if (theirs := join.choices.get(name)) != mine:
                     raise ValueError(
                         f"node {rank} ({join.host}) joined {self._paths.root} with {name}={theirs}, "
@@ -174,78 +182,84 @@ class Group:
     def _leave(self, why: str) -> None:
         if not self._left:
             self._left = True
-            self._presence.leave(why)
+            self._threads.leave(why)
 
     def _enter(self, generation: Generation) -> None:
-        self._generation, self._at = generation, generation.start
-        self._open = self._error = None
+        self._entered, self._position = generation, generation.start
+        self._unfinished = self._failure = None
 
     @property
-    def _mine(self) -> Generation:
-        assert self._generation is not None
-        return self._generation
+    def _current(self) -> Generation:
+        assert self._entered is not None
+        return self._entered
 
     def _check_usable(self) -> None:
         if self._left:
             raise RuntimeError(f"node {self.node_rank} has left the group at {self._paths.root}; join again")
-        if self._presence.sight.failure is not None:
-            raise self._presence.sight.failure
+        if self._threads.snapshot.failure is not None:
+            raise self._threads.snapshot.failure
 
     # --- collectives ---
 
-    def _collective(self, given: Payload) -> tuple[Generation, Position]:
-        """Pass one row: all members came, and what each gave is there."""
+    def _collective(self, mine: Payload) -> tuple[Generation, Position]:
+        """Contribute to the next row and wait until it is passed: all members came, and what each contributed is there."""
         self._check_usable()
-        generation, position, name = self._mine, self._at, f"{given['call']} no. {self._at.iteration}"
-        if self._open is None:
-            self._open = given
-            self._presence.offer(generation.number, position, given)
-        elif self._open != given:  # what this node gave to the others stays: that collective, or regroup()
-            raise self._error or RuntimeError(
-                f"node {self.node_rank}: {self._open['call']} no. {position.iteration} was interrupted: call it again, or regroup()"
-            )
+        generation, position = self._current, self._position
+        name = f"{mine['call']} no. {position.iteration}"
+        if self._unfinished is None:
+            self._unfinished = mine
+            self._threads.contribute(generation.number, position, mine)
+        elif self._unfinished == mine:
+            self._threads.look_often()
         else:
-            self._presence.hurry()
+            # What the others may have read already cannot be taken back: it is that collective again, or regroup().
+            raise self._failure or RuntimeError(
+                f"node {self.node_rank}: {self._unfinished['call']} no. {position.iteration} was interrupted: "
+                "call it again, or regroup()"
+            )
         try:
-            patience = Patience(self._presence, self._timeout_s, name)
+            wait = BoundedWait(self._threads, self._timeout_s, name)
             while not self._passed(generation, position, name):
-                patience.wait()
+                wait.for_news()
         except NodeError as error:
-            self._error = error
+            self._failure = error
             raise
         finally:
-            self._presence.rest()
-        self._open = self._error = None
-        self._at = Position(position.iteration + 1, 0)
-        self._clean(generation, position)
+            self._threads.look_rarely()
+        self._unfinished = self._failure = None
+        self._position = Position(position.iteration + 1, 0)
+        self._remove_old_facts(generation, position)
         return generation, position
 
     def _passed(self, generation: Generation, position: Position, name: str) -> bool:
-        """Whether all members have come. Raises PeerLost where one will not."""
-        sight = self._presence.sight
-        here = sight.node.generation is generation
-        if here and sight.node.position is not None and sight.node.position > position:
+        """Whether all members have come to a row. Raises PeerLost where one will not."""
+        snapshot = self._threads.snapshot
+        node = snapshot.node
+        here = node.generation == generation
+        if here and node.position is not None and node.position > position:
             return True
-        missing = sight.missing[0] if sight.missing and sight.missing[0].why else None
-        if (here and missing is None) or sight.failure is not None or sight.node.generation is None:
+        lost = next((one for one in snapshot.missing if one.lost_because), None)
+        if snapshot.failure is not None or node.generation is None or (here and lost is None):
             return False
+        # All facts are there: then the row was passed by everybody but those who gave up before the last fact came.
         if self._all_there(generation, position):
-            return True  # nobody can have been told otherwise but who gave up before the last one came
-        if here and missing is not None:
-            member, age = missing.member, missing.age
+            return True
+        if here and lost is not None:
+            member = lost.member
             raise PeerLost(
-                f"node {self.node_rank}: {name}: node {member.rank} ({member.host}) is lost: {missing.why}; regroup() goes on without it",
+                f"node {self.node_rank}: {name}: node {member.rank} ({member.host}) is lost: {lost.lost_because}; "
+                "regroup() goes on without it",
                 member.rank,
                 member.host,
-                age,
+                lost.silent_s,
             )
-        raise self._superseded(generation, sight.node.generation, name)
+        raise self._superseded(generation, node.generation, name)
 
     def _superseded(self, old: Generation, new: Generation, name: str) -> PeerLost:
         """Another member regrouped before this one."""
         hosts = {m.rank: m.host for m in (*old.members, *new.members)}
         gone = [m for m in old.members if new.incarnation_of(m.rank) != m.incarnation]
-        ledger, now = self._presence.sight.ledger, time.monotonic()
+        ledger, now = self._threads.snapshot.ledger, time.monotonic()
         maker = f"node {new.created_by} ({hosts.get(new.created_by, '')})"
         names = ", ".join(f"node {m.rank} ({m.host})" for m in gone)
         what = f"{maker} regrouped without {names}" if gone else f"{maker} regrouped"
@@ -256,50 +270,48 @@ class Group:
             return PeerLost(message, gone[0].rank, gone[0].host, ledger.age(gone[0], now))
         return PeerLost(message, new.created_by, hosts.get(new.created_by, ""))
 
+    # --- facts on disk ---
+
     def _row(self, generation: Generation, iteration: int) -> Path:
         return self._paths.phase(generation.number, iteration, 0, ROW)
+
+    def _fact(self, generation: Generation, iteration: int, rank: int) -> Path:
+        return self._row(generation, iteration) / FACT.build(rank, "done")
 
     def _all_there(self, generation: Generation, position: Position) -> bool:
         try:
             names = set(self._observer.store.names(self._row(generation, position.iteration)))
         except OSError:
             return False
-        return names.issuperset(fact_name(rank, "done") for rank in generation.ranks)
+        return names.issuperset(FACT.build(rank, "done") for rank in generation.ranks)
 
-    def _given(self, generation: Generation, position: Position, rank: int, mine: Payload) -> Any:
-        """What node `rank` gave to a row that was passed."""
-        path = self._row(generation, position.iteration) / fact_name(rank, "done")
+    def _object_of(self, rank: int, generation: Generation, position: Position, call: str) -> Any:
+        """What node `rank` contributed to a row that was passed by this node's `call`. Raises StoreError, RuntimeError."""
+        path = self._fact(generation, position.iteration, rank)
         host = next(m.host for m in generation.members if m.rank == rank)
-        given = self._read(path, rank, host)
-        if given.get("call") != mine["call"]:
+        began, dead_s = time.monotonic(), self._threads.rules.limits.dead_s
+        try:
+            # The fact is there; it may just be written once more.
+            value = retry(lambda: self._observer.must_read(path, Fact).value, within_s=dead_s)
+        except OSError as error:
+            what = f"what node {rank} ({host}) gave cannot be read: {path}: {error}"
+            raise StoreError(f"node {self.node_rank}: {what}", rank, host, time.monotonic() - began) from None
+        if value.get("call") != call:
             raise RuntimeError(
-                f"the members are out of step: node {rank} ({host}) called {given.get('call')} as no. {position.iteration} "
-                f"of generation {generation.number}, node {self.node_rank} {mine['call']}"
+                f"the members are out of step: node {rank} ({host}) called {value.get('call')} as no. {position.iteration} "
+                f"of generation {generation.number}, node {self.node_rank} {call}"
             )
-        return json.loads(given["obj"])
+        return json.loads(value["obj"])
 
-    def _read(self, path: Path, rank: int, host: str) -> Payload:
-        """The value of a fact that is there; a moment's patience for one that is being written once more. Raises StoreError."""
-        dead_s, began, pause = self._presence.rules.limits.dead_s, time.monotonic(), threading.Event()
-        while True:
-            try:
-                return self._observer.must_read(path, Fact).value
-            except OSError as error:
-                waited = time.monotonic() - began
-                if waited > dead_s:
-                    what = f"what node {rank} ({host}) gave cannot be read: {path}: {error}"
-                    raise StoreError(f"node {self.node_rank}: {what}", rank, host, waited) from None
-            pause.wait(0.01)
-
-    def _clean(self, generation: Generation, position: Position) -> None:
-        """Remove what nobody reads again: whoever came to this row had ended the one before it (I9).
+    def _remove_old_facts(self, generation: Generation, position: Position) -> None:
+        """Remove what nobody reads again: whoever came to this row had ended the one before it (invariant I9).
 
         Each member takes its own fact away, and the leader the folder one row later, when all have done so.
         """
         start, before = generation.start.iteration, position.iteration - 1
         with contextlib.suppress(OSError):
             if before >= start:
-                (self._row(generation, before) / fact_name(self.node_rank, "done")).unlink()
+                self._fact(generation, before, self.node_rank).unlink()
             if before > start and generation.leader == self.node_rank:
                 folder = self._row(generation, before - 1)
                 folder.rmdir()
@@ -335,43 +347,15 @@ def join(
     rules = Rules(_PROGRAM, 0, 0, num_nodes, on_node_failure="hold", limits=limits)
     members_s = min(0.05 * max(1.0, num_nodes / 16), beat_s / 2)
     paces = Paces(members_s, beat_s / 2, 1.5 * beat_s, eagerness(num_nodes), watchers=num_nodes)
-    store, offer = PosixStore(), Offer()
+    store, work = PosixStore(), CollectiveWork()
     observer = Observer(store, paths, _PROGRAM, paces)
-    agent = Agent(store, observer, rules, offer, here, lambda event, node, fields: None)
+    agent = Agent(store, observer, rules, work, here, lambda event, node, fields: None)
     try:
         observer.prepare()
         agent.start(time.monotonic())
     except OSError as error:
         message = f"node {node_rank}: cannot join the group at {path}: {error}"
         raise StoreError(message, node_rank, here.host, 0.0) from None
-    group = Group(agent, offer, timeout_s, beat_s)
+    group = Group(agent, work, timeout_s, beat_s)
     group._begin()
     return group
-
-
-def _text(obj: Any) -> str:
-    """`obj` as JSON. Raises TypeError, ValueError: what cannot be sent fails here, on the node that sends it."""
-    hint = "a group exchanges JSON data: None, bool, int, float, str, lists, and dicts with str keys"
-    try:
-        text = json.dumps(obj, separators=(",", ":"))
-        same = json.loads(text)
-    except TypeError as error:
-        raise TypeError(f"{error}; {hint}. Write anything else to a file and send its path") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"this object cannot be sent: {error}; {hint}") from None
-    if not _alike(obj, same):
-        raise TypeError(f"JSON would change this object (dict keys that are no str?); {hint}")
-    if len(text) > MAX_OBJECT_BYTES:
-        raise ValueError(
-            f"this object is {len(text)} bytes of JSON, at most {MAX_OBJECT_BYTES} can be sent; write it to a file and send its path"
-        )
-    return text
-
-
-def _alike(obj: Any, same: Any) -> bool:
-    """Whether JSON keeps what it was given; tuples may come back as lists."""
-    if isinstance(obj, dict):
-        return obj.keys() == same.keys() and all(_alike(value, same[key]) for key, value in obj.items())
-    if isinstance(obj, list | tuple):
-        return all(map(_alike, obj, same))
-    return True

@@ -1,0 +1,37 @@
+"""What the members of a group can send each other: JSON data, up to a size."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+#: As JSON. A record that holds it, quoted, stays below the longest that is read.
+MAX_OBJECT_BYTES = 24 * 1024 * 1024
+
+
+def to_json(obj: Any) -> str:
+    """`obj` as JSON. Raises TypeError, ValueError: what cannot be sent fails here, on the node that sends it."""
+    hint = "a group exchanges JSON data: None, bool, int, float, str, lists, and dicts with str keys"
+    try:
+        text = json.dumps(obj, separators=(",", ":"))
+        same = json.loads(text)
+    except TypeError as error:
+        raise TypeError(f"{error}; {hint}. Write anything else to a file and send its path") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"this object cannot be sent: {error}; {hint}") from None
+    if not _survives(obj, same):
+        raise TypeError(f"JSON would change this object (dict keys that are no str?); {hint}")
+    if len(text) > MAX_OBJECT_BYTES:
+        raise ValueError(
+            f"this object is {len(text)} bytes of JSON, at most {MAX_OBJECT_BYTES} can be sent; write it to a file and send its path"
+        )
+    return text
+
+
+def _survives(obj: Any, back: Any) -> bool:
+    """Whether an object came back from JSON as it was; tuples may come back as lists."""
+    if isinstance(obj, dict):
+        return obj.keys() == back.keys() and all(_survives(value, back[key]) for key, value in obj.items())
+    if isinstance(obj, list | tuple):
+        return all(map(_survives, obj, back))
+    return True
