@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from fsbarrier.rollouts.engine_queue import MANY, PAUSES_S, SETTLE_S, Metrics, Room
+from fsbarrier.rollouts.engine_queue import MANY, PAUSES, SETTLE_S, EngineMetrics, EngineQueue
 
 
 class Engine:
@@ -13,14 +13,14 @@ class Engine:
 
     def __init__(self, *waiting: int | None) -> None:
         self.now, self.answers, self.looks = 100.0, list(waiting), 0
-        self.room = Room(self.read, free=256, step=128, clock=lambda: self.now, pause=self.pause)
+        self.queue = EngineQueue(self.read, free=256, step=128, clock=lambda: self.now, pause=self.pause)
 
     async def read(self) -> int | None:
         self.looks += 1
         return self.answers.pop(0)
 
     async def pause(self, seconds: float) -> None:
-        assert PAUSES_S[0] <= seconds <= PAUSES_S[1]
+        assert PAUSES.first_s <= seconds <= PAUSES.most_s
         self.now += seconds
 
     def send(self, requests: Iterable[int], in_flight: int) -> int:
@@ -29,8 +29,8 @@ class Engine:
         async def work() -> int:
             total = [in_flight]
             for sequences in requests:
-                await self.room.wait(lambda: total[0])
-                self.room.sent(sequences)
+                await self.queue.wait_for_place(lambda: total[0])
+                self.queue.sent(sequences)
                 total[0] += sequences
             return total[0]
 
@@ -63,14 +63,14 @@ def test_a_wait_ends_when_enough_is_finished() -> None:
         await engine.pause(seconds)
         left[0] -= 50
 
-    engine.room = Room(engine.read, free=256, step=128, clock=lambda: engine.now, pause=pause)
-    asyncio.run(engine.room.wait(lambda: left[0]))
+    engine.queue = EngineQueue(engine.read, free=256, step=128, clock=lambda: engine.now, pause=pause)
+    asyncio.run(engine.queue.wait_for_place(lambda: left[0]))
     assert left[0] == 250
 
 
 def test_a_server_that_is_not_there_has_no_room() -> None:
     async def look() -> int | None:
-        async with Metrics("http://127.0.0.1:9", "") as metrics:
-            return await metrics.waiting()
+        async with EngineMetrics("http://127.0.0.1:9", "") as metrics:
+            return await metrics.count_waiting()
 
     assert asyncio.run(look()) == MANY

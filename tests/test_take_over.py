@@ -19,8 +19,8 @@ from fsbarrier import files
 from fsbarrier.aggregate import Part, aggregate
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.assign import lots, split_by_weight
-from fsbarrier.rollouts.claims import Claims, tidy
-from fsbarrier.rollouts.early_end import Tail
+from fsbarrier.rollouts.claims import Claims, remove_old
+from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rundir.names import CUT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import load, scan_shard
@@ -122,48 +122,48 @@ def test_old_claims_are_removed_by_those_whose_shares_they_were(tmp_path: Path) 
     folder = tmp_path / "claims"
     node = claims(folder, [[0, 1], [2]], 0)
     assert [node.take() for _ in range(3)] == [(0,), (1,), (2,)]
-    tail = Tail(folder, 1, wanted=3, there=3, share=0.5, grace_s=0.0)
-    tail.say(0)
-    assert tail.over()
-    tidy(folder, 0)
+    early_end = EarlyEnd(folder, 1, wanted=3, already=3, share=0.5, grace_s=0.0)
+    early_end.report(0)
+    assert early_end.reached()
+    remove_old(folder, 0)
     assert sorted(path.name for path in folder.iterdir()) == ["durable-0001", "lot-0001-000000"]
-    tidy(folder, 1)
-    tidy(folder, 0)
+    remove_old(folder, 1)
+    remove_old(folder, 0)
     assert not folder.exists()
 
 
-# --- the tail ---------------------------------------------------------------------------------------------------------
+# --- the early end ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_tail_ends_after_its_grace_and_all_see_it(tmp_path: Path) -> None:
+def test_the_phase_ends_after_its_grace_and_all_see_it(tmp_path: Path) -> None:
     now = [100.0]
 
-    def tail(rank: int) -> Tail:
-        return Tail(
-            tmp_path, rank, wanted=100, there=10, share=0.975, grace_s=5.0, clock=lambda: now[0]
+    def view(rank: int) -> EarlyEnd:
+        return EarlyEnd(
+            tmp_path, rank, wanted=100, already=10, share=0.975, grace_s=5.0, clock=lambda: now[0]
         )  # 98 are enough, 88 of them by these nodes
 
-    first, second = tail(0), tail(1)
-    first.say(60)
-    second.say(27)
-    assert not first.over() and not second.over()
+    first, second = view(0), view(1)
+    first.report(60)
+    second.report(27)
+    assert not first.reached() and not second.reached()
     now[0] += 1000
-    second.say(28)
-    assert not first.over()  # its grace begins now
+    second.report(28)
+    assert not first.reached()  # its grace begins now
     now[0] += 4.9
-    assert not first.over() and not second.over()
+    assert not first.reached() and not second.reached()
     now[0] += 0.1
-    assert first.over() and (tmp_path / CUT).exists()
-    assert second.over() and tail(2).over()
+    assert first.reached() and (tmp_path / CUT).exists()
+    assert second.reached() and view(2).reached()
 
 
 def test_a_count_that_is_being_replaced_stands(tmp_path: Path) -> None:
-    tail = Tail(tmp_path, 0, wanted=4, there=0, share=0.5, grace_s=0.0)
+    early_end = EarlyEnd(tmp_path, 0, wanted=4, already=0, share=0.5, grace_s=0.0)
     (tmp_path / "durable-0001").write_text("1\n")
-    assert not tail.over()
+    assert not early_end.reached()
     (tmp_path / "durable-0001").write_text("")
-    tail.say(1)
-    assert tail.over()
+    early_end.report(1)
+    assert early_end.reached()
 
 
 # --- real rollouts ----------------------------------------------------------------------------------------------------

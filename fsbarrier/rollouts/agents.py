@@ -18,16 +18,19 @@ from typing import Any, Self
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
-from fsbarrier.rewards.score import Reward, Score
 from fsbarrier.rewards.user_file import load_named
 from fsbarrier.rollouts.agent_client import Client, finished
 from fsbarrier.rollouts.episode import Episode, Trajectory
-from fsbarrier.rollouts.samples import Emit, Group, Sample
+from fsbarrier.rollouts.samples import Emit, Group
 from fsbarrier.rollouts.sampling import Sampler, Server
 from fsbarrier.settings.sections import RolloutSettings
 
-__all__ = ["AgentSampler", "Client", "Trajectory", "load_agent", "open_sampler", "score"]
+__all__ = ["AgentSampler", "Client", "Trajectory", "load_agent", "open_sampler"]
 
+#: to the engine, beside one for each answer under way
+SPARE_CONNECTIONS = 4
+
+#: the user's class; what it makes has the method `run`
 MakeAgent = Callable[[], Any]
 
 
@@ -59,27 +62,10 @@ def open_sampler(
     on_tokens: Callable[[int], None],
 ) -> Sampler | AgentSampler:
     """What makes the groups: one answer a sample, or an episode of the agent."""
-    connections = settings.concurrency * (1 if make is None else server.samples) + 4
     if make is None:
+        connections = settings.concurrency + SPARE_CONNECTIONS
         return Sampler(server, connections=connections, on_tokens=on_tokens)
-    return AgentSampler(
-        make,
-        server,
-        connections=connections,
-        on_tokens=on_tokens,
-        custom=custom,
-        turn_timeout_s=settings.turn_timeout_s,
-        task_timeout_s=settings.task_timeout_s,
-    )
-
-
-async def score(reward: Reward, task: Task, sample: Sample) -> Score:
-    """A sample's judgement; an agent may have given its own. Never raises."""
-    if sample.error is not None:
-        return Score(0.0)
-    if sample.reward is not None:
-        return Score(sample.reward, {"agent": sample.reward})
-    return await reward.score(task, sample.text, sample.messages)
+    return AgentSampler(make, server, settings, custom, on_tokens)
 
 
 class AgentSampler:
@@ -89,18 +75,16 @@ class AgentSampler:
         self,
         make: MakeAgent,
         server: Server,
-        *,
-        connections: int,
-        on_tokens: Callable[[int], None],
+        settings: RolloutSettings,
         custom: Mapping[str, Any],
-        turn_timeout_s: float | None,
-        task_timeout_s: float | None,
+        on_tokens: Callable[[int], None],
     ) -> None:
         # Not at the top: a rollout without an agent has no use for an HTTP server.
         from fsbarrier.rollouts.agent_http import Endpoint
 
         self.make, self.samples, self.custom = make, server.samples, custom
-        self.turn_timeout_s, self.task_timeout_s = turn_timeout_s, task_timeout_s
+        self.turn_timeout_s, self.task_timeout_s = settings.turn_timeout_s, settings.task_timeout_s
+        connections = settings.concurrency * server.samples + SPARE_CONNECTIONS
         self._sampler = Sampler(server, connections=connections, on_tokens=on_tokens)
         self._endpoint = Endpoint()
 
@@ -135,16 +119,18 @@ class AgentSampler:
             try:
                 async with limit:
                     returned = _checked(await self.make().run(task, client))
-            except Exception as failure:  # whatever the user's code raises
+            # Whatever the user's code raises.
+            except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}"
                 if limit.expired():
                     error = f"not finished within {self.task_timeout_s:g} s (rollout.task_timeout_s)"
+        # That is no failure of the agent, whatever the agent made of it.
         if client.engine_gone is not None:
             raise client.engine_gone
         return finished(client, returned, error=error, seconds=time.monotonic() - begin)
 
 
-def _checked(returned: Any) -> Trajectory:
+def _checked(returned: object) -> Trajectory:
     if returned is None:
         return Trajectory()
     if not isinstance(returned, Trajectory):

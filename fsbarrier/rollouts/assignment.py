@@ -1,63 +1,143 @@
-"""A rollout program's share of the tasks, as its spec says it: what it may start, when the phase may end, and what its file tells."""
+"""What a rollout program is to do, as phases/rl.py says it in the spec: its tasks, when it may end, and where results go."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from fsbarrier.rollouts import claims
-from fsbarrier.rollouts.claims import Claims
-from fsbarrier.rollouts.early_end import Tail
-
-HEADER = ("run_id", "split", "iteration", "generation", "node_rank", "policy_version")
-
-Spec = Mapping[str, Any]
+from fsbarrier.data.shardwriter import ShardInfo
+from fsbarrier.rollouts.claims import Claims, remove_old
+from fsbarrier.rollouts.early_end import EarlyEnd
 
 
-def open_claims(spec: Spec) -> Claims:
-    """What this node may start. Says in the log why it may not take over from others. Raises StoreError."""
-    if spec["fixed_shares"]:
-        print(f"this node does its own share and no more: {spec['fixed_shares']}", flush=True)
-    shares = {int(rank): share for rank, share in spec["shares"].items()}
-    alone = bool(spec["fixed_shares"]) or len(shares) == 1
-    folder = None if alone else Path(spec["claims"])
-    return Claims(shares, spec["node_rank"], folder=folder, incarnation=spec["incarnation"])
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where trajectories come from: in the part file's header, and in the metadata of the finished file."""
+
+    run_id: str
+    split: str
+    iteration: int
+    generation: int
+    node_rank: int
+    policy_version: int
+
+    def of_trajectory(self) -> dict[str, int | str]:
+        """The fields of a trajectory that say it."""
+        return {
+            "policy_version": self.policy_version,
+            "node_rank": self.node_rank,
+            "generation": self.generation,
+            "iteration": self.iteration,
+            "split": self.split,
+        }
 
 
-def tidy(spec: Spec) -> None:
-    """Remove this node's part of the claims of the iteration before, in which nobody is any more."""
-    for folder in spec["old_claims"]:
-        claims.tidy(Path(folder), spec["node_rank"])
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One node's work in one rollout phase."""
 
+    origin: Origin
+    incarnation: int
+    #: this node's share, and every node's by rank
+    tasks: Sequence[int]
+    shares: Mapping[int, Sequence[int]]
+    #: why each node does its own share and no more; "" where those that run out take over from the slowest
+    fixed_shares: str
+    #: the claims of this phase, and those of the iteration before
+    claims_folder: Path
+    old_claims_folders: Sequence[Path]
+    #: the share of `expected` that is enough; 1: the phase ends when all is done
+    completion_threshold: float
+    grace_s: float
+    #: groups that an older generation did
+    already: int
+    #: the tasks of all nodes
+    expected: Sequence[int]
+    #: of more groups the merge keeps so many; None: all
+    keep: int | None
+    part: Path
+    #: of the names inside the part file
+    prefix: str
+    #: the name under which the finished part is known
+    checkpoint: Path
 
-def open_tail(spec: Spec) -> Tail | None:
-    """Tells when the phase ends although not all is done; None where it never does. Raises OSError."""
-    if spec["completion_threshold"] >= 1:
-        return None
-    return Tail(
-        Path(spec["claims"]),
-        spec["node_rank"],
-        wanted=len(spec["expected"]),
-        there=spec["there"],
-        share=spec["completion_threshold"],
-        grace_s=spec["grace_s"],
-    )
+    @classmethod
+    def from_spec(cls, spec: Mapping[str, Any]) -> Self:
+        return cls(
+            origin=Origin(**{name: spec[name] for name in Origin.__slots__}),
+            incarnation=spec["incarnation"],
+            tasks=spec["tasks"],
+            # JSON has text for keys.
+            shares={int(rank): share for rank, share in spec["shares"].items()},
+            fixed_shares=spec["fixed_shares"],
+            claims_folder=Path(spec["claims"]),
+            old_claims_folders=[Path(folder) for folder in spec["old_claims"]],
+            completion_threshold=spec["completion_threshold"],
+            grace_s=spec["grace_s"],
+            already=spec["there"],
+            expected=spec["expected"],
+            keep=spec["keep"],
+            part=Path(spec["part"]),
+            prefix=spec["prefix"],
+            checkpoint=Path(spec["checkpoint"]),
+        )
 
+    @property
+    def within_reach(self) -> list[int]:
+        """The tasks that this node may come to do."""
+        shares = [self.tasks] if self.fixed_shares else self.shares.values()
+        return [task for share in shares for task in share]
 
-def origin(spec: Spec) -> dict[str, Any]:
-    """Where the part file comes from: known to its header and to the metadata of the finished file."""
-    return {name: spec[name] for name in HEADER}
+    def open_claims(self) -> Claims:
+        """What this node may start. Says in the log why it may not take over from others. Raises StoreError."""
+        if self.fixed_shares:
+            print(f"this node does its own share and no more: {self.fixed_shares}", flush=True)
+        alone = self.fixed_shares or len(self.shares) == 1
+        return Claims(
+            self.shares,
+            self.origin.node_rank,
+            folder=None if alone else self.claims_folder,
+            incarnation=self.incarnation,
+        )
 
+    def remove_old_claims(self) -> None:
+        """This node's part of the claims of the iteration before, in which nobody is any more."""
+        for folder in self.old_claims_folders:
+            remove_old(folder, self.origin.node_rank)
 
-def header(spec: Spec) -> dict[str, Any]:
-    """What the part file says at its start. `expected`, the tasks of all nodes: a merge by hand can name those of a node without
-    any file. `assigned`: those that this file must hold to be whole, where nobody else may do them."""
-    assigned = {"assigned": list(spec["tasks"])} if spec["fixed_shares"] else {}
-    keep = {"keep": spec["keep"]} if spec["keep"] else {}
-    return {**origin(spec), **assigned, "expected": list(spec["expected"]), **keep}
+    def open_early_end(self) -> EarlyEnd | None:
+        """Tells when the phase ends although not all is done; None where it never does. Raises OSError."""
+        if self.completion_threshold >= 1:
+            return None
+        return EarlyEnd(
+            self.claims_folder,
+            self.origin.node_rank,
+            wanted=len(self.expected),
+            already=self.already,
+            share=self.completion_threshold,
+            grace_s=self.grace_s,
+        )
 
+    def header(self) -> dict[str, Any]:
+        """What the part file says at its start. `expected`: a merge by hand can name the tasks of a node without any file.
+        `assigned`: the tasks that this file must hold to be whole, where nobody else may do them."""
+        assigned = {"assigned": list(self.tasks)} if self.fixed_shares else {}
+        keep = {"keep": self.keep} if self.keep else {}
+        return {**asdict(self.origin), **assigned, "expected": list(self.expected), **keep}
 
-def result(taken: Claims, tasks: list[int], *, ended_early: bool) -> dict[str, Any]:
-    """For the node's report: the tasks whose groups are in its part, and what taking over came to."""
-    return {"tasks": tasks, "ended_early": ended_early, **taken.summary()}
+    def result(
+        self, info: ShardInfo, tasks: Sequence[int], claims: Claims, *, ended_early: bool
+    ) -> dict[str, Any]:
+        """For the node's report: what the finished part holds, and what taking over came to."""
+        return {
+            "part": str(self.part),
+            "bytes": info.bytes,
+            "groups": info.groups,
+            "trajectories": info.trajectories,
+            "reward_mean": info.reward_mean,
+            "tasks": tasks,
+            "ended_early": ended_early,
+            **claims.summary(),
+        }

@@ -54,14 +54,16 @@ class Claims:
         self.rank, self.folder = rank, folder
         self.made = self.lost = self.listings = 0
         self.seconds = 0.0
-        self.taken_over: list[int] = []  # tasks of others' shares
+        # Tasks of others' shares.
+        self.taken_over: list[int] = []
         self._owner = f"{rank} {incarnation}\n".encode()
         self._left = {
             owner: deque(Lot(owner, number, tasks) for number, tasks in enumerate(lots(share)))
             for owner, share in shares.items()
             if folder is not None or owner == rank
         }
-        self._met = False  # another node at the end of the own share
+        # Another node has taken from the end of the own share: from now on the folder is listed before each claim.
+        self._others_arrived = False
         # Claimed by an earlier start of this very program, which was cut off.
         self._earlier: tuple[int, ...] = ()
         if folder is not None:
@@ -104,13 +106,13 @@ class Claims:
             earlier, self._earlier = self._earlier, ()
             return earlier
         own = self._left.get(self.rank, deque())
-        while own and not self._met:
+        while own and not self._others_arrived:
             lot = own.popleft()
             if self._claim(lot):
                 return lot.tasks
-            self._met = True
+            self._others_arrived = True
         while self.folder is not None:
-            self._look(self.folder)
+            self._leave_out_claimed(self.folder)
             left = {
                 owner: sum(len(lot.tasks) for lot in queue) for owner, queue in self._left.items() if queue
             }
@@ -141,7 +143,7 @@ class Claims:
         self.made, self.lost = self.made + won, self.lost + (not won)
         return won
 
-    def _look(self, folder: Path) -> frozenset[str]:
+    def _leave_out_claimed(self, folder: Path) -> frozenset[str]:
         """Leave out what is claimed by now. A listing that is behind shows too much left, and then the claim is lost."""
         self.listings += 1
         # The directory is freshly opened, which makes an NFS client look again.
@@ -152,7 +154,7 @@ class Claims:
 
     def _of_an_earlier_start(self, folder: Path) -> tuple[int, ...]:
         everything = [lot for queue in self._left.values() for lot in queue]
-        names = self._look(folder)
+        names = self._leave_out_claimed(folder)
         tasks: list[int] = []
         for lot in everything:
             path = folder / lot.name
@@ -162,7 +164,7 @@ class Claims:
         return tuple(tasks)
 
 
-def tidy(folder: Path, rank: int) -> None:
+def remove_old(folder: Path, rank: int) -> None:
     """Remove what is left of a phase that every node has left: each node the claims on its own share, the last one the folder."""
     # Where that fails the folder is not there, or it is left lying: nobody reads it any more.
     with contextlib.suppress(OSError):

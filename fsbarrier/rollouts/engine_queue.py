@@ -1,4 +1,4 @@
-"""Whether the engine has room for another request, so that what would only wait in its queue is left for nodes that have run out.
+"""When the engine has a place for another request. What would only wait in its queue is left for nodes that have run out of tasks.
 
 vLLM says at /metrics how many sequences wait to be computed. It says so after a step, so a request that was sent just now is not
 in the number yet. Where it says nothing, everything that `rollout.concurrency` allows is sent.
@@ -15,63 +15,62 @@ import httpx
 
 from fsbarrier.engine.client import normal_url
 from fsbarrier.openai_http import bearer
+from fsbarrier.retry import Backoff
 
 WAITING = ("vllm:num_requests_waiting{", "vllm:num_requests_waiting ")
-SETTLE_S = 0.2  # after a request was sent, before the engine's count is believed
-PAUSES_S = (0.1, 0.5)  # between two looks: the first one, the longest
+#: after a request was sent, before the engine's count is believed
+SETTLE_S = 0.2
+#: between two looks
+PAUSES = Backoff(0.1, 0.5, factor=2.0)
+#: stands for the number of a server that does not answer now
 MANY = 10**9
-READ_S = 5.0  # a server that computes on the CPU is slow to answer
+#: a server that computes on the CPU is slow to answer
+READ_S = 5.0
 
-Clock = Callable[[], float]
 
-
-class Room:
+class EngineQueue:
     """`free` sequences may be in flight without asking; beyond them `step` more whenever hardly any wait in the engine."""
 
     def __init__(
         self,
-        read: Callable[[], Awaitable[int | None]],
+        count_waiting: Callable[[], Awaitable[int | None]],
         *,
         free: int,
         step: int,
-        clock: Clock = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`read`: how many sequences wait in the engine; None: it will never say."""
-        self._read, self._free, self._step = read, free, step
+        """`count_waiting`: how many sequences wait in the engine; None: it will never say."""
+        self._count_waiting, self._free, self._step = count_waiting, free, step
         self._clock, self._pause = clock, pause
         self._granted = 0
         self._sent_at = 0.0
-        self._says = True
+        self._engine_says = True
 
     def sent(self, sequences: int) -> None:
         """A request was sent."""
         self._granted -= sequences
         self._sent_at = self._clock()
 
-    async def wait(self, in_flight: Callable[[], int]) -> None:
+    async def wait_for_place(self, in_flight: Callable[[], int]) -> None:
         """Returns when another request may go out. `in_flight`: how many sequences are, at most."""
-        pause_s = PAUSES_S[0]
-        while self._says and in_flight() >= self._free and self._granted <= 0:
+        pauses = iter(PAUSES)
+        while self._engine_says and in_flight() >= self._free and self._granted <= 0:
             if self._clock() - self._sent_at >= SETTLE_S:
-                waiting = await self._read()
-                self._says = waiting is not None
+                waiting = await self._count_waiting()
+                self._engine_says = waiting is not None
                 if waiting is None or waiting <= self._step // 2:
                     self._granted = self._step
                     return
-            await self._pause(pause_s)
-            pause_s = min(2 * pause_s, PAUSES_S[1])
+            await self._pause(next(pauses))
 
 
-class Metrics:
+class EngineMetrics:
     """Reads how many sequences wait in a vLLM server."""
 
     def __init__(self, url: str, api_key: str) -> None:
         self._client = httpx.AsyncClient(
-            base_url=normal_url(url),
-            headers=bearer(api_key),
-            timeout=READ_S,
-            trust_env=False,
+            base_url=normal_url(url), headers=bearer(api_key), timeout=READ_S, trust_env=False
         )
 
     async def __aenter__(self) -> Self:
@@ -81,8 +80,8 @@ class Metrics:
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
-    async def waiting(self) -> int | None:
-        """None where the server does not say; one that does not answer now has no room."""
+    async def count_waiting(self) -> int | None:
+        """None where the server does not say; one that does not answer now has no place."""
         try:
             answer = await self._client.get("/metrics")
         except httpx.HTTPError:

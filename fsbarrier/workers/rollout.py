@@ -15,130 +15,102 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 from fsbarrier import files
 from fsbarrier.data.tasks import Task, read_tasks
-from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
+from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.rewards.kinds import check_answers, open_reward
-from fsbarrier.rewards.score import Reward
-from fsbarrier.rollouts import agents, assignment
-from fsbarrier.rollouts.early_end import Tail
-from fsbarrier.rollouts.engine_queue import Metrics, Room
-from fsbarrier.rollouts.judged import failed_group, judged_group
+from fsbarrier.rollouts import agents
+from fsbarrier.rollouts.counts import Counts, CountsProgress
+from fsbarrier.rollouts.early_end import EarlyEnd
+from fsbarrier.rollouts.engine_queue import EngineMetrics, EngineQueue
+from fsbarrier.rollouts.group_trajectories import failed_group, judged_group
+from fsbarrier.rollouts.request import SEQUENCES_PER_REQUEST, RolloutRequest
 from fsbarrier.rollouts.samples import Group
-from fsbarrier.rollouts.sampling import Sampler, Server
-from fsbarrier.rollouts.tally import Shown, Tally
+from fsbarrier.rollouts.sampling import Sampler
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.worker_contract import Progress, run_worker
-from fsbarrier.trajectories import ShardWriter
+from fsbarrier.trajectories import GroupEntry, ShardWriter
 
-SEQUENCES_PER_REQUEST = 128  # prompts times samples: see sampling.py
-BACKLOG = 4  # groups that may be sampled but not yet on disk, in units of `rollout.concurrency`
-ALL_REFUSED = 8  # so many prompts refused in a row from the start: it is not the prompts
-
-Spec = Mapping[str, Any]
+#: groups that may be sampled but not yet on disk, in units of `rollout.concurrency`
+BACKLOG = 4
+#: So many prompts refused in a row from the start: it is not the prompts.
+ALL_REFUSED = 8
 
 
 class Rollout:
     """One start of the program."""
 
-    def __init__(self, spec: Spec, settings: Settings, progress: Progress) -> None:
-        sampling = spec["sampling"]
-        self.spec, self.settings = spec, settings
-        self.samples = int(sampling["samples"])
-        if self.samples > 1 and sampling["temperature"] == 0:
-            raise UsageError(
-                f"{self.samples} samples a task at temperature 0 would all be the same; give samples=1 or a temperature"
-            )
-        rollout = settings.rollout
-        self.concurrency = rollout.concurrency
-        self.per_request = min(self.concurrency, rollout.prompts_per_request) or max(
-            1, min(SEQUENCES_PER_REQUEST // self.samples, self.concurrency // 2)
-        )
-        self.make_agent = agents.load_agent(rollout.agent) if rollout.agent else None
-        if self.make_agent is not None:
-            self.per_request = 1
-        # an agent's episodes have the limit each
-        self.task_timeout_s = rollout.task_timeout_s if self.make_agent is None else None
-        self.error_share = settings.reward.max_error_share
-        self.agent_error_share = rollout.max_error_share
-        mine = [spec["tasks"]] if spec["fixed_shares"] else spec["shares"].values()
-        task_file = read_tasks(Path(spec["task_file"]), [index for indices in mine for index in indices])
+    def __init__(self, request: RolloutRequest, progress: Progress) -> None:
+        settings, assignment = request.settings, request.assignment
+        concurrency = settings.rollout.concurrency
+        self.request, self.assignment, self.samples = request, assignment, request.server.samples
+        self.make_agent = agents.load_agent(settings.rollout.agent) if settings.rollout.agent else None
+        # An agent's episodes have this limit each.
+        self.task_timeout_s = None if self.make_agent else settings.rollout.task_timeout_s
+        task_file = read_tasks(request.task_file, assignment.within_reach)
         self.tasks = task_file.tasks
-        check_answers(settings.reward.kind, list(self.tasks.values()), task_file.path)
-        self.reward: Reward = open_reward(
+        check_answers(settings.reward.kind, self.tasks.values(), task_file.path)
+        self.reward = open_reward(
             settings.reward.kind, timeout_s=settings.reward.timeout_s, judge=settings.judge
         )
-        engine = spec["engine"]
-        self.server = Server(
-            url=engine["url"],
-            api_key=engine.get("api_key") or "",
-            model=engine.get("model") or "",
-            **{name: sampling[name] for name in ("samples", "temperature", "top_p", "top_k", "max_tokens")},
-            timeout_s=rollout.request_timeout_s,
-            tries=rollout.retries + 1,
-            # a server of ours is started again by the daemon, when this program has failed
-            patience_s=0.0 if settings.manages_engine else settings.engine.start_timeout_s,
-        )
-        self.tally = Tally()
-        self.claims, self.tail = assignment.open_claims(spec), assignment.open_tail(spec)
+        self.claims, self.early_end = assignment.open_claims(), assignment.open_early_end()
         self.ended_early = False
-        self.begun = 0
-        self.shown = Shown(progress, len(spec["tasks"]) * self.samples, self.tally)
-        self.metrics = Metrics(self.server.url, self.server.api_key)
-        self.room = Room(
-            self.metrics.waiting,
+        # Tasks that were claimed; groups that are being sampled.
+        self.begun = self.sampling = 0
+        self.counts = Counts()
+        self.progress = CountsProgress(progress, len(assignment.tasks) * self.samples, self.counts)
+        self.metrics = EngineMetrics(request.server.url, request.server.api_key)
+        self.engine_queue = EngineQueue(
+            self.metrics.count_waiting,
             free=2 * SEQUENCES_PER_REQUEST,
             step=max(SEQUENCES_PER_REQUEST, self.samples),
         )
-        self.sampling = 0  # groups
-        self.slots = asyncio.Semaphore(self.concurrency)  # groups being sampled
-        self.unwritten = asyncio.Semaphore(BACKLOG * self.concurrency)
-        self.writing: set[asyncio.Future[Any]] = set()
+        # One place a group: while it is sampled, and until it is on disk.
+        self.slots = asyncio.Semaphore(concurrency)
+        self.unwritten = asyncio.Semaphore(BACKLOG * concurrency)
+        self.writing: set[asyncio.Future[GroupEntry]] = set()
 
     async def run(self) -> dict[str, Any]:
-        """Do all that the spec asks for; gives the result. Raises FsbarrierError."""
-        spec, part = self.spec, Path(self.spec["part"])
+        """Do all that is asked for; gives the result. Raises FsbarrierError."""
+        assignment, part = self.assignment, self.assignment.part
         files.make_dirs(part.parent)
-        self.shown.write()
-        tidying = asyncio.create_task(asyncio.to_thread(assignment.tidy, spec))
-        with ShardWriter(part, prefix=spec["prefix"], header=assignment.header(spec)) as writer:
+        self.progress.write()
+        removing = asyncio.create_task(asyncio.to_thread(assignment.remove_old_claims))
+        with ShardWriter(part, prefix=assignment.prefix, header=assignment.header()) as writer:
             try:
                 await self._until_the_end(writer)
             finally:
-                if self.writing:  # what is under way in a thread uses the writer's descriptor
+                # What is under way in a thread uses the writer's descriptor.
+                if self.writing:
                     await asyncio.wait(self.writing)
-                self.shown.close()
+                self.progress.close()
                 await self.reward.close()
-            info = writer.finish({**assignment.origin(spec), "sampling": dict(spec["sampling"])})
+            info = writer.finish({**asdict(assignment.origin), "sampling": dict(self.request.sampling)})
             tasks = [group.task_index for group in writer.groups]
-        files.link_or_copy(part, Path(spec["checkpoint"]))
-        await tidying
-        self.shown.write()
-        seconds, tally = self.shown.seconds, self.tally
+        files.link_or_copy(part, assignment.checkpoint)
+        await removing
+        self.progress.write()
+        seconds, counts = self.progress.seconds, self.counts
         return {
-            "part": str(part),
-            "bytes": info.bytes,
-            "groups": info.groups,
-            "trajectories": info.trajectories,
-            "reward_mean": info.reward_mean,
-            "resumed_groups": info.groups - tally.groups,
-            **tally.counts(),
+            **assignment.result(info, tasks, self.claims, ended_early=self.ended_early),
+            "resumed_groups": info.groups - counts.groups,
+            **counts.for_result(),
             "seconds": round(seconds, 3),
-            "tokens_per_s": round(tally.completion_tokens / seconds, 1),
-            **assignment.result(self.claims, tasks, ended_early=self.ended_early),
+            "tokens_per_s": round(counts.completion_tokens / seconds, 1),
         }
 
     async def _until_the_end(self, writer: ShardWriter) -> None:
         """Roll out until nothing is left, or until the phase ends without its last few tasks."""
         filling = asyncio.create_task(self._fill(writer))
-        watching = asyncio.create_task(self._watch_tail(self.tail, writer)) if self.tail else filling
+        watching = asyncio.create_task(self._watch(self.early_end, writer)) if self.early_end else filling
         try:
             await asyncio.wait((filling, watching), return_when=asyncio.FIRST_COMPLETED)
-            if self.tail and filling.done():
-                self.tail.say(len(writer.groups))
+            if self.early_end and filling.done():
+                self.early_end.report(len(writer.groups))
         finally:
             for task in (filling, watching):
                 task.cancel()
@@ -148,20 +120,22 @@ class Rollout:
                 raise error
         self.ended_early = filling.cancelled()
 
-    async def _watch_tail(self, tail: Tail, writer: ShardWriter) -> None:
+    async def _watch(self, early_end: EarlyEnd, writer: ShardWriter) -> None:
         """Returns when the phase is to end."""
         while True:
-            await asyncio.to_thread(tail.say, len(writer.groups))
-            if await asyncio.to_thread(tail.over):
+            await asyncio.to_thread(early_end.report, len(writer.groups))
+            if await asyncio.to_thread(early_end.reached):
                 return
-            await asyncio.sleep(tail.pause_s)
+            await asyncio.sleep(early_end.pause_s)
 
     async def _fill(self, writer: ShardWriter) -> None:
-        if writer.finished:  # an earlier start was cut off between this and its result
+        # An earlier start was cut off between finishing its file and its result.
+        if writer.finished:
             return
         there = {group.task_index for group in writer.groups}
+        request, settings = self.request, self.request.settings
         opened = agents.open_sampler(
-            self.make_agent, self.server, self.settings.rollout, self.settings.custom, self._on_tokens
+            self.make_agent, request.server, settings.rollout, settings.custom, self._on_tokens
         )
         async with opened as sampler, self.metrics:
             looked = False
@@ -175,32 +149,34 @@ class Rollout:
                         tasks.create_task(self._sample(sampler, batch, writer, tasks))
             except BaseExceptionGroup as group:
                 raise _first(group) from None
-        if self.tally.groups and self.tally.refused == self.tally.groups:
+        if self.counts.groups and self.counts.refused == self.counts.groups:
             raise ProgramFailed("the engine refused every prompt; the messages are above")
 
     async def _next_batch(self, queue: deque[Task], there: set[int]) -> list[Task]:
-        """The prompts of the next request, once there is room for them; claimed no sooner. [] when nothing is left."""
+        """The prompts of the next request, once the engine has a place for them; claimed no sooner. [] when nothing is left."""
         if self.claims.shared:
-            await self.room.wait(lambda: self.sampling * self.samples)
-        for _ in range(self.per_request):
+            await self.engine_queue.wait_for_place(lambda: self.sampling * self.samples)
+        most = self.request.prompts_per_request
+        for _ in range(most):
             await self.unwritten.acquire()
             await self.slots.acquire()
-        while len(queue) < self.per_request and (lot := await asyncio.to_thread(self.claims.take)):
+        while len(queue) < most and (lot := await asyncio.to_thread(self.claims.take)):
             queue += [self.tasks[index] for index in lot if index not in there]
             self.begun += len(lot)
-        self.shown.total = (self.begun + self.claims.own_left) * self.samples
-        batch: list[Task] = []
-        for task in list(queue)[: self.per_request]:
-            # a request has prompts of one kind
-            if isinstance(task.prompt, str) is isinstance(queue[0].prompt, str):
-                batch.append(task)
+        self.progress.total = (self.begun + self.claims.own_left) * self.samples
+        # A request has prompts of one kind: texts, or the tokens of chat messages.
+        batch = [
+            task
+            for task in islice(queue, most)
+            if isinstance(task.prompt, str) is isinstance(queue[0].prompt, str)
+        ]
         for task in batch:
             queue.remove(task)
-        for _ in range(self.per_request - len(batch)):
+        for _ in range(most - len(batch)):
             self.unwritten.release()
             self.slots.release()
         self.sampling += len(batch)
-        self.room.sent(len(batch) * self.samples)
+        self.engine_queue.sent(len(batch) * self.samples)
         return batch
 
     async def _sample(
@@ -230,42 +206,39 @@ class Rollout:
         if group.error is not None:
             why = "" if late else "the engine refuses it: "
             print(f"task {group.task.index}: {why}{group.error}", file=sys.stderr)
-            made = failed_group(self.spec, group, self.samples)
+            made = failed_group(self.assignment.origin, group, self.samples)
         else:
-            scores = await asyncio.gather(
-                *(agents.score(self.reward, group.task, sample) for sample in group.samples)
-            )
-            made = judged_group(self.spec, group, scores)
+            made = await judged_group(self.assignment.origin, group, self.reward)
+        # Not called off in the middle: whoever is cancelled here leaves the thread to write the whole group.
         append = asyncio.ensure_future(asyncio.to_thread(writer.append_group, group.task.index, made))
         self.writing.add(append)
         append.add_done_callback(self.writing.discard)
         await asyncio.shield(append)
         self.unwritten.release()
-        self.tally.add(group, made, late)
-        self.shown.news()
+        self.counts.add(group, made, late)
+        self.progress.write_soon()
         self._give_up_early(group, made)
 
     def _give_up_early(self, group: Group, made: Sequence[Mapping[str, Any]]) -> None:
         """Raises ProgramFailed once it is certain that the phase must fail."""
-        tally = self.tally
-        if tally.refused == tally.groups >= ALL_REFUSED:
+        counts, settings, total = self.counts, self.request.settings, self.progress.total
+        if counts.refused == counts.groups >= ALL_REFUSED:
             raise ProgramFailed(f"the engine refuses every prompt: {group.error}")
-        for what, count, most, setting in (
-            ("reward", tally.reward_errors, self.error_share, "reward.max_error_share"),
-            ("agent", tally.agent_errors, self.agent_error_share, "rollout.max_error_share"),
+        for what, count, section, most in (
+            ("reward", counts.reward_errors, "reward", settings.reward.max_error_share),
+            ("agent", counts.agent_errors, "rollout", settings.rollout.max_error_share),
         ):
-            if count > most * self.shown.total:
-                told = next(
-                    (m["metadata"][f"{what}_error"] for m in made if f"{what}_error" in m["metadata"]), ""
-                )
+            if count > most * total:
+                reasons = [item["metadata"].get(f"{what}_error", "") for item in made]
+                last = " ".join(max(reasons, key=bool).split())
                 raise ProgramFailed(
-                    f"the {what} failed for {count} of {self.shown.total} trajectories, more than "
-                    f"{setting}={most:g} allows; the last: {' '.join(told.split())}"
+                    f"the {what} failed for {count} of {total} trajectories, more than "
+                    f"{section}.max_error_share={most:g} allows; the last: {last}"
                 )
 
     def _on_tokens(self, count: int) -> None:
-        self.tally.tokens += count
-        self.shown.news()
+        self.counts.tokens += count
+        self.progress.write_soon()
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:
@@ -295,7 +268,7 @@ async def until_stopped(rollout: Rollout) -> dict[str, Any]:
 
 
 def main(spec: dict[str, Any], settings: Settings, progress: Progress) -> dict[str, Any]:
-    return asyncio.run(until_stopped(Rollout(spec, settings, progress)))
+    return asyncio.run(until_stopped(Rollout(RolloutRequest.from_spec(spec, settings), progress)))
 
 
 if __name__ == "__main__":

@@ -12,18 +12,23 @@ import sys
 import threading
 import time
 from array import array
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fsbarrier import files
 from fsbarrier.errors import FsbarrierError
-from fsbarrier.rollouts import assignment
-from fsbarrier.rollouts.early_end import Tail
+from fsbarrier.rollouts.assignment import Assignment, Origin
+from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rundir import checkpoints
 from fsbarrier.supervision import signals
 from fsbarrier.trajectories import ShardWriter
 
-STEPS = 20  # how often a waiting phase shows progress
+#: how often a waiting phase shows progress
+STEPS = 20
+
+Spec = Mapping[str, Any]
 
 
 def main() -> int:
@@ -39,77 +44,69 @@ def main() -> int:
     return 0
 
 
-def rollout(spec: dict[str, Any]) -> dict[str, Any]:
+def rollout(spec: Spec) -> dict[str, Any]:
     """One group of one trajectory a task, durable as soon as it is there."""
-    assignment.tidy(spec)
+    assignment = Assignment.from_spec(spec)
+    assignment.remove_old_claims()
     begin = time.monotonic()
-    claims, tail = assignment.open_claims(spec), assignment.open_tail(spec)
-    pause_s = spec["seconds"] / len(spec["tasks"]) / spec["speed"]
-    part, total, cut = Path(spec["part"]), 0.0, False
-    files.make_dirs(part.parent)
-    with ShardWriter(part, prefix=spec["prefix"], header=assignment.header(spec)) as writer:
-        there = {group.task_index for group in writer.groups}  # of an earlier start that was cut off
-        while not cut and (lot := claims.take()):
+    claims, early_end = assignment.open_claims(), assignment.open_early_end()
+    pause_s = spec["seconds"] / len(assignment.tasks) / spec["speed"]
+    reward_sum, ended_early = 0.0, False
+    files.make_dirs(assignment.part.parent)
+    with ShardWriter(assignment.part, prefix=assignment.prefix, header=assignment.header()) as writer:
+        # Of an earlier start that was cut off.
+        there = {group.task_index for group in writer.groups}
+        while not ended_early and (lot := claims.take()):
             todo = [task for task in lot if task not in there]
             for number, task in enumerate(todo):
-                cut = pause(pause_s, tail)
-                if cut:
+                ended_early = pause(pause_s, early_end)
+                if ended_early:
                     break
-                record = trajectory(spec, task)
-                total += record["reward"]
-                writer.append_group(task, [record])
+                made = trajectory(assignment.origin, task)
+                reward_sum += made["reward"]
+                writer.append_group(task, [made])
                 done = len(writer.groups)
-                if tail:
-                    tail.say(done)
+                if early_end:
+                    early_end.report(done)
                 left = len(todo) - number - 1 + claims.own_left
-                progress(spec, done, done + left, "trajectories", total / done)
-        info = writer.finish(assignment.origin(spec))
+                progress(spec, done, done + left, "trajectories", reward_sum / done)
+        info = writer.finish(asdict(assignment.origin))
         tasks = [group.task_index for group in writer.groups]
-    files.link_or_copy(part, Path(spec["checkpoint"]))
+    files.link_or_copy(assignment.part, assignment.checkpoint)
     return {
-        "part": spec["part"],
-        "bytes": info.bytes,
-        "groups": info.groups,
-        "trajectories": info.trajectories,
-        "reward_mean": info.reward_mean,
+        **assignment.result(info, tasks, claims, ended_early=ended_early),
         "seconds": round(time.monotonic() - begin, 6),
-        **assignment.result(claims, tasks, ended_early=cut),
     }
 
 
-def pause(seconds: float, tail: Tail | None) -> bool:
+def pause(seconds: float, early_end: EarlyEnd | None) -> bool:
     """Let the time of one task pass; True where the phase ends meanwhile."""
     end, idle = time.monotonic() + seconds, threading.Event()
     while (left := end - time.monotonic()) > 0:
-        if tail and tail.over():
+        if early_end and early_end.reached():
             return True
-        idle.wait(min(left, tail.pause_s) if tail else left)
+        idle.wait(min(left, early_end.pause_s) if early_end else left)
     return False
 
 
-def trajectory(spec: dict[str, Any], task: int) -> dict[str, Any]:
-    """The same record for the same split, iteration and task, whoever makes it: only `node_rank` tells."""
-    digest = hashlib.sha256(f"{spec['split']}:{spec['iteration']}:{task}".encode()).digest()
+def trajectory(origin: Origin, task: int) -> dict[str, Any]:
+    """The same for the same split, iteration and task, whoever makes it: only `node_rank` tells."""
+    digest = hashlib.sha256(f"{origin.split}:{origin.iteration}:{task}".encode()).digest()
     reward = digest[0] / 255
-    tokens = array("i", digest[1:9])
     return {
         "task_id": f"toy-{task}",
         "task_index": task,
         "sample": 0,
         "reward": reward,
         "reward_parts": {"toy": reward},
-        "policy_version": spec["policy_version"],
-        "node_rank": spec["node_rank"],
-        "generation": spec["generation"],
-        "iteration": spec["iteration"],
-        "split": spec["split"],
+        **origin.of_trajectory(),
         "prompt": f"task {task}",
         "messages": [
             {"role": "user", "content": f"task {task}"},
             {"role": "assistant", "content": digest.hex()},
         ],
         "text": digest.hex(),
-        "token_ids": tokens,
+        "token_ids": array("i", digest[1:9]),
         "prompt_tokens": 4,
         "loss_mask": array("B", [0] * 4 + [1] * 4),
         "logprobs": array("f", [0.0] * 4 + [-byte / 64 for byte in digest[9:13]]),
@@ -120,7 +117,7 @@ def trajectory(spec: dict[str, Any], task: int) -> dict[str, Any]:
     }
 
 
-def update(spec: dict[str, Any]) -> dict[str, Any]:
+def update(spec: Spec) -> dict[str, Any]:
     """Take the time of an update; the node that is given `out` leaves a policy version there."""
     wait(spec)
     version = spec["new_policy_version"]
@@ -135,7 +132,7 @@ def update(spec: dict[str, Any]) -> dict[str, Any]:
     return {"out": str(out), "policy_version": version}
 
 
-def wait(spec: dict[str, Any]) -> dict[str, Any]:
+def wait(spec: Spec) -> dict[str, Any]:
     idle = threading.Event()
     for done in range(STEPS):
         progress(spec, done, STEPS, "steps", None)
@@ -143,7 +140,7 @@ def wait(spec: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def progress(spec: dict[str, Any], done: int, total: int, unit: str, reward: float | None) -> None:
+def progress(spec: Spec, done: int, total: int, unit: str, reward: float | None) -> None:
     fields = {
         "done": done,
         "total": total,

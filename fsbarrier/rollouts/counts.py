@@ -1,0 +1,108 @@
+"""What a rollout has done so far, counted, and shown in its progress file."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsbarrier.rollouts.samples import Group
+from fsbarrier.supervision.worker_contract import SHOW_S, Progress
+
+#: what a result tells, beside what is in the file
+IN_RESULT = (
+    "invalid",
+    "truncated",
+    "refused",
+    "timed_out",
+    "reward_errors",
+    "agent_errors",
+    "prompt_tokens",
+    "completion_tokens",
+)
+#: what people are shown while it is not 0
+IN_NOTE = ("truncated", "refused", "timed_out", "reward_errors", "agent_errors")
+
+
+@dataclass
+class Counts:
+    """What this start of the program has done."""
+
+    groups: int = 0
+    trajectories: int = 0
+    reward_sum: float = 0.0
+    invalid: int = 0
+    truncated: int = 0
+    refused: int = 0
+    timed_out: int = 0
+    reward_errors: int = 0
+    agent_errors: int = 0
+    prompt_tokens: int = 0
+    #: that have come, also of groups not finished
+    tokens: int = 0
+    #: of finished groups
+    completion_tokens: int = 0
+
+    def add(self, group: Group, trajectories: Sequence[Mapping[str, Any]], late: bool = False) -> None:
+        """A finished group; `late`: its time was over before it was."""
+        self.groups += 1
+        self.trajectories += len(trajectories)
+        self.timed_out += late
+        self.refused += group.error is not None and not late
+        # The samples of a group share one prompt.
+        self.prompt_tokens += trajectories[0]["prompt_tokens"] if trajectories else 0
+        self.completion_tokens += sum(sample.sampled_tokens for sample in group.samples)
+        for trajectory in trajectories:
+            self.reward_sum += trajectory["reward"]
+            self.invalid += not trajectory["valid"]
+            self.truncated += trajectory["finish_reason"] == "length"
+            self.reward_errors += "reward_error" in trajectory["metadata"]
+            self.agent_errors += "agent_error" in trajectory["metadata"]
+
+    def for_result(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in IN_RESULT}
+
+    def note(self) -> str:
+        return ", ".join(
+            f"{count} {name.replace('_', ' ')}" for name in IN_NOTE if (count := getattr(self, name))
+        )
+
+
+class CountsProgress:
+    """The progress file, kept up with the counts: written a few times a second at most, and never without the latest."""
+
+    def __init__(self, progress: Progress, total: int, counts: Counts) -> None:
+        self.progress, self.total, self.counts = progress, total, counts
+        self.begin = time.monotonic()
+        self._written_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def seconds(self) -> float:
+        return max(1e-9, time.monotonic() - self.begin)
+
+    def write_soon(self) -> None:
+        """The counts have changed."""
+        if self._timer is None:
+            wait_s = max(0.0, self._written_at + SHOW_S - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self.write)
+
+    def write(self) -> None:
+        self.close()
+        self._written_at, counts = time.monotonic(), self.counts
+        self.progress.show(
+            counts.trajectories,
+            self.total,
+            "trajectories",
+            last=True,
+            reward_mean=counts.reward_sum / counts.trajectories if counts.trajectories else None,
+            tokens_per_s=round(counts.tokens / self.seconds, 1),
+            note=counts.note(),
+        )
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
