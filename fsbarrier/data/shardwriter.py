@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ class ShardWriter:
     def reward_mean(self) -> float | None:
         return mean_reward(self._groups)
 
-    def append_group(self, task_index: int, trajectories: list[dict[str, Any]]) -> GroupEntry:
+    def append_group(self, task_index: int, trajectories: Sequence[Mapping[str, Any]]) -> GroupEntry:
         """Write all trajectories of one task; durable on return.
 
         Raises UsageError (a field that is missing or not a plain value; nothing is written), StoreError (the filesystem
@@ -277,7 +277,7 @@ def commit_entry(fd: int, group: GroupEntry) -> Entry:
 
 
 def _group_bytes(
-    key: str, offset: int, task_index: int, trajectories: list[dict[str, Any]]
+    key: str, offset: int, task_index: int, trajectories: Sequence[Mapping[str, Any]]
 ) -> tuple[GroupEntry, bytearray]:
     """The entries of one group as they will lie in the file from `offset`."""
     pickler = GroupPickler(key)

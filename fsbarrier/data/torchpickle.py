@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
+from collections.abc import Mapping
 from typing import Any
 
 from fsbarrier.errors import UsageError
@@ -43,7 +44,7 @@ class GroupPickler:
         self._memo: dict[object, int] = {}
         self._pending: dict[str, list[int]] = {}
 
-    def add(self, trajectory: dict[str, Any]) -> None:
+    def add(self, trajectory: Mapping[str, Any]) -> None:
         """Append one trajectory. Raises UsageError naming the field whose value is not plain."""
         self._value(trajectory, "trajectory", 0)
         self._out += b"a"

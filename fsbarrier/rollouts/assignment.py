@@ -23,16 +23,6 @@ class Origin:
     node_rank: int
     policy_version: int
 
-    def of_trajectory(self) -> dict[str, int | str]:
-        """The fields of a trajectory that say it."""
-        return {
-            "policy_version": self.policy_version,
-            "node_rank": self.node_rank,
-            "generation": self.generation,
-            "iteration": self.iteration,
-            "split": self.split,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Assignment:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.rollouts.samples import Group
 from fsbarrier.supervision.worker_contract import SHOW_S, Progress
 
@@ -45,7 +45,7 @@ class Counts:
     #: of finished groups
     completion_tokens: int = 0
 
-    def add(self, group: Group, trajectories: Sequence[Mapping[str, Any]], late: bool = False) -> None:
+    def add(self, group: Group, trajectories: Sequence[Trajectory], late: bool = False) -> None:
         """A finished group; `late`: its time was over before it was."""
         self.groups += 1
         self.trajectories += len(trajectories)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from fsbarrier.data.trajectory import Sampled
 from fsbarrier.rollouts.samples import Group, Sample
 
 #: one chat message, as JSON has it
@@ -71,9 +72,9 @@ class Episode(Sample):
     def timings(self) -> dict[str, float]:
         return {**super().timings, "episode_s": round(self.episode_s, 6)}
 
-    def record(self, group: Group) -> dict[str, Any]:
+    def record(self, group: Group) -> Sampled:
         """The segments one after the other; where there are several, `segments` says where each begins."""
-        made: dict[str, Any] = {
+        made: Sampled = {
             "messages": self.messages or group.task.messages,
             "text": self.text,
             "token_ids": array("i", [t for s in self.segments for t in s.token_ids]),

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
+from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.rewards.score import Reward, Score
 from fsbarrier.rollouts.assignment import Origin
 from fsbarrier.rollouts.samples import Group, Sample
 
-#: as the files have it: data/ says what the fields are
-TrajectoryFields = dict[str, Any]
 
-
-async def judged_group(origin: Origin, group: Group, reward: Reward) -> list[TrajectoryFields]:
+async def judged_group(origin: Origin, group: Group, reward: Reward) -> list[Trajectory]:
     """The trajectories of a group, each judged."""
     scores = await asyncio.gather(*(_score(reward, group, sample) for sample in group.samples))
     return [
@@ -22,7 +19,7 @@ async def judged_group(origin: Origin, group: Group, reward: Reward) -> list[Tra
     ]
 
 
-def failed_group(origin: Origin, group: Group, samples: int) -> list[TrajectoryFields]:
+def failed_group(origin: Origin, group: Group, samples: int) -> list[Trajectory]:
     """In the place of samples that there are not: the task is accounted for, and there is nothing to learn from."""
     nothing = Sample("", [], [], "error", 0.0, metadata={"error": group.error})
     return [_trajectory(origin, group, number, nothing, Score(0.0)) for number in range(samples)]
@@ -37,7 +34,7 @@ async def _score(reward: Reward, group: Group, sample: Sample) -> Score:
     return await reward.score(group.task, sample.text, sample.messages)
 
 
-def _trajectory(origin: Origin, group: Group, number: int, sample: Sample, score: Score) -> TrajectoryFields:
+def _trajectory(origin: Origin, group: Group, number: int, sample: Sample, score: Score) -> Trajectory:
     task = group.task
     valid = sample.finish_reason == "stop" and sample.error is None and score.error is None
     metadata = {**task.metadata, "answer": task.answer, **sample.metadata}
@@ -51,7 +48,11 @@ def _trajectory(origin: Origin, group: Group, number: int, sample: Sample, score
         "task_id": task.task_id,
         "task_index": task.index,
         "sample": number,
-        **origin.of_trajectory(),
+        "policy_version": origin.policy_version,
+        "node_rank": origin.node_rank,
+        "generation": origin.generation,
+        "iteration": origin.iteration,
+        "split": origin.split,
         "prompt": task.prompt if isinstance(task.prompt, str) else task.messages,
         # What was cut off or failed is never a success; what it would have been given stays in `reward_parts`.
         "reward": score.reward if valid else min(0.0, score.reward),

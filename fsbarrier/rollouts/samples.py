@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsbarrier.data.tasks import Task
+from fsbarrier.data.trajectory import Sampled
 from fsbarrier.errors import ProgramFailed
 
 
@@ -42,7 +43,7 @@ class Sample:
     def timings(self) -> dict[str, float]:
         return {"generate_s": round(self.seconds, 6)}
 
-    def record(self, group: Group) -> dict[str, Any]:
+    def record(self, group: Group) -> Sampled:
         """The trajectory's fields that come from the sampling: every token of prompt and answer, and which the model sampled."""
         before, after = len(group.prompt_ids), len(self.token_ids)
         return {

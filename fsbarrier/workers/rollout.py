@@ -14,13 +14,14 @@ import asyncio
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
 from fsbarrier import files
 from fsbarrier.data.tasks import Task, read_tasks
+from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.rewards.kinds import check_answers, open_reward
 from fsbarrier.rollouts import agents
@@ -219,7 +220,7 @@ class Rollout:
         self.progress.write_soon()
         self._give_up_early(group, made)
 
-    def _give_up_early(self, group: Group, made: Sequence[Mapping[str, Any]]) -> None:
+    def _give_up_early(self, group: Group, made: Sequence[Trajectory]) -> None:
         """Raises ProgramFailed once it is certain that the phase must fail."""
         counts, settings, total = self.counts, self.request.settings, self.progress.total
         if counts.refused == counts.groups >= ALL_REFUSED:

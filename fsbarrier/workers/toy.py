@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier import files
+from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import FsbarrierError
 from fsbarrier.rollouts.assignment import Assignment, Origin
 from fsbarrier.rollouts.early_end import EarlyEnd
@@ -89,7 +90,7 @@ def pause(seconds: float, early_end: EarlyEnd | None) -> bool:
     return False
 
 
-def trajectory(origin: Origin, task: int) -> dict[str, Any]:
+def trajectory(origin: Origin, task: int) -> Trajectory:
     """The same for the same split, iteration and task, whoever makes it: only `node_rank` tells."""
     digest = hashlib.sha256(f"{origin.split}:{origin.iteration}:{task}".encode()).digest()
     reward = digest[0] / 255
@@ -99,7 +100,11 @@ def trajectory(origin: Origin, task: int) -> dict[str, Any]:
         "sample": 0,
         "reward": reward,
         "reward_parts": {"toy": reward},
-        **origin.of_trajectory(),
+        "policy_version": origin.policy_version,
+        "node_rank": origin.node_rank,
+        "generation": origin.generation,
+        "iteration": origin.iteration,
+        "split": origin.split,
         "prompt": f"task {task}",
         "messages": [
             {"role": "user", "content": f"task {task}"},
