@@ -13,14 +13,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 from urllib.parse import urlsplit
 
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.openai_http import bearer, refusal_text
 
-SLICE_S = 0.1  # how soon a call notices that it was called off, or that the server's process ended
-MAX_ANSWER = 1 << 22  # bytes; what is asked here is answered in far fewer
+# How soon a call notices that it was called off, or that the server's process ended.
+SLICE_S = 0.1
+# How long a connection may take; on this machine it takes no time, but `engine.url` may be another's.
+CONNECT_S = 10.0
+# What is asked here is answered in far fewer bytes.
+MAX_ANSWER_BYTES = 1 << 22
 
 
 class Unreachable(FsbarrierError):
@@ -46,13 +49,8 @@ def normal_url(url: str) -> str:
         port = parts.port
     except ValueError:
         port = -1
-    if (
-        parts.scheme not in ("http", "https")
-        or not parts.hostname
-        or port == -1
-        or parts.query
-        or parts.fragment
-    ):
+    known = parts.scheme in ("http", "https") and parts.hostname and port != -1
+    if not known or parts.query or parts.fragment:
         raise UsageError(f"engine.url={url}: not an address like http://127.0.0.1:8000")
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}"
@@ -70,11 +68,11 @@ class EngineClient:
         self,
         method: str,
         path: str,
-        body: Any = None,
+        body: object = None,
         *,
         timeout_s: float,
         cancel: threading.Event | None = None,
-    ) -> Any:
+    ) -> object:
         """One request; gives the JSON answer, None for an empty one.
 
         Raises Refused (status 400 and above), Unreachable, CalledOff.
@@ -83,14 +81,14 @@ class EngineClient:
         parts = urlsplit(self.url)
         secure = parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=min(timeout_s, 10.0))
+        connection = kind(parts.hostname or "", parts.port, timeout=min(timeout_s, CONNECT_S))
         headers = {"Content-Type": "application/json", "Connection": "close", **bearer(self.api_key)}
         try:
             data = None if body is None else json.dumps(body).encode()
             connection.request(method, parts.path + path, body=data, headers=headers)
             self._wait(connection, path, deadline, cancel)
             with connection.getresponse() as response:
-                text = response.read(MAX_ANSWER)
+                text = response.read(MAX_ANSWER_BYTES)
                 status = response.status
         except (OSError, http.client.HTTPException) as error:
             raise Unreachable(f"{self.url}{path}: {_reason(error)}") from None
@@ -99,7 +97,8 @@ class EngineClient:
         if status >= 400:
             raise Refused(f"{self.url}{path}: HTTP {status}: {refusal_text(text)}", status)
         try:
-            return json.loads(text) if text.strip() else None
+            answer: object = json.loads(text) if text.strip() else None
+            return answer
         except ValueError:
             raise Unreachable(f"{self.url}{path}: the answer is not JSON; is it a vLLM server?") from None
 
@@ -111,14 +110,13 @@ class EngineClient:
             return False
         return True
 
-    def model(self, timeout_s: float = 10.0, cancel: threading.Event | None = None) -> dict[str, Any]:
-        """What the server says of the first model that it serves: `id` (its name) and, of vLLM, `root` (its folder)."""
+    def model(self, timeout_s: float = 10.0, cancel: threading.Event | None = None) -> dict[str, str]:
+        """The first model that the server serves: `id`, its name, and `root`, its folder ("" where it is not vLLM)."""
         answer = self.call("GET", "/v1/models", timeout_s=timeout_s, cancel=cancel)
-        try:
-            model = answer["data"][0]
-            return {**model, "id": str(model["id"])}
-        except (TypeError, KeyError, IndexError):
-            raise Unreachable(f"{self.url}/v1/models: names no model; is it a vLLM server?") from None
+        match answer:
+            case {"data": [{"id": name, **more}, *_]}:
+                return {"id": str(name), "root": str(more.get("root") or "")}
+        raise Unreachable(f"{self.url}/v1/models: names no model; is it a vLLM server?")
 
     def _wait(
         self,

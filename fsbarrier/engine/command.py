@@ -5,25 +5,26 @@ What a CPU needs was measured: the comments say what for.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-import fsbarrier
 from fsbarrier.engine.model import ModelFolder
 from fsbarrier.settings.sections import EngineSettings
+from fsbarrier.supervision.supervisor import with_this_package
 
 HOST = "127.0.0.1"
-SERVED_NAME = "policy"  # stays the same while weights and folders change
+# The model's name over HTTP; it stays the same while weights and folders change.
+SERVED_NAME = "policy"
 MIB = 1 << 20
+# How large a model must be, on a CPU, to keep one more thread busy.
 PARAMETERS_PER_THREAD = 10_000_000
+# The cache on a CPU: at least so much, enough for so many sequences of full length, at most one part in so many of the memory.
 CPU_CACHE_MIN = 64 * MIB
-CPU_CACHE_SEQUENCES = 16  # of full length, that the cache must hold at once
-CPU_CACHE_SHARE = 8  # at most one part in so many of the machine's memory
+CPU_CACHE_SEQUENCES = 16
+CPU_CACHE_SHARE = 8
 
-# Of another launcher: vLLM's own processes must not take them for theirs. VLLM_PORT is set by Kubernetes for a service named
-# vllm, and is then no number; an empty VLLM_CPU_KVCACHE_SPACE ends the start.
+# Variables that another launcher may have set, and that vLLM's own processes must not take for theirs. VLLM_PORT is set by
+# Kubernetes for a service named vllm, and is then no number; an empty VLLM_CPU_KVCACHE_SPACE ends the start.
 _FOREIGN = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("VLLM_PORT", "VLLM_CPU_KVCACHE_SPACE"),
@@ -41,8 +42,10 @@ class Plan:
     seed: int
     accelerated: bool
     sleeps: bool
-    memory_bytes: int = 0  # of the machine; 0: not known
-    threads: int = 1  # at most, for computing on a CPU
+    # The machine's; 0: not known.
+    memory_bytes: int = 0
+    # How many it may compute with on a CPU.
+    threads: int = 1
 
 
 def max_model_len(plan: Plan) -> int:
@@ -77,11 +80,11 @@ def argv(plan: Plan) -> list[str]:
         *("--middleware", "fsbarrier.workers.vllm_server.KeyGuard"),
         *("--dtype", dtype, "--max-model-len", str(max_model_len(plan))),
         *("--tensor-parallel-size", str(settings.tensor_parallel_size)),
-        # Each start its own: with vLLM's fixed seed all nodes would sample with the same noise.
+        # Another one at each start: with vLLM's fixed seed all nodes would sample with the same noise.
         *("--seed", str(plan.seed)),
         # A model's generation_config.json would change the sampling behind the settings' back.
         *("--generation-config", "vllm"),
-        # Of the distribution that was sampled from, after temperature: what the trainer compares with.
+        # The log-probabilities of the distribution that was sampled from, after temperature: the trainer compares with these.
         *("--logprobs-mode", "processed_logprobs"),
         *("--disable-uvicorn-access-log", "--disable-fastapi-docs", "--no-log-error-stack"),
     ]
@@ -101,21 +104,24 @@ def argv(plan: Plan) -> list[str]:
 
 def environment(plan: Plan, environ: Mapping[str, str], api_key: str) -> dict[str, str]:
     """The server's environment: the daemon's, less what is meant for others, and what vLLM reads from there only."""
-    env = {name: value for name, value in environ.items() if name not in _FOREIGN}
+    env = with_this_package({name: value for name, value in environ.items() if name not in _FOREIGN})
+    # The server is on this machine, and never to be reached through a proxy.
+    env["NO_PROXY"] = env["no_proxy"] = ",".join(
+        dict.fromkeys(host for host in (env.get("NO_PROXY"), HOST, "localhost") if host)
+    )
     env |= {
         "VLLM_API_KEY": api_key,
-        "VLLM_SERVER_DEV_MODE": "1",  # reload_weights, sleep: on loopback, behind KeyGuard
-        "VLLM_HOST_IP": HOST,  # what its processes tell each other stays on this machine
+        # For reload_weights and sleep. They are reached on loopback only, and behind KeyGuard.
+        "VLLM_SERVER_DEV_MODE": "1",
+        # What its processes tell each other stays on this machine.
+        "VLLM_HOST_IP": HOST,
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
-        "NO_PROXY": _joined(environ.get("NO_PROXY", ""), HOST, "localhost", separator=","),
-        "PYTHONPATH": _joined(_package_parent(), *environ.get("PYTHONPATH", "").split(os.pathsep)),
-        "PYTHONUNBUFFERED": "1",
     }
-    env["no_proxy"] = env["NO_PROXY"]
     if not plan.accelerated:
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else every server of a machine binds to the same cores
+        # Else every server of a machine would bind its threads to the same cores.
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # Sampling compiles a function for log-probabilities even with --enforce-eager: seconds in the first request, and an
         # error in each where there is no C++ compiler.
         env["TORCHDYNAMO_DISABLE"] = "1"
@@ -125,11 +131,3 @@ def environment(plan: Plan, environ: Mapping[str, str], api_key: str) -> dict[st
             # One process fewer: the engine core computes itself. 17 s instead of 25 s to start on two cores.
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return env
-
-
-def _package_parent() -> str:
-    return str(Path(fsbarrier.__file__).resolve().parent.parent)
-
-
-def _joined(*parts: str, separator: str = os.pathsep) -> str:
-    return separator.join(dict.fromkeys(part for part in parts if part))

@@ -31,10 +31,10 @@ def what_it_serves(
         model = client.model(cancel=cancel)
     except (Refused, Unreachable, CalledOff) as error:
         raise ProgramFailed(f"the server of debug mode (engine.url) does not serve: {error}") from None
-    root = str(model.get("root") or "")
+    root = model["root"]
     if root and Path(root).exists() and Path(root).resolve() == weights.resolve():
         note = ""
     else:
         serves = f"{client.url} serves {root or 'a model of its own'}"
         note = f"debug mode: {serves}; it is not given policy version {policy_version} ({weights})"
-    return str(model["id"]), note
+    return model["id"], note

@@ -6,16 +6,18 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+# Before what a line says: which of vLLM's processes, the level, the time and the place in its code.
 _PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] )?")
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|error): \S")
+# Errors that only say that there was another one before.
 _GENERIC = ("Engine core initialization failed", "WorkerProc initialization failed")
 
 
 def cause(lines: Sequence[str]) -> str:
     """The line that most likely says why it failed: the last error that does not only point at another one; "" if none."""
     found = [line for line in (_PREFIX.sub("", line).strip() for line in lines) if _ERROR.match(line)]
-    telling = [line for line in found if not any(text in line for text in _GENERIC)]
-    return (telling or found or [""])[-1][:300]
+    specific = [line for line in found if not any(text in line for text in _GENERIC)]
+    return (specific or found or [""])[-1][:300]
 
 
 def size(path: Path) -> int:

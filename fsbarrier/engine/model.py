@@ -12,7 +12,13 @@ from typing import Any
 
 from fsbarrier.errors import ProgramFailed
 
-MAX_HEADER = 100 << 20  # bytes; safetensors' own limit
+# safetensors' own limit.
+MAX_HEADER_BYTES = 100 << 20
+
+# A configuration as transformers writes it; which keys it has depends on the model.
+Config = Mapping[str, Any]
+# The shape of each tensor in the weight files.
+Shapes = dict[str, list[int]]
 
 # What of a configuration says how the model was saved, not what it is.
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
@@ -24,7 +30,7 @@ class ModelFolder:
     None where that cannot be told (weights that are no safetensors). `parameters`: how many numbers the weights are; 0: not known."""
 
     path: Path
-    config: Mapping[str, Any]
+    config: Config
     tied: bool
     signature: str | None
     parameters: int
@@ -40,7 +46,8 @@ class ModelFolder:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Of a key-value cache in 4-byte floats; an upper bound, as for a model without grouped heads where it is silent."""
+        """What a token takes in the key-value cache, in 4-byte floats. Where the configuration says nothing of grouped heads it
+        counts as without them, so this is an upper bound."""
         text = _text_config(self.config)
         layers, heads = _number(text, "num_hidden_layers", 32), _number(text, "num_attention_heads", 32)
         width = _number(text, "head_dim", 0) or _number(text, "hidden_size", 4096) // max(1, heads)
@@ -50,23 +57,16 @@ class ModelFolder:
 def inspect(path: Path) -> ModelFolder:
     """Look at the folder `path`; links are followed once, here. Raises ProgramFailed naming the file that is not right."""
     folder = path.resolve()
-    config = _json(folder / "config.json")
-    files = _weight_files(folder)
-    tensors: dict[str, Any] | None = {}
-    for file in files:
-        if file.suffix != ".safetensors":
-            tensors = None
-            break
-        assert tensors is not None
-        tensors |= _tensors(file)
-    parameters = sum(math.prod(entry["shape"]) for entry in (tensors or {}).values())
-    return ModelFolder(folder, config, _tied(config, tensors), _signature(config, tensors), parameters)
+    config = _json_object(folder / "config.json")
+    shapes = _shapes(_weight_files(folder))
+    parameters = sum(math.prod(shape) for shape in (shapes or {}).values())
+    return ModelFolder(folder, config, _tied(config, shapes), _signature(config, shapes), parameters)
 
 
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = _json(index).get("weight_map")
+        names = _json_object(index).get("weight_map")
         if not isinstance(names, Mapping):
             raise ProgramFailed(f"{index}: has no weight_map")
         files = [folder / name for name in sorted({str(name) for name in names.values()})]
@@ -79,12 +79,19 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _tensors(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: name -> {"dtype", "shape"}; that the file is as long as it says is checked."""
+def _shapes(files: list[Path]) -> Shapes | None:
+    """None for weights that are no safetensors: to look into a pickle means to load it."""
+    if any(file.suffix != ".safetensors" for file in files):
+        return None
+    return {name: shape for file in files for name, shape in _shapes_in(file).items()}
+
+
+def _shapes_in(file: Path) -> Shapes:
+    """From the header of a safetensors file. A file is damaged, too, that is not as long as its header says."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            if not 2 <= length <= MAX_HEADER:
+            if not 2 <= length <= MAX_HEADER_BYTES:
                 raise ValueError("no header")
             header = json.loads(stream.read(length))
             size = stream.seek(0, 2)
@@ -92,41 +99,41 @@ def _tensors(file: Path) -> dict[str, Any]:
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if size != 8 + length + end:
             raise ValueError(f"{size} bytes instead of {8 + length + end}")
-        return {name: {"dtype": e["dtype"], "shape": e["shape"]} for name, e in header.items()}
+        return {name: entry["shape"] for name, entry in header.items()}
     except OSError as error:
         raise ProgramFailed(f"{file}: cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ProgramFailed(f"{file}: is damaged: {error}") from None
 
 
-def _tied(config: Mapping[str, Any], tensors: Mapping[str, Any] | None) -> bool:
+def _tied(config: Config, shapes: Shapes | None) -> bool:
     """Whether the output head is the embedding. Silence means what the folder has: a head of its own, or none."""
     said = config.get("tie_word_embeddings", _text_config(config).get("tie_word_embeddings"))
     if isinstance(said, bool):
         return said
-    return tensors is None or not any(name.endswith("lm_head.weight") for name in tensors)
+    return shapes is None or not any(name.endswith("lm_head.weight") for name in shapes)
 
 
-def _signature(config: Mapping[str, Any], tensors: Mapping[str, Any] | None) -> str | None:
-    if tensors is None:
+def _signature(config: Config, shapes: Shapes | None) -> str | None:
+    """Of shapes and not of dtypes: vLLM converts each weight to the type that it serves."""
+    if shapes is None:
         return None
-    # Shapes, not dtypes: vLLM converts each weight to the type that it serves.
-    shapes = {name: entry["shape"] for name, entry in tensors.items()}
     relevant = {name: value for name, value in config.items() if name not in _INCIDENTAL}
     return hashlib.sha256(json.dumps([relevant, shapes], sort_keys=True).encode()).hexdigest()
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_config(config: Config) -> Config:
+    """The part that describes the text model, in a model that takes more than text."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
 
 
-def _number(config: Mapping[str, Any], name: str, otherwise: int) -> int:
+def _number(config: Config, name: str, otherwise: int) -> int:
     value = config.get(name)
     return value if isinstance(value, int) and value > 0 else otherwise
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _json_object(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_bytes())
     except OSError as error:

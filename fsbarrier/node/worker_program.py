@@ -12,7 +12,7 @@ from typing import Any
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.node.job import Cancelled, Job, NodeUnfit, Workplace, journal_line
 from fsbarrier.program import Command, Context
-from fsbarrier.supervision.supervisor import Child
+from fsbarrier.supervision.supervisor import Child, with_this_package
 from fsbarrier.supervision.worker_contract import WorkerFiles, read_result
 
 # How often the job is asked whether it is cancelled, and the program for a sign of life.
@@ -38,7 +38,7 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
     job.progress_file = own.progress
     child = Child.start(
         argv,
-        env=worker_environment() | dict(work.env),
+        env=with_this_package(os.environ) | dict(work.env),
         log_file=workplace.log_dir / work.log,
         name=context.phase.name,
     )
@@ -69,14 +69,6 @@ def _watch(child: Child, phase_name: str, job: Job, workplace: Workplace) -> int
                 f"{phase_name} was ended{_end_of_log(child)}"
             )
     return code
-
-
-def worker_environment() -> dict[str, str]:
-    """This process's environment, with this very fsbarrier importable wherever the program runs."""
-    package = str(Path(__file__).resolve().parents[2])
-    inherited = os.environ.get("PYTHONPATH", "")
-    path = package if not inherited else os.pathsep.join((package, inherited))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def program_name(argv: Sequence[str]) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import stat
 import tempfile
 import threading
@@ -21,12 +20,13 @@ from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.machine.host import boot_id
+from fsbarrier.retry import Backoff
 from fsbarrier.supervision import processes
 
 # For how long a tree is killed again and again.
 KILL_S = 5.0
-# How long to wait for the end of a killed process before the next round, and where the kernel cannot wake us.
-ROUND_S, BLIND_ROUND_S = 1.0, 0.01
+# Pauses between two rounds of killing. A killed process is gone in a millisecond, unless it hangs in the kernel.
+ROUNDS = Backoff(0.001, 0.5)
 
 # Taken once in the life of a process, and kept.
 _swept = threading.Lock()
@@ -94,26 +94,13 @@ def kill_tree(tree: Mapping[int, int], deadline_s: float, *, session: int = 0) -
 
     all_hit: dict[int, int] = {}
     deadline = time.monotonic() + deadline_s
-    while (hit := processes.freeze_and_kill(find)) and time.monotonic() < deadline:
+    for pause_s in ROUNDS:
+        hit = processes.freeze_and_kill(find)
         all_hit |= hit
-        _wait_for_an_end(hit, deadline - time.monotonic())
+        if not hit or time.monotonic() >= deadline:
+            break
+        threading.Event().wait(pause_s)
     return all_hit
-
-
-def _wait_for_an_end(tree: Mapping[int, int], timeout_s: float) -> None:
-    """Wait until any of `tree` has ended, for one round at most."""
-    poller, pidfds = select.poll(), []
-    for pid in tree:
-        with contextlib.suppress(ProcessLookupError):
-            pidfds.append(processes.open_pidfd(pid))
-    blind = -1 in pidfds or not pidfds
-    for pidfd in pidfds:
-        if pidfd >= 0:
-            poller.register(pidfd, select.POLLIN)
-    poller.poll(min(max(timeout_s, 0.0), BLIND_ROUND_S if blind else ROUND_S) * 1000)
-    for pidfd in pidfds:
-        if pidfd >= 0:
-            os.close(pidfd)
 
 
 def _here() -> dict[str, str]:

@@ -28,6 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
+import fsbarrier
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.rundir import log_tail
@@ -260,6 +261,14 @@ class Child:
         self._socket.close()
 
 
+def with_this_package(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment for a Python program that is to import this very fsbarrier, wherever it runs; its output is not held back."""
+    package = Path(fsbarrier.__file__).resolve().parents[1]
+    search_path = (str(package), *environ.get("PYTHONPATH", "").split(os.pathsep))
+    joined = os.pathsep.join(dict.fromkeys(folder for folder in search_path if folder))
+    return {**environ, "PYTHONPATH": joined, "PYTHONUNBUFFERED": "1"}
+
+
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
     """Our end of the socket and the guard's. Both are close-on-exec: a copy of ours in another program would hide our death."""
     ours, theirs = socket.socketpair()
@@ -281,9 +290,7 @@ def _open_log(path: Path, name: str, argv: Sequence[str]) -> tuple[int, int]:
         line = f"--- {now} ended what a killed daemon had left: {', '.join(map(str, ended))}\n{line}"
     try:
         files.make_dirs(path.parent)
-        with contextlib.suppress(FileExistsError):
-            os.close(files.open_new(path))
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = files.open_append(path)
         try:
             os.write(fd, line.encode(errors="surrogateescape"))
             return fd, os.lseek(fd, 0, os.SEEK_CUR)

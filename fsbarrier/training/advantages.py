@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.settings.sections import AlgorithmSettings
-from fsbarrier.training.trajectory_source import Trajectory
 
 # Keeps the division defined where all rewards are nearly the same.
 STD_FLOOR = 1e-6

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from fsbarrier import files
+from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.training.tensor_file import load_tensors
-from fsbarrier.training.trajectory_source import Trajectory
 
 
 @dataclass(frozen=True, slots=True)

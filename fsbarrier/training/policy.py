@@ -7,30 +7,32 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
 
 from fsbarrier import files
 from fsbarrier.errors import UsageError
 
-#: what a model folder holds beside the weights: everything small that is not a weight file
+# What is not copied from one model folder to the next: weights, and what is always written anew.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 WRITTEN = frozenset({"config.json"})
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The causal model in `folder`, untied and without dropout. Raises UsageError for one that cannot be loaded whole."""
-    transformers.utils.logging.disable_progress_bar()  # it would fill the log
+    # It would fill the log.
+    transformers.utils.logging.disable_progress_bar()
     try:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"the model in {folder} cannot be loaded: {str(error).splitlines()[0]}") from None
-    if found["missing_keys"]:  # transformers would make these up and only warn
+    # transformers would make these up and only warn.
+    if found["missing_keys"]:
         missing = ", ".join(sorted(found["missing_keys"])[:3])
         raise UsageError(f"the model in {folder} cannot be loaded: it lacks {missing}")
     untie(model)
@@ -38,7 +40,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
-def disable_dropout(model: Any) -> None:
+def disable_dropout(model: PreTrainedModel) -> None:
     """The engine samples without dropout, so the trainer's log-probabilities must be without it too."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -47,7 +49,7 @@ def disable_dropout(model: Any) -> None:
             module.attention_dropout = 0.0
 
 
-def untie(model: Any) -> None:
+def untie(model: PreTrainedModel) -> None:
     """Give the output head weights of its own, equal to what it shared."""
     config = model.config
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -60,7 +62,7 @@ def untie(model: Any) -> None:
             setattr(model, name, type(getattr(model, name))())
 
 
-def save(model: Any, source: Path, out: Path, dtype: torch.dtype) -> None:
+def save(model: PreTrainedModel, source: Path, out: Path, dtype: torch.dtype) -> None:
     """Write `model` to `out` in `dtype`, with the tokenizer and everything else that `source` has beside its weights."""
     files.make_dirs(out)
     state = {name: value.detach().to("cpu", dtype).contiguous() for name, value in model.state_dict().items()}

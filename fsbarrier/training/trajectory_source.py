@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.training.tensor_file import load_tensors
 from fsbarrier.trajectories import NotOurs, iter_trajectories, scan_shard
-
-Trajectory = Mapping[str, Any]
 
 
 def merged_files(named: Sequence[Path], iteration: int, iterations: int) -> list[Path]:
