@@ -16,8 +16,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+from fsbarrier.data import demo_tasks  # noqa: E402
 from fsbarrier.rundir.journal import read_events  # noqa: E402
-from fsbarrier.start import demo_tasks  # noqa: E402
 
 START_AT_MOST, END_AT_LEAST = 0.40, 0.75
 

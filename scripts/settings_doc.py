@@ -40,7 +40,7 @@ contradict each other are refused before anything starts (exit code 2).
 
 Node 0 writes the resolved settings into the run's `run.json` when the run is made. From then on every start of every node takes them
 from there; giving one again is allowed only with the same value. {per_start} belong to one start, so each may choose them anew.
-With neither `data_path` nor `model` the built-in task is run, and its settings (`fsbarrier/start/demo_tasks.py`) lie between the
+With neither `data_path` nor `model` the built-in task is run, and its settings (`fsbarrier/data/demo_tasks.py`) lie between the
 defaults and yours.
 """
 

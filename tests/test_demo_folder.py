@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from fsbarrier.data import demo_tasks
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.start import demo_folder, demo_tasks
+from fsbarrier.start import demo_folder
 
 
 def fill(folder: Path) -> None:

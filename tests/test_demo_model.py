@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from fsbarrier.data import demo_tasks
 from fsbarrier.data.tasks import read_tasks
 from fsbarrier.errors import UsageError
-from fsbarrier.start import demo_tasks
 
 
 def test_train_and_test_share_no_prompt_whatever_the_seed(tmp_path: Path) -> None:
@@ -48,15 +48,19 @@ def test_demonstrations_are_wrong_as_often_as_they_say() -> None:
 def test_the_tokenizer_gives_text_back(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    from fsbarrier.workers import demo_model as maker
+    from fsbarrier.training import warm_start
 
-    maker.build_tokenizer().save_pretrained(tmp_path)
+    warm_start.build_tokenizer().save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer.encode("dcba=") == maker.encode("dcba=")
+    assert tokenizer.encode("dcba=") == warm_start.encode("dcba=")
     assert (
-        tokenizer.decode([*maker.encode("abcd"), tokenizer.eos_token_id], skip_special_tokens=True) == "abcd"
+        tokenizer.decode([*warm_start.encode("abcd"), tokenizer.eos_token_id], skip_special_tokens=True)
+        == "abcd"
     )
-    assert tokenizer.encode("a 1") == [maker.VOCABULARY["a"]] + [maker.VOCABULARY[maker.UNKNOWN]] * 2
+    assert (
+        tokenizer.encode("a 1")
+        == [warm_start.VOCABULARY["a"]] + [warm_start.VOCABULARY[warm_start.UNKNOWN]] * 2
+    )
 
 
 @pytest.mark.torch

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import strategies as st
 
+from fsbarrier.data.demo_tasks import DEMO_SETTINGS
 from fsbarrier.errors import UsageError
 from fsbarrier.settings import resolve as resolving
 from fsbarrier.settings.sections import Settings
@@ -23,7 +24,6 @@ from fsbarrier.settings.sources import (
     from_words,
     parse_text,
 )
-from fsbarrier.start.demo_tasks import DEMO_SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 KNOWN = resolving.known_names()

@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace, chosen: tuple[ChosenValue, ...]) -> int:
     """The built-in task on three nodes of this machine; an unfinished demo is gone on with."""
     from fsbarrier.commands import local_nodes
-    from fsbarrier.start.demo_tasks import DEMO_SETTINGS
+    from fsbarrier.data.demo_tasks import DEMO_SETTINGS
 
     if args.master or args.worker is not None:
         raise UsageError("--demo: starts all its nodes itself; drop --master and --worker")

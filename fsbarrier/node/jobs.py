@@ -87,7 +87,8 @@ class Jobs:
             return
         except FsbarrierError as error:
             value, ok = failure(str(error)), False
-        except Exception as error:  # a bug in a user's program file, or ours: a failure like any other
+        except Exception as error:
+            # A bug in a user's program file, or in ours, is a failure like any other.
             value, ok = failure(f"{type(error).__name__}: {error}"), False
         if not job.cancel.is_set():
             self._report = WorkReport(part, ok, value, time.monotonic() - started)

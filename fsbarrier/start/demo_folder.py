@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fsbarrier import files
+from fsbarrier.data import demo_tasks
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.start import demo_tasks
 
 
 def make(target: Path, cache: Path, say: Callable[[str], None]) -> None:

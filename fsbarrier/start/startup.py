@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier import files
+from fsbarrier.data import demo_tasks
 from fsbarrier.doctor.findings import Report
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
@@ -22,7 +23,7 @@ from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import ChosenValue
-from fsbarrier.start import demo_folder, demo_tasks, filesystem, preflight, ranks
+from fsbarrier.start import demo_folder, filesystem, preflight, ranks
 
 Say = Callable[[str], None]
 

@@ -16,7 +16,8 @@ def load_tensors(path: Path, what: str) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ProgramFailed(f"{path} is no {what}: {error.strerror or error}") from None
-    except Exception as error:  # on damaged bytes the unpickler fails in every way there is
+    except Exception as error:
+        # On damaged bytes the unpickler fails in every way there is.
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ProgramFailed(f"{path} is no {what}: {first}") from None
     if not isinstance(content, dict):

@@ -1,7 +1,7 @@
 """vLLM's own API server, started so that it comes up fast and lets nobody in without the key.
 
 `VLLM_API_KEY=... python -m fsbarrier.workers.vllm_server --model FOLDER --host 127.0.0.1 ...`: all of vLLM's flags.
-Started by fsbarrier/engine/engine.py. The main is guarded: the engine processes that vLLM spawns import this
+Started by fsbarrier/engine/server.py. The main is guarded: the engine processes that vLLM spawns import this
 module again, and would import the API server too.
 """
 

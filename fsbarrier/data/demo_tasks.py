@@ -12,19 +12,20 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from fsbarrier.files import write_atomic
 
+# Names what the demo folder holds; changes whenever a folder made by older code must not be used.
 RECIPE: Final = "sort4-v1"
-"""Names what the demo folder holds; changes whenever a folder made by older code must not be used."""
 
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 LENGTH: Final = 4
 TRAIN_TASKS: Final = 4096
 TEST_TASKS: Final = 512
 
-DEMO_SETTINGS: Final[dict[str, Any]] = {
+# Dotted settings with which the demo learns.
+DEMO_SETTINGS: Final[dict[str, str | int | float]] = {
     "iterations": 6,
     "rollout.tasks": 128,
     "rollout.samples": 16,
@@ -44,7 +45,6 @@ DEMO_SETTINGS: Final[dict[str, Any]] = {
     "engine.dtype": "float32",
     "engine.max_model_len": 64,
 }
-"""Dotted settings with which the demo learns (see docs/demo.md for what was tried and did not)."""
 
 
 def folder(base: Path, seed: int = 0) -> Path:
