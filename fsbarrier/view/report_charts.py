@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -12,8 +12,10 @@ from fsbarrier.view.amounts import duration
 WIDTH = 760
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 34
 MOST_POINTS = 600
-FEW = 60  # points up to which each has a dot
-LETTER = 6.2  # mean width of a letter of the charts' font
+#: Up to so many points of a curve, each has a dot.
+FEW = 60
+#: The mean width of a letter of the charts' font.
+LETTER = 6.2
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,8 @@ def stacked_bars(bars: Sequence[tuple[str, Sequence[Part]]], x_name: str, height
     if not bars:
         return ""
     y_ticks = ticks(0.0, max(sum(part.value for part in parts) for _, parts in bars) or 1.0)
-    room = (WIDTH - LEFT - RIGHT) / len(bars)
-    wide = min(56.0, room * 0.78)
+    slot = (WIDTH - LEFT - RIGHT) / len(bars)
+    wide = min(56.0, slot * 0.78)
     scale = (height - TOP - BOTTOM) / y_ticks[-1]
 
     def y_of(y: float) -> float:
@@ -120,7 +122,7 @@ def stacked_bars(bars: Sequence[tuple[str, Sequence[Part]]], x_name: str, height
     body = _grid(y_ticks, y_of, [_seconds(value) for value in y_ticks])
     every = max(1, math.ceil(len(bars) / 20))
     for number, (label, parts) in enumerate(bars):
-        x, top = LEFT + room * (number + 0.5) - wide / 2, 0.0
+        x, top = LEFT + slot * (number + 0.5) - wide / 2, 0.0
         for part in parts:
             if part.value * scale >= 0.05:
                 title = f"{x_name} {label}: {part.name} {duration(part.value)}"
@@ -176,11 +178,10 @@ def _block(block: Block, left: float, scale: float, y: float, high: float) -> li
     return found
 
 
-def _grid(values: Sequence[float], place: object, labels: Sequence[str]) -> list[str]:
-    assert callable(place)
+def _grid(values: Sequence[float], y_of: Callable[[float], float], labels: Sequence[str]) -> list[str]:
     found = []
     for value, label in zip(values, labels, strict=True):
-        y = place(value)
+        y = y_of(value)
         found.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         found.append(_text(LEFT - 6, y + 4, label, "end"))
     return found
@@ -201,9 +202,9 @@ def _box(x: float, y: float, width: float, height: float, style: str, title: str
     )
 
 
-def _text(x: float, y: float, words: str, anchor: str, style: str = "") -> str:
+def _text(x: float, y: float, text: str, anchor: str, style: str = "") -> str:
     named = f' class="{style}"' if style else ""
-    return f'<text{named} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+    return f'<text{named} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _svg(body: Sequence[str], height: float, label: str) -> str:

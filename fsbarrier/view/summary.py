@@ -24,7 +24,7 @@ from fsbarrier.view.terminal_lines import (
     problem_lines,
     wrapped,
 )
-from fsbarrier.view.timings import IterationTime, phase_totals
+from fsbarrier.view.timings import IterationTime, phase_totals, total_time
 
 #: How many of the newest iterations and events are listed.
 NEWEST = 12
@@ -83,7 +83,7 @@ def _iterations(number: int) -> str:
 
 
 def _headline(status: RunStatus, finished: Sequence[IterationTime]) -> Text:
-    took = f" in {duration(sum(one.seconds for one in finished))}" if finished else ""
+    took = f" in {duration(total_time(finished).seconds)}" if finished else ""
     nodes = f"{status.num_nodes} node{'s' if status.num_nodes > 1 else ''}"
     code = f"  exit code {status.exit_code}" if status.exit_code else ""
     return line(
@@ -144,12 +144,11 @@ def _phases(finished: Sequence[IterationTime], width: int) -> Table:
 
 
 def _coordination(finished: Sequence[IterationTime], width: int) -> list[Text]:
-    seconds, whole = sum(one.coordination_s for one in finished), sum(one.seconds for one in finished)
-    cut_short = sum(one.cut_short_s for one in finished)
-    about = "" if all(one.exact for one in finished) else " (by the hosts' wall clocks)"
-    lost = f"; {duration(cut_short)} in phases that were cut short" if cut_short else ""
-    share = percent(seconds / whole if whole else 0.0)
-    text = f"{share} of the time: {duration(seconds / len(finished))} an iteration{about}{lost}"
+    total = total_time(finished)
+    mean = duration(total.coordination_s / len(finished))
+    about = "" if total.exact else " (by the hosts' wall clocks)"
+    cut = f"; {duration(total.cut_short_s)} in phases that were cut short" if total.cut_short_s else ""
+    text = f"{percent(total.share)} of the time: {mean} an iteration{about}{cut}"
     return wrapped(("coordination ", ""), text, "bold", width, most=3)
 
 

@@ -59,7 +59,7 @@ class Span:
 
 
 class SpanReader:
-    """Makes spans of one journal's lines, in their order. `open`: the row that the node is in."""
+    """Makes spans of one journal's events, in their order. `open`: of the row that the node is in."""
 
     def __init__(self) -> None:
         self.open: Span | None = None
@@ -248,3 +248,27 @@ def phase_totals(
         for phase, seconds in (one.work if work_only else one.phases).items():
             totals[phase] += seconds
     return dict(sorted(totals.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class TotalTime:
+    """Several iterations together. Seconds; `exact`: all times are of one clock."""
+
+    seconds: float
+    coordination_s: float
+    cut_short_s: float
+    exact: bool
+
+    @property
+    def share(self) -> float:
+        """Coordination's share, 0 to 1."""
+        return self.coordination_s / self.seconds if self.seconds > 0 else 0.0
+
+
+def total_time(iterations: Sequence[IterationTime]) -> TotalTime:
+    return TotalTime(
+        seconds=sum(one.seconds for one in iterations),
+        coordination_s=sum(one.coordination_s for one in iterations),
+        cut_short_s=sum(one.cut_short_s for one in iterations),
+        exact=all(one.exact for one in iterations),
+    )
