@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from fsbarrier.engine.engine import EngineInfo
 
 T = TypeVar("T")
+
+# What a piece of work gives: JSON values, of which "events" are lines for the journal.
+Result = dict[str, Any]
 
 # For how long a failing directory is asked for what a job needs to know.
 DIRECTORY_S = 15.0
@@ -94,7 +97,7 @@ class Workplace:
             self.rendezvous = None
 
 
-def journal_line(event: str, value: Mapping[str, Any]) -> dict[str, Any]:
+def journal_line(event: str, value: Payload) -> Result:
     """What of a result goes to the journal: its plain values."""
     plain = {k: v for k, v in value.items() if isinstance(v, (int, float, str)) or v is None}
     return {**plain, "event": event}

@@ -6,12 +6,11 @@ node/jobs.py calls it in a thread; node/worker_program.py carries out the one ki
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.machine.rendezvous import listen, port_of, reachable
-from fsbarrier.node.job import Job, Workplace, journal_line
+from fsbarrier.node.job import Job, Result, Workplace, journal_line
 from fsbarrier.node.worker_program import run_program
 from fsbarrier.program import (
     Command,
@@ -29,11 +28,8 @@ from fsbarrier.program import (
 from fsbarrier.rundir import checkpoints, retention
 
 
-def carry_out(work: Work, context: Context, job: Job, workplace: Workplace) -> dict[str, Any]:
-    """Do `work`; gives its result, in which "events" are lines for the journal.
-
-    Raises Cancelled, NodeUnfit, FsbarrierError, and whatever else goes wrong.
-    """
+def carry_out(work: Work, context: Context, job: Job, workplace: Workplace) -> Result:
+    """Do `work`; gives its result. Raises Cancelled, NodeUnfit, FsbarrierError, and whatever else goes wrong."""
     job.stop_if_cancelled()
     match work:
         case Value(value):
@@ -61,11 +57,9 @@ def carry_out(work: Work, context: Context, job: Job, workplace: Workplace) -> d
             return run_program(work, context, job, workplace)
 
 
-def _one_after_the_other(
-    works: tuple[Work, ...], context: Context, job: Job, workplace: Workplace
-) -> dict[str, Any]:
+def _one_after_the_other(works: tuple[Work, ...], context: Context, job: Job, workplace: Workplace) -> Result:
     """The results merged; of "events" all are kept."""
-    merged: dict[str, Any] = {}
+    merged: Result = {}
     for work in works:
         value = carry_out(work, context, job, workplace)
         events = [*merged.get("events", ()), *value.get("events", ())]
@@ -73,7 +67,7 @@ def _one_after_the_other(
     return merged
 
 
-def _serve_weights(work: ServeWeights, job: Job, workplace: Workplace) -> dict[str, Any]:
+def _serve_weights(work: ServeWeights, job: Job, workplace: Workplace) -> Result:
     version = work.policy_version
     workplace.engine.threads = work.threads
     job.progress = {"note": f"engine: policy version {version}"}
@@ -92,7 +86,7 @@ def _refuse_if_outdated(context: Context, job: Job) -> None:
         raise ProgramFailed(f"generation {context.generation} has ended; nothing of it is published any more")
 
 
-def _publish_weights(work: PublishWeights, log_path: Path) -> dict[str, Any]:
+def _publish_weights(work: PublishWeights, log_path: Path) -> Result:
     """Check the new policy version, point the run at it, then remove what is too old to be kept."""
     checkpoints.verify(work.folder)
     checkpoints.publish_link(log_path, work.folder)

@@ -7,10 +7,9 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.node.job import Cancelled, Job, NodeUnfit, Workplace, journal_line
+from fsbarrier.node.job import Cancelled, Job, NodeUnfit, Result, Workplace, journal_line
 from fsbarrier.program import Command, Context
 from fsbarrier.supervision.supervisor import Child, with_this_package
 from fsbarrier.supervision.worker_contract import WorkerFiles, read_result
@@ -21,7 +20,7 @@ WATCH_S = 0.25
 LOG_LINES = 20
 
 
-def run_program(work: Command, context: Context, job: Job, workplace: Workplace) -> dict[str, Any]:
+def run_program(work: Command, context: Context, job: Job, workplace: Workplace) -> Result:
     """Run the program to its end; gives its result. Raises ProgramFailed, StartFailed, NodeUnfit, StoreError, Cancelled."""
     # torchrun is about to take the port over.
     workplace.close_rendezvous()
