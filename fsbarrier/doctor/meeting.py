@@ -8,7 +8,6 @@ stays until it has left the group; the last one takes everything away, and what 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import threading
 import time
@@ -17,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fsbarrier import files
 from fsbarrier.doctor.interruption import Interruption
 from fsbarrier.doctor.lobby import LINGER_S, Lobby, Visitor, visitor_of
 from fsbarrier.doctor.messages import wait_for
@@ -75,7 +73,6 @@ class Meeting:
         Raises TooFewNodes past the deadline, UsageError where the nodes contradict each other, StoreError where they find each
         other and no group can be had, OSError.
         """
-        files.make_dirs(self.folder)
         self._found_at_start = self._of_others()
         self.members = self.lobby.gather(wait_s, say, self.interruption.heed)
         with self._naming_the_lost("that it is here"):
@@ -112,14 +109,12 @@ class Meeting:
             with self.interruption.at_once():
                 yield
         except (PeerLost, BarrierTimeout) as error:
-            lost = self.members[error.rank or 0]
-            self._lost.add(lost.token)
-            what = (
-                "left before it said"
-                if isinstance(error, PeerLost)
-                else f"has not said within {ANSWER_S:g} s"
-            )
-            raise TooFewNodes(f"doctor: node {error.rank} ({lost.host}) {what}: {awaited}") from None
+            visitor, left = self.members[error.rank or 0], isinstance(error, PeerLost)
+            # One that is only slow goes on, and takes everything away when it finds itself alone.
+            if left or (error.age or 0.0) >= SILENT_S:
+                self._lost.add(visitor.token)
+            what = "left before it said" if left else f"has not said within {ANSWER_S:g} s"
+            raise TooFewNodes(f"doctor: node {error.rank} ({visitor.host}) {what}: {awaited}") from None
 
     def __enter__(self) -> Self:
         return self
@@ -177,13 +172,15 @@ class Meeting:
 
     def _of_others(self) -> dict[Path, Any]:
         """What doctors have put here, with what changes while they live. Raises OSError."""
-        sessions = [folder for folder in self.folder.iterdir() if folder != self.lobby.folder]
-        found: dict[Path, Any] = {folder: read_beats(folder / "group") for folder in sessions}
+        found: dict[Path, Any] = {}
+        # Nobody has been here, or the last one is just taking a folder away.
         with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(self.lobby.folder):
-                path = self.lobby.folder / name
+            for folder in self.folder.iterdir():
+                if folder != self.lobby.folder and folder.is_dir():
+                    found[folder] = read_beats(folder / "group")
+            for path in self.lobby.folder.iterdir():
                 # A temporary file is what a killed doctor was writing: no write takes as long as a visit.
-                if name.startswith(".") or visitor_of(path) is not None:
+                if path.name.startswith(".") or visitor_of(path) is not None:
                     found[path] = visitor_of(path)
         return found
 
