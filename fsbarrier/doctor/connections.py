@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from fsbarrier.doctor.findings import OK, WARNING, Check, Findings
 from fsbarrier.machine.rendezvous import listen, port_of
 
 CONNECT_S = 2.0
@@ -66,3 +67,23 @@ def reached(doors: Mapping[int, Door]) -> dict[int, list[str]]:
         answers = list(pool.map(lambda item: doors[item[0]].answers_at(item[1]), tries))
     answered = [each for each, answer in zip(tries, answers, strict=True) if answer]
     return {rank: [address for at, address in answered if at == rank] for rank in doors}
+
+
+def judge(findings: Findings) -> Check:
+    """Whether all nodes reach each other."""
+    cut = [
+        f"node {rank} does not reach node {other} ({', '.join(findings[int(other)].about.addresses)})"
+        for rank, node in findings.items()
+        for other, addresses in node.reached.items()
+        if not addresses
+    ]
+    if cut:
+        advice = "updates of several nodes need it: open the nodes' ports to each other"
+        return Check("ports", WARNING, "\n".join(cut), advice)
+    # For each node the address at which the first of the others reached it.
+    used: dict[int, str] = {}
+    for node in findings.values():
+        for other, addresses in node.reached.items():
+            used.setdefault(int(other), addresses[0])
+    finding = ", ".join(f"node {rank} at {address}" for rank, address in sorted(used.items()))
+    return Check("ports", OK, f"every node reaches every other: {finding}")

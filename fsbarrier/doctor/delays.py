@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier import files
-from fsbarrier.doctor.findings import Times
+from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check, Findings, Times, shown
 from fsbarrier.doctor.meeting import Meeting
 from fsbarrier.doctor.messages import Message, pack, read, wait_for
+from fsbarrier.machine.mounts import INSTEAD
 
 #: after so long, so many samples do
 ENOUGH_S, ENOUGH = 6.0, 2
@@ -25,6 +26,12 @@ ENOUGH_S, ENOUGH = 6.0, 2
 LONGEST_S = 22.0
 #: how often the nodes tell each other whether they still measure
 TELL_S = 0.2
+#: what is shown sooner than this needs no longer timeouts
+FRESH_S = 0.5
+#: above this, barriers are so slow that it is worth a warning
+SLOW_S = 2.0
+#: above this, the times in the nodes' logs do not fit together
+CLOCKS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +196,46 @@ def _await(channel: Channel, folder: Path, number: int, end: float, stop: thread
         return None
 
     return wait_for(look, end, stop)
+
+
+# --- what came of it ------------------------------------------------------------------------------------------------------
+
+
+def judge(findings: Findings, fresher: str) -> Iterator[Check]:
+    """How late things show to all nodes together. `fresher`: the mount options that make this filesystem so."""
+    for kind, channel in CHANNELS.items():
+        every, label = [node.lags[kind] for node in findings.values() if kind in node.lags], channel.label
+        if not every:
+            yield Check(label, REFUSED, "not measured: nothing could be written", INSTEAD)
+            continue
+        worst = max(every, key=lambda times: (times.open, times.most))
+        median = sorted(times.median for times in every)[len(every) // 2]
+        p99, samples = max(times.p99 for times in every), sum(times.samples for times in every)
+        most = f"{'not within' if worst.open else 'most'} {shown(worst.most)}"
+        finding = f"median {shown(median)}, 99th {shown(p99)}, {most} ({samples} half round trips)"
+        if kind == "absent":
+            late = worst.open or worst.most >= FRESH_S
+            yield Check(label, NOTE if late else OK, finding + ("; nothing waits that way" if late else ""))
+        elif worst.open:
+            what = "a node's heartbeat" if kind == "content" else "what a node has done"
+            yield Check(label, REFUSED, f"{finding}: {what} would not be seen", fresher)
+        elif worst.most >= SLOW_S:
+            each = ": each barrier takes that long" if kind == "listing" else ""
+            yield Check(label, WARNING, finding + each, fresher)
+        else:
+            yield Check(label, OK, finding)
+
+
+def judge_clocks(findings: Findings) -> Check:
+    """How far the nodes' clocks are apart."""
+    ranks, parts, worst = list(findings), [], 0.0
+    for rank, following in zip(ranks, [*ranks[1:], *ranks[:1]], strict=True):
+        if (clock := findings[rank].clock) is not None:
+            lead, uncertain = clock
+            side = "ahead of" if lead >= 0 else "behind"
+            parts.append(f"node {following} is {shown(abs(lead))} (± {shown(uncertain)}) {side} node {rank}")
+            worst = max(worst, abs(lead) - uncertain)
+    if worst > CLOCKS_S:
+        advice = "nothing depends on them, but logs will look odd: use NTP"
+        return Check("clocks", NOTE, "\n".join(parts), advice)
+    return Check("clocks", OK, "\n".join(parts) or "not measured")

@@ -127,6 +127,10 @@ class NodeFindings:
         )
 
 
+#: what each node found, by rank
+Findings = Mapping[int, NodeFindings]
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """The whole answer. `category`: the class of filesystem; `stale_s`: how old what a node sees may be; `proven`: by whom."""

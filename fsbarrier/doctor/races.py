@@ -7,13 +7,18 @@ import errno
 import os
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fsbarrier import files
-from fsbarrier.doctor.findings import Races
+from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check, Findings, Races
 from fsbarrier.doctor.meeting import Meeting
+from fsbarrier.doctor.probes import NEEDED, judge_races
+from fsbarrier.machine.mounts import INSTEAD
 
-KINDS = ("link", "create")
+#: kind -> what the report calls it
+KINDS = {"link": "hard-link races", "create": "exclusive-create races"}
 ROUNDS = 100
 ROUND_MIN_S, ROUND_MAX_S = 0.002, 0.03
 #: how many rounds ahead a name is looked up: nobody has got there yet
@@ -113,3 +118,52 @@ def _content(path: Path) -> str:
     with contextlib.suppress(OSError):
         return path.read_bytes().decode(errors="replace")
     return ""
+
+
+# --- what came of them ----------------------------------------------------------------------------------------------------
+
+
+def judge(findings: Findings) -> Iterator[Check]:
+    """What the races of all nodes say together."""
+    parts = {kind: {rank: node.races[kind] for rank, node in findings.items()} for kind in KINDS}
+    failed = {kind: _all_failed(by_rank) for kind, by_rank in parts.items()}
+    for kind, name in KINDS.items():
+        if not failed[kind]:
+            yield _judge_one(name, parts[kind])
+        elif kind == "link" and not failed["create"]:
+            yield Check(name, NOTE, f"{failed[kind]}; the exclusive create of the name decides instead")
+        else:
+            yield Check(name, REFUSED, failed[kind], NEEDED)
+
+
+def _errors(parts: Mapping[int, Races]) -> Counter[str]:
+    return sum((Counter(part.errors) for part in parts.values()), Counter[str]())
+
+
+def _all_failed(parts: Mapping[int, Races]) -> str:
+    """Why no node could take part in a single race of this kind; empty where one could."""
+    errors = _errors(parts)
+    return f"not to be had here ({', '.join(errors)})" if errors.total() >= ROUNDS * len(parts) else ""
+
+
+def _judge_one(name: str, parts: Mapping[int, Races]) -> Check:
+    wins = [[int(number in set(part.won)) for number in range(ROUNDS)] for part in parts.values()]
+    check = judge_races(name, wins, f"{len(parts)} nodes")
+    if check.level != OK:
+        return Check(name, check.level, check.finding, check.advice or INSTEAD)
+    if errors := _errors(parts):
+        counts = ", ".join(f"{count} x {error}" for error, count in errors.items())
+        return Check(name, WARNING, f"{check.finding}; errors: {counts}", "see the server's log")
+    if wrong := _foreign(parts):
+        finding = f"{wrong} of {ROUNDS} names hold another node's record than the winner's"
+        return Check(name, REFUSED, finding, "two nodes would read two decisions; use another filesystem")
+    return check
+
+
+def _foreign(parts: Mapping[int, Races]) -> int:
+    """In how many rounds some node reads something else than what the winner wrote. What it cannot read does not count."""
+    winner = {number: rank for rank, part in parts.items() for number in part.won}
+    return sum(
+        any(part.names[number] not in ("", f"node-{rank}") for part in parts.values())
+        for number, rank in winner.items()
+    )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from dataclasses import astuple
 from pathlib import Path
 
 from fsbarrier import files
-from fsbarrier.doctor.findings import Reading
+from fsbarrier.doctor.findings import NOTE, OK, WARNING, Check, Findings, Reading
 from fsbarrier.doctor.meeting import Meeting
 from fsbarrier.doctor.messages import pack, unpack
 
@@ -67,3 +68,16 @@ def _read(path: Path, newest: dict[Path, int], result: Reading) -> None:
         return
     result.backwards += message["number"] < newest[path]
     newest[path] = max(newest[path], message["number"])
+
+
+def judge(findings: Findings) -> Check:
+    """What all readers saw together."""
+    name, every = "replace under readers", [astuple(node.reading) for node in findings.values()]
+    total = Reading(*map(sum, zip(*every, strict=True)))
+    finding = (
+        f"{total.reads} reads of files that others replaced: {total.torn} torn, {total.missing} missing, "
+        f"{total.backwards} older than before"
+    )
+    if total.torn or total.backwards:
+        return Check(name, WARNING, finding, "records carry digests and are read again: slower")
+    return Check(name, NOTE if total.missing else OK, finding)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier import files
-from fsbarrier.doctor import examine, verdict
+from fsbarrier.doctor import delays, examine
 from fsbarrier.doctor.findings import Report
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.machine.host import host_name
@@ -41,7 +41,7 @@ def admit(log_path: Path, *, write: bool) -> Report:
 
 def limits(report: Report, given: Mapping[str, Any]) -> dict[str, float]:
     """Longer timeouts where this filesystem is known to show things late, unless some were given; else none."""
-    if report.stale_s < verdict.FRESH_S or any(name in given for name in LIMITS):
+    if report.stale_s < delays.FRESH_S or any(name in given for name in LIMITS):
         return {}
     return dict(report.timeouts)
 
