@@ -25,10 +25,7 @@ from fsbarrier.rollouts.samples import Emit, Group
 from fsbarrier.rollouts.sampling import Sampler, Server
 from fsbarrier.settings.sections import RolloutSettings
 
-__all__ = ["AgentSampler", "Client", "Trajectory", "load_agent", "open_sampler"]
-
-#: to the engine, beside one for each answer under way
-SPARE_CONNECTIONS = 4
+__all__ = ["AgentSampler", "Client", "Trajectory", "load_agent"]
 
 #: the user's class; what it makes has the method `run`
 MakeAgent = Callable[[], Any]
@@ -54,20 +51,6 @@ def load_agent(value: str) -> MakeAgent:
     return found
 
 
-def open_sampler(
-    make: MakeAgent | None,
-    server: Server,
-    settings: RolloutSettings,
-    custom: Mapping[str, Any],
-    on_tokens: Callable[[int], None],
-) -> Sampler | AgentSampler:
-    """What makes the groups: one answer a sample, or an episode of the agent."""
-    if make is None:
-        connections = settings.concurrency + SPARE_CONNECTIONS
-        return Sampler(server, connections=connections, on_tokens=on_tokens)
-    return AgentSampler(make, server, settings, custom, on_tokens)
-
-
 class AgentSampler:
     """Makes each task's group by as many episodes. Raises EngineGone as the Sampler does."""
 
@@ -76,7 +59,9 @@ class AgentSampler:
         make: MakeAgent,
         server: Server,
         settings: RolloutSettings,
+        *,
         custom: Mapping[str, Any],
+        connections: int,
         on_tokens: Callable[[int], None],
     ) -> None:
         # Not at the top: a rollout without an agent has no use for an HTTP server.
@@ -84,7 +69,6 @@ class AgentSampler:
 
         self.make, self.samples, self.custom = make, server.samples, custom
         self.turn_timeout_s, self.task_timeout_s = settings.turn_timeout_s, settings.task_timeout_s
-        connections = settings.concurrency * server.samples + SPARE_CONNECTIONS
         self._sampler = Sampler(server, connections=connections, on_tokens=on_tokens)
         self._endpoint = Endpoint()
 

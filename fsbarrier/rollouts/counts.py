@@ -5,23 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.rollouts.samples import Group
 from fsbarrier.supervision.worker_contract import SHOW_S, Progress
 
-#: what a result tells, beside what is in the file
-IN_RESULT = (
-    "invalid",
-    "truncated",
-    "refused",
-    "timed_out",
-    "reward_errors",
-    "agent_errors",
-    "prompt_tokens",
-    "completion_tokens",
-)
+#: what a result tells otherwise, or not at all
+NOT_IN_RESULT = {"groups", "trajectories", "reward_sum", "tokens"}
 #: what people are shown while it is not 0
 IN_NOTE = ("truncated", "refused", "timed_out", "reward_errors", "agent_errors")
 
@@ -62,7 +53,7 @@ class Counts:
             self.agent_errors += "agent_error" in trajectory["metadata"]
 
     def for_result(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in IN_RESULT}
+        return {name: count for name, count in asdict(self).items() if name not in NOT_IN_RESULT}
 
     def note(self) -> str:
         return ", ".join(

@@ -14,28 +14,33 @@ import asyncio
 import signal
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from fsbarrier import files
 from fsbarrier.data.tasks import Task, read_tasks
 from fsbarrier.data.trajectory import Trajectory
-from fsbarrier.errors import FsbarrierError, ProgramFailed
+from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
 from fsbarrier.rewards.kinds import check_answers, open_reward
-from fsbarrier.rollouts import agents
+from fsbarrier.rollouts.agents import AgentSampler, load_agent
+from fsbarrier.rollouts.assignment import Assignment
 from fsbarrier.rollouts.counts import Counts, CountsProgress
 from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rollouts.engine_queue import EngineMetrics, EngineQueue
 from fsbarrier.rollouts.group_trajectories import failed_group, judged_group
-from fsbarrier.rollouts.request import SEQUENCES_PER_REQUEST, RolloutRequest
 from fsbarrier.rollouts.samples import Group
-from fsbarrier.rollouts.sampling import Sampler
+from fsbarrier.rollouts.sampling import Sampler, Server
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.trajectories import GroupEntry, ShardWriter
 
+#: prompts times samples: see sampling.py
+SEQUENCES_PER_REQUEST = 128
+#: to the engine, beside one for each answer under way
+SPARE_CONNECTIONS = 4
 #: groups that may be sampled but not yet on disk, in units of `rollout.concurrency`
 BACKLOG = 4
 #: So many prompts refused in a row from the start: it is not the prompts.
@@ -45,14 +50,22 @@ ALL_REFUSED = 8
 class Rollout:
     """One start of the program."""
 
-    def __init__(self, request: RolloutRequest, progress: Progress) -> None:
-        settings, assignment = request.settings, request.assignment
-        concurrency = settings.rollout.concurrency
-        self.request, self.assignment, self.samples = request, assignment, request.server.samples
-        self.make_agent = agents.load_agent(settings.rollout.agent) if settings.rollout.agent else None
+    def __init__(self, spec: Mapping[str, Any], settings: Settings, progress: Progress) -> None:
+        self.settings, self.assignment = settings, Assignment.from_spec(spec)
+        self.sampling: Mapping[str, float] = spec["sampling"]
+        self.server = server_of(spec, settings)
+        assignment, self.samples = self.assignment, self.server.samples
+        self.make_agent = load_agent(settings.rollout.agent) if settings.rollout.agent else None
         # An agent's episodes have this limit each.
         self.task_timeout_s = None if self.make_agent else settings.rollout.task_timeout_s
-        task_file = read_tasks(request.task_file, assignment.within_reach)
+        concurrency = settings.rollout.concurrency
+        # Two requests at least can be under way; an agent's episodes make requests of their own.
+        self.per_request = min(concurrency, settings.rollout.prompts_per_request) or max(
+            1, min(SEQUENCES_PER_REQUEST // self.samples, concurrency // 2)
+        )
+        if self.make_agent is not None:
+            self.per_request = 1
+        task_file = read_tasks(Path(spec["task_file"]), assignment.within_reach)
         self.tasks = task_file.tasks
         check_answers(settings.reward.kind, self.tasks.values(), task_file.path)
         self.reward = open_reward(
@@ -60,11 +73,11 @@ class Rollout:
         )
         self.claims, self.early_end = assignment.open_claims(), assignment.open_early_end()
         self.ended_early = False
-        # Tasks that were claimed; groups that are being sampled.
-        self.begun = self.sampling = 0
+        # Tasks that were claimed, and groups that are being sampled.
+        self.begun = self.being_sampled = 0
         self.counts = Counts()
         self.progress = CountsProgress(progress, len(assignment.tasks) * self.samples, self.counts)
-        self.metrics = EngineMetrics(request.server.url, request.server.api_key)
+        self.metrics = EngineMetrics(self.server.url, self.server.api_key)
         self.engine_queue = EngineQueue(
             self.metrics.count_waiting,
             free=2 * SEQUENCES_PER_REQUEST,
@@ -90,7 +103,7 @@ class Rollout:
                     await asyncio.wait(self.writing)
                 self.progress.close()
                 await self.reward.close()
-            info = writer.finish({**asdict(assignment.origin), "sampling": dict(self.request.sampling)})
+            info = writer.finish({**asdict(assignment.origin), "sampling": dict(self.sampling)})
             tasks = [group.task_index for group in writer.groups]
         files.link_or_copy(part, assignment.checkpoint)
         await removing
@@ -134,11 +147,7 @@ class Rollout:
         if writer.finished:
             return
         there = {group.task_index for group in writer.groups}
-        request, settings = self.request, self.request.settings
-        opened = agents.open_sampler(
-            self.make_agent, request.server, settings.rollout, settings.custom, self._on_tokens
-        )
-        async with opened as sampler, self.metrics:
+        async with self._open_sampler() as sampler, self.metrics:
             looked = False
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -153,36 +162,50 @@ class Rollout:
         if self.counts.groups and self.counts.refused == self.counts.groups:
             raise ProgramFailed("the engine refused every prompt; the messages are above")
 
+    def _open_sampler(self) -> Sampler | AgentSampler:
+        """What makes the groups: one answer a sample, or an episode of the agent."""
+        rollout, server = self.settings.rollout, self.server
+        connections = rollout.concurrency * (server.samples if self.make_agent else 1) + SPARE_CONNECTIONS
+        if self.make_agent is None:
+            return Sampler(server, connections=connections, on_tokens=self._on_tokens)
+        return AgentSampler(
+            self.make_agent,
+            server,
+            rollout,
+            custom=self.settings.custom,
+            connections=connections,
+            on_tokens=self._on_tokens,
+        )
+
     async def _next_batch(self, queue: deque[Task], there: set[int]) -> list[Task]:
         """The prompts of the next request, once the engine has a place for them; claimed no sooner. [] when nothing is left."""
         if self.claims.shared:
-            await self.engine_queue.wait_for_place(lambda: self.sampling * self.samples)
-        most = self.request.prompts_per_request
-        for _ in range(most):
+            await self.engine_queue.wait_for_place(lambda: self.being_sampled * self.samples)
+        for _ in range(self.per_request):
             await self.unwritten.acquire()
             await self.slots.acquire()
-        while len(queue) < most and (lot := await asyncio.to_thread(self.claims.take)):
+        while len(queue) < self.per_request and (lot := await asyncio.to_thread(self.claims.take)):
             queue += [self.tasks[index] for index in lot if index not in there]
             self.begun += len(lot)
         self.progress.total = (self.begun + self.claims.own_left) * self.samples
         # A request has prompts of one kind: texts, or the tokens of chat messages.
         batch = [
             task
-            for task in islice(queue, most)
+            for task in islice(queue, self.per_request)
             if isinstance(task.prompt, str) is isinstance(queue[0].prompt, str)
         ]
         for task in batch:
             queue.remove(task)
-        for _ in range(most - len(batch)):
+        for _ in range(self.per_request - len(batch)):
             self.unwritten.release()
             self.slots.release()
-        self.sampling += len(batch)
+        self.being_sampled += len(batch)
         self.engine_queue.sent(len(batch) * self.samples)
         return batch
 
     async def _sample(
         self,
-        sampler: Sampler | agents.AgentSampler,
+        sampler: Sampler | AgentSampler,
         batch: list[Task],
         writer: ShardWriter,
         tasks: asyncio.TaskGroup,
@@ -191,7 +214,7 @@ class Rollout:
 
         def finished(group: Group, *, late: bool = False) -> None:
             del under_way[group.task.index]
-            self.sampling -= 1
+            self.being_sampled -= 1
             self.slots.release()
             tasks.create_task(self._judge_and_append(group, writer, late))
 
@@ -222,7 +245,7 @@ class Rollout:
 
     def _give_up_early(self, group: Group, made: Sequence[Trajectory]) -> None:
         """Raises ProgramFailed once it is certain that the phase must fail."""
-        counts, settings, total = self.counts, self.request.settings, self.progress.total
+        counts, settings, total = self.counts, self.settings, self.progress.total
         if counts.refused == counts.groups >= ALL_REFUSED:
             raise ProgramFailed(f"the engine refuses every prompt: {group.error}")
         for what, count, section, most in (
@@ -240,6 +263,25 @@ class Rollout:
     def _on_tokens(self, count: int) -> None:
         self.counts.tokens += count
         self.progress.write_soon()
+
+
+def server_of(spec: Mapping[str, Any], settings: Settings) -> Server:
+    """Where this program samples, how, and how patiently. Raises UsageError."""
+    sampling, engine, samples = spec["sampling"], spec["engine"], spec["sampling"]["samples"]
+    if samples > 1 and sampling["temperature"] == 0:
+        raise UsageError(
+            f"{samples} samples a task at temperature 0 would all be the same; give samples=1 or a temperature"
+        )
+    return Server(
+        url=engine["url"],
+        api_key=engine.get("api_key") or "",
+        model=engine.get("model") or "",
+        **{name: sampling[name] for name in ("samples", "temperature", "top_p", "top_k", "max_tokens")},
+        timeout_s=settings.rollout.request_timeout_s,
+        tries=settings.rollout.retries + 1,
+        # A server of ours is started again by the daemon, once this program has failed: waiting for it would be in vain.
+        patience_s=0.0 if settings.manages_engine else settings.engine.start_timeout_s,
+    )
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:
@@ -269,7 +311,7 @@ async def until_stopped(rollout: Rollout) -> dict[str, Any]:
 
 
 def main(spec: dict[str, Any], settings: Settings, progress: Progress) -> dict[str, Any]:
-    return asyncio.run(until_stopped(Rollout(RolloutRequest.from_spec(spec, settings), progress)))
+    return asyncio.run(until_stopped(Rollout(spec, settings, progress)))
 
 
 if __name__ == "__main__":
