@@ -42,16 +42,16 @@ def make_dirs(path: Path) -> None:
             os.mkdir(directory, _modes["dir"])
             os.chmod(directory, _modes["dir"])
         except FileExistsError:
-            if (
-                directory.exists() and not directory.is_dir()
-            ):  # "exists" and not to be seen: a remembered absence
+            # Where it "exists" and cannot be seen, this host remembers its absence: it is there.
+            if directory.exists() and not directory.is_dir():
                 raise
 
 
 def open_new(path: Path) -> int:
     """Create `path` exclusively with the run's file mode and give a descriptor for writing. Raises OSError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _modes["file"])
-    if _modes["file"] != 0o600:  # only a wider mode can have been narrowed by the umask
+    # Only a wider mode can have been narrowed by the umask.
+    if _modes["file"] != 0o600:
         os.fchmod(fd, _modes["file"])
     return fd
 
@@ -88,9 +88,9 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
 def create_exclusive(path: Path, data: bytes, *, durable: bool = True) -> bool:
     """Put `data` at `path` unless something is there already; True where `path` now holds *our* file.
 
-    A hard link decides, and then what is really there, never the error code: an NFS server may answer EEXIST to a request
-    that it carried out itself, and some filesystems answer EPERM to the loser of a race. Where hard links are not to be had, the
-    final name itself is created exclusively. Raises OSError for anything else.
+    A hard link decides who is first. What is there afterwards says who was, never the error code: an NFS server may answer
+    EEXIST to a request that it carried out itself, and some filesystems answer EPERM to the loser of a race. Where a filesystem
+    has no hard links, the final name itself is created exclusively. Raises OSError for anything else.
     """
     temporary = _write_temporary(path, data, durable)
     try:
@@ -120,9 +120,9 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK
 
 
 def _look(path: Path) -> os.stat_result | None:
-    """What `path` is; None where nothing is there, and its parent's listing, freshly opened, does not know it either.
+    """What `path` is; None where nothing is there, and its parent's listing does not know it either.
 
-    The listing makes an NFS client forget that the name was absent a moment ago.
+    To open the parent anew makes an NFS client forget that the name was absent a moment ago.
     """
     try:
         return os.stat(path)
@@ -131,8 +131,10 @@ def _look(path: Path) -> os.stat_result | None:
 
 
 def _create_in_place(path: Path, data: bytes, durable: bool) -> bool:
-    """The same without hard links. Between creation and the last byte the record is torn, and readers take it for not there
-    yet; a process that dies in between leaves it so, and never is it removed: somebody may have read it whole by then."""
+    """The same without hard links. Between creation and the last byte the record is torn, and readers take it for not there yet.
+
+    A process that dies in between leaves it torn. Nobody removes it: a process that only seemed dead may still complete it.
+    """
     try:
         fd = open_new(path)
     except OSError as error:
@@ -197,5 +199,6 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.replace(temporary, target)
     finally:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)  # renaming one name of a file onto another of the same file does nothing
+            # It is still there after a success, too, where both were names of one file: then renaming does nothing.
+            os.unlink(temporary)
     fsync_dir(target.parent)

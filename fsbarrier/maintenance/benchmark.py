@@ -72,12 +72,10 @@ def ping(folder: Path, nodes: int, iterations: int) -> Latency:
 
 def barrier_times(log_path: Path) -> list[float]:
     """The time of each barrier that a run passed, but for the first iteration's: there the nodes still start."""
-    from fsbarrier.rundir.journal import JournalReader
-    from fsbarrier.rundir.paths import RunPaths
+    from fsbarrier.rundir.journal import JournalReader, journal_files
     from fsbarrier.view.timings import read_spans, rows
 
-    journals = sorted(RunPaths(log_path).events.glob("*.jsonl"))
-    passed = rows(read_spans(JournalReader(path).read() for path in journals))
+    passed = rows(read_spans(JournalReader(path).read() for path in journal_files(log_path)))
     return [row.coordination_s for row in passed if row.coordination_s is not None and row.iteration > 1]
 
 

@@ -17,10 +17,11 @@ from fsbarrier.data import rankfiles
 from fsbarrier.data.rankfiles import FileState, FoundFile
 from fsbarrier.data.shardscan import scan_shard
 from fsbarrier.errors import FsbarrierError, UsageError
-from fsbarrier.protocol.facts import CorruptRecord, Fact, decode
+from fsbarrier.protocol.facts import Fact
 from fsbarrier.rundir import runrecord
-from fsbarrier.rundir.names import SPLITS, parse_trajectories
+from fsbarrier.rundir.names import FACT, GENERATION_FOLDER, PHASE_FOLDER, SPLITS, parse_trajectories
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.store import LenientStore
 
 #: What `fsbarrier recover` calls a state that `fsbarrier aggregate` calls otherwise.
 _SHOWN = {
@@ -95,13 +96,17 @@ def gone(log_path: Path, split: str, iteration: int, found: Iterable[FoundFile])
 
 def _decided(paths: RunPaths, iteration: int) -> Iterator[str]:
     """The names of the merged files in the facts of an iteration."""
-    for path in sorted(paths.coordination.glob(f"gen-*/iter-{iteration:06d}/p*/node-*.done")):
-        try:
-            merged = decode(path.read_bytes(), Fact).value.get("merged")
-        except (OSError, CorruptRecord):
-            continue
-        if isinstance(merged, str):
-            yield Path(merged).name
+    store = LenientStore()
+    for generation in sorted(GENERATION_FOLDER.parse_all(store.names(paths.coordination))):
+        folder = paths.iteration(generation, iteration)
+        for row in PHASE_FOLDER.parse_all(sorted(store.names(folder))):
+            phase = paths.phase(generation, iteration, row.index, row.name)
+            for name in sorted(store.names(phase)):
+                said = FACT.parse(name)
+                fact = store.read(phase / name, Fact) if said is not None and said.status == "done" else None
+                merged = fact.value.get("merged") if fact is not None else None
+                if isinstance(merged, str):
+                    yield Path(merged).name
 
 
 def restore(merged: Path, names: Iterable[Path]) -> list[Path]:

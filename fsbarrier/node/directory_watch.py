@@ -17,11 +17,10 @@ from watchdog.observers.api import BaseObserver
 
 from fsbarrier.machine.mounts import LOCAL, mount_of
 
-logging.getLogger("watchdog").setLevel(
-    logging.CRITICAL
-)  # what it says of its own threads is nobody's business
+# What the library says of its own threads helps nobody.
+logging.getLogger("watchdog").setLevel(logging.CRITICAL)
 
-#: facts are created or renamed into place; that somebody lists the directory, this node above all, is no news
+#: Facts are created or renamed into place. That somebody lists the directory, this node above all, is no news.
 ARRIVALS: list[type[FileSystemEvent]] = [FileCreatedEvent, FileMovedEvent]
 
 

@@ -13,7 +13,7 @@ from fsbarrier.node.console import Console
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Rules
 from fsbarrier.rundir.journal import Journal
-from fsbarrier.rundir.log_tail import last_words
+from fsbarrier.rundir.log_tail import last_lines_of_node
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.view.event_wording import log_lines
 
@@ -52,7 +52,9 @@ class EventLog:
             return {"seconds": round(now - self._row_entered, 6)}
         elif event == "node_lost":
             paths = self._record.paths
-            logs = [last_words(paths, lost["node_rank"], lost["incarnation"]) for lost in fields["lost"]]
+            logs = [
+                last_lines_of_node(paths, lost["node_rank"], lost["incarnation"]) for lost in fields["lost"]
+            ]
             return {"lost": [{**lost, "log": log} for lost, log in zip(fields["lost"], logs, strict=True)]}
         return {}
 

@@ -62,10 +62,10 @@ def read_manifest(folder: Path) -> Manifest:
     except (
         OSError,
         ValueError,
-        KeyError,
+        LookupError,
         TypeError,
         AttributeError,
-        OverflowError,
+        ArithmeticError,
         RecursionError,
     ) as error:
         raise ProgramFailed(f"{folder / MANIFEST} cannot be read: {error}") from None
@@ -96,9 +96,8 @@ def publish_link(log_path: Path, folder: Path) -> Path:
         os.symlink(os.path.relpath(target, log_path), temporary)
     except OSError:
         shutil.copytree(target, temporary)
-    if (
-        served.is_dir() and not served.is_symlink()
-    ):  # a copy from before: a folder cannot be replaced in one step
+    if served.is_dir() and not served.is_symlink():
+        # A copy from before: a folder cannot be replaced in one step.
         old = served.with_name(f".{served.name}.{secrets.token_hex(6)}.old")
         os.rename(served, old)
         os.rename(temporary, served)
@@ -122,9 +121,8 @@ def retain(log_path: Path, keep: int, current: Path) -> list[Path]:
     for version, folder in folders:
         if version not in spared and version < _version(current) and folder != current:
             with contextlib.suppress(OSError):
-                (folder / MANIFEST).unlink(
-                    missing_ok=True
-                )  # first: what is half removed must not look complete
+                # The manifest goes first: what is half removed must not look complete.
+                (folder / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(folder)
                 removed.append(folder)
     return removed

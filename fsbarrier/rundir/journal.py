@@ -15,7 +15,9 @@ from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.protocol.facts import Payload
+from fsbarrier.rundir.names import JOURNAL
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.store import LenientStore
 
 #: Bytes of one journal that are read at a time. A line that is longer is passed over.
 BLOCK_BYTES = 16 * 1024 * 1024
@@ -185,10 +187,15 @@ class JournalReader:
             return None
 
 
+def journal_files(log_path: Path) -> list[Path]:
+    """The journals of a run; none where their folder cannot be listed."""
+    folder = RunPaths(log_path).events
+    return [folder / name for name in sorted(LenientStore().names(folder)) if JOURNAL.parse(name) is not None]
+
+
 def read_events(log_path: Path) -> list[Event]:
     """All events of a run, in the order of their wall-clock times (for display: no decision rests on it)."""
-    journals = sorted(RunPaths(log_path).events.glob("*.jsonl"))
-    events = [event for path in journals for event in JournalReader(path).read()]
+    events = [event for path in journal_files(log_path) for event in JournalReader(path).read()]
     return sorted(events, key=lambda event: event.at)
 
 

@@ -20,23 +20,25 @@ def fit_for_terminal(line: str) -> str:
     return _ESCAPES.sub("", last_state).translate(_CONTROLS)
 
 
-def tail(path: Path, lines: int, begin: int = 0) -> list[str]:
+def last_lines(path: Path, lines: int, begin: int = 0) -> list[str]:
     """The last lines of a log after its first `begin` bytes, from at most the last 64 KiB. Never raises."""
     try:
         with path.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
-            begin = begin if begin <= size else 0  # else somebody cut the log
+            # Where the log is shorter than it was, somebody has cut it.
+            begin = begin if begin <= size else 0
             cut = stream.seek(max(begin, size - TAIL_BYTES))
             rows = stream.read(TAIL_BYTES).decode("utf-8", errors="replace").split("\n")
     except OSError as error:
         return [f"(cannot read {path}: {error.strerror})"]
     if cut > begin and len(rows) > 1:
-        del rows[0]  # a part of a line
+        # The first of them is a part of a line.
+        del rows[0]
     rows = [fit_for_terminal(row).rstrip() for row in rows]
     return [row for row in rows if row][-lines:] if lines > 0 else []
 
 
-def last_words(paths: RunPaths, rank: int, incarnation: int, lines: int = 3) -> list[str]:
+def last_lines_of_node(paths: RunPaths, rank: int, incarnation: int, lines: int = 3) -> list[str]:
     """What a node's daemon and its newest program wrote last, each line with its log's name. Never raises.
 
     A daemon that joined anew keeps the folder of its first incarnation.
@@ -50,4 +52,4 @@ def last_words(paths: RunPaths, rank: int, incarnation: int, lines: int = 3) -> 
         return []
     daemon = folder / "daemon.log"
     newest = [written[stamp] for stamp in sorted(written) if written[stamp] != daemon][-1:]
-    return [f"{path.name}: {line}" for path in (*newest, daemon) for line in tail(path, lines)]
+    return [f"{path.name}: {line}" for path in (*newest, daemon) for line in last_lines(path, lines)]

@@ -180,7 +180,7 @@ class Child:
 
     def last_log_lines(self, lines: int = 20) -> list[str]:
         """The last lines of its log since this start, from at most the last 64 KiB, fit for a terminal."""
-        return log_tail.tail(self.log_file, lines, self._log_start)
+        return log_tail.last_lines(self.log_file, lines, self._log_start)
 
     def __enter__(self) -> Self:
         return self

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from fsbarrier.errors import UsageError
 from fsbarrier.machine.host import boot_id, host_name
-from fsbarrier.protocol.facts import Beat, CorruptRecord, Generation, Join, R, decode
+from fsbarrier.protocol.facts import Beat, Generation, Join
 from fsbarrier.protocol.membership import GONE, Ledger
 from fsbarrier.rundir import names, runrecord
 from fsbarrier.rundir.heartbeats import HeartbeatReader
 from fsbarrier.rundir.journal import Event, JournalReader
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.store import PosixStore
+from fsbarrier.rundir.store import LenientStore
 from fsbarrier.supervision.processes import Stat
 from fsbarrier.view.history import History
 from fsbarrier.view.phases import last_phase, phase_name
@@ -71,7 +71,8 @@ class RunReader:
         self.record = load_record(self.log_path)
         self._boot = boot_id()
         self._host = host_name()
-        self._heartbeats = HeartbeatReader(PosixStore(), self.paths.beats)
+        self._store = LenientStore()
+        self._heartbeats = HeartbeatReader(self._store, self.paths.beats)
 
     def poll(self, now: float) -> list[Event]:
         """Look at everything; `now` is this process's monotonic time. Gives the journals' new events, by their wall clocks."""
@@ -161,11 +162,11 @@ class RunReader:
     # --- reading ---
 
     def _read_joins(self, now: float) -> None:
-        for name in _names(self.paths.joins):
+        for name in self._store.names(self.paths.joins):
             start = names.START.parse(name)
             if start is None or start in self._clocks:
                 continue
-            join = _read(self.paths.joins / name, Join)
+            join = self._store.read(self.paths.joins / name, Join)
             if join is None:
                 continue
             self._clocks[start] = join.boot_id
@@ -174,9 +175,9 @@ class RunReader:
                 self.joined_since[join.rank] = now
 
     def _read_generations(self) -> None:
-        found = names.GENERATION.parse_all(_names(self.paths.generations))
+        found = names.GENERATION.parse_all(self._store.names(self.paths.generations))
         for number in sorted(set(found) - self._generations):
-            record = _read(self.paths.generation(number), Generation)
+            record = self._store.read(self.paths.generation(number), Generation)
             if record is None:
                 continue
             self._generations.add(number)
@@ -190,7 +191,7 @@ class RunReader:
 
     def _read_journals(self) -> list[Event]:
         fresh: list[Event] = []
-        for name in _names(self.paths.events):
+        for name in self._store.names(self.paths.events):
             start = names.JOURNAL.parse(name)
             if start is None:
                 continue
@@ -230,10 +231,7 @@ class RunReader:
                 self._times = None
 
     def _read_beats(self, now: float) -> None:
-        beats = dict[int, Beat]()
-        # what cannot be read at this moment may be there at the next
-        with contextlib.suppress(OSError):
-            beats = {start.rank: beat for start, beat in self._heartbeats.read() if beat is not None}
+        beats = {start.rank: beat for start, beat in self._heartbeats.read() if beat is not None}
         for beat in beats.values():
             with contextlib.suppress(OSError):
                 self.beat_times[beat.rank] = self.paths.beat(beat.rank, beat.incarnation).stat().st_mtime
@@ -245,7 +243,9 @@ class RunReader:
             self.arrived, self.arrived_since = frozenset(), {}
             return
         folder = self.paths.phase(*self.position, self.phase_name)
-        done = {fact.rank for fact in names.FACT.parse_all(_names(folder)) if fact.status == "done"}
+        done = {
+            fact.rank for fact in names.FACT.parse_all(self._store.names(folder)) if fact.status == "done"
+        }
         arrived = done & set(self.newest.ranks)
         since = {rank: self.arrived_since[rank] for rank in arrived & self.arrived}
         self.arrived, self.arrived_since = frozenset(arrived), dict.fromkeys(arrived, now) | since
@@ -261,17 +261,3 @@ def load_record(log_path: Path) -> runrecord.RunRecord:
         why = "there is no run.json" if log_path.is_dir() else "there is no such directory"
         raise UsageError(f"no run at {log_path}: {why}; name a run's directory with --log-path")
     return runrecord.load(log_path)
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(entry.name for entry in folder.iterdir())
-    except OSError:
-        return []
-
-
-def _read(path: Path, cls: type[R]) -> R | None:
-    try:
-        return decode(path.read_bytes(), cls)
-    except (OSError, CorruptRecord):
-        return None
