@@ -203,7 +203,8 @@ class MemberThreads:
             failure = self.snapshot.failure
             last = self._leaving.is_set() or failure is not None
             if isinstance(failure, Fenced):
-                return  # nobody listens to a start that was superseded
+                # Nobody listens to a start that was superseded.
+                return
             if last and self._agent.exit is None:
                 self._agent.exit = Exit(0, "left", "left")
             # Where this fails, the looking thread meets the same filesystem, and tells the caller.

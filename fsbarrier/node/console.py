@@ -30,5 +30,6 @@ class Console:
         sys.stdout.flush()
         while (item := self._waiting.get()) is not None:
             fd, text = item
-            with contextlib.suppress(OSError):  # nobody need read along; the journal has it
+            # Nobody need read along: the journal has it.
+            with contextlib.suppress(OSError):
                 os.write(fd, text.encode(errors="surrogateescape"))

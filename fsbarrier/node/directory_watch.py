@@ -47,7 +47,8 @@ class Hints(FileSystemEventHandler):
             if directory is not None:
                 self._observer.schedule(self, str(directory), event_filter=ARRIVALS)
             self._watched = directory
-        except (OSError, RuntimeError):  # no inotify, no more watches, no more threads: polling does
+        except (OSError, RuntimeError):
+            # No inotify, no more watches, or no more threads: polling does without.
             self._usable = False
 
     def on_any_event(self, event: FileSystemEvent) -> None:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 MAX_BYTES = 16 * 1024 * 1024
-TORN_S = 5.0  # a record is linked into place whole; a mount that shows it torn for longer than this is broken
+# A record is linked into place whole, so a mount that shows it torn for longer than this is broken.
+TORN_S = 5.0
 
 #: Settings that concern one start of one node, so that each start may choose them anew.
 PER_START = frozenset({"iterations", "log_path", "coordination.join_timeout_s", "rl_phase", "rollout_split"})
@@ -116,7 +117,8 @@ def publish(record: RunRecord) -> RunRecord:
         files.make_dirs(record.log_path)
         won = files.create_exclusive(record.paths.record, encode(record))
     except OSError as error:
-        for folder in made:  # leave nothing behind; a folder that somebody uses by now is not empty and stays
+        # Leave nothing behind. A folder that somebody uses by now is not empty and stays.
+        for folder in made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
         raise UsageError(

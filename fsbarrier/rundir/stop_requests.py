@@ -13,7 +13,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.store import PosixStore
 
 
-def request_stop(log_path: Path, *, now: bool, who: str | None = None) -> Path:
+def request_stop(log_path: Path, *, now: bool) -> Path:
     """Ask all nodes of a run to end: at the next start of an iteration, or at once. Gives the request's path.
 
     Only nodes that run now see it; a later start does not. Raises UsageError where there is no run, OSError.
@@ -23,9 +23,7 @@ def request_stop(log_path: Path, *, now: bool, who: str | None = None) -> Path:
         raise UsageError(f"no run at {log_path}: there is no {paths.record.name}")
     store = PosixStore()
     store.make_dir(paths.stops)
-    request = StopRequest(
-        now=now, who=who or user_at_host(), time=datetime.now(UTC).isoformat(timespec="seconds")
-    )
+    request = StopRequest(now=now, who=user_at_host(), time=datetime.now(UTC).isoformat(timespec="seconds"))
     number = max(STOP_REQUEST.parse_all(store.names(paths.stops)), default=0) + 1
     while not store.create(paths.stop(number), request):
         number += 1
