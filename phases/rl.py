@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,7 @@ from fsbarrier.rundir.names import SPLITS
 from fsbarrier.settings.sections import RolloutSettings
 
 NOTHING = Value({})
-#: of the settings `rollout.*`, those that say how answers are sampled
-SAMPLING = {"samples", "temperature", "top_p", "top_k", "max_tokens", "seed"}
+SAMPLING_SETTINGS = ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
 
 # --- rollouts (1-6) ---------------------------------------------------------------------------------------------------
 
@@ -45,11 +45,9 @@ def assign_train(ctx: Context) -> Work:
     if ctx.settings.rollout_split == "eval-only":
         return NOTHING
     settings = ctx.settings.rollout
-    count, more = settings.tasks, settings.oversample
-    sampled = sample_tasks(
-        ctx.tasks["train"]["count"], math.ceil(count * more), seed=settings.seed, iteration=ctx.iteration
-    )
-    return Value(share_out_train(ctx, sampled, keep=count if more > 1 else None))
+    there, wanted = ctx.tasks["train"]["count"], math.ceil(settings.tasks * settings.oversample)
+    sampled = sample_tasks(there, wanted, seed=settings.seed, iteration=ctx.iteration)
+    return Value(share_out_train(ctx, sampled, keep=settings.tasks if settings.oversample > 1 else None))
 
 
 def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -> dict[str, Any]:
@@ -106,7 +104,7 @@ def rollout(ctx: Context, split: str, assigned: Payload | None, settings: Rollou
         task_file=ctx.tasks[split]["path"],
         model=str(policy.model),
         engine="{engine}",
-        sampling=settings.model_dump(include=SAMPLING),
+        sampling={name: getattr(settings, name) for name in SAMPLING_SETTINGS},
     )
     return Steps((ServeWeights(policy.model, policy.version, ctx.threads), command))
 
@@ -217,8 +215,7 @@ def decide_eval(ctx: Context) -> Work:
     """Leader: does this iteration evaluate, and who takes which held-out task. All nodes read this one answer."""
     if not evaluates(ctx):
         return Value({"evaluate": False})
-    count = ctx.tasks["test"]["count"]
-    tasks = sample_tasks(count, ctx.settings.eval.tasks, seed=0, iteration=1)
+    tasks = sample_tasks(ctx.tasks["test"]["count"], ctx.settings.eval.tasks, seed=0, iteration=1)
     return Value({"evaluate": True, **share_out(ctx, "test", tasks)})
 
 
@@ -229,8 +226,10 @@ def evaluating(ctx: Context) -> Payload | None:
 
 def rollout_eval(ctx: Context) -> Work:
     """Every node, if decided: its share of the held-out tasks."""
-    own = ctx.settings.eval.model_dump(exclude={"tasks"}, exclude_none=True)
-    return rollout(ctx, "test", evaluating(ctx), ctx.settings.rollout.model_copy(update=own))
+    own, train = ctx.settings.eval, ctx.settings.rollout
+    most = own.max_tokens or train.max_tokens
+    settings = replace(train, samples=own.samples, temperature=own.temperature, max_tokens=most)
+    return rollout(ctx, "test", evaluating(ctx), settings)
 
 
 def aggregate_eval(ctx: Context) -> Work:

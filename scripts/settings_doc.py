@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import types
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "settings.md"
 sys.path.insert(0, str(ROOT))
 
 from fsbarrier.rundir.runrecord import PER_START  # noqa: E402
-from fsbarrier.settings.resolve import sections  # noqa: E402
-from fsbarrier.settings.sections import Settings  # noqa: E402
+from fsbarrier.settings.sections import Section, Settings, sections  # noqa: E402
 from fsbarrier.settings.sources import FLAGS  # noqa: E402
+from fsbarrier.settings.value_types import Bounds  # noqa: E402
 
 HEAD = """# Settings
 
@@ -49,24 +51,25 @@ def page() -> str:
     """The whole document."""
     per_start = ", ".join(f"`{name}`" for name in sorted(PER_START))
     groups = sections()
-    plain = {name: info for name, info in Settings.model_fields.items() if name not in groups}
-    parts = [HEAD.replace("{per_start}", per_start), table("The run", "", plain, "")]
+    parts = [HEAD.replace("{per_start}", per_start), table("The run", "", Settings, "", set(groups))]
     for name, section in groups.items():
-        text = (section.__doc__ or "").strip()
-        parts.append(table(f"`{name}`", text, section.model_fields, f"{name}."))
+        parts.append(table(f"`{name}`", (section.__doc__ or "").strip(), section, f"{name}.", set()))
     return "\n".join(parts)
 
 
-def table(title: str, text: str, fields: dict[str, Any], prefix: str) -> str:
+def table(title: str, text: str, section: type[Section], prefix: str, left_out: set[str]) -> str:
     """One section: a row a setting."""
     flags = {key: flag for flag, key in FLAGS.items()}
+    hints = get_type_hints(section, include_extras=True)
     lines = [f"## {title}", "", *([text, ""] if text else [])]
     lines += ["| setting | value | default | meaning |", "| --- | --- | --- | --- |"]
-    for name, info in fields.items():
-        key = f"{prefix}{name}"
+    for item in fields(section):  # type: ignore[arg-type]
+        if item.name in left_out:
+            continue
+        key = f"{prefix}{item.name}"
         named = f"`{key}`" + (f"<br>`{flags[key]}`" if key in flags else "")
-        default = {} if info.default_factory else info.default
-        row = (named, shape(info.annotation, info.metadata), written(default), info.description or "")
+        default = {} if item.default is MISSING else item.default
+        row = (named, shape(hints[item.name]), written(default), item.metadata["description"])
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
     return "\n".join(lines) + "\n"
 
@@ -82,30 +85,27 @@ def written(value: Any) -> str:
     return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
 
 
-def shape(annotation: Any, metadata: list[Any]) -> str:
+def shape(hint: Any) -> str:
     """What may be given, in a few words: type and limits."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        inner = next(item for item in get_args(annotation) if item is not type(None))
-        return shape(inner, []) + ", or none"
-    if get_origin(annotation) is Annotated:
-        inner, *limits = get_args(annotation)
-        return shape(inner, [*limits, *metadata])
-    if get_origin(annotation) is Literal:
-        return ", ".join(f"`{item}`" for item in get_args(annotation))
-    if get_origin(annotation) is tuple:
-        return "list of " + shape(get_args(annotation)[0], []).replace("number", "numbers").replace(
-            "text", "words"
-        )
-    names = {int: "whole number", float: "number", bool: "true or false", str: "text", dict: "table"}
-    limits = [limit for item in metadata for limit in (getattr(item, "metadata", None) or [item])]
-    text = [phrase for limit in limits for phrase in bounds(limit)]
-    return " ".join([names.get(get_origin(annotation) or annotation, str(annotation)), *text])
+    inner = get_args(hint)
+    if NoneType in inner:
+        return shape(inner[0]) + ", or none"
+    if get_origin(hint) is Annotated:
+        limits = [phrase for trait in inner[1:] if isinstance(trait, Bounds) for phrase in bounds(trait)]
+        return " ".join([shape(inner[0]), *limits])
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{item}`" for item in inner)
+    if get_origin(hint) is tuple:
+        return "list of " + shape(inner[0]).replace("number", "numbers").replace("text", "words")
+    names = {int: "whole number", float: "number", bool: "true or false", str: "text", Mapping: "table"}
+    return names[get_origin(hint) or hint]
 
 
-def bounds(limit: Any) -> list[str]:
-    """The limits that one piece of an annotation states."""
+def bounds(limit: Bounds) -> list[str]:
+    """The limits of a number."""
     words = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}"}
-    return [text.format(f"{getattr(limit, name):g}") for name, text in words.items() if hasattr(limit, name)]
+    found = {name: getattr(limit, name) for name in words}
+    return [words[name].format(f"{bound:g}") for name, bound in found.items() if bound is not None]
 
 
 def main() -> int:

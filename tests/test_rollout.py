@@ -421,7 +421,7 @@ def test_what_the_user_must_mend_is_exit_code_2(
 def test_it_starts_without_what_takes_seconds_to_import() -> None:
     code = (
         "import sys; import fsbarrier.workers.rollout;"
-        "heavy = ('torch', 'transformers', 'vllm', 'numpy', 'pyarrow', 'math_verify');"
+        "heavy = ('torch', 'transformers', 'vllm', 'numpy', 'pyarrow', 'pydantic', 'math_verify');"
         "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -112,7 +112,7 @@ class Bench:
 
     @property
     def settings(self) -> Settings:
-        return Settings.model_validate(self.nested)
+        return Settings.from_json(self.nested)
 
     def spec(self, name: str, **fields: Any) -> dict[str, Any]:
         return {

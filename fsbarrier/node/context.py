@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +37,7 @@ class ContextMaker:
         return Context(
             run_id=self.record.run_id,
             paths=self.record.paths,
-            settings=self.settings.with_choices(generation.choices),
+            settings=replace(self.settings, **generation.choices),
             tasks=self.record.tasks,
             model=Path(self.record.model) if self.record.model else None,
             node_rank=node.rank,

@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fsbarrier
 from fsbarrier import files
@@ -26,33 +25,29 @@ from fsbarrier.errors import StoreError, TooFewNodes, UsageError
 from fsbarrier.machine.host import user_at_host
 from fsbarrier.retry import Backoff
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import ChosenValue
-
-if TYPE_CHECKING:
-    from fsbarrier.settings.sections import Settings
 
 SCHEMA = 1
 MAX_BYTES = 16 * 1024 * 1024
 # A record is linked into place whole, so a mount that shows it torn for longer than this is broken.
 TORN_S = 5.0
 
+TEXTS = ("run_id", "created", "created_by", "version", "settings_digest")
+
 #: Settings that concern one start of one node, so that each start may choose them anew.
 PER_START = frozenset({"iterations", "log_path", "coordination.join_timeout_s", "rl_phase", "rollout_split"})
 
 
-# Without slots: `settings` is kept in the instance once it is asked for.
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run as all its nodes know it. `tasks`: split -> {"path", "count", "sha256"}; `model`: folder of the first policy.
-
-    `settings_json`: the settings as the file has them, which digests and comparisons are about.
-    """
+    """A run as all its nodes know it. `tasks`: split -> {"path", "count", "sha256"}; `model`: folder of the first policy."""
 
     run_id: str
     created: str  # UTC, ISO 8601
     created_by: str  # user@host
     version: str
-    settings_json: Mapping[str, Any]
+    settings: Settings
     settings_digest: str
     tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     model: str | None = None
@@ -61,20 +56,6 @@ class RunRecord:
     @property
     def paths(self) -> RunPaths:
         return RunPaths(self.log_path)
-
-    @cached_property
-    def settings(self) -> Settings:
-        """The settings, typed. Raises UsageError where the record has a value that this version does not take.
-
-        Made when it is first asked for: loading pydantic takes longer than all that a command does which needs no setting.
-        """
-        from fsbarrier.settings.resolve import from_record
-
-        return from_record(self.settings_json)
-
-    def setting(self, key: str) -> Any:
-        """One value of `settings_json` by its dotted name, for commands that must be quick; None where the record has none."""
-        return look_up(self.settings_json, key)
 
     @property
     def origin(self) -> str:
@@ -99,7 +80,7 @@ def new(
         created=now.isoformat(timespec="seconds"),
         created_by=user_at_host(),
         version=fsbarrier.__version__,
-        settings_json=settings.as_json(),
+        settings=settings,
         settings_digest=settings.digest,
         tasks=tasks,
         model=model,
@@ -137,7 +118,7 @@ def encode(record: RunRecord) -> bytes:
         "version": record.version,
         "model": record.model,
         "tasks": record.tasks,
-        "settings": record.settings_json,
+        "settings": record.settings.as_json(),
         "settings_digest": record.settings_digest,
     }
     return json.dumps({**body, "digest": _digest(body)}, indent=2).encode() + b"\n"
@@ -240,18 +221,18 @@ def decode(data: bytes, log_path: Path) -> RunRecord:
     claimed = body.pop("digest", None)
     if claimed != _digest(body):
         raise _Torn("torn or edited: its digest does not fit (settings of a run cannot be changed by hand)")
-    body["settings_json"] = body.pop("settings", None)
-    fields: dict[str, Any] = {
-        name: body.get(name) for name in RunRecord.__dataclass_fields__ if name != "log_path"
-    }
-    if not all(
-        isinstance(fields[name], str)
-        for name in ("run_id", "created", "created_by", "version", "settings_digest")
-    ):
+    texts: dict[str, Any] = {name: body.get(name) for name in TEXTS}
+    if not all(isinstance(text, str) for text in texts.values()):
         raise _Torn("not a run's record (fields are missing)")
-    if not isinstance(fields["settings_json"], dict) or not isinstance(fields["tasks"], dict):
+    if not isinstance(body.get("settings"), dict) or not isinstance(body.get("tasks"), dict):
         raise _Torn("not a run's record (no settings or tasks)")
-    return RunRecord(**fields, log_path=log_path)
+    try:
+        settings = Settings.from_json(body["settings"])
+    except ValueError as error:
+        raise _Torn(f"not a run's record ({error})") from None
+    return RunRecord(
+        **texts, settings=settings, tasks=body["tasks"], model=body.get("model"), log_path=log_path
+    )
 
 
 # --- agreeing -----------------------------------------------------------------------------------------------------------
@@ -262,11 +243,11 @@ def check_contradictions(record: RunRecord, chosen: Mapping[str, ChosenValue], s
 
     `settings`: what `chosen` alone makes, so that values are compared by what they mean and not by how they were written.
     """
-    typed = settings.as_json()
+    stated, recorded = settings.as_json(), record.settings.as_json()
     for key, item in chosen.items():
         if key in PER_START:
             continue
-        ours, theirs = look_up(typed, key), record.setting(key)
+        ours, theirs = look_up(stated, key), look_up(recorded, key)
         if ours != theirs:
             said = (
                 f"{item.source} {_plain(ours)}"

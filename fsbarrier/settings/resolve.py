@@ -7,52 +7,55 @@ that fit the filesystem), `--config FILE.toml`, flags, `key=value`. What people 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, get_args, get_origin
+from dataclasses import asdict
+from functools import cache
+from types import GenericAlias, NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import BeforeValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.checks import check, one_line
-from fsbarrier.settings.sections import Section, Settings
-from fsbarrier.settings.sources import ChosenValue, Kind, flatten, nearest
+from fsbarrier.settings.sections import Section, Settings, sections
+from fsbarrier.settings.sources import ChosenValue, Kind, nearest
+from fsbarrier.settings.value_types import Bounds, ShellWords
 
-
-def sections() -> dict[str, type[Section]]:
-    """The dotted groups, in order of their definition."""
-    return {
-        name: info.annotation
-        for name, info in Settings.model_fields.items()
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
-    }
+# --- what there is to be chosen -----------------------------------------------------------------------------------------
 
 
 def known_names() -> dict[str, Kind]:
     """Every dotted name with how its value is written as text; "custom" stands for all names below it."""
     names: dict[str, Kind] = {}
     groups = sections()
-    for name, info in Settings.model_fields.items():
+    for name, hint in _hints(Settings).items():
         if name in groups:
-            for leaf, leaf_info in groups[name].model_fields.items():
-                names[f"{name}.{leaf}"] = _kind(leaf_info.annotation, leaf_info.metadata)
+            names |= {f"{name}.{leaf}": _kind(leaf_hint) for leaf, leaf_hint in _hints(groups[name]).items()}
         else:
-            names[name] = _kind(info.annotation, info.metadata)
+            names[name] = _kind(hint)
     return names
 
 
-def _kind(annotation: Any, metadata: Iterable[Any] = ()) -> Kind:
-    optional = type(None) in get_args(annotation)
-    inner = get_args(annotation)[0] if optional else annotation
-    traits = list(metadata)
+def _hints(section: type[Section]) -> dict[str, Any]:
+    return get_type_hints(section, include_extras=True)
+
+
+def _kind(hint: Any) -> Kind:
+    optional, inner = NoneType in get_args(hint), hint
+    if optional:
+        inner = get_args(hint)[0]
+    traits: list[Any] = []
     if get_origin(inner) is Annotated:
-        traits += inner.__metadata__
-        inner = get_args(inner)[0]
-    if any(isinstance(trait, BeforeValidator) for trait in traits):
+        inner, *traits = get_args(inner)
+    if any(isinstance(trait, ShellWords) for trait in traits):
         return Kind("words", optional)
     if inner is str or get_origin(inner) is Literal:
         return Kind("text", optional)
     if get_origin(inner) is tuple:
         return Kind("list", optional)
     return Kind("bool" if inner is bool else "value", optional)
+
+
+# --- checking what was chosen -------------------------------------------------------------------------------------------
 
 
 def resolve(
@@ -70,34 +73,58 @@ def resolve(
     if "rank_weights" not in values and isinstance(values.get("num_nodes"), int):
         # A mistyped number of nodes must not fill the memory before it is refused.
         values["rank_weights"] = [1.0] * min(values["num_nodes"], 100_000)
-    settings = _validated(values, known, by_key)
+    settings = _validated(_nest(values), known, by_key)
     if cross_checks:
         check(settings, by_key)
     return settings
 
 
-def from_record(nested: Mapping[str, Any]) -> Settings:
-    """The settings that a run's record holds.
-
-    The record may be of another version: names that this one does not know are left out, and what the record does not know has its
-    default. Raises UsageError for a value that this version does not take.
-    """
-    known = known_names()
-    values = {
-        key: value
-        for key, value in flatten(nested, known).items()
-        if key in known or key.startswith("custom.")
-    }
-    return _validated(values, known, {})
+def checked(settings: Settings) -> Settings:
+    """The same settings, looked at as if somebody had chosen them: another version of fsbarrier may have written the record that they
+    are from. Raises UsageError for a value that this version does not take."""
+    return _validated(settings.as_json(), known_names(), {})
 
 
 def _validated(
-    values: Mapping[str, Any], known: Mapping[str, Kind], chosen: Mapping[str, ChosenValue]
+    nested: Mapping[str, Any], known: Mapping[str, Kind], chosen: Mapping[str, ChosenValue]
 ) -> Settings:
     try:
-        return Settings.model_validate(_nest(values))
+        model = _settings_model().model_validate(nested)
     except ValidationError as error:
         raise UsageError(one_line(error.errors(include_url=False), known, chosen)) from None
+    # What nobody chose has the default that stands in sections.py.
+    return Settings.from_json(model.model_dump(mode="json", exclude_unset=True))
+
+
+@cache
+def _settings_model() -> type[BaseModel]:
+    return _model(Settings)
+
+
+def _model(section: type[Section]) -> type[BaseModel]:
+    """A section for pydantic: takes no unknown name, converts nothing on the quiet, and says what is wrong where."""
+    values: dict[str, Any] = {name: (_for_pydantic(hint), None) for name, hint in _hints(section).items()}
+    config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    return create_model(section.__name__, __config__=config, **values)
+
+
+def _for_pydantic(hint: Any) -> Any:
+    """A setting's annotation in pydantic's words."""
+    inner = get_args(hint)
+    if NoneType in inner:
+        return _for_pydantic(inner[0]) | None
+    if get_origin(hint) is Annotated:
+        return Annotated[(_for_pydantic(inner[0]), *map(_trait, inner[1:]))]
+    if get_origin(hint) is tuple:
+        # TOML and JSON have lists only.
+        return Annotated[GenericAlias(tuple, tuple(map(_for_pydantic, inner))), Field(strict=False)]
+    return _model(hint) if isinstance(hint, type) and issubclass(hint, Section) else hint
+
+
+def _trait(trait: Bounds | ShellWords) -> Any:
+    if isinstance(trait, ShellWords):
+        return BeforeValidator(trait.convert)
+    return Field(**{name: bound for name, bound in asdict(trait).items() if bound is not None})
 
 
 def _check_name(item: ChosenValue, known: Mapping[str, Kind]) -> None:

@@ -1,66 +1,86 @@
 """Every setting of a run: its name, type, default, limits and meaning. `Settings` at the end is the whole of them.
 
-Only this module and resolve.py, which fills these types with what people chose, import pydantic. docs/settings.md is generated from
-the descriptions: `python scripts/settings_doc.py`.
+Plain dataclasses, because every program and every command reads settings; what people chose is checked once, by resolve.py, and the
+annotations here say how. docs/settings.md is generated from the descriptions: `python scripts/settings_doc.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal, Self
 
 from fsbarrier.protocol import timing
-
-
-def _split_words(value: Any) -> Any:
-    return tuple(shlex.split(value)) if isinstance(value, str) else value
-
-
-def _join_words(value: Any) -> Any:
-    listed = isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
-    return shlex.join(value) if listed else value
-
-
-Count = Annotated[int, Field(ge=1)]
-Nodes = Annotated[int, Field(ge=1, le=100_000)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
-ShareOrZero = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Name = Annotated[str, Field(min_length=1)]
-Words = Annotated[tuple[str, ...], BeforeValidator(_split_words), Field(strict=False)]
-CommandLine = Annotated[str, BeforeValidator(_join_words), Field(min_length=1)]
-Weights = Annotated[tuple[Positive, ...], Field(strict=False)]
-Betas = Annotated[tuple[Decay, Decay], Field(strict=False)]
+from fsbarrier.settings.value_types import (
+    Betas,
+    Bounds,
+    CommandLine,
+    Count,
+    CountOrZero,
+    Fraction,
+    FractionOrZero,
+    Name,
+    Nodes,
+    NotNegative,
+    Positive,
+    RlPhase,
+    Seconds,
+    Weights,
+    Words,
+)
 
 
 def setting(default: Any, description: str) -> Any:
     """A setting's default and what it means; its type and limits are its annotation."""
-    return Field(default=default, description=description)
+    return field(default=default, metadata={"description": description})
 
 
-class Section(BaseModel):
-    """A frozen group of settings that takes no unknown name and converts nothing on the quiet."""
+class Section:
+    """A group of settings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    __slots__ = ()
+
+    @classmethod
+    def from_json(cls, nested: Mapping[str, Any]) -> Self:
+        """What `as_json` gave, read again. Values are taken as they are: they were checked when somebody chose them.
+
+        Another version of fsbarrier may have written it: names that this one does not know are left out, and what it did not know
+        has its default. Raises ValueError where there is a value in the place of a group.
+        """
+        if not isinstance(nested, Mapping):
+            raise ValueError(f"{cls.__name__}: {nested!r} is no group of settings")
+        values = {}
+        for item in fields(cls):  # type: ignore[arg-type]
+            if item.name in nested:
+                value = nested[item.name]
+                if isinstance(item.default, Section):
+                    value = item.default.from_json(value)
+                # JSON knows no tuples.
+                values[item.name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
+
+    def as_json(self) -> dict[str, Any]:
+        """As a run's record and the specs of programs hold them: nested tables of plain values."""
+        return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}  # type: ignore[arg-type]
 
 
+def _plain(value: Any) -> Any:
+    if isinstance(value, Section):
+        return value.as_json()
+    return list(value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutSettings(Section):
     """Sampling trajectories from the current policy (phases 1-4)."""
 
     tasks: Count = setting(96, "Train tasks an iteration; more than there are: all.")
     samples: Count = setting(16, "Trajectories a task: the size of its group.")
     temperature: NotNegative = setting(1.0, "Sampling temperature.")
-    top_p: Share = setting(1.0, "Nucleus sampling: the probability mass that is kept.")
-    top_k: Annotated[int, Field(ge=-1)] = setting(-1, "Sample among the k likeliest tokens; -1: all.")
+    top_p: Fraction = setting(1.0, "Nucleus sampling: the probability mass that is kept.")
+    top_k: Annotated[int, Bounds(ge=-1)] = setting(-1, "Sample among the k likeliest tokens; -1: all.")
     max_tokens: Count = setting(512, "Most tokens the policy may write in one turn.")
     concurrency: Count = setting(
         64, "Prompts (groups) in flight on each node's engine; what is in flight is not taken over."
@@ -86,10 +106,10 @@ class RolloutSettings(Section):
     agent: Name | None = setting(
         None, "Your own agent for episodes of several turns, `path/file.py:Class`; none: one answer a task."
     )
-    max_error_share: ShareOrZero = setting(
+    max_error_share: FractionOrZero = setting(
         0.1, "The phase fails where the agent failed in more than this share of its trajectories."
     )
-    completion_threshold: Share = setting(
+    completion_threshold: Fraction = setting(
         1.0,
         "Train rollouts end once this share of the tasks is done and `grace_s` has passed; 1: when all are done.",
     )
@@ -100,12 +120,13 @@ class RolloutSettings(Section):
         False,
         "Tasks that were cut off at the end of an iteration are rolled out in the next one, beside its own.",
     )
-    oversample: Annotated[float, Field(ge=1, le=100)] = setting(
+    oversample: Annotated[float, Bounds(ge=1, le=100)] = setting(
         1.0,
         "Roll out this many times `rollout.tasks`, and keep the first `rollout.tasks` whose rewards are not all equal.",
     )
 
 
+@dataclass(frozen=True, slots=True)
 class EvalSettings(Section):
     """Evaluation on held-out tasks (phases 5-6)."""
 
@@ -115,6 +136,7 @@ class EvalSettings(Section):
     max_tokens: Count | None = setting(None, "Most tokens in one turn; none: as `rollout.max_tokens`.")
 
 
+@dataclass(frozen=True, slots=True)
 class RewardSettings(Section):
     """How a trajectory is judged."""
 
@@ -124,12 +146,13 @@ class RewardSettings(Section):
         "`path/file.py:function`.",
     )
     timeout_s: Seconds = setting(60.0, "Seconds after which one call of a reward counts as failed.")
-    max_error_share: ShareOrZero = setting(
+    max_error_share: FractionOrZero = setting(
         0.1,
         "The phase fails where the reward could not be computed for more than this share of its trajectories.",
     )
 
 
+@dataclass(frozen=True, slots=True)
 class JudgeSettings(Section):
     """A language model that judges answers, behind an OpenAI-compatible address (`reward.kind=judge`, or a function that asks it)."""
 
@@ -141,6 +164,7 @@ class JudgeSettings(Section):
     retries: CountOrZero = setting(3, "How often a failed request is tried again, with back-off.")
 
 
+@dataclass(frozen=True, slots=True)
 class AlgorithmSettings(Section):
     """What the update optimises."""
 
@@ -148,7 +172,7 @@ class AlgorithmSettings(Section):
         "grpo",
         "`grpo`: clipped policy gradient on group-normalised rewards; `rft`: fine-tuning on successes.",
     )
-    clip_low: Share = setting(0.2, "The probability ratio is clipped at 1 - clip_low.")
+    clip_low: Fraction = setting(0.2, "The probability ratio is clipped at 1 - clip_low.")
     clip_high: Positive = setting(0.28, "The probability ratio is clipped at 1 + clip_high.")
     normalize_std: bool = setting(True, "Divide a group's advantages by its rewards' standard deviation.")
     drop_zero_signal: bool = setting(True, "Leave out groups whose rewards are all equal.")
@@ -159,6 +183,7 @@ class AlgorithmSettings(Section):
     )
 
 
+@dataclass(frozen=True, slots=True)
 class OptimizerSettings(Section):
     """AdamW."""
 
@@ -169,6 +194,7 @@ class OptimizerSettings(Section):
     grad_clip: Positive = setting(1.0, "Largest norm of the gradient.")
 
 
+@dataclass(frozen=True, slots=True)
 class TrainerSettings(Section):
     """The update's program (phase 10): the built-in one on torchrun and accelerate, or your own command."""
 
@@ -187,6 +213,7 @@ class TrainerSettings(Section):
     )
 
 
+@dataclass(frozen=True, slots=True)
 class UpdateSettings(Section):
     """Which rollouts an update learns from (phase 8)."""
 
@@ -209,6 +236,7 @@ class UpdateSettings(Section):
     )
 
 
+@dataclass(frozen=True, slots=True)
 class EngineSettings(Section):
     """The local vLLM server of each node."""
 
@@ -217,7 +245,7 @@ class EngineSettings(Section):
     )
     max_model_len: Count = setting(2048, "Longest prompt and answer together, in tokens.")
     tensor_parallel_size: Count = setting(1, "Accelerators that share one copy of the model.")
-    gpu_memory_utilization: Share = setting(0.85, "Share of an accelerator's memory the engine may take.")
+    gpu_memory_utilization: Fraction = setting(0.85, "Share of an accelerator's memory the engine may take.")
     kv_cache_mb: Count | None = setting(
         None,
         "Key-value cache in MiB; none: room for 16 full sequences on a CPU (64 MiB to an eighth of the memory), else "
@@ -236,6 +264,7 @@ class EngineSettings(Section):
     api_key_env: str | None = setting(None, "Environment variable with that server's key.")
 
 
+@dataclass(frozen=True, slots=True)
 class CheckpointSettings(Section):
     """Saved policies."""
 
@@ -246,6 +275,7 @@ class CheckpointSettings(Section):
     )
 
 
+@dataclass(frozen=True, slots=True)
 class CoordinationSettings(Section):
     """How nodes watch and wait for each other."""
 
@@ -259,13 +289,14 @@ class CoordinationSettings(Section):
         "Seconds that nodes wait for each other at the start; on a worker, for the run's record too.",
     )
     rejoin_timeout_s: Seconds = setting(
-        timing.JOIN_TIMEOUT_S, "Seconds that `--on-node-failure wait` waits for a lost node."
+        timing.REJOIN_TIMEOUT_S, "Seconds that `--on-node-failure wait` waits for a lost node."
     )
     stall_timeout_s: Seconds = setting(1800.0, "Seconds without progress until a program counts as wedged.")
     retries: CountOrZero = setting(2, "How often a failed phase is tried again before exit code 4.")
     poll_max_s: Seconds = setting(0.05, "Longest pause between two looks at the shared directory.")
 
 
+@dataclass(frozen=True, slots=True)
 class ToySettings(Section):
     """The program `toy`: the same phases without a model."""
 
@@ -276,6 +307,7 @@ class ToySettings(Section):
     )
 
 
+@dataclass(frozen=True, slots=True)
 class Settings(Section):
     """A run's settings, complete."""
 
@@ -287,7 +319,7 @@ class Settings(Section):
         None, "Hugging Face model folder, a folder below the data path, or a name in the local cache."
     )
     program: Name = setting("rl", "`rl`, `toy`, `ping`, or your own FILE.py.")
-    rl_phase: Literal["rollout", "update", "both"] = setting("both", "Phases 0-6, 7-13, or all.")
+    rl_phase: RlPhase = setting("both", "Phases 0-6, 7-13, or all.")
     rollout_split: Literal["train-only", "eval-only"] | None = setting(
         None, "With `rl_phase=rollout`: only train rollouts, or only the evaluation; none: both."
     )
@@ -307,21 +339,23 @@ class Settings(Section):
     shared_group: bool = setting(
         False, "Let the group read and write the run directory (0770, 0660), not only its owner."
     )
-    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
-    eval: EvalSettings = Field(default_factory=EvalSettings)
-    reward: RewardSettings = Field(default_factory=RewardSettings)
-    judge: JudgeSettings = Field(default_factory=JudgeSettings)
-    algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
-    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
-    trainer: TrainerSettings = Field(default_factory=TrainerSettings)
-    update: UpdateSettings = Field(default_factory=UpdateSettings)
-    engine: EngineSettings = Field(default_factory=EngineSettings)
-    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
-    coordination: CoordinationSettings = Field(default_factory=CoordinationSettings)
-    toy: ToySettings = Field(default_factory=ToySettings)
-    custom: dict[str, Any] = Field(
+    rollout: RolloutSettings = RolloutSettings()
+    eval: EvalSettings = EvalSettings()
+    reward: RewardSettings = RewardSettings()
+    judge: JudgeSettings = JudgeSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    update: UpdateSettings = UpdateSettings()
+    engine: EngineSettings = EngineSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    coordination: CoordinationSettings = CoordinationSettings()
+    toy: ToySettings = ToySettings()
+    custom: Mapping[str, Any] = field(
         default_factory=dict,
-        description="Anything (`custom.name=value`), passed on to your own program, reward or trainer.",
+        metadata={
+            "description": "Anything (`custom.name=value`), passed on to your own program, reward or trainer."
+        },
     )
 
     @property
@@ -334,16 +368,13 @@ class Settings(Section):
         """What node 0 chooses anew for all nodes at each start."""
         return {"rl_phase": self.rl_phase, "rollout_split": self.rollout_split}
 
-    def with_choices(self, choices: Mapping[str, Any]) -> Settings:
-        """These settings with what a later start has chosen. Raises ValueError for what is no such value."""
-        return Settings.model_validate({**dict(self), **choices})
-
-    def as_json(self) -> dict[str, Any]:
-        """As a run's record and the specs of programs hold them: nested tables of plain values."""
-        return self.model_dump(mode="json")
-
     @property
     def digest(self) -> str:
         """SHA-256 in hexadecimal. Where the run directory is mounted is each node's own affair, so it is left out."""
         told = {name: value for name, value in self.as_json().items() if name != "log_path"}
         return hashlib.sha256(json.dumps(told, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def sections() -> dict[str, type[Section]]:
+    """The dotted groups, in order of their definition."""
+    return {item.name: type(item.default) for item in fields(Settings) if isinstance(item.default, Section)}

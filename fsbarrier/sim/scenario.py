@@ -16,11 +16,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 from fsbarrier.errors import UsageError
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.state import Exit
 from fsbarrier.protocol.timing import BEAT_S
+from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim import strikes
 from fsbarrier.sim.faults import Mishap, Strike
 from fsbarrier.sim.history import History
@@ -78,7 +80,7 @@ def _world(settings: dict[str, str]) -> World:
         mix=frozenset(),
         policy=settings.get("policy", "shrink"),
         min_nodes=int(settings.get("min-nodes", "1")),
-        phases=settings.get("phases", "both"),
+        phases=cast(RlPhase, settings.get("phases", "both")),
         beat_s=BEAT_S,
         watchers=int(settings.get("watchers", "8")),
         lengths=(float(settings.get("length", "1.0")),),

@@ -18,6 +18,7 @@ from fsbarrier.settings.sections import (
     TrainerSettings,
     UpdateSettings,
 )
+from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim import faults
 from fsbarrier.sim.store import Disk, Habits, SimPath
 
@@ -34,7 +35,7 @@ class Setup:
     mix: frozenset[str] = faults.USUAL
     policy: str | None = None
     min_nodes: int | None = None
-    phases: str | None = None
+    phases: RlPhase | None = None
     watchers: int | None = None
     beat_s: float | None = None  # seconds between a node's heartbeats
     limits: Limits = field(default_factory=lambda: Limits(join_timeout_s=60.0, rejoin_timeout_s=40.0))
@@ -52,18 +53,18 @@ def program() -> Program:
     return _loaded[0]
 
 
-def settings(nodes: int, phases: str) -> Settings:
+def settings(nodes: int, phases: RlPhase) -> Settings:
     """A small run's settings, in which evaluation and drawing from earlier iterations come about."""
-    small = Settings(
+    return Settings(
         num_nodes=nodes,
         rank_weights=(1.0,) * nodes,
+        rl_phase=phases,
         eval_interval=2,
         rollout=RolloutSettings(tasks=6, samples=1),
         eval=EvalSettings(tasks=3),
         trainer=TrainerSettings(processes_per_node=1),
         update=UpdateSettings(recency=2),
     )
-    return small.with_choices({"rl_phase": phases})
 
 
 def litter(disk: Disk, rng: Random) -> None:

@@ -17,6 +17,7 @@ from fsbarrier.program import SLICES
 from fsbarrier.protocol.facts import Record
 from fsbarrier.protocol.state import ANNOUNCED, GATHER, Node, Part, Rules
 from fsbarrier.protocol.timing import BEAT_S
+from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.faults import Mishap, Trouble
@@ -41,6 +42,10 @@ class Awaited(NamedTuple):
     action: Action
 
 
+#: what a schedule draws its phases from
+PHASES: tuple[RlPhase, ...] = ("both", "both", "both", "rollout", "update")
+
+
 class World:
     """One schedule."""
 
@@ -50,7 +55,7 @@ class World:
         self.now = 0.0
         rng, mix = self.rng, setup.mix
         policy = setup.policy or rng.choice(("shrink", "shrink", "shrink", "shrink", "wait", "wait", "abort"))
-        phases = setup.phases or rng.choice(("both", "both", "both", "rollout", "update"))
+        phases: RlPhase = rng.choice(PHASES) if setup.phases is None else setup.phases
         first, last = SLICES[phases]
         self.watchers = setup.watchers or (1, 2, 8, 8)[seed % 4]
         self.beat_s = setup.beat_s or (BEAT_S, 3.0, 4.0)[seed % 3]

@@ -20,7 +20,7 @@ from fsbarrier.program import Program
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord
-from fsbarrier.settings.resolve import resolve
+from fsbarrier.settings.resolve import checked, resolve
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.start import demo_folder, filesystem, preflight, ranks
@@ -112,7 +112,7 @@ def _create(
         raise UsageError(_no_rank(settings.num_nodes, request.environ))
     _check_own(settings, program, request.environ)
     tasks, model = _inputs(settings, program, request.environ, is_demo)
-    settings = settings.model_copy(update={"model": model})
+    settings = replace(settings, model=model)
     record = runrecord.new(log_path, settings, tasks=tasks, model=model)
     if request.dry_run:
         return Start(record, settings, 0, settings.iterations, created=False, mount=mount)
@@ -184,7 +184,7 @@ def _join(
     request: Request, chosen: Mapping[str, ChosenValue], typed: Settings, record: RunRecord, mount: Report
 ) -> Start:
     """A node of a run that has its record."""
-    settings = record.settings
+    settings = checked(record.settings)
     runrecord.check_contradictions(
         record, chosen, _with_models_folder(typed, record, settings.data_path, request.environ)
     )
@@ -203,7 +203,7 @@ def _join(
         preflight.check_agent(settings.rollout.agent)
     runrecord.check_tasks(record)
     until = typed.iterations if "iterations" in chosen else settings.iterations
-    settings = settings.with_choices(_choices(chosen, typed, settings))
+    settings = replace(settings, **_choices(chosen, typed, settings))
     return Start(record, settings, rank.value if rank else 0, until, created=False, mount=mount)
 
 
@@ -226,4 +226,4 @@ def _with_models_folder(
     if typed.model is None or typed.model == record.model:
         return typed
     folder = preflight.find_model(typed.model, Path(data_path) if data_path else None, environ)
-    return typed.model_copy(update={"model": str(folder)})
+    return replace(typed, model=str(folder))

@@ -153,7 +153,7 @@ def run_worker(main: Callable[[JsonObject, Settings, Progress], JsonObject | Non
     parser.add_argument("--spec", type=Path, required=True, help="the JSON file that says what to do")
     spec = json.loads(parser.parse_args().spec.read_text())
     signal.signal(signal.SIGTERM, signals.end)
-    settings = Settings.model_validate(spec["settings"])
+    settings = Settings.from_json(spec["settings"])
     files.set_shared_group(settings.shared_group)
     # Libraries write files too, and know nothing of our modes.
     os.umask(0o007 if settings.shared_group else 0o077)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsbarrier.protocol.membership import GONE
-from fsbarrier.protocol.timing import BEAT_S, SUSPECT_S
 from fsbarrier.view.run_reader import RunReader
 
 #: For so many beats a heartbeat is watched before it is said to stand still.
@@ -88,12 +87,7 @@ def node_status(reader: RunReader, rank: int, now: float) -> NodeStatus:
 
 def beat_s(reader: RunReader) -> float:
     """The seconds between two heartbeats of this run."""
-    return min(60.0, max(0.01, _seconds(reader, "coordination.beat_s", BEAT_S)))
-
-
-def _seconds(reader: RunReader, name: str, default: float) -> float:
-    value = reader.record.setting(name)
-    return float(value) if isinstance(value, int | float) else default
+    return min(60.0, max(0.01, reader.record.settings.coordination.beat_s))
 
 
 def _place(reader: RunReader, rank: int) -> tuple[int, int, int, str]:
@@ -119,7 +113,7 @@ def _state(reader: RunReader, rank: int, now: float) -> str:
     excluded = newest is not None and newest.incarnation_of(rank) != beat.incarnation
     living = "joining" if excluded else beat.state if beat.state in ALIVE else "running"
     age = reader.beat_age_s(rank, now)
-    if age is not None and age < _seconds(reader, "coordination.suspect_s", SUSPECT_S):
+    if age is not None and age < reader.record.settings.coordination.suspect_s:
         return living
     # one that was in a generation and is not in the newest: the others went on without it
     left_behind = excluded and beat.incarnation <= reader.members.get(rank, 0)

@@ -245,7 +245,7 @@ def _events(reader: RunReader) -> str:
 
 
 def _settings(reader: RunReader) -> str:
-    body = [(key, _value(value)) for key, value in flatten(reader.record.settings_json, ()).items()]
+    body = [(key, _value(value)) for key, value in flatten(reader.record.settings.as_json(), ()).items()]
     figures = table(("setting", "value"), body, left=(0, 1))
     digest = escape(reader.record.settings_digest[:12])
     return f"<details><summary>{len(body)} settings (digest {digest})</summary>{figures}</details>"

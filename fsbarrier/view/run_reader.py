@@ -95,7 +95,7 @@ class RunReader:
     def times(self) -> list[IterationTime]:
         """Where the time of the kept iterations went, as of the rows that nodes have passed."""
         if self._times is None:
-            last = last_phase(str(self.record.setting("rl_phase")))
+            last = last_phase(self.record.settings.rl_phase)
             self._times = iteration_times(rows(self._spans), last)
         return self._times
 

@@ -105,7 +105,7 @@ def look_once(log_path: Path) -> tuple[RunReader, RunStatus]:
 def status_of(reader: RunReader, now: float, *, one_look: bool = False) -> RunStatus:
     """The status from what `reader` has seen so far. `one_look`: that was a moment only, so its own times mean little."""
     newest, (number, iteration, phase) = reader.newest, reader.position
-    num_nodes = _num_nodes(reader)
+    num_nodes = reader.record.settings.num_nodes
     ranks = sorted({*range(num_nodes), *reader.joins, *reader.ledger.seen})
     nodes = tuple(node_status(reader, rank, now) for rank in ranks)
     state, exit_code = _state(reader, nodes)
@@ -113,7 +113,7 @@ def status_of(reader: RunReader, now: float, *, one_look: bool = False) -> RunSt
         state=state,
         run_id=reader.record.run_id,
         log_path=str(reader.log_path),
-        program=Path(str(reader.record.setting("program") or "")).name,
+        program=Path(reader.record.settings.program).name,
         generation=max(number, newest.number if newest else 0),
         iteration=iteration,
         iterations=_last_iteration(reader),
@@ -128,11 +128,6 @@ def status_of(reader: RunReader, now: float, *, one_look: bool = False) -> RunSt
         files=_files(reader, nodes),
         exit_code=exit_code,
     )
-
-
-def _num_nodes(reader: RunReader) -> int:
-    value = reader.record.setting("num_nodes")
-    return value if isinstance(value, int) and 0 < value < 100_000 else 1
 
 
 def _last_iteration(reader: RunReader) -> int | None:

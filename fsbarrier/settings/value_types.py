@@ -1,0 +1,52 @@
+"""What the value of a setting may be: types with limits. resolve.py translates them for pydantic, scripts/settings_doc.py for people."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What holds of a setting's value: more than `gt`, at least `ge`, less than `lt`, at most `le`; so long at least."""
+
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+    min_length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShellWords:
+    """Such a setting may be written as a shell's words: `convert` makes of what was written what the setting holds."""
+
+    convert: Callable[[Any], Any]
+
+
+def _split_words(value: Any) -> Any:
+    return tuple(shlex.split(value)) if isinstance(value, str) else value
+
+
+def _join_words(value: Any) -> Any:
+    listed = isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
+    return shlex.join(value) if listed else value
+
+
+Count = Annotated[int, Bounds(ge=1)]
+Nodes = Annotated[int, Bounds(ge=1, le=100_000)]
+CountOrZero = Annotated[int, Bounds(ge=0)]
+Seconds = Annotated[float, Bounds(gt=0)]
+Positive = Annotated[float, Bounds(gt=0)]
+NotNegative = Annotated[float, Bounds(ge=0)]
+Fraction = Annotated[float, Bounds(gt=0, le=1)]
+FractionOrZero = Annotated[float, Bounds(ge=0, le=1)]
+Decay = Annotated[float, Bounds(ge=0, lt=1)]
+Name = Annotated[str, Bounds(min_length=1)]
+Words = Annotated[tuple[str, ...], ShellWords(_split_words)]
+CommandLine = Annotated[str, ShellWords(_join_words), Bounds(min_length=1)]
+Weights = tuple[Positive, ...]
+Betas = tuple[Decay, Decay]
+RlPhase = Literal["rollout", "update", "both"]
