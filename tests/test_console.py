@@ -146,6 +146,27 @@ def test_events_with_unexpected_fields_never_raise(event: str, junk: object) -> 
     assert told is None or "\x1b" not in told
 
 
+@pytest.mark.parametrize(
+    ("line", "evidence"),
+    [
+        (
+            raw(
+                "node_lost",
+                lost=[{"node_rank": 2, "why": "x", "beat_age_s": 15.12, "log": ["daemon.log: a", "b"]}],
+            ),
+            ["node 2: last heartbeat seen 15.1 s ago", "node 2: daemon.log: a", "node 2: b"],
+        ),
+        (raw("work_failed", error="exit code 1", log=["ValueError", "last"]), ["ValueError", "last"]),
+        (raw("generation_started", number=3, reason="again: exit code 1"), ["exit code 1"]),
+        (raw("generation_started", number=3, reason="joined: node 1"), []),
+    ],
+)
+def test_a_log_has_the_evidence_below_a_bad_event(line: dict[str, Any], evidence: list[str]) -> None:
+    event = parse(line)
+    assert event is not None
+    assert event_wording.log_lines(event)[1:] == [f"  | {one}" for one in evidence]
+
+
 def test_amounts_as_people_write_them() -> None:
     assert [duration(s) for s in (0.0012, 0.052, 0.5, 3.44, 83.2, 100, 312, 7500, 200_000)] == [
         *("1.2 ms", "52 ms", "0.50 s", "3.4 s", "83 s", "1 min 40 s", "5 min 12 s", "2 h 05 min", "2 d 7 h"),

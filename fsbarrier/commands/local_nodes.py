@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsbarrier.commands.flags import say
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
@@ -43,7 +43,7 @@ class Interrupted(BaseException):
         self.number = number
 
 
-def run_all(chosen: tuple[ChosenValue, ...], defaults: Mapping[str, Any], args: argparse.Namespace) -> int:
+def run_all(chosen: tuple[ChosenValue, ...], defaults: Mapping[str, object], args: argparse.Namespace) -> int:
     """Check everything, make or find the run's record, then run all its nodes here; one exit code for all."""
     from fsbarrier.start import startup
 

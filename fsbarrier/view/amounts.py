@@ -73,8 +73,8 @@ def sparkline(
     values: Sequence[float | None], width: int, low: float | None = None, high: float | None = None
 ) -> str:
     """The newest `width` values as one line of blocks, between `low` and `high` (their own extremes if not given)."""
-    shown = values[-width:]
-    known = [value for value in shown if value is not None]
+    newest = values[-width:]
+    known = [value for value in newest if value is not None]
     if not known:
         return ""
     low = min(known) if low is None else low
@@ -87,4 +87,4 @@ def sparkline(
         share = 0.5 if span <= 0 else (value - low) / span
         return TICKS[max(0, min(len(TICKS) - 1, round(share * (len(TICKS) - 1))))]
 
-    return "".join(map(tick, shown))
+    return "".join(map(tick, newest))

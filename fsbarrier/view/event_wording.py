@@ -17,14 +17,14 @@ AGAIN = "again: "
 def event_text(event: Event) -> str | None:
     """An event in plain words, one line; None where it is not worth a line."""
     wording = WORDING.get(event.name)
-    words = wording(event) if wording is not None else None
-    return one_line(words) if words else None
+    text = wording(event) if wording is not None else None
+    return one_line(text) if text else None
 
 
 def event_line(event: Event) -> str | None:
     """The same for a plain log, with its time of day."""
-    words = event_text(event)
-    return f"{clock_time(event.at)}  {words}" if words else None
+    text = event_text(event)
+    return f"{clock_time(event.at)}  {text}" if text else None
 
 
 def log_lines(event: Event) -> list[str]:

@@ -12,7 +12,7 @@ from fsbarrier.rundir.journal import Event, lost_nodes
 #: so frequent that only their times are kept (fsbarrier/view/timings.py)
 FREQUENT = frozenset({"phase_started", "phase_finished", "work_finished", "iteration_finished", "decision"})
 #: events that carry a phase's results
-RESULTS = frozenset({"rolled_out", "evaluated", "updated", "weights_published"})
+RESULTS = frozenset({"rolled_out", "evaluated", "updated"})
 #: reports of one thing by several nodes lie less than this apart, in seconds
 SAME_S = 30.0
 #: how many of the newest events are kept

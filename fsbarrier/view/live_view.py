@@ -111,13 +111,13 @@ def _plain(console: Console, since: float) -> Iterator[Show]:
 
     def show(status: RunStatus, fresh: Sequence[Event]) -> None:
         for event in fresh:
-            words, line = event_text(event), event_line(event)
+            text, line = event_text(event), event_line(event)
             # all nodes go through all phases: the leader's reports are enough
-            another_s = event.name.startswith(("phase_", "iteration_")) and event.node_rank != status.leader
-            if words is None or line is None or event.at < since or another_s:
+            of_another = event.name.startswith(("phase_", "iteration_")) and event.node_rank != status.leader
+            if text is None or line is None or event.at < since or of_another:
                 continue
             # reports of one silent node differ in how long it is silent
-            key = (event.generation, event.name if event.name == "node_suspected" else words)
+            key = (event.generation, event.name if event.name == "node_suspected" else text)
             before = printed.get(key)
             printed[key] = event.at
             if before is None or event.at - before > RECENT_S:

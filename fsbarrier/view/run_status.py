@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from fsbarrier.errors import EXIT_SIGINT, EXIT_SIGTERM
 from fsbarrier.protocol.membership import GONE
@@ -60,7 +59,7 @@ class RunStatus:
         """Of the iterations that are whole."""
         return [one for one in self.times if one.complete]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """What `fsbarrier status --json` prints."""
         body = asdict(self)
         del body["times"]

@@ -157,14 +157,14 @@ def _happened(reader: RunReader, width: int) -> list[Text]:
     events = []
     for event in reader.history.newest_events():
         usual = event.name == "generation_started" and event.text("reason") == "start"
-        words = event_text(event)
-        if event.name in NOTABLE and words and not usual:
-            events.append((event, words))
+        text = event_text(event)
+        if event.name in NOTABLE and text and not usual:
+            events.append((event, text))
     hidden = len(events) - NEWEST
     found = [line((f"… {hidden} earlier", "dim"))] if hidden > 0 else []
-    for event, words in events[-NEWEST:]:
+    for event, text in events[-NEWEST:]:
         style = "red" if EVENT_STYLE.get(event.name) == "red" else ""
-        found += wrapped((f"{clock_time(event.at)}  ", "dim"), words, style, width, most=3)
+        found += wrapped((f"{clock_time(event.at)}  ", "dim"), text, style, width, most=3)
     return found
 
 

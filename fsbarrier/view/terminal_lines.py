@@ -180,8 +180,8 @@ def event_lines(events: Iterable[Event], most: int) -> list[Text]:
     """The newest events in plain words, the newest last."""
     if most <= 0:
         return []
-    worded = [(event, words) for event in events if (words := event_text(event)) is not None]
+    worded = [(event, text) for event in events if (text := event_text(event)) is not None]
     return [
-        line((f"{clock_time(event.at)}  ", "dim"), (words, EVENT_STYLE.get(event.name, "")))
-        for event, words in worded[-most:]
+        line((f"{clock_time(event.at)}  ", "dim"), (text, EVENT_STYLE.get(event.name, "")))
+        for event, text in worded[-most:]
     ]
