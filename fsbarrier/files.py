@@ -47,9 +47,10 @@ def make_dirs(path: Path) -> None:
                 raise
 
 
-def open_new(path: Path) -> int:
+def open_new(path: Path, more_flags: int = 0) -> int:
     """Create `path` exclusively with the run's file mode and give a descriptor for writing. Raises OSError."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _modes["file"])
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | more_flags
+    fd = os.open(path, flags, _modes["file"])
     # Only a wider mode can have been narrowed by the umask.
     if _modes["file"] != 0o600:
         os.fchmod(fd, _modes["file"])
@@ -59,7 +60,7 @@ def open_new(path: Path) -> int:
 def open_append(path: Path) -> int:
     """A descriptor that writes at the end of `path`, which is created with the run's file mode if need be. Raises OSError."""
     try:
-        return open_new(path)
+        return open_new(path, os.O_APPEND)
     except FileExistsError:
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
 

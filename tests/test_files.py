@@ -124,3 +124,15 @@ def test_a_file_in_place_of_a_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError, match="exists"):
         files.make_dirs(tmp_path / "file")
+
+
+def test_two_who_append_do_not_overwrite_each_other(tmp_path: Path) -> None:
+    """Also where one of them created the file."""
+    first, second = files.open_append(tmp_path / "log"), files.open_append(tmp_path / "log")
+    try:
+        for fd in (first, second, first):
+            os.write(fd, b"line\n")
+    finally:
+        os.close(first)
+        os.close(second)
+    assert (tmp_path / "log").read_bytes() == b"line\n" * 3

@@ -1,1 +1,1 @@
-"""Processes that we start: watched, ended by their group, none outliving its daemon; and the memory they held."""
+"""Programs that we start: watched, ended with all their processes, none outliving its daemon; and the files they talk by."""
