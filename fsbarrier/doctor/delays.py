@@ -129,24 +129,28 @@ def answering(meeting: Meeting) -> Iterator[None]:
             thread.join()
 
 
-def measure(meeting: Meeting) -> Delays:
-    """Round trips with the next rank, until all nodes have had theirs. Raises TooFewNodes as soon as any node has gone, StoreError."""
+def measure(meeting: Meeting) -> tuple[Delays, dict[int, Message]]:
+    """Round trips with the next rank, until all nodes have had theirs; and what each node's clock shows in the end.
+
+    Raises TooFewNodes as soon as any node has gone, StoreError.
+    """
     result, stop = Delays(), threading.Event()
     asking = [
         _thread(_ask, kind, *_ping_pong(meeting, kind, meeting.rank), result, stop) for kind in CHANNELS
     ]
     try:
-        measuring = True
-        while measuring:
+        while True:
             for thread in asking:
                 thread.join(TELL_S / len(asking))
-            own = any(thread.is_alive() for thread in asking)
-            measuring = any(meeting.exchange("ready", own).values())
+            measuring = any(thread.is_alive() for thread in asking)
+            own = {"measuring": measuring, "time": time.time(), "clock": result.clock()}
+            ready = meeting.exchange("ready", own)
+            if not any(said["measuring"] for said in ready.values()):
+                return result, ready
     finally:
         stop.set()
         for thread in asking:
             thread.join()
-    return result
 
 
 def _thread(work: Callable[..., None], *arguments: Any) -> threading.Thread:

@@ -136,19 +136,13 @@ def _examine(path: Path, mount: Mount, meeting: Meeting) -> dict[int, dict[str, 
             meeting.interruption.heed()
             reading = readers.read_others(meeting)
             # From here on everybody has had its answers, and has knocked at all doors.
-            delayed = delays.measure(meeting)
-    about = About(
-        host_name(),
-        boot_id(),
-        addresses,
-        probes.versions(),
-        probes.accelerators_here(),
-        mount,
-    )
+            delayed, ready = delays.measure(meeting)
+    accelerators = probes.accelerators_here()
+    about = About(host_name(), boot_id(), addresses, probes.versions(), accelerators, mount)
     findings = NodeFindings(
         about,
         own,
-        races.race(meeting, delayed.clock()),
+        races.race(meeting, ready),
         reading,
         delayed.times(),
         delayed.clock(),

@@ -14,6 +14,7 @@ from pathlib import Path
 from fsbarrier import files
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check, Findings, Races
 from fsbarrier.doctor.meeting import Meeting
+from fsbarrier.doctor.messages import Message
 from fsbarrier.doctor.probes import NEEDED, judge_races
 from fsbarrier.machine.mounts import INSTEAD
 
@@ -33,19 +34,19 @@ def prepare(meeting: Meeting) -> None:
         files.make_dirs(meeting.session / kind)
 
 
-def race(meeting: Meeting, clock: tuple[float, float] | None) -> dict[str, Races]:
+def race(meeting: Meeting, ready: Mapping[int, Message]) -> dict[str, Races]:
     """Create the same names as all the others at the same time, in each way; then read who each name says won.
 
-    `clock`: how far the next rank's clock is ahead, and how uncertain that is. Here alone clocks are used, to make the races close.
+    `ready`: what each node's clock showed a moment ago, and how far the next rank's is ahead. Here alone clocks are used, to make the
+    races close.
     Raises OSError, TooFewNodes.
     """
     me = meeting.rank
-    lead, uncertain = clock or (0.0, 0.0)
-    ready = meeting.exchange("ready", {"now": time.time(), "lead": lead, "uncertain": uncertain})
+    leads, uncertain = zip(*(ready[rank]["clock"] or (0.0, 0.0) for rank in sorted(ready)), strict=True)
     # How far each clock is ahead of node 0's.
-    ahead = {rank: sum(ready[r]["lead"] for r in range(rank)) for rank in ready}
-    last = max(said["now"] - ahead[rank] for rank, said in ready.items())
-    round_s = min(ROUND_MAX_S, 4 * max(ROUND_MIN_S, *(said["uncertain"] for said in ready.values())))
+    ahead = {rank: sum(leads[:rank]) for rank in ready}
+    last = max(said["time"] - ahead[rank] for rank, said in ready.items())
+    round_s = min(ROUND_MAX_S, 4 * max(ROUND_MIN_S, *uncertain))
     begin = time.monotonic() + min(START_MAX_S, max(0.0, last + START_S + ahead[me] - time.time()))
     found = {}
     for kind in KINDS:
