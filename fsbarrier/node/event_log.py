@@ -36,7 +36,7 @@ class EventLog:
         if self._journal is None:
             path = self._record.paths.journal(node.rank, node.incarnation)
             self._journal = Journal(path, run_id=self._record.run_id, node_rank=node.rank)
-        written = self._journal.write(event, now, where, {**fields, **self._more(event, fields, now)})
+        written = self._journal.write(event, now, where, {**fields, **self._own_fields(event, fields, now)})
         text = "".join(f"{line}\n" for line in log_lines(written))
         if text:
             # A full disk must not end the node for the sake of its log: the journal has the event.
@@ -44,7 +44,7 @@ class EventLog:
                 os.write(self._log, text.encode(errors="surrogateescape"))
             self.console.say(text)
 
-    def _more(self, event: str, fields: Payload, now: float) -> Payload:
+    def _own_fields(self, event: str, fields: Payload, now: float) -> Payload:
         """What this daemon knows of an event beside what the agent says: how long a row took, what a lost node wrote last."""
         if event == "phase_started":
             self._row_entered = now
