@@ -24,7 +24,8 @@ def load_named(setting: str, value: str) -> Any:
         sys.path.append(folder)
     try:
         module = load_file(file, f"fsbarrier_user_{setting.replace('.', '_')}")
-    except Exception as error:  # whatever the user's code raises
+    # Whatever the user's code raises.
+    except Exception as error:
         raise UsageError(f"{said}: {file} cannot be loaded: {type(error).__name__}: {error}") from None
     found = getattr(module, name, None)
     if found is None:

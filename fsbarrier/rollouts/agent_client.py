@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsbarrier.data.tasks import plain
-from fsbarrier.rollouts.episode import Episode, Message, Segment, Trajectory
-from fsbarrier.rollouts.samples import EngineGone, Refusal, Sample
+from fsbarrier.rollouts.episode import Episode, Segment, Trajectory
+from fsbarrier.rollouts.samples import EngineGone, Message, Refusal, Sample
 from fsbarrier.rollouts.sampling import NEUTRAL, Sampler
 
 #: for the last answer: one token each wherever letters are, and no part of any template's words
@@ -77,7 +77,7 @@ class Client:
         self._tool_calls = 0
 
     @property
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self) -> dict[str, object]:
         """How answers are sampled: as the run's settings say, for every turn."""
         server = self._sampler.server
         own = {"temperature": server.temperature, "top_p": server.top_p, "top_k": server.top_k}
@@ -103,7 +103,10 @@ class Client:
         """
         conversation = [_plain_message(message) for message in messages]
         offered = json.dumps(plain(list(tools)), sort_keys=True) if tools else ""
-        template = {"add_generation_prompt": True, **({"tools": json.loads(offered)} if offered else {})}
+        template: dict[str, object] = {
+            "add_generation_prompt": True,
+            **({"tools": json.loads(offered)} if offered else {}),
+        }
         async with self._turn() as hold:
             segment = self._continued(conversation, offered)
             suffix = None
@@ -184,7 +187,7 @@ class Client:
         return None
 
     async def _after_answer(
-        self, messages: list[Message], answer: int, template: Mapping[str, Any]
+        self, messages: list[Message], answer: int, template: Mapping[str, object]
     ) -> list[int] | None:
         """The tokens that the template puts after message number `answer`; None where it cannot be found out."""
         rendered = []

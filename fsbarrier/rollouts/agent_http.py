@@ -104,7 +104,7 @@ class Endpoint:
             return
         await response(scope, receive, send)
 
-    async def _answer(self, request: Request) -> dict[str, Any]:
+    async def _answer(self, request: Request) -> dict[str, object]:
         key = request.headers.get("authorization", "")
         if not hmac.compare_digest(key.encode(), f"Bearer {self._key}".encode()):
             raise _Error(401, "the key is the client's api_key")
@@ -143,7 +143,7 @@ async def _asked(request: Request) -> dict[str, Any]:
     return asked
 
 
-async def _turn(client: Client, asked: dict[str, Any], *, chat: bool) -> dict[str, Any]:
+async def _turn(client: Client, asked: dict[str, Any], *, chat: bool) -> dict[str, object]:
     """One request as a turn of the episode."""
     for name, value in client.sampling.items():
         if asked.get(name) not in (None, value):
@@ -171,9 +171,9 @@ async def _turn(client: Client, asked: dict[str, Any], *, chat: bool) -> dict[st
     return _as_openai(client, reply, chat=chat)
 
 
-def _as_openai(client: Client, reply: Reply, *, chat: bool) -> dict[str, Any]:
+def _as_openai(client: Client, reply: Reply, *, chat: bool) -> dict[str, object]:
     reason = "tool_calls" if reply.tool_calls and reply.finish_reason == "stop" else reply.finish_reason
-    choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
+    choice: dict[str, object] = {"index": 0, "finish_reason": reason, "logprobs": None}
     choice |= {"message": reply.message} if chat else {"text": reply.text}
     used = (reply.prompt_tokens, len(reply.token_ids))
     return {

@@ -14,7 +14,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self, cast
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
@@ -22,55 +22,55 @@ from fsbarrier.rewards.user_file import load_named
 from fsbarrier.rollouts.agent_client import Client, finished
 from fsbarrier.rollouts.episode import Episode, Trajectory
 from fsbarrier.rollouts.samples import Emit, Group
-from fsbarrier.rollouts.sampling import Sampler, Server
+from fsbarrier.rollouts.sampling import Sampler
 from fsbarrier.settings.sections import RolloutSettings
 
 __all__ = ["AgentSampler", "Client", "Trajectory", "load_agent"]
 
-#: the user's class; what it makes has the method `run`
-MakeAgent = Callable[[], Any]
+
+class Agent(Protocol):
+    """What the user's class makes."""
+
+    async def run(self, task: Task, client: Client) -> Trajectory | None: ...
+
+
+MakeAgent = Callable[[], Agent]
 
 
 def load_agent(value: str) -> MakeAgent:
     """The class that `rollout.agent` names. Raises UsageError where there is none, or it is no agent."""
-    found, said = load_named("rollout.agent", value), f"rollout.agent={value}"
+    said = f"rollout.agent={value}"
+    found = load_named("rollout.agent", value)
     if not inspect.isclass(found):
         raise UsageError(f"{said}: {found!r} is not a class")
     run = getattr(found, "run", None)
     if not inspect.iscoroutinefunction(run):
         what = "has no method run" if run is None else "its method run is not async"
         raise UsageError(f"{said}: {what}; an agent has `async def run(self, task, client)`")
-    for what, signature, given in (
+    # Where a call would fail, the user learns it now.
+    for what, signature, arguments in (
         ("is made without arguments", inspect.signature(found), ()),
         ("is called as run(task, client)", inspect.signature(run), (None, None, None)),
     ):
         try:
-            signature.bind(*given)
+            signature.bind(*arguments)
         except TypeError as error:
             raise UsageError(f"{said}: an agent {what}: {error}") from None
-    return found
+    return cast(MakeAgent, found)
 
 
 class AgentSampler:
     """Makes each task's group by as many episodes. Raises EngineGone as the Sampler does."""
 
     def __init__(
-        self,
-        make: MakeAgent,
-        server: Server,
-        settings: RolloutSettings,
-        *,
-        custom: Mapping[str, Any],
-        connections: int,
-        on_tokens: Callable[[int], None],
+        self, make: MakeAgent, sampler: Sampler, settings: RolloutSettings, custom: Mapping[str, Any]
     ) -> None:
         # Not at the top: a rollout without an agent has no use for an HTTP server.
         from fsbarrier.rollouts.agent_http import Endpoint
 
-        self.make, self.samples, self.custom = make, server.samples, custom
+        self.make, self.samples, self.custom = make, sampler.server.samples, custom
         self.turn_timeout_s, self.task_timeout_s = settings.turn_timeout_s, settings.task_timeout_s
-        self._sampler = Sampler(server, connections=connections, on_tokens=on_tokens)
-        self._endpoint = Endpoint()
+        self._sampler, self._endpoint = sampler, Endpoint()
 
     async def __aenter__(self) -> Self:
         await self._sampler.__aenter__()

@@ -110,7 +110,7 @@ class Assignment:
             grace_s=self.grace_s,
         )
 
-    def header(self) -> dict[str, Any]:
+    def header(self) -> dict[str, object]:
         """What the part file says at its start. `expected`: a merge by hand can name the tasks of a node without any file.
         `assigned`: the tasks that this file must hold to be whole, where nobody else may do them."""
         assigned = {"assigned": list(self.tasks)} if self.fixed_shares else {}
@@ -119,7 +119,7 @@ class Assignment:
 
     def result(
         self, info: ShardInfo, tasks: Sequence[int], claims: Claims, *, ended_early: bool
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """For the node's report: what the finished part holds, and what taking over came to."""
         return {
             "part": str(self.part),

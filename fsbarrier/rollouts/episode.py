@@ -9,10 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from fsbarrier.data.trajectory import Sampled
-from fsbarrier.rollouts.samples import Group, Sample
-
-#: one chat message, as JSON has it
-Message = dict[str, Any]
+from fsbarrier.rollouts.samples import Group, Message, Sample
 
 
 @dataclass

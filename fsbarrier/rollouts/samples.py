@@ -11,6 +11,9 @@ from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Sampled
 from fsbarrier.errors import ProgramFailed
 
+#: one chat message, as JSON has it
+Message = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -31,7 +34,7 @@ class Sample:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def messages(self) -> list[dict[str, Any]] | None:
+    def messages(self) -> list[Message] | None:
         """The conversation of an episode; None for one answer."""
         return None
 

@@ -137,7 +137,7 @@ class Sampler:
         )
         return groups[0].samples[0]
 
-    async def tokens(self, **body: Any) -> list[int]:
+    async def tokens(self, **body: object) -> list[int]:
         """What the server makes tokens of: `prompt`, or `messages` by the model's chat template. Raises EngineGone, Refusal."""
         try:
             return await self._retried(lambda: self._tokenized(body))

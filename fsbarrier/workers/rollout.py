@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from fsbarrier import files
 from fsbarrier.data.tasks import Task, read_tasks
@@ -34,7 +33,7 @@ from fsbarrier.rollouts.group_trajectories import failed_group, judged_group
 from fsbarrier.rollouts.samples import Group
 from fsbarrier.rollouts.sampling import Sampler, Server
 from fsbarrier.settings.sections import Settings
-from fsbarrier.supervision.worker_contract import Progress, run_worker
+from fsbarrier.supervision.worker_contract import JsonObject, Progress, run_worker
 from fsbarrier.trajectories import GroupEntry, ShardWriter
 
 #: prompts times samples: see sampling.py
@@ -50,7 +49,7 @@ ALL_REFUSED = 8
 class Rollout:
     """One start of the program."""
 
-    def __init__(self, spec: Mapping[str, Any], settings: Settings, progress: Progress) -> None:
+    def __init__(self, spec: JsonObject, settings: Settings, progress: Progress) -> None:
         self.settings, self.assignment = settings, Assignment.from_spec(spec)
         self.sampling: Mapping[str, float] = spec["sampling"]
         self.server = server_of(spec, settings)
@@ -88,7 +87,7 @@ class Rollout:
         self.unwritten = asyncio.Semaphore(BACKLOG * concurrency)
         self.writing: set[asyncio.Future[GroupEntry]] = set()
 
-    async def run(self) -> dict[str, Any]:
+    async def run(self) -> JsonObject:
         """Do all that is asked for; gives the result. Raises FsbarrierError."""
         assignment, part = self.assignment, self.assignment.part
         files.make_dirs(part.parent)
@@ -164,18 +163,10 @@ class Rollout:
 
     def _open_sampler(self) -> Sampler | AgentSampler:
         """What makes the groups: one answer a sample, or an episode of the agent."""
-        rollout, server = self.settings.rollout, self.server
-        connections = rollout.concurrency * (server.samples if self.make_agent else 1) + SPARE_CONNECTIONS
-        if self.make_agent is None:
-            return Sampler(server, connections=connections, on_tokens=self._on_tokens)
-        return AgentSampler(
-            self.make_agent,
-            server,
-            rollout,
-            custom=self.settings.custom,
-            connections=connections,
-            on_tokens=self._on_tokens,
-        )
+        rollout, make = self.settings.rollout, self.make_agent
+        connections = rollout.concurrency * (self.samples if make else 1) + SPARE_CONNECTIONS
+        sampler = Sampler(self.server, connections=connections, on_tokens=self._on_tokens)
+        return AgentSampler(make, sampler, rollout, self.settings.custom) if make else sampler
 
     async def _next_batch(self, queue: deque[Task], there: set[int]) -> list[Task]:
         """The prompts of the next request, once the engine has a place for them; claimed no sooner. [] when nothing is left."""
@@ -265,7 +256,7 @@ class Rollout:
         self.progress.write_soon()
 
 
-def server_of(spec: Mapping[str, Any], settings: Settings) -> Server:
+def server_of(spec: JsonObject, settings: Settings) -> Server:
     """Where this program samples, how, and how patiently. Raises UsageError."""
     sampling, engine, samples = spec["sampling"], spec["engine"], spec["sampling"]["samples"]
     if samples > 1 and sampling["temperature"] == 0:
@@ -292,7 +283,7 @@ def _first(group: BaseExceptionGroup) -> BaseException:
     return next((leaf for leaf in leaves if isinstance(leaf, FsbarrierError)), leaves[0])
 
 
-async def until_stopped(rollout: Rollout) -> dict[str, Any]:
+async def until_stopped(rollout: Rollout) -> JsonObject:
     """Run it, ready to be stopped by a signal: what was appended is durable, and the part file stays valid as it is."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -310,7 +301,7 @@ async def until_stopped(rollout: Rollout) -> dict[str, Any]:
         raise SystemExit(128 + caught[0] if caught else 1) from None
 
 
-def main(spec: dict[str, Any], settings: Settings, progress: Progress) -> dict[str, Any]:
+def main(spec: JsonObject, settings: Settings, progress: Progress) -> JsonObject:
     return asyncio.run(until_stopped(Rollout(spec, settings, progress)))
 
 

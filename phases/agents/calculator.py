@@ -14,8 +14,10 @@ from typing import Any
 from fsbarrier.data.tasks import Task
 from fsbarrier.rollouts.agents import Client, Trajectory
 
-TURNS = 4  # at most; `custom.turns` says otherwise
-BIGGEST = 10**12  # of what a result may be, and an exponent's base
+#: at most; `custom.turns` says otherwise
+TURNS = 4
+#: what a result may be, and the base of a power
+BIGGEST = 10**12
 
 TOOL = {
     "type": "function",
