@@ -29,23 +29,16 @@ from fsbarrier.data.mergeplan import (
 )
 from fsbarrier.data.shardscan import (
     DATA,
-    DATA_PKL,
     MERGE_JSON,
+    TORCH_FILES,
     NotOurs,
     ShardScan,
     mean_reward,
     scan_shard,
 )
-from fsbarrier.data.torchpickle import FormatError, file_pickle
-from fsbarrier.data.torchzip import (
-    ROOT,
-    Entry,
-    crc32_combine,
-    directory_bytes,
-    header_bytes,
-    make_entry,
-    write_at,
-)
+from fsbarrier.data.shardwriter import pickle_entry
+from fsbarrier.data.torchpickle import ALIGNMENT, FormatError
+from fsbarrier.data.torchzip import Entry, first_entries, header_bytes, make_entry, write_at, write_directory
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.files import fsync_dir, make_dirs, open_new
 from fsbarrier.machine.host import host_name
@@ -210,11 +203,7 @@ class _Merge:
                 os.unlink(temporary)
 
     def _write(self, fd: int) -> set[GroupPlace]:
-        start = b""
-        for name, content in ((ROOT + "version", b"3\n"), (ROOT + "byteorder", b"little")):
-            entry = make_entry(name, len(content), zlib.crc32(content), len(start), align_end=True)
-            start += header_bytes(entry) + content
-            self.entries.append(entry)
+        self.entries, start = first_entries(TORCH_FILES)
         self._lay_out_pickle(fd, write_at(fd, 0, start))
         self._lay_out_storages()
         bad = self._copy(fd)
@@ -225,12 +214,7 @@ class _Merge:
     def _lay_out_pickle(self, fd: int, offset: int) -> None:
         """data.pkl: its header, frame and checksum are known before its bodies are copied into it."""
         groups = self.plan.by_task
-        before, after = file_pickle(self.metadata)
-        crc, size = zlib.crc32(before), len(before)
-        for group in groups:
-            crc = crc32_combine(crc, group.body_crc, group.body_length)
-            size += group.body_length
-        entry = make_entry(DATA_PKL, size + len(after), zlib.crc32(after, crc), offset)
+        entry, before, after = pickle_entry(self.metadata, groups, offset)
         self.entries.append(entry)
         at = write_at(fd, offset, header_bytes(entry) + before)
         for group in groups:
@@ -239,7 +223,7 @@ class _Merge:
         self.end = write_at(fd, at, after)
 
     def _lay_out_storages(self) -> None:
-        self.end += -self.end % 64
+        self.end += -self.end % ALIGNMENT
         for position, group in self.plan.taken.values():
             where = (position, group.key)
             for storage in group.storages:
@@ -303,13 +287,7 @@ class _Merge:
         entry = make_entry(MERGE_JSON, len(text), zlib.crc32(text), self.end)
         self.entries.append(entry)
         at = write_at(fd, entry.offset, header_bytes(entry) + text)
-        pending = bytearray()
-        for piece in directory_bytes(self.entries, at):
-            pending += piece
-            if len(pending) > 1 << 20:
-                at = write_at(fd, at, pending)
-                pending.clear()
-        write_at(fd, at, pending)
+        write_directory(fd, self.entries, at)
 
 
 def remove_leftovers(out: Path) -> None:

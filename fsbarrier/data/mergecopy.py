@@ -10,26 +10,30 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from fsbarrier.data.mergeplan import GroupPlace
 from fsbarrier.data.shardscan import reading
 from fsbarrier.data.torchpickle import FormatError
 from fsbarrier.data.torchzip import read_at, write_at
 
 #: Bytes that a thread reads, checks and writes at once: large for a disk, small enough to stay in a processor cache.
 BUFFER = 512 << 10
-BATCH = 8 << 20  # bytes of work handed to a thread at once
-GAP = 4096  # bytes between pieces that are rather read along than skipped
+#: bytes of work handed to a thread at once
+BATCH = 8 << 20
+#: bytes between pieces that are rather read along than skipped
+GAP = 4096
+#: buffers in one write; Linux takes 1024
 IOV_MAX = 512
 
 
 class Piece(NamedTuple):
-    """`size` bytes at `source`, to be written at `target` behind `header`; they belong to `group` (part, key)."""
+    """`size` bytes at `source`, to be written at `target` behind `header`; they belong to `group`."""
 
     source: int
     size: int
     crc: int
     target: int
     header: bytes
-    group: tuple[int, str]
+    group: GroupPlace
 
 
 def workers() -> int:
@@ -38,7 +42,7 @@ def workers() -> int:
 
 
 def copy_pieces(
-    path: Path, target_fd: int, pieces: list[Piece], bad: set[tuple[int, str]]
+    path: Path, target_fd: int, pieces: list[Piece], bad: set[GroupPlace]
 ) -> Iterator[list[Piece]]:
     """Copy `pieces` of the file `path` into `target_fd`, yielding those done; damaged groups are added to `bad`.
 
@@ -69,7 +73,7 @@ def copy_pieces(
 
 
 def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """The pieces in the order of the file, in shares for one thread."""
+    """The pieces in the order of the file, in batches, each for one thread."""
     batch: list[Piece] = []
     size = 0
     for piece in sorted(pieces):
@@ -98,9 +102,7 @@ def _runs(batch: list[Piece]) -> Iterator[list[Piece]]:
         yield run
 
 
-def _copy_run(
-    fd: int, target_fd: int, run: list[Piece], buffer: memoryview, bad: set[tuple[int, str]]
-) -> None:
+def _copy_run(fd: int, target_fd: int, run: list[Piece], buffer: memoryview, bad: set[GroupPlace]) -> None:
     start, end = run[0].source, run[-1].source + run[-1].size
     if end - start > len(buffer):
         _copy_large(fd, target_fd, run[0], buffer, bad)
@@ -126,7 +128,7 @@ def _copy_run(
         _write_vector(target_fd, first, vector)
 
 
-def _copy_large(fd: int, target_fd: int, piece: Piece, buffer: memoryview, bad: set[tuple[int, str]]) -> None:
+def _copy_large(fd: int, target_fd: int, piece: Piece, buffer: memoryview, bad: set[GroupPlace]) -> None:
     """One piece that is larger than the buffer, a buffer at a time."""
     if not bad:
         write_at(target_fd, piece.target, piece.header)
@@ -159,7 +161,8 @@ def _write_vector(fd: int, offset: int, vector: list[bytes | memoryview]) -> Non
     if not vector:
         return
     written = os.pwritev(fd, vector, offset)
-    for data in vector:  # what a short write left
+    # What a short write left.
+    for data in vector:
         if written < len(data):
             write_at(fd, offset + written, memoryview(data)[written:])
             offset, written = offset + len(data), 0

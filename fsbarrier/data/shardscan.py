@@ -28,9 +28,14 @@ DATA_PKL = ROOT + "data.pkl"
 DATA = ROOT + "data/"
 GROUPS = ROOT + "groups/"
 FORMAT = 1
-FOOTER = struct.Struct("<2I")  # at the end of a group's entry: size and CRC-32 of the JSON before it
-TAIL = 512  # bytes read from the end of a group's entry at once
-CHUNK = 1 << 20  # bytes read at once where a checksum is computed
+#: what torch.load wants to find in every file
+TORCH_FILES = {ROOT + "version": b"3\n", ROOT + "byteorder": b"little"}
+#: at the end of a group's entry: size and CRC-32 of the JSON before it
+FOOTER = struct.Struct("<2I")
+#: bytes read from the end of a group's entry at once: nearly always the whole description
+DESCRIPTION_READ = 512
+#: bytes read at once where a checksum is computed
+CHUNK = 1 << 20
 
 
 class NotOurs(FormatError):
@@ -43,17 +48,18 @@ class GroupEntry(NamedTuple):
     task_index: int
     task_id: str
     trajectories: int
-    offset: int  # where its first entry starts, on 64 bytes
-    length: int  # of all its entries, padding between them included
+    #: where its first entry starts, on 64 bytes
+    offset: int
+    #: of all its entries, padding between them included
+    length: int
     key: str = ""
     reward_sum: float = 0.0
     storages: tuple[Entry, ...] = ()
     body_offset: int = 0
     body_length: int = 0
     body_crc: int = 0
-    signal: bool = (
-        True  # whether its rewards differ; False: a group has nothing to learn from relative to itself
-    )
+    #: whether its rewards differ; if not, there is nothing to learn from comparing them
+    signal: bool = True
 
     @property
     def end(self) -> int:
@@ -65,16 +71,20 @@ class ShardScan:
     """What is in a trajectory file. `valid_bytes` + `torn_bytes` = the file's size (or the limit given)."""
 
     path: Path
-    header: dict[str, Any]  # what the ShardWriter was given; a merged file's metadata
+    #: what the ShardWriter was given; a merged file's metadata
+    header: dict[str, Any]
     groups: tuple[GroupEntry, ...]
     valid_bytes: int
     torn_bytes: int
     finished: bool
-    damaged: tuple[str, ...] = ()  # groups between valid ones that fail their checksum
+    #: groups between valid ones that fail their checksum
+    damaged: tuple[str, ...] = ()
     prefix: str = ""
     merged: bool = False
-    fingerprint: str = ""  # of a merged file: which groups it was made from
-    entries: tuple[Entry, ...] = field(default=(), repr=False)  # what precedes the groups of a rank's file
+    #: of a merged file: which groups it was made from
+    fingerprint: str = ""
+    #: what precedes the groups of a rank's file
+    entries: tuple[Entry, ...] = field(default=(), repr=False)
 
     @property
     def trajectories(self) -> int:
@@ -228,7 +238,8 @@ class _Scanner:
                 entry = parse_header_at(self.fd, at, self.size)
                 self._take(entry)
             except FormatError:
-                break  # nothing behind this point can be told apart: the torn tail
+                # Nothing behind this point can be told apart: the torn tail.
+                break
             at = entry.end
         # Only what lies between whole groups is damage; behind the last whole one it is a torn tail.
         self.damaged = [what for where, what in self._bad if where < self.valid]
@@ -264,14 +275,16 @@ def read_group(fd: int, entry: Entry, storages: tuple[Entry, ...]) -> GroupEntry
     key = entry.name.removeprefix(GROUPS)
     if entry.size < FOOTER.size:
         raise FormatError(f"group {key} has no description")
-    tail = read_at(fd, entry.end - min(entry.size, TAIL), min(entry.size, TAIL))  # nearly always all of it
-    length, crc = FOOTER.unpack_from(tail, len(tail) - FOOTER.size)
+    size = min(entry.size, DESCRIPTION_READ)
+    last = read_at(fd, entry.end - size, size)
+    length, crc = FOOTER.unpack_from(last, size - FOOTER.size)
     body_length = entry.size - FOOTER.size - length
     if body_length < 0:
         raise FormatError(f"group {key} has no whole description")
-    if length > len(tail) - FOOTER.size:
-        tail = read_at(fd, entry.data_offset + body_length, length + FOOTER.size)
-    text = tail[len(tail) - FOOTER.size - length : len(tail) - FOOTER.size]
+    if length > size - FOOTER.size:
+        text = read_at(fd, entry.data_offset + body_length, length)
+    else:
+        text = last[size - FOOTER.size - length : size - FOOTER.size]
     if zlib.crc32(text) != crc:
         raise FormatError(f"the description of group {key} is damaged (checksum)")
     described = parse_json(text, f"the description of group {key}")
@@ -281,18 +294,14 @@ def read_group(fd: int, entry: Entry, storages: tuple[Entry, ...]) -> GroupEntry
             raise FormatError(f"group {key} has other storages than it was written with")
         offset = storages[0].offset if storages else entry.offset
         return GroupEntry(
-            int(described["task_index"]),
-            str(described["task_id"]),
-            int(described["trajectories"]),
-            offset,
-            entry.end - offset,
-            key,
-            float(described["reward_sum"]),
-            storages,
-            entry.data_offset,
-            body_length,
-            int(described["body_crc"]),
-            bool(described.get("signal", True)),
+            **_described(described),
+            offset=offset,
+            length=entry.end - offset,
+            key=key,
+            storages=storages,
+            body_offset=entry.data_offset,
+            body_length=body_length,
+            body_crc=int(described["body_crc"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise FormatError(f"the description of group {key} lacks {error}") from None
@@ -331,20 +340,28 @@ def _merged_group(record: dict[str, Any], entries: dict[str, Entry]) -> GroupEnt
     if body_offset < pickle.data_offset or body_length < 0 or body_offset + body_length > pickle.end:
         raise ValueError("a group outside data.pkl")
     offset = storages[0].offset if storages else body_offset
+    end = storages[-1].end if storages else body_offset + body_length
     return GroupEntry(
-        int(record["task_index"]),
-        str(record["task_id"]),
-        int(record["trajectories"]),
-        offset,
-        (storages[-1].end if storages else body_offset + body_length) - offset,
-        str(record["key"]),
-        float(record["reward_sum"]),
-        storages,
-        body_offset,
-        body_length,
-        body_crc,
-        bool(record.get("signal", True)),
+        **_described(record),
+        offset=offset,
+        length=end - offset,
+        key=str(record["key"]),
+        storages=storages,
+        body_offset=body_offset,
+        body_length=body_length,
+        body_crc=body_crc,
     )
+
+
+def _described(record: dict[str, Any]) -> dict[str, Any]:
+    """What a group's description says in a rank's file and in a merged one alike. Raises KeyError, ValueError, …"""
+    return {
+        "task_index": int(record["task_index"]),
+        "task_id": str(record["task_id"]),
+        "trajectories": int(record["trajectories"]),
+        "reward_sum": float(record["reward_sum"]),
+        "signal": bool(record.get("signal", True)),
+    }
 
 
 def parse_shard_json(data: bytes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fsbarrier.data.shardscan import (
     FORMAT,
     GROUPS,
     SHARD_JSON,
+    TORCH_FILES,
     GroupEntry,
     mean_reward,
     parse_header_at,
@@ -33,20 +34,20 @@ from fsbarrier.data.shardscan import (
 )
 from fsbarrier.data.torchpickle import GroupPickler, file_pickle
 from fsbarrier.data.torchzip import (
-    ROOT,
     Entry,
     crc32_combine,
-    directory_bytes,
+    first_entries,
     header_bytes,
     make_entry,
     read_at,
     write_at,
+    write_directory,
 )
+from fsbarrier.data.trajectory import REQUIRED
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.files import fsync_dir, open_new
 
 CREATED_BY = f"fsbarrier {__version__}"
-REQUIRED = ("task_id", "sample", "reward", "policy_version", "node_rank")
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -81,7 +82,6 @@ class ShardWriter:
         self.finished = False
         self._lock = threading.Lock()
         self._groups: list[GroupEntry] = []
-        self._start: list[Entry] = []
         self._number = 0
         self._broken = ""
         self._fd = -1
@@ -93,7 +93,7 @@ class ShardWriter:
         except (TypeError, ValueError) as error:
             raise UsageError(f"{path}: the header is not plain JSON: {error}") from None
         self._header: dict[str, Any] = json.loads(text)["header"]
-        start = self._start_bytes(text.encode())
+        self._start, start = first_entries({SHARD_JSON: text.encode(), **TORCH_FILES})
         try:
             try:
                 os.close(open_new(path))
@@ -126,7 +126,7 @@ class ShardWriter:
         return mean_reward(self._groups)
 
     def append_group(self, task_index: int, trajectories: Sequence[Mapping[str, Any]]) -> GroupEntry:
-        """Write all trajectories of one task; durable on return.
+        """Write all trajectories of one task (data/trajectory.py says what is in one); durable on return.
 
         Raises UsageError (a field that is missing or not a plain value; nothing is written), StoreError (the filesystem
         failed; the file stays valid, and the group is not in it).
@@ -170,15 +170,6 @@ class ShardWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start_bytes(self, header_json: bytes) -> bytes:
-        data = b""
-        contents = {SHARD_JSON: header_json, ROOT + "version": b"3\n", ROOT + "byteorder": b"little"}
-        for name, content in contents.items():
-            entry = make_entry(name, len(content), zlib.crc32(content), len(data), align_end=True)
-            data += header_bytes(entry) + content
-            self._start.append(entry)
-        return data
-
     def _begin(self, start: bytes) -> None:
         self._fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._append(start, "start")
@@ -188,7 +179,8 @@ class ShardWriter:
         with self.path.open("rb") as stream:
             there = stream.read(len(start) + 1)
         if len(there) <= len(start) and (start.startswith(there) or not any(there)):
-            self._begin(start)  # an earlier start was killed before it had written this much
+            # An earlier start was killed before it had written this much.
+            self._begin(start)
             return
         scan = scan_shard(self.path)
         if scan.prefix != self.prefix or scan.header != self._header:
@@ -241,12 +233,7 @@ class ShardWriter:
             "reward_mean": self.reward_mean,
             "created_by": CREATED_BY,
         }
-        before, after = file_pickle(full)
-        crc, size = zlib.crc32(before), len(before)
-        for group in self._groups:
-            crc = crc32_combine(crc, group.body_crc, group.body_length)
-            size += group.body_length
-        entry = make_entry(DATA_PKL, size + len(after), zlib.crc32(after, crc), self._end)
+        entry, before, after = pickle_entry(full, self._groups, self._end)
         at = self._end
         try:
             at = write_at(self._fd, at, header_bytes(entry) + before)
@@ -255,7 +242,7 @@ class ShardWriter:
                     count = min(CHUNK, group.body_length - start)
                     at = write_at(self._fd, at, read_at(self._fd, group.body_offset + start, count))
             at = write_at(self._fd, at, after)
-            at = write_at(self._fd, at, b"".join(directory_bytes([*self._entries(), entry], at)))
+            at = write_directory(self._fd, [*self._entries(), entry], at)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._end)
@@ -269,6 +256,21 @@ class ShardWriter:
         for group in self._groups:
             yield from group.storages
             yield commit_entry(self._fd, group)
+
+
+def pickle_entry(
+    metadata: dict[str, Any], groups: Iterable[GroupEntry], offset: int
+) -> tuple[Entry, bytes, bytes]:
+    """data.pkl, to be written at `offset`, and what stands in it before and after the bodies of the groups.
+
+    Its checksum follows from those of the bodies, so they need not be read for it.
+    """
+    before, after = file_pickle(metadata)
+    crc, size = zlib.crc32(before), len(before)
+    for group in groups:
+        crc = crc32_combine(crc, group.body_crc, group.body_length)
+        size += group.body_length
+    return make_entry(DATA_PKL, size + len(after), zlib.crc32(after, crc), offset), before, after
 
 
 def commit_entry(fd: int, group: GroupEntry) -> Entry:
@@ -307,5 +309,18 @@ def _group_bytes(
         GROUPS + key, len(body) + len(tail), zlib.crc32(tail, body_crc), offset + len(data), align_end=True
     )
     data += header_bytes(commit) + body + tail
-    counted = (task_index, str(described["task_id"]), len(trajectories), offset, len(data), key, reward_sum)
-    return GroupEntry(*counted, tuple(storages), commit.data_offset, len(body), body_crc, signal), data
+    group = GroupEntry(
+        task_index=task_index,
+        task_id=str(described["task_id"]),
+        trajectories=len(trajectories),
+        offset=offset,
+        length=len(data),
+        key=key,
+        reward_sum=reward_sum,
+        storages=tuple(storages),
+        body_offset=commit.data_offset,
+        body_length=len(body),
+        body_crc=body_crc,
+        signal=signal,
+    )
+    return group, data

@@ -10,10 +10,10 @@ from typing import Any
 
 from fsbarrier.errors import UsageError
 
-ALIGNMENT = (
-    64  # bytes; storages start on it and fill it, as torch.load(mmap=True) and plain copying of groups need
-)
-MAX_DEPTH = 200  # nested containers of one value
+#: bytes; storages start on it and fill it, as torch.load(mmap=True) and plain copying of groups need
+ALIGNMENT = 64
+#: nested containers of one value
+MAX_DEPTH = 200
 
 STORAGE_CLASSES = {
     "i": "IntStorage",

@@ -12,16 +12,19 @@ import functools
 import os
 import struct
 import zipfile
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from fsbarrier.data.torchpickle import ALIGNMENT, FormatError
 
 ROOT = "archive/"
-HEADER_MAX = 1024  # bytes; a longer header is none of ours
+#: bytes; a longer header is none of ours
+HEADER_MAX = 1024
 
 _FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
-ZIP64_SIZE_FROM = _FULL32  # tests lower these to see the zip64 fields in small files
+# Tests lower these to see the zip64 fields in small files.
+ZIP64_SIZE_FROM = _FULL32
 ZIP64_COUNT_FROM = _FULL16
 
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -29,15 +32,18 @@ _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64 = struct.Struct("<4sIQI")
-_DOS_DATE = (1 << 5) | 1  # 1980-01-01: the same bytes whenever they are written
-_PADDING_ID = struct.unpack("<H", b"FB")[0]  # the extra field that torch pads with, too
+# 1980-01-01: the same bytes whenever they are written.
+_DOS_DATE = (1 << 5) | 1
+# The extra field that torch pads with, too.
+_PADDING_ID = struct.unpack("<H", b"FB")[0]
 
 
 class Entry(NamedTuple):
     """One stored file inside the zip; offsets and sizes in bytes."""
 
     name: str
-    offset: int  # of its local header
+    #: of its local header
+    offset: int
     header_size: int
     size: int
     crc: int
@@ -93,6 +99,27 @@ def _ascii(raw: bytes) -> str:
         return raw.decode("ascii")
     except UnicodeDecodeError:
         raise FormatError("an entry's name is not ASCII") from None
+
+
+def first_entries(contents: Mapping[str, bytes]) -> tuple[list[Entry], bytes]:
+    """The entries with which a file begins, and their bytes; what comes behind them lies on 64 bytes."""
+    entries, data = [], b""
+    for name, content in contents.items():
+        entry = make_entry(name, len(content), zlib.crc32(content), len(data), align_end=True)
+        data += header_bytes(entry) + content
+        entries.append(entry)
+    return entries, data
+
+
+def write_directory(fd: int, entries: Iterable[Entry], offset: int) -> int:
+    """Write the central directory as the end of a file, in pieces of bounded size; the offset after it. Raises OSError."""
+    pending, at = bytearray(), offset
+    for piece in directory_bytes(entries, offset):
+        pending += piece
+        if len(pending) > 1 << 20:
+            at = write_at(fd, at, pending)
+            pending.clear()
+    return write_at(fd, at, pending)
 
 
 def directory_bytes(entries: Iterable[Entry], offset: int) -> Iterator[bytes]:
@@ -247,7 +274,9 @@ def _reduced(bits: int) -> int:
     return bits
 
 
-_REDUCED = [_reduced(bits) for bits in range(16)]  # bits that a shift by x^4 pushes out, folded back
-_SQUARES = [1 << 30]  # x^(2^n); it repeats after 32
+# The bits that a shift by x^4 pushes out, folded back.
+_REDUCED = [_reduced(bits) for bits in range(16)]
+# x^(2^n); it repeats after 32.
+_SQUARES = [1 << 30]
 for _ in range(31):
     _SQUARES.append(_multiply(_SQUARES[-1], _SQUARES[-1]))
