@@ -128,7 +128,8 @@ def find(record: RunRecord, wanted: int | None) -> tuple[int, Path, Mapping[str,
     complete = [
         folder for folder in folders if folder is not None and (folder / checkpoints.MANIFEST).is_file()
     ]
-    if complete:  # of several attempts at one version the one that the run serves, else the newest
+    # Of several attempts at one version the one that the run serves, else the newest.
+    if complete:
         folder = served if served in complete else complete[-1]
         assert folder is not None
         manifest = checkpoints.verify(folder)

@@ -57,7 +57,8 @@ def main(args: argparse.Namespace) -> int:
         plan = [merge(log_path, split, found, args, dry_run=True) for split in SPLITS]
         refused = [split["refused"] for split in plan if "refused" in split]
         if refused and not args.dry_run:
-            raise UsageError(refused[0])  # before anything is changed
+            # Before anything is changed.
+            raise UsageError(refused[0])
         if not args.dry_run:
             outcome["quarantined_in"] = str(recovery.quarantine(log_path, aside) or "")
             plan = [merge(log_path, split, found, args, dry_run=False) for split in SPLITS]

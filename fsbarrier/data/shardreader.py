@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import cast
 
-from fsbarrier.data.shardscan import DATA, GroupEntry, checked, reading, scan_shard
+from fsbarrier.data.shardscan import DATA, GroupEntry, read_checked, reading, scan_shard
 from fsbarrier.data.torchpickle import FormatError
 from fsbarrier.data.torchunpickle import FetchStorage, Unpickler
 from fsbarrier.data.torchzip import Entry, read_directory
@@ -17,7 +17,7 @@ from fsbarrier.data.trajectory import Trajectory, TrajectoryFile
 def read_trajectories(fd: int, group: GroupEntry) -> list[Trajectory]:
     """The trajectories of one group of an open file, checksums verified. Raises FormatError, OSError."""
     what = f"the group of task {group.task_index}"
-    body = checked(fd, group.body_offset, group.body_length, group.body_crc, what)
+    body = read_checked(fd, group.body_offset, group.body_length, group.body_crc, what)
     trajectories = Unpickler(body, _fetch(fd, group.storages, DATA)).load_body()
     if len(trajectories) != group.trajectories or not all(isinstance(item, dict) for item in trajectories):
         raise FormatError(f"{what} is not the trajectories that it says")
@@ -65,7 +65,7 @@ def _load_finished(fd: int, entries: list[Entry]) -> TrajectoryFile:
     index = next((entry for entry in entries if entry.name == root + "data.pkl"), None)
     if index is None:
         raise FormatError("no data.pkl in it: not a torch file")
-    data = checked(fd, index.data_offset, index.size, index.crc, "data.pkl")
+    data = read_checked(fd, index.data_offset, index.size, index.crc, "data.pkl")
     value = Unpickler(data, _fetch(fd, entries, root + "data/")).load()
     if not isinstance(value, dict) or not isinstance(value.get("trajectories"), list):
         raise FormatError('it does not hold {"trajectories": [...], "metadata": {...}}')
@@ -80,6 +80,6 @@ def _fetch(fd: int, entries: Iterable[Entry], folder: str) -> FetchStorage:
         entry = storages.get(folder + key)
         if entry is None:
             raise FormatError(f"storage {key} is missing")
-        return checked(fd, entry.data_offset, entry.size, entry.crc, f"storage {key}")
+        return read_checked(fd, entry.data_offset, entry.size, entry.crc, f"storage {key}")
 
     return fetch

@@ -184,7 +184,7 @@ def parse_header_at(fd: int, offset: int, size: int) -> Entry:
     return entry
 
 
-def checked(fd: int, offset: int, size: int, crc: int, what: str) -> bytes:
+def read_checked(fd: int, offset: int, size: int, crc: int, what: str) -> bytes:
     """The bytes of an entry. Raises FormatError where they do not match their checksum."""
     data = read_at(fd, offset, size)
     if zlib.crc32(data) != crc:
@@ -229,7 +229,7 @@ class _Scanner:
     def run(self) -> None:
         first = parse_header_at(self.fd, 0, self.size)
         self.header = parse_shard_json(
-            checked(self.fd, first.data_offset, first.size, first.crc, "its first entry")
+            read_checked(self.fd, first.data_offset, first.size, first.crc, "its first entry")
         )
         at = self.valid = first.end
         self.start.append(first)
@@ -323,7 +323,7 @@ def _scan_merged(path: Path, fd: int, size: int, verify: bool) -> ShardScan:
     if MERGE_JSON not in entries:
         raise NotOurs("it was not written by fsbarrier")
     entry = entries[MERGE_JSON]
-    index = parse_json(checked(fd, entry.data_offset, entry.size, entry.crc, "merge.json"), "merge.json")
+    index = parse_json(read_checked(fd, entry.data_offset, entry.size, entry.crc, "merge.json"), "merge.json")
     try:
         groups = tuple(_merged_group(record, entries) for record in index["groups"])
         metadata, fingerprint = dict(index["metadata"]), str(index["fingerprint"])

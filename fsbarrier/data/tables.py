@@ -22,8 +22,9 @@ from fsbarrier.rundir.paths import RunPaths
 
 SUFFIXES = (".jsonl", ".parquet")
 ARRAYS = ("token_ids", "loss_mask", "logprobs")
-ROWS = 512  # of parquet that are written at a time
-#: parquet's columns and their types; of everything else, and of what has no fixed shape, the column holds JSON
+#: rows of parquet that are written at a time
+ROWS = 512
+#: parquet's columns (the fields of data/trajectory.py) and their types; what has no fixed shape is JSON
 COLUMNS = {
     **dict.fromkeys(("task_id", "split", "finish_reason", "text"), "string"),
     **dict.fromkeys(
@@ -39,6 +40,7 @@ COLUMNS = {
     "other": "json",
 }
 
+# A trajectory, maybe without its arrays.
 Row = Mapping[str, Any]
 
 

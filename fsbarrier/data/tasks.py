@@ -4,8 +4,8 @@ A task file is JSON lines (`.jsonl`) or parquet with the columns that verl uses.
 the task's index everywhere in a run, so a file must not change while a run uses it. Fields:
 
     prompt    text, or chat messages [{"role": "user", "content": "..."}, ...]
-    answer    what the reward compares with; or `reward_model.ground_truth` as verl has it. null: there is none, which only a
-              reward function of one's own can do with
+    answer    what the reward compares with; or `reward_model.ground_truth` as verl has it. null: there is none; then the
+              reward function must be one of the user's own
     task_id   optional; the file's name and the index where it is missing
     (others)  the task's metadata: handed to the reward function and kept with each trajectory
 """
@@ -22,9 +22,12 @@ from typing import Any
 from fsbarrier.errors import UsageError
 
 SUFFIXES = (".jsonl", ".parquet")
-SHOWN = 60  # characters of a wrong value in a message
-MAX_NESTING = 100  # of an answer or of metadata; trajectory files take twice as much around them
-BATCH_ROWS = 1024  # rows of a parquet file that are in memory at a time
+#: characters of a wrong value in a message
+SHOWN = 60
+#: of an answer or of metadata; trajectory files take twice as much around them
+MAX_NESTING = 100
+#: rows of a parquet file that are in memory at a time
+BATCH_ROWS = 1024
 
 _MISSING = object()
 
@@ -120,7 +123,8 @@ def _json_rows(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int,
             if not line.strip():
                 empty = index if empty is None else empty
                 continue
-            if empty is not None:  # only the end of a file may have empty lines: they would shift every index
+            # Only the end of a file may have empty lines: they would shift every index.
+            if empty is not None:
                 raise _wrong(path, empty, "is empty")
             yield index, None if wanted is not None and index not in wanted else _parsed(path, index, line)
 
@@ -160,7 +164,8 @@ def _parquet_rows(
                 here = wanted is None or index in wanted
                 yield index, batch.slice(offset, 1).to_pylist()[0] if here else None
                 index += 1
-        if index != table.metadata.num_rows:  # of some damage pyarrow says nothing but the end of the rows
+        # Of some damage pyarrow says nothing: its rows end early.
+        if index != table.metadata.num_rows:
             raise UsageError(f"{path}: is damaged: {index} of its {table.metadata.num_rows} rows can be read")
     except pyarrow.ArrowException as error:
         raise UsageError(f"{path}: is not a parquet file that can be read: {_first_line(error)}") from None

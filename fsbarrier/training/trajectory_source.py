@@ -54,9 +54,13 @@ def _groups_of(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]
     """Consecutive trajectories of one task and policy version; a merged file holds each group together."""
     group: list[Trajectory] = []
     for trajectory in trajectories:
-        if group and any(trajectory[key] != group[0][key] for key in ("task_index", "policy_version")):
+        if group and _origin(trajectory) != _origin(group[0]):
             yield group
             group = []
         group.append(trajectory)
     if group:
         yield group
+
+
+def _origin(trajectory: Trajectory) -> tuple[int, int]:
+    return trajectory["task_index"], trajectory["policy_version"]

@@ -20,9 +20,8 @@ import torch
 from fsbarrier.errors import FsbarrierError
 from fsbarrier.trajectories import ShardWriter
 
-RANK_STRIDE = (
-    10**9
-)  # tasks of different ranks never count as the same: the original spreads one task's attempts over ranks
+# Tasks of different ranks never count as the same: the original spreads the attempts at one task over the ranks.
+RANK_STRIDE = 10**9
 MAX_DEPTH = 100
 TYPECODES = {torch.int32: "i", torch.float32: "f", torch.uint8: "B", torch.int64: "q", torch.float64: "d"}
 
@@ -56,7 +55,8 @@ def main(words: list[str]) -> int:
     except FsbarrierError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    except Exception as error:  # whatever the file's own code may raise
+    # Whatever the file's own code may raise.
+    except Exception as error:
         print(f"{type(error).__name__}: {error}".replace("\n", " "), file=sys.stderr)
         return 1
     return 0
@@ -73,7 +73,8 @@ def convert(loaded: Any, target: Path, rank: int) -> None:
     metadata = json.loads(json.dumps(plain(loaded.get("metadata") or {}), default=list))
     groups: dict[str, list[dict[str, Any]]] = {}
     for number, item in enumerate(loaded["trajectories"]):
-        if item:  # the original leaves None where a task gave nothing
+        # The original leaves None where a task gave nothing.
+        if item:
             record = trajectory(plain(item), rank, number)
             groups.setdefault(record["task_id"], []).append(record)
     indices = [rank * RANK_STRIDE + number for number in range(len(groups))]
