@@ -7,18 +7,19 @@ carries out the work that the table's functions describe. Pure: these functions 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.facts import Join, Member, Payload
-from fsbarrier.protocol.records import record
+from fsbarrier.protocol.table import Row, Slice, Table
 from fsbarrier.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
 
+#: the phases of an RL iteration, by number: what status and the journal promise to show
 PHASE_NAMES = (
     "iteration_start",
     "train_assign",
@@ -35,20 +36,24 @@ PHASE_NAMES = (
     "engine_start",
     "iteration_end",
 )
-SLICES = {"both": (0, 13), "rollout": (0, 6), "update": (7, 13)}
+#: what `--rl-phase` may run alone
+RL_SLICES = (
+    Slice("rollout", "iteration_start", "eval_rollout", result="train_aggregate"),
+    Slice("update", "engine_stop", "iteration_end", result="weights_publish"),
+)
 
 
 # --- work: what a phase asks its node to do -----------------------------------------------------------------------------
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Value:
     """Nothing to run: `value` is the phase's result."""
 
     value: Payload
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Command:
     """A program to launch. `spec` is written to a private file; `{spec}` in argv and env is replaced by its path.
 
@@ -66,7 +71,7 @@ class Command:
     event: str = ""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class ServeWeights:
     """The local engine is to serve `folder` as `policy_version`: started, reloaded in place, or left as it is.
 
@@ -78,12 +83,12 @@ class ServeWeights:
     threads: int = 0
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class ReleaseEngine:
     """The local engine is to give the accelerator's memory back (stop, sleep, or stay where there is none)."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class OpenRendezvous:
     """The leader listens on a free port, so that the others can try its addresses before torchrun needs one of them.
 
@@ -93,7 +98,7 @@ class OpenRendezvous:
     loopback: bool
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class ProbeAddresses:
     """Connect to each of the leader's addresses; the result's "reached" names those that answered, in the order given."""
 
@@ -101,7 +106,7 @@ class ProbeAddresses:
     port: int
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class PublishWeights:
     """Verify a policy version's folder, then point the run at it; keep the newest `keep` versions.
 
@@ -116,7 +121,7 @@ class PublishWeights:
     keep_trajectories: int = 0
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class PublishFile:
     """What this generation made in `source` becomes what people find under `name`, unless a newer generation exists."""
 
@@ -124,7 +129,7 @@ class PublishFile:
     name: Path
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Steps:
     """Several works, one after the other; their results are merged."""
 
@@ -147,7 +152,7 @@ Work = (
 # --- context: what the functions of a table may look at -------------------------------------------------------------------
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class PartOnDisk:
     """A part file of this iteration: which groups it durably holds, in its first `valid_bytes` bytes."""
 
@@ -157,7 +162,7 @@ class PartOnDisk:
     tasks: tuple[int, ...]
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Policy:
     """The policy that this iteration rolls out: its version and its folder ("model" below it is what vLLM loads)."""
 
@@ -166,7 +171,7 @@ class Policy:
     trainer: Path | None
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Context:
     """Everything that a phase's functions may depend on. Read-only."""
 
@@ -273,42 +278,15 @@ class Context:
 Builder = Callable[[Context], Work]
 
 
-@record
-class Phase:
-    """One row. `each` is every member's work; `leader` is the leader's, and where a row has both, it comes after all the
-    others are done. A row with neither is a barrier. `resume`: where a new generation goes on when this row was under way.
-    `transient`: its results are no decisions; later generations do not adopt them, and they need not outlive a loss of power.
-    """
+class Phase(Row[Builder]):
+    """One row of a program, with the functions that build its work."""
 
-    index: int
-    name: str
-    each: Builder | None = None
-    leader: Builder | None = None
-    resume: str = ""
-    transient: bool = False
+    __slots__ = ()
 
 
-@record
-class Program:
-    """The fourteen rows. `needs`: what a run of it must have ("model", "data")."""
+@dataclass(frozen=True, slots=True)
+class Program(Table[Builder]):
+    """A program: its phases in order and its slices. `needs`: what a run of it must have ("model", "data")."""
 
-    name: str
     rows: tuple[Phase, ...]
     needs: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        found = tuple(row.name for row in self.rows)
-        if found != PHASE_NAMES or any(row.index != i for i, row in enumerate(self.rows)):
-            raise UsageError(
-                f"program {self.name}: its rows must be phases 0-13 in order ({', '.join(PHASE_NAMES)}); found {', '.join(found)}"
-            )
-        for row in self.rows:
-            if row.resume and row.resume not in PHASE_NAMES[: row.index + 1]:
-                raise UsageError(
-                    f"program {self.name}, {row.name}: resume={row.resume!r} is not this or an earlier phase"
-                )
-
-    def resume_index(self, index: int) -> int:
-        """The row where a new generation goes on when row `index` was under way."""
-        name = self.rows[index].resume
-        return PHASE_NAMES.index(name) if name else index

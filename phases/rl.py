@@ -15,6 +15,7 @@ from typing import Any
 
 from fsbarrier.errors import UsageError
 from fsbarrier.program import (
+    RL_SLICES,
     Command,
     Context,
     OpenRendezvous,
@@ -395,5 +396,6 @@ PROGRAM = Program(
         Phase(12, "engine_start", each=start_engine),
         Phase(13, "iteration_end"),
     ),
+    RL_SLICES,
     needs=frozenset({"model", "data"}),
 )

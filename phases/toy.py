@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier.loader import load_module
-from fsbarrier.program import Command, Context, Phase, Program, Steps, Value, Work
+from fsbarrier.program import RL_SLICES, Command, Context, Phase, Program, Steps, Value, Work
 from fsbarrier.protocol.facts import Payload
 
 rl = load_module("rl")  # what this file does not say anew is the default program's
@@ -103,4 +103,5 @@ PROGRAM = Program(
         Phase(12, "engine_start", each=work_each),
         Phase(13, "iteration_end"),
     ),
+    RL_SLICES,
 )

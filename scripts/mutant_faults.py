@@ -13,12 +13,14 @@ from typing import Any, Protocol
 from fsbarrier.node import observer as observer_module
 from fsbarrier.node.agent import Agent
 from fsbarrier.node.handover import Handover, _Trail
-from fsbarrier.node.observer import Observer, fact_name
-from fsbarrier.program import Program
-from fsbarrier.protocol import machine, succession
+from fsbarrier.node.observer import Observer
+from fsbarrier.protocol import machine, situation, succession
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Position
 from fsbarrier.protocol.membership import Ledger, Limits, Loss, losses
-from fsbarrier.protocol.state import Part, Recovered, View, changed
+from fsbarrier.protocol.state import WATCHING, Part, Recovered, View
+from fsbarrier.protocol.table import Table
+from fsbarrier.rundir.heartbeats import HeartbeatReader
+from fsbarrier.rundir.names import FACT, START
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.sim import store
 from fsbarrier.sim.store import Client
@@ -35,8 +37,19 @@ class Patch(Protocol):
 
 def _seen_otherwise(patch: Patch, change: Callable[[Observer, View, Any], View]) -> None:
     """Let `change(observer, view, node)` have the last word about what a node sees of its row."""
-    original = Observer._with_row
-    patch.setattr(Observer, "_with_row", lambda self, at: change(self, original(self, at), at))
+    original = Observer.view
+
+    def view(self: Observer, at: Any, now: float, work: Any = None) -> View:
+        seen = original(self, at, now, work)
+        return change(self, seen, at) if at.part in WATCHING else seen
+
+    patch.setattr(Observer, "view", view)
+
+
+def _otherwise(patch: Patch, rule: Any, instead: Any) -> None:
+    """Put `instead` in a rule's place, in each stage that has it."""
+    for stage, rules in machine.RULES.items():
+        patch.setitem(machine.RULES, stage, tuple(instead if one is rule else one for one in rules))
 
 
 def _silent(*_: Any) -> None:
@@ -68,8 +81,8 @@ def count_instead_of_set(patch: Patch) -> None:
     def change(self: Observer, view: View, at: Any) -> View:
         if at.part is not Part.ANNOUNCED or len(self.store.names(_row(self, at))) < 2:
             return view
-        fact = self.store.read(_row(self, at) / fact_name(at.generation.leader, "done"), Fact)
-        return changed(view, arrived=frozenset(at.generation.ranks), leaders_fact=fact)
+        fact = self.store.read(_row(self, at) / FACT.build(at.generation.leader, "done"), Fact)
+        return replace(view, arrived=frozenset(at.generation.ranks), leaders_fact=fact)
 
     _seen_otherwise(patch, change)
 
@@ -78,9 +91,9 @@ def decision_from_ones_own_copy(patch: Patch) -> None:
     """the decision is read from one's own fact instead of the leader's"""
 
     def change(self: Observer, view: View, at: Any) -> View:
-        own = _row(self, at) / fact_name(at.rank, "done")
+        own = _row(self, at) / FACT.build(at.rank, "done")
         return (
-            changed(view, leaders_fact=self.store.read(own, Fact)) if view.leaders_fact is not None else view
+            replace(view, leaders_fact=self.store.read(own, Fact)) if view.leaders_fact is not None else view
         )
 
     _seen_otherwise(patch, change)
@@ -92,7 +105,7 @@ def leader_by_rank_alone(patch: Patch) -> None:
     def change(self: Observer, view: View, at: Any) -> View:
         if at.part is not Part.ANNOUNCED or len(view.arrived) < len(at.generation.members):
             return view
-        return changed(view, leaders_fact=self.store.read(_row(self, at) / fact_name(0, "done"), Fact))
+        return replace(view, leaders_fact=self.store.read(_row(self, at) / FACT.build(0, "done"), Fact))
 
     _seen_otherwise(patch, change)
 
@@ -102,7 +115,7 @@ def release_without_decision(patch: Patch) -> None:
 
     def change(self: Observer, view: View, at: Any) -> View:
         whole = at.part is Part.ANNOUNCED and len(view.arrived) == len(at.generation.members)
-        return changed(view, leaders_fact=Fact(0, 0, "done")) if whole and view.leaders_fact is None else view
+        return replace(view, leaders_fact=Fact(0, 0, "done")) if whole and view.leaders_fact is None else view
 
     _seen_otherwise(patch, change)
 
@@ -130,7 +143,7 @@ def delete_to_reset(patch: Patch) -> None:
     def entered(self: Any, position: Position, generation: Generation, left: Position | None) -> None:
         original(self, position, generation, left)
         if left is not None and left != position:
-            path = self.observer.row_dir(generation.number, left) / fact_name(self.node.rank, "done")
+            path = self.observer.row_dir(generation.number, left) / FACT.build(self.node.rank, "done")
             self.store.disk.files.pop(path, None)
             self.store.disk.dirs[path.parent].names.pop(path.name, None)
             self.store.disk.dirs[path.parent].listing = None
@@ -143,7 +156,7 @@ def wait_on_a_missing_name(patch: Patch) -> None:
 
     def change(self: Observer, view: View, at: Any) -> View:
         if at.part is Part.ANNOUNCED and at.generation.leader not in view.arrived:
-            self.store.read(_row(self, at) / fact_name(at.generation.leader, "done"), Fact)
+            self.store.read(_row(self, at) / FACT.build(at.generation.leader, "done"), Fact)
         return view
 
     _seen_otherwise(patch, change)
@@ -154,7 +167,7 @@ def read_everybodys_fact(patch: Patch) -> None:
 
     def change(self: Observer, view: View, at: Any) -> View:
         for rank in view.arrived if view.leaders_fact is not None else ():
-            self.store.read(_row(self, at) / fact_name(rank, "done"), Fact)
+            self.store.read(_row(self, at) / FACT.build(rank, "done"), Fact)
         return view
 
     _seen_otherwise(patch, change)
@@ -176,37 +189,29 @@ def no_exclusive_create(patch: Patch) -> None:
 
 def stay_in_old_generation(patch: Patch) -> None:
     """a node that the newest generation does not name goes on in its own"""
-    original = machine._newer_generation
-
-    def newer(at: Any, view: View, now: float, rules: Any) -> Any:
-        named = view.newest is not None and view.newest.incarnation_of(at.rank) == at.incarnation
-        return original(at, view, now, rules) if named or at.generation is None else None
-
-    patch.setattr(machine, "_newer_generation", newer)
+    _otherwise(patch, machine.rejoin_when_left_behind, _silent)
 
 
 def no_incarnation_check(patch: Patch) -> None:
     """a generation that names a rank means whichever start of it reads the record"""
-    original = machine._newer_generation
 
-    def newer(at: Any, view: View, now: float, rules: Any) -> Any:
-        newest, known = view.newest, at.generation.number if at.generation else at.baseline
-        if newest is not None and newest.number > known and at.rank in newest.ranks and not newest.verdict:
-            return machine._enter_generation(at, newest, now)
-        return original(at, view, now, rules)
+    def enter(at: Any) -> Any:
+        newest = at.newer_generation
+        named = newest is not None and at.node.rank in newest.ranks and not newest.verdict
+        return machine._enter(at, newest) if named else None
 
-    patch.setattr(machine, "_newer_generation", newer)
-    patch.setattr(machine, "_fenced", _silent)
+    _otherwise(patch, machine.enter_newer_generation, enter)
+    _otherwise(patch, machine.end_when_rank_is_taken, _silent)
 
 
 def adopt_nothing(patch: Patch) -> None:
     """a generation's record carries no decisions of the older ones"""
-    patch.setattr(succession, "kept_decisions", lambda decisions, start, program: {})
+    patch.setattr(succession, "kept_decisions", lambda decisions, start, table: {})
 
 
 def go_on_in_the_row_under_way(patch: Patch) -> None:
     """a new generation begins with the row that was under way, not where that row says"""
-    patch.setattr(Program, "resume_index", lambda self, index: index)
+    patch.setattr(Table, "resume_index", lambda self, index: index)
 
 
 def generation_not_flushed(patch: Patch) -> None:
@@ -222,9 +227,9 @@ def recover_from_start(patch: Patch) -> None:
 
     def recover(self: Handover, rules: Any, now: float, seal: Any) -> Recovered:
         newest = self.observer.newest
-        start = newest.start if newest else Position(1, rules.first)
+        start = newest.start if newest else Position(1, rules.span({})[0])
         decisions, number = (newest.decisions, newest.number) if newest else ({}, 0)
-        return Recovered(start, decisions, number, now, (rules.first, rules.last), sealed=True)
+        return Recovered(start, decisions, number, now, rules.span({}), sealed=True)
 
     patch.setattr(Handover, "recover", recover)
 
@@ -277,14 +282,16 @@ def forget_on_error(patch: Patch) -> None:
 def never_dead(patch: Patch) -> None:
     """a silent node is waited for"""
     patch.setattr(
-        machine, "losses", lambda *args: tuple(loss for loss in losses(*args) if "heartbeat" not in loss.why)
+        situation,
+        "losses",
+        lambda *args: tuple(loss for loss in losses(*args) if "heartbeat" not in loss.why),
     )
 
 
 def dead_when_suspected(patch: Patch) -> None:
     """a node that is suspected counts as lost"""
     patch.setattr(
-        machine, "losses", lambda *args: losses(*args[:-1], replace(args[-1], dead_s=args[-1].suspect_s))
+        situation, "losses", lambda *args: losses(*args[:-1], replace(args[-1], dead_s=args[-1].suspect_s))
     )
 
 
@@ -323,7 +330,7 @@ def judged_by_older_looks(patch: Patch) -> None:
         entered(self, position, generation, left)
         if observer.ledger.looked_at is not None and left is None:
             again = observer.ledger.looked_at + observer.paces.beats_s
-            observer._due = observer._members_due = observer._beats_due = again
+            observer._members_due = observer._beats_due = again
 
     patch.setattr(Agent, "_entered", mutant)
 
@@ -343,7 +350,7 @@ def clocks_compared(patch: Patch) -> None:
         return tuple(found)
 
     patch.setattr(SimWork, "progress", lambda self: {"clock": self.process.clock})
-    patch.setattr(machine, "losses", aged)
+    patch.setattr(situation, "losses", aged)
 
 
 def one_heartbeat_file_a_rank(patch: Patch) -> None:
@@ -351,9 +358,14 @@ def one_heartbeat_file_a_rank(patch: Patch) -> None:
     patch.setattr(
         RunPaths, "beat", lambda self, rank, incarnation: self.beats / f"node-{rank:04d}.inc-0000.json"
     )
-    patch.setattr(Observer, "_newest_beat", lambda self, rank, files: self.store.read(files[0][1], Beat))
+    patch.setattr(
+        HeartbeatReader,
+        "_newest_of",
+        lambda self, starts: self.store.read(self.folder / START.build(starts[0].rank, 0), Beat),
+    )
 
 
 def a_failure_moves_nobody(patch: Patch) -> None:
     """a failed program's fact is not looked at"""
-    patch.setattr(machine, "_failed_program", _silent)
+    _otherwise(patch, machine.end_work_after_a_failure, _silent)
+    _otherwise(patch, machine.try_again_after_a_failure, _silent)

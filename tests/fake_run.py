@@ -12,7 +12,8 @@ from typing import Any
 
 from fsbarrier import files
 from fsbarrier.program import PHASE_NAMES
-from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Verdict, encode
+from fsbarrier.protocol.codec import encode
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Verdict
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.resolve import resolve

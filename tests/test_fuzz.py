@@ -32,8 +32,9 @@ from fsbarrier.data.torchunpickle import Unpickler
 from fsbarrier.errors import EXIT_INTERNAL, ProgramFailed, StoreError, UsageError
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import PHASE_NAMES, Phase, Program
-from fsbarrier.protocol import facts
-from fsbarrier.protocol.facts import CorruptRecord, Fact, Position
+from fsbarrier.protocol import codec, facts
+from fsbarrier.protocol.codec import CorruptRecord
+from fsbarrier.protocol.facts import Fact, Position
 from fsbarrier.protocol.state import Node, Part, Stage
 from fsbarrier.rundir import checkpoints, journal, runrecord
 from fsbarrier.rundir.paths import RunPaths
@@ -161,20 +162,20 @@ RECORDS: tuple[facts.Record, ...] = (
 
 def encoded_body(record: facts.Record, body: Any) -> bytes:
     """A record's file with another body, whose length and digest are right."""
-    kind = facts.encode(record).split(b" ")[1].decode()
+    kind = codec.encode(record).split(b" ")[1].decode()
     text = json.dumps(body).encode() + b"\n"
     return f"fsbarrier/1 {kind} {len(text)} {hashlib.sha256(text).hexdigest()[:32]}\n".encode() + text
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
 def test_records(record: facts.Record) -> None:
-    whole = facts.encode(record)
+    whole = codec.encode(record)
 
     @fuzz
     @given(bytes_like(whole))
     def bytes_are_the_record_or_none(data: bytes) -> None:
         try:
-            assert facts.decode(data, type(record)) == record  # type: ignore[type-var]
+            assert codec.decode(data, type(record)) == record  # type: ignore[type-var]
         except CorruptRecord:
             pass
 
@@ -183,10 +184,10 @@ def test_records(record: facts.Record) -> None:
     def a_body_with_a_right_digest_is_used_safely(body: Any) -> None:
         data = encoded_body(record, body)
         try:
-            found = facts.decode(data, type(record))  # type: ignore[type-var]
+            found = codec.decode(data, type(record))  # type: ignore[type-var]
         except CorruptRecord:
             return
-        assert facts.decode(facts.encode(found), type(record)) == found or body != body
+        assert codec.decode(codec.encode(found), type(record)) == found or body != body
 
     bytes_are_the_record_or_none()
     a_body_with_a_right_digest_is_used_safely()
@@ -204,8 +205,8 @@ PING = Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHA
 
 @fuzz
 @given(
-    st.fixed_dictionaries({folder: bytes_like(*map(facts.encode, RECORDS)) for folder in FOLDERS}),
-    bytes_like(facts.encode(RECORDS[3])),
+    st.fixed_dictionaries({folder: bytes_like(*map(codec.encode, RECORDS)) for folder in FOLDERS}),
+    bytes_like(codec.encode(RECORDS[3])),
 )
 def test_a_node_looks_at_anything(
     tmp_path_factory: pytest.TempPathFactory, found: dict[str, bytes], fact: bytes
@@ -276,7 +277,7 @@ def test_progress_and_results_of_programs(tmp_path_factory: pytest.TempPathFacto
         except ProgramFailed:
             continue
         if value is not None:
-            again = facts.decode(facts.encode(Fact(0, 1, "done", value)), Fact).value
+            again = codec.decode(codec.encode(Fact(0, 1, "done", value)), Fact).value
             assert json.dumps(again) == json.dumps(value)
 
 

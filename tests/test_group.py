@@ -26,7 +26,7 @@ from fsbarrier.node.agent import Agent
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Generation, Join, Member, Position
-from fsbarrier.protocol.state import Node, Part, Rules, changed
+from fsbarrier.protocol.state import Node, Part, Rules
 from fsbarrier.rundir.heartbeats import read_beats
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.store import PosixStore
@@ -408,7 +408,7 @@ def test_no_heartbeat_bears_another_process_s_incarnation(tmp_path: Path) -> Non
     program = Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES)))
     here = Join(0, 0, "old", 1, "boot")
     observer = Observer(store, paths, program)
-    agent = Agent(store, observer, Rules(program, 0, 13, 2), CollectiveWork(), here, lambda *_: None)
+    agent = Agent(store, observer, Rules(program, 2), CollectiveWork(), here, lambda *_: None)
     observer.prepare()
     agent.start(0.0)
     for number, members in ((1, (Member(0, 1), Member(1, 1))), (2, (Member(1, 1),))):
@@ -426,7 +426,7 @@ def test_what_was_offered_to_a_generation_is_not_given_to_the_next() -> None:
     """The caller may offer in the moment in which the looking thread has moved on; rows are numbered alike in both."""
     work, at = CollectiveWork(), Position(1, 0)
     second = Generation(2, (Member(0, 1), Member(1, 1)), 0, at, "regrouped")
-    node = changed(Node(0, 1, 0.0), generation=second, position=at)
+    node = replace(Node(0, 1, 0.0), generation=second, position=at)
     work.contributed = 1, at, {"call": "broadcast(src=1)"}
     work.launch(node, Part.EACH)
     assert work.report() is None

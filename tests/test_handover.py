@@ -10,15 +10,16 @@ import pytest
 from fsbarrier.group.collective_work import CollectiveWork
 from fsbarrier.node.agent import Agent
 from fsbarrier.node.handover import Handover
-from fsbarrier.node.observer import Observer, Paces, fact_name
+from fsbarrier.node.observer import Observer, Paces
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position
 from fsbarrier.protocol.state import Recovered, Rules
+from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.store import PosixStore
 
 ROWS = tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))
-RULES = Rules(Program("ping", ROWS), 0, 13, 2)
+RULES = Rules(Program("ping", ROWS), 2)
 SEAL = Fact(9, 1, SEALED)
 
 
@@ -37,7 +38,7 @@ class Left:
     """What a generation of nodes 0 (the leader) and 1 left."""
 
     def __init__(self, folder: Path, store: PosixStore, **more: Any) -> None:
-        self.observer = Observer(store, RunPaths(folder), RULES.program)
+        self.observer = Observer(store, RunPaths(folder), RULES.table)
         self.observer.prepare()
         members = (Member(0, 1), Member(1, 1))
         generation = Generation(1, members, 0, Position(1, 0), "start", **more)
@@ -48,14 +49,14 @@ class Left:
         directory = self.observer.row_dir(1, Position(1, phase))
         self.observer.store.make_dir(directory)
         for rank in ranks:
-            self.observer.store.put(directory / fact_name(rank, "done"), Fact(rank, 1, "done"))
+            self.observer.store.put(directory / FACT.build(rank, "done"), Fact(rank, 1, "done"))
 
     def recover(self, seal: Fact | None = SEAL) -> Recovered:
         return Handover(self.observer).recover(RULES, 1.0, seal)
 
     def leaders(self, phase: int) -> str:
-        path = self.observer.row_dir(1, Position(1, phase)) / fact_name(0, "done")
-        return Observer(PosixStore(), self.observer.paths, RULES.program).must_read(path, Fact).status
+        path = self.observer.row_dir(1, Position(1, phase)) / FACT.build(0, "done")
+        return Observer(PosixStore(), self.observer.paths, RULES.table).must_read(path, Fact).status
 
 
 def test_what_old_listings_hide_is_found(tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_a_run_that_was_finished_needs_no_seal(tmp_path: Path) -> None:
 def test_a_fact_that_cannot_be_read_is_an_error_and_no_seal(tmp_path: Path) -> None:
     left = Left(tmp_path, PosixStore())
     left.publish(0, 0, 1)
-    path = left.observer.row_dir(1, Position(1, 0)) / fact_name(0, "done")
+    path = left.observer.row_dir(1, Position(1, 0)) / FACT.build(0, "done")
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(OSError, match="cannot be read"):
         left.recover()
@@ -107,7 +108,7 @@ def test_members_that_live_do_not_pass_a_seal_and_go_on_behind_it(tmp_path: Path
             passed.append((node.generation.number, node.position))
 
     def start(rank: int) -> Agent:
-        observer = Observer(store, paths, RULES.program, Paces(0.0, 0.0))
+        observer = Observer(store, paths, RULES.table, Paces(0.0, 0.0))
         join = Join(rank, 0, f"host{rank}", rank, "boot", until=1, time=str(rank))
         agent = Agent(store, observer, RULES, CollectiveWork(), join, record)
         observer.prepare()
@@ -121,7 +122,7 @@ def test_members_that_live_do_not_pass_a_seal_and_go_on_behind_it(tmp_path: Path
             store.put(paths.beat(beat.rank, beat.incarnation), beat)
             agent.tick(tenths / 10)
         if sealed.iteration == 9 and len(passed) > 6:
-            intruder = Observer(store, paths, RULES.program)
+            intruder = Observer(store, paths, RULES.table)
             intruder.prepare()
             Handover(intruder).recover(RULES, 0.0, SEAL)
             names = [name for name in PHASE_NAMES if (found := _seal_in(paths, name)) is not None and found]
@@ -133,5 +134,5 @@ def test_members_that_live_do_not_pass_a_seal_and_go_on_behind_it(tmp_path: Path
 
 
 def _seal_in(paths: RunPaths, name: str) -> bool:
-    path = paths.phase(1, 1, PHASE_NAMES.index(name), name) / fact_name(0, "done")
+    path = paths.phase(1, 1, PHASE_NAMES.index(name), name) / FACT.build(0, "done")
     return path.exists() and b'"status":"sealed"' in path.read_bytes()

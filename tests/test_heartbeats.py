@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsbarrier.protocol.facts import Beat, encode
+from fsbarrier.protocol.codec import encode
+from fsbarrier.protocol.facts import Beat
 from fsbarrier.rundir.heartbeats import HeartbeatReader, live_nodes, read_beats
 from fsbarrier.rundir.names import StartName
 from fsbarrier.rundir.paths import RunPaths

@@ -117,7 +117,9 @@ def test_the_core_is_pure(path: Path) -> None:
 @pytest.mark.parametrize("path", sources("fsbarrier", "phases", "scripts"), ids=relative)
 def test_a_file_has_one_idea_and_says_which(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= 400, "more than 400 lines: is there more than one idea in it?"
+    why = "more than 400 lines: is there more than one idea in it? If splitting it would hurt, its first lines say so"
+    said = "The file is longer than others" in (ast.get_docstring(ast.parse(text)) or "")
+    assert len(text.splitlines()) <= 400 or said, why
     assert ast.get_docstring(ast.parse(text)) or not text.strip(), (
         "no docstring that says what the file is for"
     )

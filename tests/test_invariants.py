@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from fsbarrier.protocol.facts import Fact, Generation, Position
-from fsbarrier.protocol.state import changed
 from fsbarrier.sim.history import Ended, Entry, Event, History, Missing, Published, Used
 from fsbarrier.sim.invariants import budget, check, i12_operations
 from fsbarrier.sim.scenario import prepare
@@ -64,7 +63,7 @@ def other_decision(history: History) -> None:
         if event.event == "phase_finished" and event.node.position == Position(1, 1)
     )
     entry = {"iteration": 1, "value": {"wanted": []}}
-    node = changed(history.events[at].node, decisions={"train_assign": entry})
+    node = replace(history.events[at].node, decisions={"train_assign": entry})
     history.events[at] = replace(history.events[at], node=node)
 
 
@@ -152,7 +151,7 @@ def dead_too_soon(history: History) -> None:
 def unrecorded(history: History) -> None:
     event = history.events[first(history, "phase_started")]
     assert event.node.generation is not None
-    other = changed(event.node, generation=replace(event.node.generation, reason="another"))
+    other = replace(event.node, generation=replace(event.node.generation, reason="another"))
     history.events.append(Event(event.time, event.process, "note", other, {}, event.began))
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from fsbarrier.commands.run import demo_path, is_finished
-from fsbarrier.protocol.facts import Beat, encode
+from fsbarrier.protocol.codec import encode
+from fsbarrier.protocol.facts import Beat
 from fsbarrier.rundir.journal import read_events
 from fsbarrier.rundir.paths import RunPaths
 

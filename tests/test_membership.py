@@ -9,7 +9,8 @@ import pytest
 
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import PHASE_NAMES, Phase, Program
-from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position, StopRequest, encode
+from fsbarrier.protocol.codec import encode
+from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position, StopRequest
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits, left_to_others, live_joiners, losses
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.paths import RunPaths

@@ -17,7 +17,8 @@ import pytest
 from fsbarrier.node import observer
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import PHASE_NAMES
-from fsbarrier.protocol.facts import R, decode, encode
+from fsbarrier.protocol.codec import decode, encode
+from fsbarrier.protocol.facts import R
 from fsbarrier.protocol.state import Node
 from fsbarrier.sim.campaign import campaign
 from fsbarrier.sim.faults import USUAL, parse_mix

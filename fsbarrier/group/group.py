@@ -28,10 +28,10 @@ from fsbarrier.group.member_threads import MemberThreads
 from fsbarrier.machine.host import boot_id, host_name
 from fsbarrier.node.agent import Agent
 from fsbarrier.node.observer import Observer, Paces, eagerness
-from fsbarrier.program import Context, Phase, Program, Value
 from fsbarrier.protocol.facts import Fact, Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Rules
+from fsbarrier.protocol.table import Row, Table
 from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
 from fsbarrier.retry import retry
 from fsbarrier.rundir.names import FACT
@@ -41,18 +41,8 @@ from fsbarrier.rundir.store import PosixStore
 ROW = "collective"
 
 
-def _do_nothing(context: Context) -> Value:
-    return Value({})
-
-
-class _OneRow(Program):
-    """The group's program: one row, over and over."""
-
-    def __post_init__(self) -> None:
-        pass
-
-
-_PROGRAM = _OneRow("group", (Phase(0, ROW, each=_do_nothing, transient=True),))
+#: the group's program: one row, over and over; each member's work is what its caller offers
+_TABLE = Table("group", (Row(0, ROW, each="offer", transient=True),))
 
 
 class Group:
@@ -344,11 +334,11 @@ def join(
     alike = {"num_nodes": num_nodes, "beat_s": beat_s, "suspect_s": suspect_s, "dead_s": dead_s}
     here = Join(node_rank, 0, host_name(), os.getpid(), boot_id(), choices=alike)
     limits = Limits(suspect_s, dead_s, 2 * beat_s, join_timeout_s=float("inf"))
-    rules = Rules(_PROGRAM, 0, 0, num_nodes, on_node_failure="hold", limits=limits)
+    rules = Rules(_TABLE, num_nodes, on_node_failure="hold", limits=limits)
     members_s = min(0.05 * max(1.0, num_nodes / 16), beat_s / 2)
     paces = Paces(members_s, beat_s / 2, 1.5 * beat_s, eagerness(num_nodes), watchers=num_nodes)
     store, work = PosixStore(), CollectiveWork()
-    observer = Observer(store, paths, _PROGRAM, paces)
+    observer = Observer(store, paths, _TABLE, paces)
     agent = Agent(store, observer, rules, work, here, lambda event, node, fields: None)
     try:
         observer.prepare()

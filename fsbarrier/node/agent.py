@@ -13,16 +13,11 @@ from typing import Any, Protocol
 
 from fsbarrier.errors import Fenced
 from fsbarrier.node.handover import Handover
-from fsbarrier.node.observer import Observer, fact_name
+from fsbarrier.node.observer import Observer
 from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.machine import step
-from fsbarrier.protocol.membership import JOINING, Ledger, silent_members
+from fsbarrier.protocol.membership import JOINING, silent_members
 from fsbarrier.protocol.state import (
-    ANNOUNCED,
-    EACH,
-    ENDED,
-    LEADER,
-    RUNNING,
     Action,
     Announce,
     CancelWork,
@@ -36,10 +31,10 @@ from fsbarrier.protocol.state import (
     Publish,
     Recover,
     Rules,
-    View,
+    Stage,
     WorkReport,
-    changed,
 )
+from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.store import Store
 
 
@@ -79,14 +74,17 @@ class Agent:
     handover: Handover = field(init=False)
     exit: Exit | None = None
     counter: int = 0
-    _enough: bool = False  # nothing more can come of this look
-    _weighed: Ledger | None = None  # the heartbeats that were last looked through for suspects
-    _idle_node: Node | None = None  # after the last step that led nowhere, and what was seen then
-    _idle_view: View | None = None
     _pending: deque[Action] = field(default_factory=deque)
-    _announced: int = 0  # no heartbeat bears an incarnation that may turn out to be another process's
-    _ambiguous: int = 0  # the incarnation whose announcement ended in an error: it may be there
-    _said: Fact | None = None  # the fact published last
+    #: after what was done last, another look at once would show nothing that helps
+    _enough: bool = False
+    #: when the heartbeats were seen that were last looked through for suspects
+    _weighed_at: float | None = None
+    #: no heartbeat bears an incarnation that may turn out to be another process's
+    _announced: int = 0
+    #: the incarnation whose announcement ended in an error: it may be there
+    _ambiguous: int = 0
+    #: the fact published last, and when
+    _said: Fact | None = None
     _said_at: float = float("inf")
     _suspected: set[Member] = field(default_factory=set)
 
@@ -111,34 +109,31 @@ class Agent:
 
         What could not be done then is done first at the next tick: an action that was decided is never dropped.
         """
-        busy, observer = False, self.observer
-        if self._pending:
-            busy = True
-            self._act(now)
+        busy = bool(self._pending)
+        self._act(now)
         while self.exit is None:
             before = self.node
-            view = observer.view(before, now)
-            if (before.part is EACH or before.part is LEADER) and (report := self.work.report()) is not None:
-                view = view.with_work(report)
-            if view is self._idle_view and before is self._idle_node:
-                break  # nothing new since the last look; what depends on time alone is asked at the next look at heartbeats
-            self.node, actions = step(before, view, now, self.rules)
+            self.node, actions = step(
+                before, self.observer.view(before, now, self._work_report()), now, self.rules
+            )
+            if not actions and self.node == before:
+                break
             if actions:
-                busy = True
-                self._enough = False
+                busy, self._enough = True, False
                 self._pending.extend(actions)
                 self._act(now)
                 if self._enough:
                     break
-            elif self.node is before or self.node == before:
-                self._idle_node, self._idle_view = self.node, view
-                break
-        if observer.ledger is not self._weighed:
-            self._weighed = observer.ledger
+        if self.observer.ledger.looked_at != self._weighed_at:
+            self._weighed_at = self.observer.ledger.looked_at
             self._note_suspects(now)
         if now - self._said_at >= REPEAT_S:
             self._repeat(now)
         return busy
+
+    def _work_report(self) -> WorkReport | None:
+        """How this node's own work in its row ended; None where none is under way."""
+        return self.work.report() if self.node.part in (Part.EACH, Part.LEADER) else None
 
     def _act(self, now: float) -> None:
         pending = self._pending
@@ -147,7 +142,7 @@ class Agent:
             pending.popleft()
 
     def _repeat(self, now: float) -> None:
-        if self.node.part is ANNOUNCED and self._said is not None and self.exit is None:
+        if self.node.part is Part.ANNOUNCED and self._said is not None and self.exit is None:
             self._put(self._said, now)
 
     def beat(self) -> Beat:
@@ -184,7 +179,7 @@ class Agent:
             mine = self.store.read(path, Join) == join  # done, although an error was returned
         if mine:
             self._announced = incarnation
-            self.observer.joins[join.rank] = join
+            self.observer.learn_join(join)
         return mine
 
     def _perform(self, action: Action, now: float) -> None:
@@ -222,7 +217,7 @@ class Agent:
     def _recover(self, for_good: bool, now: float) -> None:
         seal = Fact(self.node.rank, self.node.incarnation, SEALED) if for_good else None
         found = self.handover.recover(self.rules, now, seal)
-        self.observer.found(found)
+        self.observer.recovered = found
         if for_good and found.generation:
             place = [found.position.iteration, found.position.phase]
             self.record("generation_sealed", self.node, {"number": found.generation, "goes_on_at": place})
@@ -252,8 +247,8 @@ class Agent:
         node = self.node
         assert node.generation is not None and node.position is not None
         directory = self.observer.row_dir(node.generation.number, node.position)
-        path = directory / fact_name(node.rank, fact.status)
-        if node.generation.leader == node.rank and not self.rules.program.rows[node.position.phase].transient:
+        path = directory / FACT.build(node.rank, fact.status)
+        if node.generation.leader == node.rank and not self.rules.row(node.position).transient:
             self.store.create(path, fact)
         else:
             self.store.put(path, fact)
@@ -279,17 +274,17 @@ class Agent:
             self._suspected.clear()
             self.observer.hurry()
         else:
-            at = changed(self.node, position=left)
+            at = replace(self.node, position=left)
             self.record("phase_finished", at, {})
             if position.phase <= left.phase:  # no later row follows: it was the iteration's last
                 self.record("iteration_finished", at, {})
-        if self.node.stage is not ENDED:
-            self.store.make_dir(self.observer.enter(generation, position))
+        if self.node.stage is not Stage.ENDED:
+            self.store.make_dir(self.observer.row_dir(generation.number, position))
             self.record("phase_started", self.node, {})
 
     def _note_suspects(self, now: float) -> None:
         node, ledger = self.node, self.observer.ledger
-        if node.generation is None or node.stage is not RUNNING:
+        if node.generation is None or node.stage is not Stage.RUNNING:
             return
         members, known = node.generation.members, self._suspected
         silent = silent_members(members, node.rank, ledger, node.since, now, self.rules.limits.suspect_s)
@@ -314,7 +309,7 @@ def place(node: Node, position: Position | None, rules: Rules) -> dict[str, Any]
 def _place(node: Node, position: Position | None, rules: Rules) -> tuple[int, int, int, str]:
     if node.generation is None or position is None:
         return (node.generation.number if node.generation is not None else 0), 0, 0, ""
-    name = rules.program.rows[position.phase].name
+    name = rules.row(position).name
     return node.generation.number, position.iteration, position.phase, name
 
 

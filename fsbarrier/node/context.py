@@ -11,7 +11,7 @@ from pathlib import Path
 from fsbarrier import trajectories
 from fsbarrier.machine.mounts import claims_unsafe
 from fsbarrier.node.observer import Observer
-from fsbarrier.program import Context, PartOnDisk
+from fsbarrier.program import Context, PartOnDisk, Program
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.names import PART
 from fsbarrier.rundir.runrecord import RunRecord
@@ -24,6 +24,7 @@ class ContextMaker:
 
     record: RunRecord
     settings: Settings
+    program: Program
     observer: Observer
     accelerators: int
 
@@ -47,7 +48,7 @@ class ContextMaker:
             generation=generation.number,
             iteration=position.iteration,
             attempt=generation.attempt,
-            phase=self.observer.program.rows[position.phase],
+            phase=self.program.rows[position.phase],
             decisions=node.decisions,
             python=sys.executable,
             joins=self.observer.joins_of(generation),

@@ -34,7 +34,7 @@ from fsbarrier.node.jobs import Jobs
 from fsbarrier.node.observer import Observer, Paces, eagerness
 from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
 from fsbarrier.node.rank_lock import hold_rank
-from fsbarrier.program import SLICES
+from fsbarrier.program import Program
 from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Exit, Rules, Stage
@@ -93,14 +93,15 @@ class Daemon:
         self._signal: int | None = None
         self._looked_at = time.monotonic()
         self._ended = threading.Event()
-        rules = make_rules(settings)
-        observer = Observer(PosixStore(), record.paths, rules.program, make_paces(settings))
+        program = load_program(settings.program)
+        rules = make_rules(settings, program)
+        observer = Observer(PosixStore(), record.paths, program, make_paces(settings))
         retry(observer.prepare, errnos=files.FAILING)
         attempt = 1 + (observer.joins[rank].incarnation if rank in observer.joins else 0)
         log_dir = record.paths.node_logs(attempt, rank)
         files.make_dirs(log_dir)
         self.events = EventLog(record, rules, log_dir / "daemon.log")
-        self.engine = make_engine(settings, log_dir, work_dir, rules.program.needs)
+        self.engine = make_engine(settings, log_dir, work_dir, program.needs)
         self.workplace = Workplace(
             engine=self.engine,
             work_dir=work_dir,
@@ -109,7 +110,7 @@ class Daemon:
             stall_timeout_s=settings.coordination.stall_timeout_s,
         )
         wake = threading.Event()
-        context = ContextMaker(record, settings, observer, len(accelerators.detect()))
+        context = ContextMaker(record, settings, program, observer, len(accelerators.detect()))
         self.jobs = Jobs(context, self.workplace, wake.set)
         join = Join(
             rank=rank,
@@ -219,15 +220,13 @@ class Daemon:
         self.events.close()
 
 
-def make_rules(settings: Settings) -> Rules:
-    """The machine's rules from a run's settings."""
+def make_rules(settings: Settings, program: Program) -> Rules:
+    """The machine's rules from a run's program and settings."""
     coordination = settings.coordination
-    first, last = SLICES[settings.rl_phase]
     return Rules(
-        program=load_program(settings.program),
-        first=first,
-        last=last,
+        table=program,
         num_nodes=settings.num_nodes,
+        slice=settings.rl_phase,
         min_nodes=settings.min_nodes,
         on_node_failure=settings.on_node_failure,
         retries=coordination.retries,

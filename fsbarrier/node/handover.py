@@ -7,18 +7,15 @@ fact instead reads it and tries the next row; where the seal lies no member ever
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fsbarrier.node.observer import Observer, decides, fact_name, numbered
-from fsbarrier.program import Phase
+from fsbarrier.node.observer import Observer
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Payload, Position
 from fsbarrier.protocol.state import Recovered, Rules
 from fsbarrier.protocol.succession import with_decision
-
-_ITERATION = re.compile(r"iter-(\d{6,})")
-_PHASE = re.compile(r"p(\d{2})-(\w+)")
+from fsbarrier.protocol.table import Row
+from fsbarrier.rundir.names import FACT, ITERATION_FOLDER, PHASE_FOLDER
 
 
 @dataclass
@@ -36,7 +33,7 @@ class Handover:
         """
         generation = self.observer.newest
         if generation is None:
-            return Recovered(Position(1, rules.first), at=now, sealed=True)
+            return Recovered(Position(1, rules.span({})[0]), at=now, sealed=True)
         trail = _Trail(self.observer, generation, *rules.span(generation.choices), self._facts)
         reached = trail.furthest()
         if seal is not None:
@@ -44,13 +41,13 @@ class Handover:
         decisions = trail.decisions(reached)
         while trail.all_done(reached):
             row = trail.row(reached)
-            value = trail.fact(reached).value if decides(row) else None
+            value = trail.fact(reached).value if row.decides else None
             if value:
                 decisions = with_decision(decisions, row.name, reached.iteration, value)
             reached = trail.after(reached)
             if reached.phase == trail.first:
                 break
-        resumed = max(trail.first, rules.program.resume_index(reached.phase))
+        resumed = max(trail.first, rules.table.resume_index(reached.phase))
         position = Position(reached.iteration, resumed)
         span = trail.first, trail.last
         return Recovered(position, decisions, generation.number, now, span, sealed=seal is not None)
@@ -66,8 +63,8 @@ class _Trail:
     last: int
     known: dict[tuple[int, Position], Fact]
 
-    def row(self, position: Position) -> Phase:
-        return self.observer.program.rows[position.phase]
+    def row(self, position: Position) -> Row[object]:
+        return self.observer.table.rows[position.phase]
 
     def after(self, position: Position) -> Position:
         iteration, phase = position.iteration, position.phase
@@ -89,10 +86,12 @@ class _Trail:
         root, furthest = observer.paths.facts_of(number), self.heard()
         if root.name not in observer.store.names(observer.paths.coordination):
             return furthest
-        iterations = numbered(_ITERATION, observer.store.names(root))
+        iterations = ITERATION_FOLDER.parse_all(observer.store.names(root))
         for iteration in sorted(iterations)[-1:]:
             names = observer.store.names(observer.paths.iteration(number, iteration))
-            phases = [n for n in numbered(_PHASE, names) if self.first <= n <= self.last]
+            phases = [
+                row.index for row in PHASE_FOLDER.parse_all(names) if self.first <= row.index <= self.last
+            ]
             furthest = max(furthest, Position(iteration, max(phases, default=self.first)))
         return furthest
 
@@ -103,7 +102,7 @@ class _Trail:
         the last of them was passed, all members' facts tell. If they are not to be seen, it is done once more: at most one row.
         """
         if self.generation.verdict is not None or all(
-            row.transient for row in self.observer.program.rows[self.first : self.last + 1]
+            row.transient for row in self.observer.table.rows[self.first : self.last + 1]
         ):
             return reached  # it never ran, or its results are nobody's but its own
         until = self.generation.until
@@ -127,7 +126,9 @@ class _Trail:
     def decisions(self, reached: Position) -> Mapping[str, Payload]:
         """Each row's last decision before `reached`, however many iterations ago, and below it one of an earlier iteration."""
         decisions, start = self.generation.decisions, self.generation.start
-        for row in filter(decides, self.observer.program.rows[self.first : self.last + 1]):
+        for row in self.observer.table.rows[self.first : self.last + 1]:
+            if not row.decides:
+                continue
             found = []
             for iteration in range(reached.iteration, start.iteration - 1, -1):
                 position = Position(iteration, row.index)
@@ -142,7 +143,7 @@ class _Trail:
 
     @property
     def _leaders(self) -> str:
-        return fact_name(self.generation.leader, "done")
+        return FACT.build(self.generation.leader, "done")
 
     def fact(self, position: Position) -> Fact:
         """What the leader published in a row where it has published. Raises OSError."""
@@ -155,5 +156,5 @@ class _Trail:
     def all_done(self, position: Position) -> bool:
         """Whether the row was passed, or will be by whoever lives."""
         names = set(self.observer.store.names(self.observer.row_dir(self.generation.number, position)))
-        done = all(fact_name(rank, "done") in names for rank in self.generation.ranks)
+        done = all(FACT.build(rank, "done") in names for rank in self.generation.ranks)
         return done and (self.row(position).transient or self.fact(position).status != SEALED)

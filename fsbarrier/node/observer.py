@@ -7,13 +7,10 @@ a look at them is due. Immutable records are read once.
 from __future__ import annotations
 
 import errno
-import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 
-from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import (
     Beat,
     Fact,
@@ -25,14 +22,12 @@ from fsbarrier.protocol.facts import (
     StopRequest,
 )
 from fsbarrier.protocol.membership import Ledger, left_to_others
-from fsbarrier.protocol.state import ANNOUNCED, WATCHING, Node, Recovered, Stage, View
+from fsbarrier.protocol.state import WATCHING, Node, Part, Recovered, Stage, View, WorkReport
+from fsbarrier.protocol.table import Table
+from fsbarrier.rundir.heartbeats import HeartbeatReader
+from fsbarrier.rundir.names import FACT, GENERATION, START, StartName
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.store import Store
-
-_INCARNATION = re.compile(r"node-(\d{4,})\.inc-(\d{4,})\.json")
-_GENERATION = re.compile(r"gen-(\d{6,})\.json")
-_FAILED = re.compile(r"node-(\d{4,})\.failed")
-_JOINING = Stage.JOINING
 
 _AT_ONCE = float("-inf")
 
@@ -54,49 +49,55 @@ def eagerness(num_nodes: int) -> float:
     return min(10.0, max(1.0, 80.0 / num_nodes))
 
 
-@dataclass(slots=True)
+@dataclass
 class _Row:
-    """The row that the node is in, and what its directory showed when it was last listed."""
+    """What the directory of a row showed when it was last listed. `names` None: it was not listed yet.
 
-    generation: Generation
+    `members`: which member's fact bears which name.
+    """
+
+    generation: int
     position: Position
     directory: Path
-    ranks: Mapping[str, int]  # the name of a member's fact -> its rank
-    names: list[str] | None  # None: not listed yet
-    arrived: frozenset[int]
-    failed: Mapping[int, Fact]
+    members: Mapping[str, int]
+    names: list[str] | None = None
+    arrived: frozenset[int] = frozenset()
+    failed: Mapping[int, Fact] = field(default_factory=dict)
 
 
 @dataclass
 class Observer:
-    """One node's eyes. `joining` looks more often, since a start is worth waiting less for."""
+    """One node's eyes. A node that joins looks more often, since a start is worth waiting less for.
+
+    What it knows so far is in the public fields; the View that the state machine gets is made of them at each look.
+    """
 
     store: Store
     paths: RunPaths
-    program: Program
+    table: Table[object]
     paces: Paces = field(default_factory=Paces)
     newest: Generation | None = None
-    joins: dict[int, Join] = field(default_factory=dict)
+    joins: Mapping[int, Join] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     stop: StopRequest | None = None
     recovered: Recovered | None = None
     void: int = 0
-    _unreadable: dict[int, float] = field(default_factory=dict)
-    _view: View = field(default_factory=View)
-    _news: bool = True  # something was seen that `_view` does not show
-    _shown: _Row | None = None  # the row that it shows
+    _heartbeats: HeartbeatReader = field(init=False)
     _row: _Row | None = None
-    _known_beats: list[str] = field(default_factory=list)
-    _filed: set[str] = field(default_factory=set)  # of them, what is in `_beat_files`, or is no heartbeat
-    _beat_files: dict[int, list[tuple[int, Path]]] = field(default_factory=dict)  # the newest start first
+    #: when a generation's record was first found unreadable
+    _unreadable: dict[int, float] = field(default_factory=dict)
     _known_generations: list[str] = field(default_factory=list)
     _known_joins: list[str] = field(default_factory=list)
-    _learnt: set[str] = field(default_factory=set)  # names in joins/ that need not be looked at again
-    _old_stops: frozenset[str] | None = None  # asked for before this start
-    _due: float = _AT_ONCE  # the next look at members or beats, whichever comes first
+    #: names in joins/ that need not be looked at again
+    _learnt: set[str] = field(default_factory=set)
+    #: requests to stop that were there before this start
+    _old_stops: frozenset[str] | None = None
     _members_due: float = _AT_ONCE
     _beats_due: float = _AT_ONCE
     _looked_at_all: float = _AT_ONCE
+
+    def __post_init__(self) -> None:
+        self._heartbeats = HeartbeatReader(self.store, self.paths.beats)
 
     def prepare(self) -> None:
         """Make the directories that will be listed, and note what was there before this start. Raises OSError; may be tried again."""
@@ -110,126 +111,91 @@ class Observer:
     def learn(self, generation: Generation | None) -> None:
         """Take a generation's record for known, however it was come by."""
         if generation is not None and (self.newest is None or generation.number > self.newest.number):
-            self.newest, self._news = generation, True
+            self.newest = generation
 
-    def found(self, recovered: Recovered) -> None:
-        """Take for known where the newest generation left the run."""
-        self.recovered, self._news = recovered, True
+    def learn_join(self, join: Join) -> None:
+        """Take a start for known."""
+        self.joins = {**self.joins, join.rank: join}
 
     def newest_number(self) -> int:
         """The number of the newest generation that can be seen now. Raises OSError."""
-        listed = numbered(_GENERATION, self.store.names(self.paths.generations))
+        listed = GENERATION.parse_all(self.store.names(self.paths.generations))
         return max([*listed, self.newest.number if self.newest is not None else 0])
 
     def hurry(self) -> None:
         """Look at everything at the next view, whatever its pace."""
-        self._due = self._members_due = self._beats_due = _AT_ONCE
-        self._news = True
+        self._members_due = self._beats_due = _AT_ONCE
 
-    def view(self, node: Node, now: float) -> View:
-        """What the node can see at `now`; the same object while nothing is new. Raises OSError when the filesystem fails."""
-        if now >= self._due:
-            self._look(node, now)
-        if node.generation is None or node.part not in WATCHING:
-            return self._without_row()
-        return self._with_row(node)
+    def view(self, node: Node, now: float, work: WorkReport | None = None) -> View:
+        """What the node can see at `now`, and how its own work ended. Raises OSError when the filesystem fails."""
+        self._look_around(node, now)
+        row = self._look_at_row(node) if node.part in WATCHING else None
+        arrived, failed, leaders_fact = row or (frozenset[int](), {}, None)
+        known = self.newest, self.void, self.joins, self.ledger, self.stop, self.recovered
+        return View(*known, arrived, failed, leaders_fact, work)
 
-    def _without_row(self) -> View:
-        if self._news or self._shown is not None:
-            self._view = View(self.newest, self.void, self.joins, self.ledger, self.stop, self.recovered)
-            self._news, self._shown = False, None
-        return self._view
-
-    def _look(self, node: Node, now: float) -> None:
-        """Look at what is due beside the row. (A node that enters a generation, or leaves one, hurries: its pace is another.)"""
-        joining, paces = node.stage is _JOINING, self.paces
+    def _look_around(self, node: Node, now: float) -> None:
+        """Look at what is due beside the row. A node that enters a generation, or leaves one, hurries: its pace is another."""
+        joining, paces = node.stage is Stage.JOINING, self.paces
         if now >= self._members_due:
             self._look_at_members(now)
             self._members_due = now + paces.members_s / (4 if joining else 1)
         if now >= self._beats_due:
             self._look_at_beats(node, now, joining)
-            self._beats_due, self._news = now + paces.beats_s / (paces.eager if joining else 1), True
-        self._due = min(self._members_due, self._beats_due)
+            self._beats_due = now + paces.beats_s / (paces.eager if joining else 1)
 
-    def _with_row(self, node: Node) -> View:
-        generation, position, row = node.generation, node.position, self._row
-        assert generation is not None and position is not None
-        if row is None or row.position is not position or row.generation is not generation:
-            row = self._enter(generation, position)
+    def _look_at_row(self, node: Node) -> tuple[frozenset[int], Mapping[int, Fact], Fact | None] | None:
+        """What the members have published in the node's row: who is done, who failed, and once all are done the leader's fact.
+
+        None while a failure cannot be read.
+        """
+        generation, position = node.place
+        row = self._row
+        if row is None or (row.generation, row.position) != (generation.number, position):
+            members = {FACT.build(rank, "done"): rank for rank in generation.ranks}
+            directory = self.row_dir(generation.number, position)
+            row = self._row = _Row(generation.number, position, directory, members)
         names = self.store.names(row.directory)
         if names != row.names:
-            ranks = row.ranks
-            arrived = frozenset([ranks[name] for name in names if name in ranks])
+            arrived = frozenset([row.members[name] for name in names if name in row.members])
             failed = {} if len(names) == len(arrived) else self._failed(row.directory, names, generation)
             if failed is None:
-                return self._without_row()
+                return None
             row.names, row.arrived, row.failed = names, arrived, failed
-            self._news = True
         leaders_fact = None
-        if node.part is ANNOUNCED and len(row.arrived) == len(generation.ranks):
-            leaders_fact = self.store.read(row.directory / fact_name(generation.leader, "done"), Fact)
-        elif self._shown is row and not self._news:
-            return self._view
-        self._view = view = View(
-            self.newest,
-            self.void,
-            self.joins,
-            self.ledger,
-            self.stop,
-            self.recovered,
-            row.arrived,
-            row.failed,
-            leaders_fact,
-        )
-        self._news, self._shown = False, row
-        return view
-
-    def enter(self, generation: Generation, position: Position) -> Path:
-        """Where the facts about a row are that the node is in from now on."""
-        return self._enter(generation, position).directory
-
-    def _enter(self, generation: Generation, position: Position) -> _Row:
-        before, directory = self._row, self.row_dir(generation.number, position)
-        if before is not None and before.generation is generation:
-            ranks = before.ranks
-        else:
-            ranks = {fact_name(rank, "done"): rank for rank in generation.ranks}
-        self._row = row = _Row(generation, position, directory, ranks, None, frozenset(), {})
-        return row
+        if node.part is Part.ANNOUNCED and len(row.arrived) == len(generation.members):
+            leaders_fact = self.store.read(row.directory / FACT.build(generation.leader, "done"), Fact)
+        return row.arrived, row.failed, leaders_fact
 
     def _failed(self, directory: Path, names: list[str], generation: Generation) -> dict[int, Fact] | None:
         """The members' facts of failure; None while one of them cannot be read."""
         failed = {}
-        for match in filter(None, map(_FAILED.fullmatch, names)):
-            fact = self.store.read(directory / match[0], Fact) if int(match[1]) in generation.ranks else None
-            if fact is not None:
-                failed[int(match[1])] = fact
-            elif int(match[1]) in generation.ranks:
-                return None
+        for fact in FACT.parse_all(names):
+            if fact.status == "failed" and fact.rank in generation.ranks:
+                record = self.store.read(directory / FACT.build(fact.rank, "failed"), Fact)
+                if record is None:
+                    return None
+                failed[fact.rank] = record
         return failed
 
     def row_dir(self, generation: int, position: Position) -> Path:
         """Where the facts about one row are."""
-        row = self._row
-        if row is not None and row.position is position and row.generation.number == generation:
-            return row.directory
-        name = self.program.rows[position.phase].name
-        return self.paths.phase(generation, position.iteration, position.phase, name)
+        row = self.table.rows[position.phase]
+        return self.paths.phase(generation, position.iteration, row.index, row.name)
 
     def reports(self, node: Node, phase_name: str) -> Mapping[int, Payload]:
         """What each member published about a row of this iteration that `node` has passed, or in which it leads.
 
         Raises OSError, also for a fact that cannot be read.
         """
-        generation, position = node.generation, node.position
-        assert generation is not None and position is not None
-        at = Position(position.iteration, PHASE_NAMES.index(phase_name))
+        generation, position = node.place
+        at = Position(position.iteration, self.table.index(phase_name))
         # In its own row the leader's result is not published yet: it goes on to the leader's work first.
         own = {node.rank: node.result} if at == position else {}
         directory = self.row_dir(generation.number, at)
         others = [rank for rank in generation.ranks if rank not in own]
         return own | {
-            rank: self.must_read(directory / fact_name(rank, "done"), Fact).value for rank in others
+            rank: self.must_read(directory / FACT.build(rank, "done"), Fact).value for rank in others
         }
 
     def must_read(self, path: Path, cls: type[R]) -> R:
@@ -260,19 +226,18 @@ class Observer:
             for name in names:
                 if name in self._learnt:
                     continue
-                start = start_named(name)
-                if start is None or self._learn_join(*start):
+                start = START.parse(name)
+                if start is None or self._learn_start(start):
                     self._learnt.add(name)
             if self._learnt.issuperset(names):
                 self._known_joins = names
         for name in self.store.names(self.paths.stops):
             if name not in (self._old_stops or ()):
                 self.stop = self.store.read(self.paths.stops / name, StopRequest) or self.stop
-                self._news = True
 
     def _look_at_generations(self, names: list[str], now: float | None) -> bool:
         """Learn the newest of them that can be read; True if none is newer."""
-        numbers = sorted(numbered(_GENERATION, names), reverse=True)
+        numbers = sorted(GENERATION.parse_all(names), reverse=True)
         known = self.newest.number if self.newest is not None else 0
         for number in numbers:
             if number <= known:
@@ -280,25 +245,26 @@ class Observer:
             if self._read_generation(number):
                 known = number
             elif now is not None and now - self._unreadable.setdefault(number, now) >= self.paces.void_s:
-                self.void, self._news = max(self.void, number), True
+                self.void = max(self.void, number)
         return max(numbers, default=0) <= known
 
     def _read_generation(self, number: int) -> bool:
         """Learn a generation from its record; False while it cannot be read."""
         record = self.store.read(self.paths.generation(number), Generation)
-        if record is None or record.number != number or record.start.phase >= len(self.program.rows):
+        if record is None or record.number != number or record.start.phase >= len(self.table.rows):
             return False
         self.learn(record)
         return True
 
-    def _learn_join(self, rank: int, incarnation: int) -> bool:
-        known = self.joins.get(rank)
-        if known is not None and known.incarnation >= incarnation:
+    def _learn_start(self, start: StartName) -> bool:
+        """Learn a start from its record; False while it cannot be read."""
+        known = self.joins.get(start.rank)
+        if known is not None and known.incarnation >= start.incarnation:
             return True
-        join = self.store.read(self.paths.join(rank, incarnation), Join)
-        if join is None or (join.rank, join.incarnation) != (rank, incarnation):
+        join = self.store.read(self.paths.join(start.rank, start.incarnation), Join)
+        if join is None or (join.rank, join.incarnation) != (start.rank, start.incarnation):
             return False
-        self.joins[rank], self._news = join, True
+        self.learn_join(join)
         return True
 
     def _look_at_beats(self, node: Node, now: float, joining: bool) -> None:
@@ -317,78 +283,28 @@ class Observer:
         """The others' heartbeats, of each rank its newest start's, and that of a newer start of a `spared` rank.
 
         And the ranks whose newest known start could not be read, whatever an older one says. What the others have seen exists: it
-        can be opened, however old this node's listings are.
+        can be opened, however old this node's listings are. Raises OSError.
         """
-        names = self.store.names(self.paths.beats)
         beats: dict[int, Beat] = {}
         unread: set[int] = set()
         newest = self.newest.number if self.newest is not None else 0
-        if names != self._known_beats:
-            self._file_beats(names)
-        for rank, files in self._beat_files.items():
-            join = self.joins.get(rank)
-            known = join.incarnation if join is not None else 0
-            if rank in spared and files[0][0] <= known:
-                continue
-            beat = self._newest_beat(rank, files)
+
+        def known(rank: int) -> int:
+            return self.joins[rank].incarnation if rank in self.joins else 0
+
+        found = self._heartbeats.read(
+            lambda start: start.rank not in spared or start.incarnation > known(start.rank)
+        )
+        for rank, beat in ((start.rank, beat) for start, beat in found):
             if beat is None:
-                if known:
+                if known(rank):
                     unread.add(rank)
                 continue
             beats[rank] = beat
-            if beat.incarnation > known:
-                self._learn_join(rank, beat.incarnation)
-            elif beat.incarnation < known:
+            if beat.incarnation > known(rank):
+                self._learn_start(StartName(rank, beat.incarnation))
+            elif beat.incarnation < known(rank):
                 unread.add(rank)
             if beat.generation > newest and self._read_generation(beat.generation):
                 newest = beat.generation
         return beats, unread
-
-    def _file_beats(self, names: list[str]) -> None:
-        """Sort the names of heartbeats by rank and start; only what is new, since at a large start each of many looks shows one more."""
-        if not self._filed.issubset(names):
-            self._filed, self._beat_files = set(), {}
-        new = [name for name in names if name not in self._filed]
-        for name in new:
-            if (start := start_named(name)) is not None:
-                files = self._beat_files.setdefault(start[0], [])
-                files.append((start[1], self.paths.beats / name))
-                files.sort(reverse=True)
-        self._filed.update(new)
-        self._known_beats = names
-
-    def _newest_beat(self, rank: int, files: list[tuple[int, Path]]) -> Beat | None:
-        for incarnation, path in files:
-            beat = self.store.read(path, Beat)
-            if beat is not None and beat.incarnation == incarnation and beat.rank == rank:
-                return beat
-        return None
-
-
-def decides(row: Phase) -> bool:
-    """Whether the leader's fact about this row may hold a value: then it outlives a loss of power."""
-    return (row.each is not None or row.leader is not None) and not row.transient
-
-
-@lru_cache(maxsize=4096)
-def start_named(name: str) -> tuple[int, int] | None:
-    """The rank and the incarnation that a file in joins/ or beats/ speaks of; None for a name that is none of ours."""
-    match = _INCARNATION.fullmatch(name)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-@lru_cache(maxsize=4096)
-def fact_name(rank: int, status: str) -> str:
-    """The file name of a node's fact in its row's directory."""
-    return f"node-{rank:04d}.{status}"
-
-
-def numbered(pattern: re.Pattern[str], names: list[str]) -> list[int]:
-    """The numbers in those of the names that are of this kind."""
-    return [number for name in names if (number := _number(pattern, name)) is not None]
-
-
-@lru_cache(maxsize=4096)
-def _number(pattern: re.Pattern[str], name: str) -> int | None:
-    match = pattern.fullmatch(name)
-    return int(match[1]) if match else None

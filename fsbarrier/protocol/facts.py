@@ -1,34 +1,22 @@
-"""The records that nodes leave for each other, and how they are written and read back.
+"""The records that nodes leave for each other in the shared directory. Each is written once and never changed.
 
-A record is one line of header and one line of JSON. The header carries kind, length and digest, so that a torn, short or empty
-file is recognised (invariant I8). Unknown fields are ignored; a newer format version is refused. Pure: no I/O, no clock.
+Heartbeats are the one exception: a node replaces its own, as a whole. How records become bytes: protocol/codec.py.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, field, fields
-from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from fsbarrier.protocol.records import ordered_record, record
-
-MAGIC = "fsbarrier"
-FORMAT = 1
-MAX_BYTES = 64 * 1024 * 1024
-SMALL_BYTES = 8 * 1024
+#: the status of a fact that ends its generation; see Fact
 SEALED = "sealed"
 
+#: plain JSON data: what a phase's work gave, what a generation adopts
 Payload = Mapping[str, Any]
 
 
-class CorruptRecord(Exception):
-    """The bytes are not a whole record of the expected kind; whoever reads treats them as not there yet."""
-
-
-@record
+@dataclass(frozen=True, slots=True)
 class Member:
     """One node of a generation: which start of which rank, and where it runs."""
 
@@ -37,7 +25,7 @@ class Member:
     host: str = ""
 
 
-@ordered_record
+@dataclass(frozen=True, order=True, slots=True)
 class Position:
     """Where in the run: iteration from 1, phase as its index in the program's rows."""
 
@@ -45,7 +33,7 @@ class Position:
     phase: int
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Join:
     """A node's start: it exists, here is how to reach it. What it was asked for (the lowest rank's counts): `until`, the last
     iteration; `choices`, the settings that each start may choose anew."""
@@ -63,7 +51,7 @@ class Join:
     choices: Payload = field(default_factory=dict)
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Beat:
     """Sign of life. `counter` is all that liveness looks at; the rest is for people."""
 
@@ -80,7 +68,7 @@ class Beat:
     progress: Payload = field(default_factory=dict)
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """How a run ended for every node at once."""
 
@@ -88,7 +76,7 @@ class Verdict:
     reason: str
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Generation:
     """Who takes part from now on, under whom, and from where the run goes on. Number N exists once, for ever.
 
@@ -107,31 +95,33 @@ class Generation:
     attempt: int = 0
     created_by: int = -1
     verdict: Verdict | None = None
-    ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)  # no field of its record
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", tuple(m.rank for m in self.members))
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the members, in their order."""
+        return tuple([member.rank for member in self.members])
 
     def incarnation_of(self, rank: int) -> int | None:
         """The incarnation that this generation knows `rank` by; None for a stranger."""
         return next((m.incarnation for m in self.members if m.rank == rank), None)
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Fact:
     """What one node says about one phase: done or failed, with what came of it.
 
-    A sealed one stands where the leader's would: its generation ended before that row, and nobody passes it any more.
+    `status` is "done", "failed" or SEALED. A sealed one stands where the leader's would: its generation ended before that row, and
+    nobody passes it any more.
     """
 
     rank: int
     incarnation: int
-    status: str  # "done" | "failed" | SEALED
+    status: str
     value: Payload = field(default_factory=dict)
     work_s: float = 0.0
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class StopRequest:
     """Somebody asked the run to end: at the next safe point, or `now`."""
 
@@ -142,156 +132,3 @@ class StopRequest:
 
 Record = Join | Beat | Generation | Fact | StopRequest
 R = TypeVar("R", Join, Beat, Generation, Fact, StopRequest)
-_KINDS: dict[str, type[Any]] = {
-    "join": Join,
-    "beat": Beat,
-    "generation": Generation,
-    "fact": Fact,
-    "stop": StopRequest,
-}
-
-
-_NAMES = {cls: name for name, cls in _KINDS.items()}
-_DECODER = json.JSONDecoder()
-
-
-def _plain(item: Any) -> dict[str, Any]:
-    """A record, or one that is nested in it, as its fields."""
-    return (
-        {f.name: getattr(item, f.name) for f in fields(item) if f.init}
-        if type(item) is Generation
-        else vars(item)
-    )
-
-
-_ENCODER = json.JSONEncoder(separators=(",", ":"), default=_plain)
-
-
-def encode(item: Record) -> bytes:
-    """The bytes of a record's file."""
-    body = _ENCODER.encode(_plain(item)).encode() + b"\n"
-    return _header(_NAMES[type(item)], body) + body
-
-
-def _header(kind: str, body: bytes) -> bytes:
-    return f"{MAGIC}/{FORMAT} {kind} {len(body)} {hashlib.sha256(body).hexdigest()[:32]}\n".encode()
-
-
-def decode(data: bytes, cls: type[R]) -> R:
-    """The record in `data`. Raises CorruptRecord for anything but a whole record of this kind."""
-    kind = _NAMES[cls]
-    found: R | str = _decode_small(data, kind) if len(data) <= SMALL_BYTES else _decode(data, kind)
-    if isinstance(found, str):
-        raise CorruptRecord(found)
-    return found
-
-
-def _decode(data: bytes, expected: str) -> Any:
-    """The record, or what is wrong with it."""
-    header, _, body = data.partition(b"\n")
-    if len(data) > MAX_BYTES:
-        return "too long"
-    if header + b"\n" != _header(expected, body):
-        return _fault(header, expected)
-    try:
-        return _build(_KINDS[expected], _DECODER.raw_decode(body.decode())[0])
-    except (CorruptRecord, ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
-        return f"not a record: {error}"
-
-
-def _fault(header: bytes, expected: str) -> str:
-    """What is wrong with bytes whose header is not that of their body."""
-    magic, kind, *_ = [*header.decode("ascii", "replace").split(" "), "", ""]
-    if magic != f"{MAGIC}/{FORMAT}":
-        return f"format {magic[:40]!r}; this fsbarrier reads {MAGIC}/{FORMAT}"
-    if kind != expected:
-        return f"a {kind} record where a {expected} was expected"
-    return "torn: length or digest differs"
-
-
-#: the same bytes are read again and again (heartbeats of slow nodes, facts by several readers); records are never changed
-_decode_small = lru_cache(maxsize=1024)(_decode)
-
-
-# --- from JSON to records ---------------------------------------------------------------------------------------------------
-
-Convert = Callable[[Any], Any]
-_PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
-_NONE = type(None)
-_LIMIT = 2**62
-
-
-def _types(annotation: str) -> tuple[type, ...]:
-    base = annotation.removesuffix("| None").strip()
-    return (*_PLAIN.get(base, (dict,)), *((_NONE,) if annotation.endswith("| None") else ()))
-
-
-def _decisions(value: Any) -> Any:
-    for entry in value.values():
-        if type(entry["iteration"]) is not int or not isinstance(entry["value"], dict):
-            raise CorruptRecord("not a decision")
-    return value
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    if not all(type(item) is str for item in value):
-        raise CorruptRecord("texts expected")
-    return tuple(value)
-
-
-#: fields that are no plain values: what JSON has for them, and what is made of it
-_NESTED: dict[tuple[type[Any], str], tuple[tuple[type, ...], Convert]] = {
-    (Generation, "members"): ((list,), lambda v: tuple(_build(Member, item) for item in v)),
-    (Generation, "start"): ((dict,), lambda v: _build(Position, v)),
-    (Generation, "verdict"): ((dict, _NONE), lambda v: None if v is None else _build(Verdict, v)),
-    (Generation, "decisions"): ((dict,), _decisions),
-    (Join, "addresses"): ((list,), _texts),
-}
-
-
-class _Shape(NamedTuple):
-    """What a record must look like in JSON. Numbers are taken as they are: no bool for an int."""
-
-    types: dict[str, tuple[type, ...]]
-    needed: frozenset[str]
-    converts: dict[str, Convert]
-
-
-def _shape(cls: type[Any]) -> _Shape:
-    columns = [f for f in fields(cls) if f.init]
-    nested = {f.name: _NESTED[cls, f.name] for f in columns if (cls, f.name) in _NESTED}
-    return _Shape(
-        {f.name: nested[f.name][0] if f.name in nested else _types(str(f.type)) for f in columns},
-        frozenset(f.name for f in columns if f.default is MISSING and f.default_factory is MISSING),
-        {name: convert for name, (_, convert) in nested.items()},
-    )
-
-
-_SHAPES = {cls: _shape(cls) for cls in (*_KINDS.values(), Member, Position, Verdict)}
-
-
-def _build(cls: type[Any], body: Any) -> Any:
-    types, needed, converts = _SHAPES[cls]
-    if not isinstance(body, dict) or not needed <= body.keys():
-        raise CorruptRecord("not an object, or a field is missing")
-    if body.keys() != types.keys():
-        body = {name: value for name, value in body.items() if name in types}
-    for name, value in body.items():
-        if type(value) not in types[name] or (type(value) is int and not -_LIMIT < value < _LIMIT):
-            raise CorruptRecord(f"{name} is no {types[name][0].__name__}, or out of range")
-    for name, convert in converts.items():
-        if name in body:
-            body[name] = convert(body[name])
-    built = cls(**body)
-    if cls is Generation:
-        _check_generation(built)
-    return built
-
-
-def _check_generation(found: Generation) -> None:
-    """What a node relies on without looking."""
-    ranks = [member.rank for member in found.members]
-    if len(set(ranks)) != len(ranks) or (found.leader not in ranks and found.verdict is None):
-        raise CorruptRecord("its leader is no member, or a rank is there twice")
-    if found.number < 1 or found.start.iteration < 1 or found.start.phase < 0:
-        raise CorruptRecord("it starts nowhere")

@@ -6,76 +6,75 @@ from collections.abc import Sequence
 
 from fsbarrier.protocol.facts import Beat, Generation, Member, Position
 from fsbarrier.protocol.membership import Loss, losses
-from fsbarrier.protocol.state import Node, Rules, View
+from fsbarrier.protocol.situation import Situation
 
 
-def last_place(loss: Loss, node: Node) -> Position | None:
-    """Where a member was: by its last heartbeat, or in `node`'s row, which it must have reached for `node` to be there."""
-    generation, beat = node.generation, loss.beat
+def last_place(at: Situation, loss: Loss) -> Position | None:
+    """Where a member was: by its last heartbeat, or in this node's row, which it must have reached for this node to be there."""
+    generation, position, beat = at.node.generation, at.node.position, loss.beat
     known = [Position(beat.iteration, beat.phase)] if beat is not None and beat.iteration else []
-    if generation is not None and node.position is not None and (known or node.position > generation.start):
-        known.append(node.position)
+    if generation is not None and position is not None and (known or position > generation.start):
+        known.append(position)
     return max(known, default=None)
 
 
-def lost_as_fields(gone: Sequence[Loss], node: Node, rules: Rules) -> list[dict[str, object]]:
+def lost_as_fields(at: Situation, gone: Sequence[Loss]) -> list[dict[str, object]]:
     """Lost members as the journal tells them."""
-    fields = []
-    for loss in gone:
-        place = last_place(loss, node)
-        fields.append(
-            {
-                "node_rank": loss.member.rank,
-                "host": loss.member.host,
-                "incarnation": loss.member.incarnation,
-                "why": _why(loss, place, rules),
-                "iteration": place.iteration if place else None,
-                "phase": place.phase if place else None,
-                "phase_name": rules.program.rows[place.phase].name if place else "",
-                "beat_age_s": round(loss.age_s, 3) if loss.age_s is not None else None,
-            }
-        )
-    return fields
+    return [_as_fields(at, loss) for loss in gone]
 
 
-def lost_as_text(gone: Sequence[Loss], node: Node, rules: Rules) -> str:
+def _as_fields(at: Situation, loss: Loss) -> dict[str, object]:
+    place = last_place(at, loss)
+    return {
+        "node_rank": loss.member.rank,
+        "host": loss.member.host,
+        "incarnation": loss.member.incarnation,
+        "why": _why(at, loss),
+        "iteration": place.iteration if place else None,
+        "phase": place.phase if place else None,
+        "phase_name": at.rules.row(place).name if place else "",
+        "beat_age_s": round(loss.age_s, 3) if loss.age_s is not None else None,
+    }
+
+
+def lost_as_text(at: Situation, gone: Sequence[Loss]) -> str:
     """The same as the reason of a generation."""
-    names = [
-        f"node {loss.member.rank} ({loss.member.host}) is lost: {_why(loss, last_place(loss, node), rules)}"
-        for loss in gone
-    ]
-    return "; ".join(names)
+    return "; ".join(
+        f"node {loss.member.rank} ({loss.member.host}) is lost: {_why(at, loss)}" for loss in gone
+    )
 
 
-def _why(loss: Loss, place: Position | None, rules: Rules) -> str:
+def _why(at: Situation, loss: Loss) -> str:
+    place = last_place(at, loss)
     if place is None:
         return loss.why
-    return f"{loss.why}; last in iteration {place.iteration}, phase {place.phase} {rules.program.rows[place.phase].name}"
+    return f"{loss.why}; last in iteration {place.iteration}, phase {place.phase} {at.rules.row(place).name}"
 
 
-def found_by_others(node: Node, newest: Generation, view: View, now: float, rules: Rules) -> list[Loss]:
+def found_by_others(at: Situation, newest: Generation) -> list[Loss]:
     """The members whose loss this node had not noticed yet when a newer generation went on without them."""
+    node, view = at.node, at.view
     if node.generation is None or node.trouble_since is not None:
         return []
     gone = [m for m in node.generation.members if newest.incarnation_of(m.rank) != m.incarnation]
-    known = losses(gone, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
+    known = losses(gone, node.rank, view.joins, view.ledger, node.since, at.now, at.rules.limits)
     noticed = {loss.member: loss for loss in known}
-    return [noticed.get(m) or _heard_of(m, newest, view, now) for m in gone]
+    return [noticed.get(member) or _heard_of(at, member, newest) for member in gone]
 
 
-def _heard_of(member: Member, newest: Generation, view: View, now: float) -> Loss:
-    seen, why = view.ledger.news(member), f"found by node {newest.created_by}"
-    if seen is None:  # it was for others to watch: they know more
+def _heard_of(at: Situation, member: Member, newest: Generation) -> Loss:
+    seen, why = at.view.ledger.news(member), f"found by node {newest.created_by}"
+    if seen is None:  # others watch it, and know more
         return Loss(member, f"{why}, which says: {newest.reason}")
-    return Loss(member, why, seen.beat, view.ledger.age(member, now))
+    return Loss(member, why, seen.beat, at.view.ledger.age(member, at.now))
 
 
-def last_news(view: View, rank: int, now: float) -> str:
+def last_news(at: Situation, rank: int) -> str:
     """What is known of a node that does not come, for people."""
-    seen, join = view.ledger.seen.get(rank), view.joins.get(rank)
+    seen, join = at.view.ledger.seen.get(rank), at.view.joins.get(rank)
     if seen is None or join is None:
         return "never seen"
-    return f"{join.host}, {_phase_text(seen.beat)}, last heartbeat {now - seen.since:.0f} s ago"
+    return f"{join.host}, {_phase_text(seen.beat)}, last heartbeat {at.now - seen.since:.0f} s ago"
 
 
 def _phase_text(beat: Beat) -> str:

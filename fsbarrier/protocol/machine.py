@@ -1,7 +1,7 @@
-"""THE state machine: every transition of a node lives in this file, and nothing else does.
+"""THE state machine: every transition of a node stands in this file, and nowhere else.
 
-`step(node, view, now, rules)` looks at what this node remembers, at the facts it can see and at the time it is given, and answers
-with the node's next state and the actions to perform. It does no I/O, reads no clock, draws no random number.
+`step(node, view, now, rules)` looks at what this node remembers, at the facts it can see and at the time it is given. It answers
+with the node's next state and the actions to perform, in order. It does no I/O, reads no clock, draws no random number.
 
 A node's life:
     JOINING --- a generation names my incarnation ---> RUNNING --- released from the last row, or told to end ---> ENDED
@@ -11,27 +11,26 @@ A node's life:
 In RUNNING every row of the program is a barrier, passed in four steps:
     enter row k -> do my work in it, if any -> publish my fact "done" -> released when every member's "done" is there
 
-A row may ask for work of each member, of the leader, or of the leader once all the others are done; what it is, is never asked.
-Everything unusual (a lost node, a failed program, a joining node, the end of a run) has one answer: a new generation. Its record is
-created exclusively, so that whatever two nodes believe, there is one truth per number.
+A row may have work for each member, for the leader, or for the leader once all the others are done; what the work is, the machine
+never asks. Everything unusual (a lost node, a failed program, a joining node, the end of a run) has one answer: a new generation. Its
+record is created exclusively, so that whatever two nodes believe, there is one truth per number.
+
+How to read on: RULES, at the end, is the whole machine: for each stage its rules in order. Each rule looks at its own precondition
+first and answers None where it does not apply. The first that answers wins, and one may answer "stay as you are" to keep those below it
+from firing. docs/state-machine.md is drawn from RULES by scripts/state_diagram.py. (The file is longer than others so that the machine
+stays in one place.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from fsbarrier.program import Phase
-from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position, Verdict
+from fsbarrier.protocol.facts import SEALED, Fact, Generation, Member, Position, Verdict
 from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
-from fsbarrier.protocol.membership import Loss, live_joiners, losses, occupied
+from fsbarrier.protocol.membership import occupied
+from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import (
-    ANNOUNCED,
-    EACH,
-    ENDED,
-    GATHER,
-    LEADER,
-    NONE,
-    RUNNING,
     Action,
     Announce,
     CancelWork,
@@ -48,12 +47,10 @@ from fsbarrier.protocol.state import (
     Stage,
     Step,
     View,
-    changed,
 )
 from fsbarrier.protocol.succession import (
     all_done,
     another_try,
-    behind_the_seal,
     failed_tries,
     first_of_session,
     leaders_word,
@@ -61,339 +58,442 @@ from fsbarrier.protocol.succession import (
     successor,
     with_decision,
 )
+from fsbarrier.protocol.table import Row
+
+Rule = Callable[[Situation], Step | None]
+NOTHING: Sequence[Action] = ()
 
 
 def step(node: Node, view: View, now: float, rules: Rules) -> Step:
-    """One transition, or none: (the node as it is now, the actions to perform in order). The first rule that applies wins."""
-    if node.stage is ENDED:
-        return node, ()
-    mine, newest = view.joins.get(node.rank), view.newest
-    return (
-        (_fenced(node, mine) if mine is not None and mine.incarnation > node.incarnation else None)
-        or (_newer_generation(node, view, now, rules) if newest is not node.generation else None)
-        or (_stop(node, view, now, rules) if view.stop is not None else None)
-        or (_run if node.stage is RUNNING else _join)(node, view, now, rules)
-        or (node, ())
-    )
+    """One transition, or none: (the node as it is now, the actions to perform in order)."""
+    at = Situation(node, view, now, rules)
+    for rule in RULES[node.stage]:
+        if (answer := rule(at)) is not None:
+            return answer
+    return node, NOTHING
 
 
-def _run(node: Node, view: View, now: float, rules: Rules) -> Step | None:
-    """The rules of a node in a generation. What each of them needs is looked at here: most of the time nothing is there."""
-    return (
-        (_release(node, view, now, rules) if view.leaders_fact is not None else None)
-        or (_regroup(node, view, now, rules) if rules.regroup else None)
-        or (_failed_program(node, view, now, rules) if view.failed else None)
-        or _lost_member(node, view, now, rules)
-        or (_work(node, view, now, rules) if node.part is not ANNOUNCED else None)
-    )
+# --- in any stage: what others have decided --------------------------------------------------------------------------------
 
 
-def _end(node: Node, code: int, state: str, reason: str) -> Step:
-    return changed(node, stage=ENDED), (CancelWork(), Exit(code, state, reason))
-
-
-def _fenced(node: Node, newest: Join) -> Step:
-    """Another process took this rank."""
-    where = f"on {newest.host}, process {newest.pid}" if newest.host else "elsewhere"
-    return _end(node, 6, "left", f"node {node.rank} was started again {where}; this older one ends")
-
-
-def _newer_generation(node: Node, view: View, now: float, rules: Rules) -> Step | None:
-    """A newer generation exists: go with it, end with it, or rejoin."""
-    newest = view.newest
-    known = node.generation.number if node.generation else node.baseline
-    if newest is None or newest.number <= known:
+def end_when_rank_is_taken(at: Situation) -> Step | None:
+    """A newer start of this rank has joined: this one ends, since two must not speak for one rank."""
+    newest = at.view.joins.get(at.node.rank)
+    if newest is None or newest.incarnation <= at.node.incarnation:
         return None
-    if newest.verdict is not None:
-        state = "broken" if newest.verdict.exit_code else "stopped"
-        return _end(node, newest.verdict.exit_code, state, newest.verdict.reason)
-    if newest.incarnation_of(node.rank) == node.incarnation:
-        entered, actions = _enter_generation(node, newest, now)
-        gone = found_by_others(node, newest, view, now, rules)
-        told = (Note("node_lost", {"lost": lost_as_fields(gone, node, rules)}, at=node),) if gone else ()
-        return entered, (*told, *actions)
-    if node.stage is Stage.JOINING:
-        return changed(node, baseline=newest.number), ()
-    renewed = Node(node.rank, node.incarnation + 1, now, node.host, baseline=newest.number, met=True)
-    note = Note("left_generation", {"newest": newest.number, "reason": newest.reason})
-    return renewed, (CancelWork(), note, Announce(renewed.incarnation))
+    where = f"on {newest.host}, process {newest.pid}" if newest.host else "elsewhere"
+    return _end(at, 6, "left", f"node {at.node.rank} was started again {where}; this older one ends")
 
 
-def _enter_generation(node: Node, generation: Generation, now: float) -> Step:
-    entered = changed(
-        node,
-        stage=RUNNING,
-        since=now,
+def end_with_the_run(at: Situation) -> Step | None:
+    """A newer generation holds a verdict: the run is over for everybody."""
+    newest = at.newer_generation
+    if newest is None or newest.verdict is None:
+        return None
+    state = "broken" if newest.verdict.exit_code else "stopped"
+    return _end(at, newest.verdict.exit_code, state, newest.verdict.reason)
+
+
+def enter_newer_generation(at: Situation) -> Step | None:
+    """A newer generation names this very start: go on in it, from where its record says. Work for the older one ends first."""
+    newest = at.newer_generation
+    if newest is None or newest.incarnation_of(at.node.rank) != at.node.incarnation:
+        return None
+    gone = found_by_others(at, newest)
+    lost = [Note("node_lost", {"lost": lost_as_fields(at, gone)}, at=at.node)] if gone else []
+    entered, actions = _enter(at, newest)
+    return entered, (*lost, *actions)
+
+
+def _enter(at: Situation, generation: Generation) -> Step:
+    entered = Node(
+        at.node.rank,
+        at.node.incarnation,
+        at.now,
+        at.node.host,
+        stage=Stage.RUNNING,
+        baseline=at.node.baseline,
+        met=at.node.met,
         generation=generation,
         position=generation.start,
-        part=NONE,
-        result={},
-        work_s=0.0,
-        decisions=dict(generation.decisions),
-        trouble_since=None,
-        failed_since=None,
+        decisions=generation.decisions,
     )
-    fields = {"members": list(generation.ranks), "leader": generation.leader, "reason": generation.reason}
-    return entered, (
-        CancelWork(),
-        Note("generation_started", {"number": generation.number, **fields}),
-        Entered(generation.start, generation, None),
+    about = {"members": list(generation.ranks), "leader": generation.leader, "reason": generation.reason}
+    started = Note("generation_started", {"number": generation.number, **about})
+    return entered, (CancelWork(), started, Entered(generation.start, generation, None))
+
+
+def _end(at: Situation, code: int, state: str, reason: str) -> Step:
+    return replace(at.node, stage=Stage.ENDED), (CancelWork(), Exit(code, state, reason))
+
+
+# --- JOINING: taken in by a generation that lives, or one of those who form the next ---------------------------------------
+
+
+def take_note_of_a_generation(at: Situation) -> Step | None:
+    """The others formed a generation without this node: it is one to wait for, and none to take for older than this start."""
+    if at.newer_generation is None:
+        return None
+    return replace(at.node, baseline=at.newer_generation.number), NOTHING
+
+
+def stop_before_the_start(at: Situation) -> Step | None:
+    """Somebody asked the run to end while this node waits to take part in it."""
+    if at.view.stop is None:
+        return None
+    return _end(at, 0, "stopped", f"stopped before it began, as {at.view.stop.who} asked")
+
+
+def wait_to_be_admitted(at: Situation) -> Step | None:
+    """A member of the newest generation may live: then that generation goes on, and takes this node in when an iteration starts."""
+    node, view = at.node, at.view
+    if not occupied(view.newest, node.rank, view.joins, view.ledger, node.since, at.now, at.rules.limits):
+        return None
+    seen_at_work = not node.met and any(view.ledger.moved(member) for member in at.others)
+    return replace(node, met=True) if seen_at_work else node, NOTHING
+
+
+def end_when_too_late(at: Situation) -> Step | None:
+    """The generation that this node waited for has finished the run in the meantime."""
+    if not at.node.met or at.view.newest is None:
+        return None
+    finished = any(at.view.ledger.state(member) == "finished" for member in at.others)
+    return _nothing_to_do(at, at.view.newest.until) if finished else None
+
+
+def look_where_the_run_was_left(at: Situation) -> Step | None:
+    """Nobody lives who could tell: read it from the newest generation's facts. What was read too long ago is read anew."""
+    found, newest = at.view.recovered, at.view.newest.number if at.view.newest is not None else 0
+    if found is not None and found.generation == newest and at.now - found.at <= at.rules.limits.suspect_s:
+        return None
+    return at.node, (Recover(),)
+
+
+def end_when_all_is_done(at: Situation) -> Step | None:
+    """The run has already done the iterations that node 0 was started for: no need to wait for the others."""
+    word = leaders_word(at.view)
+    if word is None or at.view.recovered is None:
+        return None
+    start = opening(at.view.recovered, at.rules.span(word.choices), at.rules.table)
+    return _nothing_to_do(at, word.until) if all_done(start, word.until) else None
+
+
+def wait_for_all_nodes(at: Situation) -> Step | None:
+    """Not all nodes are here yet, and there is time."""
+    return (at.node, NOTHING) if at.missing and at.waited_s < at.rules.limits.join_timeout_s else None
+
+
+def give_up_waiting(at: Situation) -> Step | None:
+    """Some nodes did not come in time, and the run must not begin with those who did."""
+    enough = at.rules.on_node_failure == "shrink" and len(at.starting) >= at.rules.min_nodes
+    if not at.missing or enough:
+        return None
+    names = ", ".join(f"node {rank} ({last_news(at, rank)})" for rank in at.missing)
+    here = f"{len(at.starting)} of {at.rules.num_nodes} nodes are here"
+    return _end(at, 5, "left", f"waited {at.waited_s:.0f} s for {names}; {here}")
+
+
+def let_lower_ranks_go_first(at: Situation) -> Step | None:
+    """The lowest rank that is here forms the generation, a higher one only where that does not happen. It only keeps nodes from
+    racing."""
+    limits, below = at.rules.limits, sum(1 for rank in at.starting if rank < at.node.rank)
+    overdue_s = at.waited_s - (limits.join_timeout_s if at.missing else 0.0)
+    wait = below and overdue_s < below * limits.stagger_s + limits.dead_s
+    return (at.node, NOTHING) if wait else None
+
+
+def seal_the_old_generation(at: Situation) -> Step | None:
+    """Before the run goes on from where it was left, nobody of the old generation may go on from there: end it for good.
+
+    Its members look dead from here, and may still be at work behind a filesystem that shows old listings.
+    """
+    return (
+        None
+        if at.view.recovered is None or at.view.recovered.sealed
+        else (at.node, (Recover(for_good=True),))
     )
 
 
-def _stop(node: Node, view: View, now: float, rules: Rules) -> Step | None:
-    """Somebody asked the run to end: whoever sees it first, at the next start of an iteration or at once, decides it for all."""
-    assert view.stop is not None
-    if node.stage is Stage.JOINING:
-        return _end(node, 0, "stopped", f"stopped before it began, as {view.stop.who} asked")
-    generation, position = node.generation, node.position
-    assert generation is not None and position is not None
-    if not view.stop.now and position.phase != rules.span(generation.choices)[0]:
+def form_a_generation(at: Situation) -> Step | None:
+    """All who are coming are here: propose who takes part and where the run goes on. Whoever creates the record first decides."""
+    if at.view.recovered is None:
         return None
-    when = "at once" if view.stop.now else f"before iteration {position.iteration}"
-    verdict = Verdict(0, f"stopped {when}, as {view.stop.who} asked")
-    return node, (Propose(successor(node, view, rules, generation.members, verdict.reason, verdict=verdict)),)
+    proposal = first_of_session(at, at.view.recovered)
+    if all_done(proposal.start, proposal.until):  # as far as those who came know
+        return _nothing_to_do(at, proposal.until)
+    return at.node, (Propose(proposal),)
 
 
-# --- RUNNING ----------------------------------------------------------------------------------------------------------------
+def _nothing_to_do(at: Situation, until: int | None) -> Step:
+    done = f"the run has already done its {until} iterations; a larger --iterations goes on"
+    return replace(at.node, stage=Stage.ENDED), (Exit(0, "finished", done),)
 
 
-def _gone(node: Node, view: View, now: float, rules: Rules) -> Sequence[Loss]:
-    generation = node.generation
-    assert generation is not None
-    return losses(generation.members, node.rank, view.joins, view.ledger, node.since, now, rules.limits)
+# --- RUNNING: the generation changes ---------------------------------------------------------------------------------------
 
 
-def _release(node: Node, view: View, now: float, rules: Rules) -> Step | None:
-    """Every member is done with this row, and the leader's fact tells what was decided: on to the next one."""
-    generation, position, fact = node.generation, node.position, view.leaders_fact
-    assert generation is not None and position is not None and fact is not None
-    if fact.status == SEALED:
-        return _sealed(node, view, now, rules)
-    if node.part is not ANNOUNCED or not view.arrived.issuperset(generation.ranks):
+def rejoin_when_left_behind(at: Situation) -> Step | None:
+    """The others went on without this node: it ends its work and joins as its next incarnation."""
+    newest, node = at.newer_generation, at.node
+    if newest is None:
         return None
-    row, decisions = rules.program.rows[position.phase], node.decisions
-    if fact.value and not row.transient:
-        decisions = with_decision(decisions, row.name, position.iteration, fact.value)
-    first, last = rules.span(generation.choices)
-    if position.phase < last:
-        following = Position(position.iteration, position.phase + 1)
-        part, actions = _begin(node, rules.program.rows[following.phase])
-    elif generation.until is not None and position.iteration >= generation.until:
-        ended = changed(node, stage=ENDED, decisions=decisions)
+    renewed = Node(node.rank, node.incarnation + 1, at.now, node.host, baseline=newest.number, met=True)
+    left = Note("left_generation", {"newest": newest.number, "reason": newest.reason})
+    return renewed, (CancelWork(), left, Announce(renewed.incarnation))
+
+
+def stop_when_asked(at: Situation) -> Step | None:
+    """Somebody asked the run to end: whoever sees it first, where an iteration starts or at once, decides it for all."""
+    stop = at.view.stop
+    if stop is None or (not stop.now and at.position.phase != at.span[0]):
+        return None
+    when = "at once" if stop.now else f"before iteration {at.position.iteration}"
+    verdict = Verdict(0, f"stopped {when}, as {stop.who} asked")
+    return at.node, (Propose(successor(at, at.generation.members, verdict.reason, verdict=verdict)),)
+
+
+def go_on_behind_a_seal(at: Situation) -> Step | None:
+    """A starting node took all members for dead and ended this generation. Where it does not go on itself, the living do.
+
+    The seal lies where the leader's fact about this row would be, so nobody can pass the row any more (node/handover.py).
+    """
+    fact = at.view.leaders_fact
+    if fact is None or fact.status != SEALED or at.gone:
+        return None
+    why, attempt = f"node {fact.rank} ended the one before", failed_tries(at.generation, at.position)
+    return _propose_in_turn(at, successor(at, at.generation.members, why, attempt=attempt))
+
+
+def release(at: Situation) -> Step | None:
+    """Every member is done with this row, and the leader's fact tells what was decided: on to the next row."""
+    fact = at.view.leaders_fact
+    if fact is None or fact.status == SEALED or at.node.part is not Part.ANNOUNCED:
+        return None
+    generation, position = at.generation, at.position
+    if not at.view.arrived.issuperset(generation.ranks):
+        return None
+    decisions, (first, last) = at.node.decisions, at.span
+    if fact.value and not at.row.transient:
+        decisions = with_decision(decisions, at.row.name, position.iteration, fact.value)
+    if position.phase == last and generation.until is not None and position.iteration >= generation.until:
+        ended = replace(at.node, stage=Stage.ENDED, decisions=decisions)
         done = f"{position.iteration} iterations are done"
         return ended, (Entered(position, generation, position), Exit(0, "finished", done))
-    else:  # where an iteration starts a stop may take effect, and nodes be admitted: its work begins after that
+    if position.phase < last:
+        following = Position(position.iteration, position.phase + 1)
+        part, actions = _begin(at, at.rules.row(following))
+    else:
+        # The first row of an iteration is not begun at once: a stop may take effect there, and nodes be admitted.
         following = Position(position.iteration + 1, first)
-        part, actions = NONE, ()
-    moved = changed(
-        node, position=following, part=part, result={}, work_s=0.0, decisions=decisions, trouble_since=None
+        part, actions = Part.NONE, NOTHING
+    moved = replace(
+        at.node, position=following, part=part, result={}, work_s=0.0, decisions=decisions, trouble_since=None
     )
     return moved, (Entered(following, generation, position), *actions)
 
 
-def _sealed(node: Node, view: View, now: float, rules: Rules) -> Step | None:
-    """A node that joined took all members for dead and ended this generation; if it does not go on itself, those who live do."""
-    if _gone(node, view, now, rules):
+def regroup_when_asked(at: Situation) -> Step | None:
+    """A group's caller asked for the next generation: of the living, and of those who wait to be taken in.
+
+    A member that was started anew is given a moment to show that it lives. Nobody takes turns, since only some may have asked.
+    """
+    if at.generation.number != at.rules.regroup:
         return None
-    return _propose_in_turn(node, behind_the_seal(node, view, rules), now, rules, ())
+    known = {member.rank: member.incarnation for member in at.generation.members}
+    joins = at.view.joins
+    restarted = {rank for rank in known if rank in joins and joins[rank].incarnation > known[rank]}
+    if not restarted <= at.joiners.keys() and at.now - at.trouble_since < at.rules.limits.stagger_s:
+        return replace(at.node, trouble_since=at.trouble_since), NOTHING
+    members = {**at.joiners, **{member.rank: member for member in at.living}}
+    reason = lost_as_text(at, at.gone) or "regroup"
+    return at.node, (Propose(successor(at, [*members.values()], reason)),)
 
 
-def _failed_program(node: Node, view: View, now: float, rules: Rules) -> Step | None:
-    """A member's program failed: its attempt ends on all nodes; tried again in a new generation, or given up.
+def end_work_after_a_failure(at: Situation) -> Step | None:
+    """A member's program failed, so this attempt is over on all nodes: end this node's part of it."""
+    if not at.view.failed or at.node.failed_since is not None or at.gone:
+        return None
+    return replace(at.node, failed_since=at.now), (CancelWork(),)
+
+
+def try_again_after_a_failure(at: Situation) -> Step | None:
+    """Try again in a new generation, or give up after too many tries.
 
     Not before each other member was heard a beat later: programs that work together fail when a node is lost, and that is the
     loss's doing, which is answered as a loss.
     """
-    generation = node.generation
-    assert generation is not None
-    if _gone(node, view, now, rules):
+    if not at.view.failed or at.node.failed_since is None or at.gone:
         return None
-    if node.failed_since is None:
-        return changed(node, failed_since=now), (CancelWork(),)
-    later = node.failed_since + rules.limits.stagger_s / 2
-    if not all(view.ledger.heard(m, later) for m in generation.members if m.rank != node.rank):
+    later = at.node.failed_since + at.rules.limits.stagger_s / 2
+    if not all(at.view.ledger.heard(m, later) for m in at.generation.members if m.rank != at.node.rank):
         return None
-    return _propose_in_turn(node, another_try(node, view, rules), now, rules, ())
+    return _propose_in_turn(at, another_try(at))
 
 
-def _lost_member(node: Node, view: View, now: float, rules: Rules) -> Step | None:
-    """A member is gone: shrink, wait for it, or end the run."""
-    generation, position = node.generation, node.position
-    assert generation is not None and position is not None
-    gone = _gone(node, view, now, rules)
-    if not gone:  # a false alarm is over
-        return (changed(node, trouble_since=None), ()) if node.trouble_since is not None else None
-    names = lost_as_text(gone, node, rules)
-    lost_ranks = {loss.member.rank for loss in gone}
-    living = tuple(m for m in generation.members if m.rank not in lost_ranks)
-    verdict, members = None, living
-    joiners = live_joiners(view.joins, view.ledger, now, rules.limits)
-    if rules.on_node_failure == "hold":  # a group of somebody's own: the caller is told, and decides
+def forget_a_false_alarm(at: Situation) -> Step | None:
+    """Who seemed to be lost was heard again."""
+    if at.node.trouble_since is None or at.gone:
         return None
-    if rules.on_node_failure == "abort":
-        verdict = Verdict(5, f"{names}; --on-node-failure abort ends the run")
-    elif rules.on_node_failure == "wait":
-        waited = now - (node.trouble_since if node.trouble_since is not None else now)
-        if lost_ranks <= joiners.keys():
-            members = tuple(joiners[m.rank] if m.rank in lost_ranks else m for m in generation.members)
-        elif waited >= rules.limits.rejoin_timeout_s:
-            verdict = Verdict(5, f"{names}; not back within {rules.limits.rejoin_timeout_s:g} s")
-        elif node.trouble_since is None:
-            return changed(node, trouble_since=now), (
-                Note("node_lost", {"lost": lost_as_fields(gone, node, rules), "waiting": True}),
-            )
-        else:
-            return None  # own work goes on; the barrier holds by itself
-    elif len(living) < rules.min_nodes:
-        verdict = Verdict(5, f"{names}; {len(living)} left, --min-nodes is {rules.min_nodes}")
-    attempt = failed_tries(generation, position)
-    proposal = successor(node, view, rules, members, names, verdict=verdict, attempt=attempt)
-    return _propose_in_turn(node, proposal, now, rules, gone)
+    return replace(at.node, trouble_since=None), NOTHING
 
 
-def _regroup(node: Node, view: View, now: float, rules: Rules) -> Step | None:
-    """A group's caller asked for the next generation: of the living, and of those who wait to be taken in.
-
-    A member that was started anew is given a moment to show that it lives; nobody takes turns, since only some may have asked.
-    """
-    generation = node.generation
-    assert generation is not None
-    if generation.number != rules.regroup:
+def abort_after_a_loss(at: Situation) -> Step | None:
+    """A member is lost, and `--on-node-failure abort` ends the run."""
+    if at.rules.on_node_failure != "abort" or not at.gone:
         return None
-    gone = _gone(node, view, now, rules)
-    lost_ranks = {loss.member.rank for loss in gone}
-    joiners = live_joiners(view.joins, view.ledger, now, rules.limits)
-    known = {m.rank: m.incarnation for m in generation.members}
-    restarted = {r for r, join in view.joins.items() if r in known and join.incarnation > known[r]}
-    since = now if node.trouble_since is None else node.trouble_since
-    if not restarted <= joiners.keys() and now - since < rules.limits.stagger_s:
-        return (changed(node, trouble_since=since), ()) if node.trouble_since is None else None
-    members = {m.rank: m for m in generation.members if m.rank not in lost_ranks}
-    proposal = successor(
-        node, view, rules, [*({**joiners, **members}).values()], lost_as_text(gone, node, rules) or "regroup"
-    )
-    return node, (Propose(proposal),)
+    why = f"{lost_as_text(at, at.gone)}; --on-node-failure abort ends the run"
+    return _answer_the_loss(at, at.living, Verdict(5, why))
 
 
-def _propose_in_turn(
-    node: Node, proposal: Generation, now: float, rules: Rules, gone: Sequence[Loss]
-) -> Step | None:
+def wait_for_the_lost(at: Situation) -> Step | None:
+    """A member is lost, and `--on-node-failure wait` takes it in again when it is back; until then the barrier holds by itself."""
+    if at.rules.on_node_failure != "wait" or not at.gone:
+        return None
+    lost = {loss.member.rank for loss in at.gone}
+    if lost <= at.joiners.keys():
+        back = [at.joiners[m.rank] if m.rank in lost else m for m in at.generation.members]
+        return _answer_the_loss(at, back)
+    if at.node.trouble_since is None:
+        told = {"lost": lost_as_fields(at, at.gone), "waiting": True}
+        return replace(at.node, trouble_since=at.now), (Note("node_lost", told),)
+    if at.now - at.node.trouble_since < at.rules.limits.rejoin_timeout_s:
+        return None
+    why = f"{lost_as_text(at, at.gone)}; not back within {at.rules.limits.rejoin_timeout_s:g} s"
+    return _answer_the_loss(at, at.living, Verdict(5, why))
+
+
+def shrink_after_a_loss(at: Situation) -> Step | None:
+    """A member is lost, and the run goes on with the others, if they are enough."""
+    if at.rules.on_node_failure != "shrink" or not at.gone:
+        return None
+    left, least = len(at.living), at.rules.min_nodes
+    why = f"{lost_as_text(at, at.gone)}; {left} left, --min-nodes is {least}"
+    return _answer_the_loss(at, at.living, Verdict(5, why) if left < least else None)
+
+
+def _answer_the_loss(at: Situation, members: Sequence[Member], verdict: Verdict | None = None) -> Step | None:
+    """Propose that the run goes on with `members`, or ends with `verdict`. The journal is told once who is lost."""
+    reason, attempt = lost_as_text(at, at.gone), failed_tries(at.generation, at.position)
+    proposal = successor(at, members, reason, verdict=verdict, attempt=attempt)
+    if at.node.trouble_since is not None:
+        return _propose_in_turn(at, proposal)
+    lost = Note("node_lost", {"lost": lost_as_fields(at, at.gone)})
+    _, actions = _propose_in_turn(at, proposal) or (at.node, NOTHING)
+    return replace(at.node, trouble_since=at.now), (lost, *actions)
+
+
+def _propose_in_turn(at: Situation, proposal: Generation) -> Step | None:
     """Propose at once if this is the lowest living rank, later the more living ranks are below it.
 
-    The order only keeps nodes from racing; the exclusive create decides whoever comes first.
+    The order only keeps nodes from racing for the record; its exclusive creation decides, whoever comes first. None while it is
+    not this node's turn: its own work goes on meanwhile.
     """
-    assert node.generation is not None
-    first = node.trouble_since is None
-    since = now if node.trouble_since is None else node.trouble_since
-    lost_ranks = {loss.member.rank for loss in gone}
-    below = sum(1 for m in node.generation.members if m.rank < node.rank and m.rank not in lost_ranks)
-    actions: list[Action] = []
-    if first and gone:
-        actions.append(Note("node_lost", {"lost": lost_as_fields(gone, node, rules)}))
-    if now - since >= below * rules.limits.stagger_s:
-        actions.append(Propose(proposal))
-    if not actions:
-        return None  # not this node's turn: its own work goes on meanwhile
-    return changed(node, trouble_since=since), actions
-
-
-def _work(node: Node, view: View, now: float, rules: Rules) -> Step | None:
-    """This node's own work in its row, up to its published fact."""
-    generation, position = node.generation, node.position
-    assert generation is not None and position is not None
-    row = rules.program.rows[position.phase]
-    if node.part is NONE:
-        admitted = _admit(node, view, now, rules)
-        if admitted is not None:
-            return admitted
-        part, actions = _begin(node, row)
-        return changed(node, part=part), actions
-    if node.part is GATHER:
-        if row.each is None or view.arrived.issuperset(set(generation.ranks) - {node.rank}):
-            return changed(node, part=LEADER), (Launch(LEADER),)
+    below = sum(1 for member in at.living if member.rank < at.node.rank)
+    if at.now - at.trouble_since < below * at.rules.limits.stagger_s:
         return None
-    report = view.work
-    if report is None or report.part is not node.part:
+    return replace(at.node, trouble_since=at.trouble_since), (Propose(proposal),)
+
+
+# --- RUNNING: this node's own work in its row, up to its published fact ----------------------------------------------------
+
+
+def admit_joiners(at: Situation) -> Step | None:
+    """Where an iteration starts, before any work, the leader takes in the nodes that wait, in a new generation."""
+    starts = at.node.part is Part.NONE and at.position.phase == at.span[0]
+    if not starts or not at.leads or at.rules.on_node_failure == "hold":
         return None
-    if not report.ok:
-        fact = Fact(node.rank, node.incarnation, "failed", report.value, report.seconds)
-        return changed(node, part=ANNOUNCED), (Publish(fact),)
-    result, work_s = {**node.result, **report.value}, node.work_s + report.seconds
-    if node.part is EACH and row.leader is not None and generation.leader == node.rank:
-        return changed(node, part=GATHER, result=result, work_s=work_s), ()
-    fact = Fact(node.rank, node.incarnation, "done", result, work_s)
-    return changed(node, part=ANNOUNCED, result=result, work_s=work_s), (Publish(fact),)
-
-
-def _begin(node: Node, row: Phase) -> tuple[Part, Sequence[Action]]:
-    """How a member's part in a row begins; where there is nothing for it to do it is done at once."""
-    assert node.generation is not None
-    if row.each is not None:
-        return EACH, (Launch(EACH),)
-    if row.leader is not None and node.generation.leader == node.rank:
-        return GATHER, ()
-    return ANNOUNCED, (Publish(Fact(node.rank, node.incarnation, "done")),)
-
-
-def _admit(node: Node, view: View, now: float, rules: Rules) -> Step | None:
-    """Start of an iteration: nodes that came back are taken in by the leader, in a new generation."""
-    generation, position = node.generation, node.position
-    assert generation is not None and position is not None
-    first, _ = rules.span(generation.choices)
-    if node.rank != generation.leader or position.phase != first or rules.on_node_failure == "hold":
-        return None
-    joiners = live_joiners(view.joins, view.ledger, now, rules.limits)
-    new = [member for rank, member in joiners.items() if generation.incarnation_of(rank) is None]
+    new = [at.joiners[r] for r in sorted(at.joiners) if at.generation.incarnation_of(r) is None]
     if not new:
         return None
-    names = ", ".join(f"node {m.rank} ({m.host})" for m in sorted(new, key=lambda m: m.rank))
-    proposal = successor(node, view, rules, (*generation.members, *new), f"joined: {names}")
-    return node, (Propose(proposal),)
+    names = ", ".join(f"node {member.rank} ({member.host})" for member in new)
+    return at.node, (Propose(successor(at, (*at.generation.members, *new), f"joined: {names}")),)
 
 
-# --- JOINING ----------------------------------------------------------------------------------------------------------------
+def begin_the_row(at: Situation) -> Step | None:
+    """This node has entered a row and not begun its part in it."""
+    if at.node.part is not Part.NONE:
+        return None
+    part, actions = _begin(at, at.row)
+    return replace(at.node, part=part), actions
 
 
-def _join(node: Node, view: View, now: float, rules: Rules) -> Step:
-    """Wait to be admitted by a living generation, or form one with the others who are starting."""
-    others = [m for m in view.newest.members if m.rank != node.rank] if view.newest else []
-    if occupied(view.newest, node.rank, view.joins, view.ledger, node.since, now, rules.limits):
-        met = node.met or any(view.ledger.moved(m) for m in others)
-        return (changed(node, met=True) if met and not node.met else node), ()  # it admits this node
-    if node.met and view.newest and any(view.ledger.state(m) == "finished" for m in others):
-        return _nothing_to_do(node, view.newest.until)  # it came too late
-    found, newest = view.recovered, view.newest.number if view.newest else 0
-    if found is None or found.generation != newest or now - found.at > rules.limits.suspect_s:
-        return node, (Recover(),)
-    word = leaders_word(view)
-    if word is not None and all_done(opening(found, rules.span(word.choices)), word.until):
-        return _nothing_to_do(node, word.until)
-    waited = now - node.since
-    if len(view.joins) < rules.num_nodes and waited < rules.limits.join_timeout_s:
-        return node, ()
-    me = Member(node.rank, node.incarnation, node.host)
-    live = {**live_joiners(view.joins, view.ledger, now, rules.limits), node.rank: me}
-    missing = [rank for rank in range(rules.num_nodes) if rank not in live]
-    if missing:
-        if waited < rules.limits.join_timeout_s:
-            return node, ()
-        names = ", ".join(f"node {rank} ({last_news(view, rank, now)})" for rank in missing)
-        if rules.on_node_failure != "shrink" or len(live) < rules.min_nodes:
-            here = f"{len(live)} of {rules.num_nodes} nodes are here"
-            return _end(node, 5, "left", f"waited {waited:.0f} s for {names}; {here}")
-    below = sum(1 for rank in live if rank < node.rank)
-    overdue = waited - (rules.limits.join_timeout_s if missing else 0.0)
-    if below and overdue < below * rules.limits.stagger_s + rules.limits.dead_s:
-        return node, ()
-    if not found.sealed:  # an old member that lives after all must not go on from there
-        return node, (Recover(for_good=True),)
-    proposal = first_of_session(node, view, rules, live, found)
-    if all_done(proposal.start, proposal.until):  # as far as those who came know
-        return _nothing_to_do(node, proposal.until)
-    return node, (Propose(proposal),)
+def begin_the_leaders_work(at: Situation) -> Step | None:
+    """The leader's work comes after the work of all others, where the row has some for each."""
+    if at.node.part is not Part.GATHER:
+        return None
+    if at.row.each is not None and not at.view.arrived.issuperset(set(at.generation.ranks) - {at.node.rank}):
+        return None
+    return replace(at.node, part=Part.LEADER), (Launch(Part.LEADER),)
 
 
-def _nothing_to_do(node: Node, until: int | None) -> Step:
-    done = f"the run has already done its {until} iterations; a larger --iterations goes on"
-    return changed(node, stage=ENDED), (Exit(0, "finished", done),)
+def tell_of_a_failure(at: Situation) -> Step | None:
+    """This node's program failed: say so, and wait for what the members make of it."""
+    report = at.view.work
+    if report is None or report.part is not at.node.part or report.ok:
+        return None
+    fact = Fact(at.node.rank, at.node.incarnation, "failed", report.value, report.seconds)
+    return replace(at.node, part=Part.ANNOUNCED), (Publish(fact),)
+
+
+def finish_the_work(at: Situation) -> Step | None:
+    """This node's work has ended well: a leader with work of its own waits for the others', everybody else is done with the row."""
+    report = at.view.work
+    if report is None or report.part is not at.node.part or not report.ok:
+        return None
+    result, work_s = {**at.node.result, **report.value}, at.node.work_s + report.seconds
+    if report.part is Part.EACH and at.row.leader is not None and at.leads:
+        return replace(at.node, part=Part.GATHER, result=result, work_s=work_s), NOTHING
+    fact = Fact(at.node.rank, at.node.incarnation, "done", result, work_s)
+    return replace(at.node, part=Part.ANNOUNCED, result=result, work_s=work_s), (Publish(fact),)
+
+
+def _begin(at: Situation, row: Row[object]) -> tuple[Part, Sequence[Action]]:
+    """How a member's part in a row begins; where there is nothing for it to do, it is done at once."""
+    if row.each is not None:
+        return Part.EACH, (Launch(Part.EACH),)
+    if row.leader is not None and at.leads:
+        return Part.GATHER, NOTHING
+    return Part.ANNOUNCED, (Publish(Fact(at.node.rank, at.node.incarnation, "done")),)
+
+
+# --- the table -------------------------------------------------------------------------------------------------------------
+
+DECIDED_BY_OTHERS: tuple[Rule, ...] = (end_when_rank_is_taken, end_with_the_run, enter_newer_generation)
+
+#: for each stage its rules; the first that answers wins
+RULES: dict[Stage, tuple[Rule, ...]] = {
+    Stage.JOINING: (
+        *DECIDED_BY_OTHERS,
+        take_note_of_a_generation,
+        stop_before_the_start,
+        wait_to_be_admitted,
+        end_when_too_late,
+        look_where_the_run_was_left,
+        end_when_all_is_done,
+        wait_for_all_nodes,
+        give_up_waiting,
+        let_lower_ranks_go_first,
+        seal_the_old_generation,
+        form_a_generation,
+    ),
+    Stage.RUNNING: (
+        *DECIDED_BY_OTHERS,
+        rejoin_when_left_behind,
+        stop_when_asked,
+        go_on_behind_a_seal,
+        release,
+        regroup_when_asked,
+        end_work_after_a_failure,
+        try_again_after_a_failure,
+        forget_a_false_alarm,
+        abort_after_a_loss,
+        wait_for_the_lost,
+        shrink_after_a_loss,
+        admit_joiners,
+        begin_the_row,
+        begin_the_leaders_work,
+        tell_of_a_failure,
+        finish_the_work,
+    ),
+    Stage.ENDED: (),
+}

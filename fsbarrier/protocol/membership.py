@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member
-from fsbarrier.protocol.records import record
 from fsbarrier.protocol.timing import DEAD_S, JOIN_TIMEOUT_S, REJOIN_TIMEOUT_S, STAGGER_S, SUSPECT_S
 
 #: the state of a node that waits to be taken in, under the incarnation that its heartbeat names
@@ -23,7 +22,7 @@ GONE = frozenset({"left", "finished", "stopped", "broken"})
 DESERTED = frozenset({"left"})
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Seen:
     """The last news of one rank: `since` is the local time just before the read that first showed this counter."""
 
@@ -36,7 +35,7 @@ class Seen:
         return Seen(self.beat, since, self.moved)
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Ledger:
     """What this node has seen of the others' heartbeats, and when it last looked."""
 
@@ -112,7 +111,7 @@ class Ledger:
         return item is not None and item.beat.incarnation == member.incarnation and item.moved
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Limits:
     """The timings of failure detection, in seconds."""
 
@@ -123,7 +122,7 @@ class Limits:
     rejoin_timeout_s: float = REJOIN_TIMEOUT_S
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Loss:
     """One member that is gone, and how it is known; its last heartbeat (None: never seen) and how old that is here."""
 
@@ -144,42 +143,28 @@ def losses(
 ) -> Sequence[Loss]:
     """The members that are gone. `since`: when this node began to watch this generation (a member never seen ages from there)."""
     found = []
-    seen, unwatched, dead_s = ledger.seen, ledger.unwatched, limits.dead_s
     for member in members:
-        rank = member.rank
-        if rank == me:
-            continue
-        item, join = seen.get(rank), joins.get(rank)
-        if (
-            item is not None
-            and now - item.since < dead_s
-            and item.beat.incarnation == member.incarnation
-            and (join is None or join.incarnation <= member.incarnation)
-            and item.beat.state not in DESERTED
-            and rank not in unwatched
-        ):
-            continue  # it was heard lately: nearly always, and asked at every step
-        loss = _loss(member, item, join, ledger, since, now, limits)
-        if loss is not None:
-            found.append(loss)
+        if member.rank != me:
+            loss = _loss(member, joins.get(member.rank), ledger, since, now, limits)
+            if loss is not None:
+                found.append(loss)
     return found
 
 
 def _loss(
-    member: Member,
-    item: Seen | None,
-    join: Join | None,
-    ledger: Ledger,
-    since: float,
-    now: float,
-    limits: Limits,
+    member: Member, join: Join | None, ledger: Ledger, since: float, now: float, limits: Limits
 ) -> Loss | None:
-    """Whether a member is gone, after the newest beat (`item`) and the newest start (`join`) of its rank."""
-    news = ledger.news(member)
+    """Whether and why a member is gone, after the newest heartbeat and the newest start (`join`) of its rank."""
+    newest, news = ledger.seen.get(member.rank), ledger.news(member)
     beat, state = (news.beat, news.beat.state) if news is not None else (None, "")
     age = silence(member, ledger, since, now)
-    started = max(join.incarnation if join else 0, item.beat.incarnation if item else 0)
-    if started > member.incarnation:  # its record is there, or it beats and the record is yet to be seen
+    # A newer start shows itself by its record, or by a heartbeat while the record is yet to be seen.
+    started = member.incarnation
+    if join is not None:
+        started = max(started, join.incarnation)
+    if newest is not None:
+        started = max(started, newest.beat.incarnation)
+    if started > member.incarnation:
         why = f"restarted as incarnation {started}"
     elif state in DESERTED:
         why = "it was stopped by hand or ended in an error"

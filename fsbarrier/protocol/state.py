@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import Any, TypeVar
 
-from fsbarrier.program import SLICES, Program
 from fsbarrier.protocol.facts import Fact, Generation, Join, Payload, Position, StopRequest
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits
-from fsbarrier.protocol.records import record
+from fsbarrier.protocol.table import SLICE_CHOICE, Row, Table
 
 
 class Stage(StrEnum):
@@ -23,64 +21,79 @@ class Part(Enum):
     """How far this node is in the work of its row."""
 
     NONE = "none"
-    EACH = "each"  # its own work is under way
-    GATHER = "gather"  # leader: own work done, the others' not yet
-    LEADER = "leader"  # leader: the leader's work is under way
-    ANNOUNCED = "announced"  # its fact is published; it waits for the others
+    #: its own work is under way
+    EACH = "each"
+    #: leader: its own work is done, the others' is not yet
+    GATHER = "gather"
+    #: leader: the leader's work is under way
+    LEADER = "leader"
+    #: its fact is published; it waits for the others
+    ANNOUNCED = "announced"
 
 
-# Names are looked up several times as fast as in an enumeration.
-RUNNING, ENDED = Stage.RUNNING, Stage.ENDED
-NONE, EACH, GATHER, LEADER, ANNOUNCED = Part
 #: the parts in which a node looks at what the others have published in its row
-WATCHING = (ANNOUNCED, GATHER, EACH)
+WATCHING = (Part.ANNOUNCED, Part.GATHER, Part.EACH)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Rules:
-    """What does not change while a node lives."""
+    """What does not change while a node lives. `slice`: the rows that a session runs which does not choose others itself.
 
-    program: Program
-    first: int
-    last: int
+    `on_node_failure` is "shrink", "wait" or "abort"; groups have "hold": the caller is told of a loss, and decides. `regroup`: a
+    group's caller asked that the generation of this number be followed by the next.
+    """
+
+    table: Table[object]
     num_nodes: int
+    slice: str = ""
     min_nodes: int = 1
-    on_node_failure: str = "shrink"  # "shrink" | "wait" | "abort"; groups: "hold"
+    on_node_failure: str = "shrink"
     retries: int = 2
     limits: Limits = field(default_factory=Limits)
-    regroup: int = 0  # groups: the caller asked that this generation be followed by the next
+    regroup: int = 0
 
     def span(self, choices: Payload) -> tuple[int, int]:
         """The first and the last row of an iteration, as a generation's choices say."""
-        chosen = SLICES.get(choices.get("rl_phase", "")) if choices else None
-        return chosen or (self.first, self.last)
+        return self.table.span(choices.get(SLICE_CHOICE, self.slice))
+
+    def row(self, position: Position) -> Row[object]:
+        """The row at a position."""
+        return self.table.rows[position.phase]
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Node:
     """What one node remembers. `since`: local time of entering this stage or generation.
 
-    (Where a class has a default that is an object of Python's, the interpreter looks up the field the slow way: hence factories.)
+    `baseline`: generations up to this number ended before this incarnation began. `met`: the newest generation was seen at work
+    since this process began. `trouble_since`: when this node noticed what it wants to answer with a new generation.
+    `failed_since`: when it first saw that a member's program had failed in this row.
     """
 
     rank: int
     incarnation: int
     since: float
     host: str = ""
-    stage: Stage = field(default_factory=lambda: Stage.JOINING)
-    baseline: int = 0  # generations up to this number ended before this incarnation began
-    met: bool = False  # the newest generation was seen at work since this process began
+    stage: Stage = Stage.JOINING
+    baseline: int = 0
+    met: bool = False
     generation: Generation | None = None
     position: Position | None = None
-    part: Part = field(default_factory=lambda: Part.NONE)
+    part: Part = Part.NONE
     result: Payload = field(default_factory=dict)
     work_s: float = 0.0
     decisions: Mapping[str, Payload] = field(default_factory=dict)
     trouble_since: float | None = None
-    failed_since: float | None = None  # when a member's program was first seen to have failed in this row
+    failed_since: float | None = None
+
+    @property
+    def place(self) -> tuple[Generation, Position]:
+        """Generation and position of a node that is in one."""
+        assert self.generation is not None and self.position is not None
+        return self.generation, self.position
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class WorkReport:
     """The end of a piece of this node's work. Not ok: `value` has "error" and "log" (its last lines)."""
 
@@ -90,19 +103,22 @@ class WorkReport:
     seconds: float
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Recovered:
-    """Where the newest generation (`generation`; 0 for none) left the run, as its facts on disk told at local time `at`."""
+    """Where the newest generation (`generation`; 0 for none) left the run, as its facts on disk told at local time `at`.
+
+    `span`: the rows that the newest generation ran. `sealed`: it was ended for good, so that it cannot have gone on since.
+    """
 
     position: Position
     decisions: Mapping[str, Payload] = field(default_factory=dict)
     generation: int = 0
     at: float = 0.0
-    span: tuple[int, int] = (0, 0)  # the rows that the newest generation ran
-    sealed: bool = False  # it cannot have gone on since
+    span: tuple[int, int] = (0, 0)
+    sealed: bool = False
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class View:
     """The facts that one node can see. `arrived`, `failed`, `leaders_fact` are those of the row the node is in, `work` is its own.
 
@@ -120,70 +136,51 @@ class View:
     leaders_fact: Fact | None = None
     work: WorkReport | None = None
 
-    def with_work(self, work: WorkReport) -> View:
-        """The same, and how the node's own work ended."""
-        row = self.arrived, self.failed, self.leaders_fact
-        return View(self.newest, self.void, self.joins, self.ledger, self.stop, self.recovered, *row, work)
-
-
-T = TypeVar("T", Node, View)
-_new = object.__new__
-
-
-def changed(old: T, **changes: Any) -> T:
-    """As dataclasses.replace, several times as fast: a node looks a thousand times a second when it waits.
-
-    A dictionary of its own: of one that is shared with the class's other objects the interpreter looks up each field the slow way.
-    """
-    copy = _new(type(old))
-    copy.__dict__ = {**old.__dict__, **changes}
-    return copy
-
 
 # --- actions ------------------------------------------------------------------------------------------------------------
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Launch:
     """Begin this node's work of its row."""
 
     part: Part
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class CancelWork:
     """End the work under way, completely, before anything else is done."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Publish:
     """Publish this node's fact about its row."""
 
     fact: Fact
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Propose:
     """Try to create this generation's record; whoever comes first decides."""
 
     generation: Generation
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Announce:
     """Join as this incarnation."""
 
     incarnation: int
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Recover:
     """Look where the newest generation left the run; `for_good`: and end it there, before the next one is proposed."""
 
     for_good: bool = False
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Entered:
     """The node entered a row (for the journal and the live view)."""
 
@@ -192,7 +189,7 @@ class Entered:
     left: Position | None
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Exit:
     """The node ends. `state` is what its last heartbeat says."""
 
@@ -201,7 +198,7 @@ class Exit:
     reason: str
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Note:
     """An event for the journal. `at`: the node as it was then, where it has moved on since."""
 

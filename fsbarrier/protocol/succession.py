@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsbarrier.program import SLICES, Program
 from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position, Verdict
-from fsbarrier.protocol.state import Node, Recovered, Rules, View
+from fsbarrier.protocol.situation import Situation
+from fsbarrier.protocol.state import Recovered, View
+from fsbarrier.protocol.table import Table
 
 
 def next_number(view: View, at_least: int = 0) -> int:
@@ -16,78 +17,63 @@ def next_number(view: View, at_least: int = 0) -> int:
 
 
 def successor(
-    node: Node,
-    view: View,
-    rules: Rules,
+    at: Situation,
     members: Sequence[Member],
     reason: str,
     *,
     verdict: Verdict | None = None,
     attempt: int = 0,
 ) -> Generation:
-    """The generation after the one `node` is in, going on in the same iteration from where the row under way says."""
-    generation, position = node.generation, node.position
-    assert generation is not None and position is not None
-    start = Position(
-        position.iteration, max(rules.span(generation.choices)[0], rules.program.resume_index(position.phase))
-    )
+    """The generation after this node's, going on in the same iteration from where the row under way says."""
+    table, position = at.rules.table, at.position
+    start = Position(position.iteration, max(at.span[0], table.resume_index(position.phase)))
     return Generation(
-        number=next_number(view, generation.number),
+        number=next_number(at.view, at.generation.number),
         members=tuple(sorted(members, key=lambda m: m.rank)),
-        leader=min((m.rank for m in members), default=node.rank),
+        leader=min((m.rank for m in members), default=at.node.rank),
         start=start,
         reason=reason,
-        decisions=kept_decisions(node.decisions, start, rules.program),
-        until=generation.until,
-        choices=generation.choices,
+        decisions=kept_decisions(at.node.decisions, start, table),
+        until=at.generation.until,
+        choices=at.generation.choices,
         attempt=attempt,
-        created_by=node.rank,
+        created_by=at.node.rank,
         verdict=verdict,
     )
 
 
-def another_try(node: Node, view: View, rules: Rules) -> Generation:
+def another_try(at: Situation) -> Generation:
     """The same members once more after a member's program failed; the end of the run where that has been tried often enough."""
-    generation, position = node.generation, node.position
-    assert generation is not None and position is not None
-    rank, fact = min(view.failed.items())
-    row, attempt = rules.program.rows[position.phase], failed_tries(generation, position) + 1
-    host = next((m.host for m in generation.members if m.rank == rank), "")
-    where = f"node {rank} ({host}), iteration {position.iteration}, phase {row.index} {row.name}"
+    rank, fact = min(at.view.failed.items())
+    attempt, members = failed_tries(at.generation, at.position) + 1, at.generation.members
+    host = next((m.host for m in members if m.rank == rank), "")
+    where = f"node {rank} ({host}), iteration {at.position.iteration}, phase {at.row.index} {at.row.name}"
     cause = f"{where}: {fact.value.get('error', 'failed')}"
-    if attempt <= rules.retries:
-        return successor(node, view, rules, generation.members, f"again: {cause}", attempt=attempt)
+    if attempt <= at.rules.retries:
+        return successor(at, members, f"again: {cause}", attempt=attempt)
     log = "".join(f"\n  | {line}" for line in fact.value.get("log", ()))
-    verdict = Verdict(4, f"{cause}; given up after {attempt} attempt{'s' if attempt > 1 else ''}{log}")
-    return successor(node, view, rules, generation.members, "program failed", verdict=verdict)
+    tries = f"{attempt} attempt{'s' if attempt > 1 else ''}"
+    return successor(
+        at, members, "program failed", verdict=Verdict(4, f"{cause}; given up after {tries}{log}")
+    )
 
 
-def behind_the_seal(node: Node, view: View, rules: Rules) -> Generation:
-    """The same members, after one that joined ended their generation with a seal where the leader's fact would be."""
-    assert node.generation is not None and node.position is not None and view.leaders_fact is not None
-    attempt = failed_tries(node.generation, node.position)
-    why = f"node {view.leaders_fact.rank} ended the one before"
-    return successor(node, view, rules, node.generation.members, why, attempt=attempt)
-
-
-def first_of_session(
-    node: Node, view: View, rules: Rules, live: Mapping[int, Member], found: Recovered
-) -> Generation:
+def first_of_session(at: Situation, found: Recovered) -> Generation:
     """The generation that nodes which have just started form, going on where the run was left (`found`)."""
-    number = next_number(view, node.baseline)
-    asked = view.joins.get(min(live))
+    number, ranks = next_number(at.view, at.node.baseline), sorted(at.starting)
+    asked = at.view.joins.get(ranks[0])
     choices = asked.choices if asked else {}
-    start = opening(found, rules.span(choices))
+    start = opening(found, at.rules.span(choices), at.rules.table)
     return Generation(
         number=number,
-        members=tuple(live[rank] for rank in sorted(live)),
-        leader=min(live),
+        members=tuple(at.starting[rank] for rank in ranks),
+        leader=ranks[0],
         start=start,
         reason="start" if number == 1 else "start again",
-        decisions=kept_decisions(found.decisions, start, rules.program),
+        decisions=kept_decisions(found.decisions, start, at.rules.table),
         until=asked.until if asked else None,
         choices=choices,
-        created_by=node.rank,
+        created_by=at.node.rank,
     )
 
 
@@ -105,21 +91,22 @@ def all_done(start: Position, until: int | None) -> bool:
     return until is not None and start.iteration > until
 
 
-def opening(found: Recovered, span: tuple[int, int]) -> Position:
-    """Where a session that runs the rows of `span` begins: where the run was left, if the one before ran the same rows.
+def opening(found: Recovered, span: tuple[int, int], table: Table[object]) -> Position:
+    """Where a session that runs the rows of `span` begins: where the run was left, if the session before ran the same rows.
 
-    Else what has been merged and what has been published tell which iteration's rollouts, or update, are due.
+    Else what the slices have made tells. A slice that is behind the one before it has an iteration's work waiting, and the last such
+    slice comes first; a session that begins with a later slice goes on with that one; any other begins the next iteration.
     """
     if found.generation == 0:
         return Position(1, span[0])
     if span == found.span:
         return found.position
-    merged = found.decisions.get("train_aggregate", {}).get("iteration", 0)
-    published = found.decisions.get("weights_publish", {}).get("iteration", 0)
-    update = SLICES["update"][0]
-    if span[0] <= update <= span[1] and (merged > published or span[0] == update):
-        return Position(published + 1, update)
-    return Position(max(merged, published) + 1, span[0])
+    made = [found.decisions.get(part.result, {}).get("iteration", 0) for part in table.slices]
+    for i in range(len(made) - 1, 0, -1):
+        first = table.index(table.slices[i].first)
+        if span[0] <= first <= span[1] and (made[i - 1] > made[i] or span[0] == first):
+            return Position(made[i] + 1, first)
+    return Position(max(made, default=0) + 1, span[0])
 
 
 def with_decision(
@@ -135,10 +122,12 @@ def with_decision(
     return {**decisions, name: entry}
 
 
-def kept_decisions(decisions: Mapping[str, Payload], start: Position, program: Program) -> dict[str, Payload]:
+def kept_decisions(
+    decisions: Mapping[str, Payload], start: Position, table: Table[object]
+) -> dict[str, Payload]:
     """The decisions that a generation starting at `start` adopts: those of earlier iterations, and of rows before its first."""
     kept = {}
-    for row in program.rows:
+    for row in table.rows:
         entry = decisions.get(row.name)
         while entry is not None and (entry["iteration"], row.index) >= (start.iteration, start.phase):
             entry = entry.get("before")

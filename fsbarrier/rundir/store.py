@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 from fsbarrier import files
-from fsbarrier.protocol.facts import CorruptRecord, R, Record, decode, encode
+from fsbarrier.protocol.codec import CorruptRecord, decode, encode
+from fsbarrier.protocol.facts import R, Record
 
 #: what a reader meets while a name is being replaced under it; everything else that goes wrong is raised
 REPLACED = frozenset({errno.ENOENT, errno.ESTALE})

@@ -10,7 +10,6 @@ from functools import partial
 from random import Random
 
 from fsbarrier.errors import UsageError
-from fsbarrier.protocol.records import record
 from fsbarrier.sim.store import Client, Failure, GarbledRead, Habits
 
 #: name -> what it is, as `fsbarrier simulate --help` tells it
@@ -59,7 +58,7 @@ def parse_mix(text: str) -> frozenset[str]:
     return names
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Strike:
     """One fault to come. It is due at `time`, or `delay` after node `rank` first enters (`iteration`, `phase`) if that is given.
 

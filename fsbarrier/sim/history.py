@@ -8,7 +8,6 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from fsbarrier.protocol.facts import Fact, Generation, Join, Payload, Record
-from fsbarrier.protocol.records import record
 from fsbarrier.protocol.state import Node
 from fsbarrier.protocol.timing import DEAD_S
 
@@ -54,7 +53,7 @@ class Entry(NamedTuple):
     policy_version: int
 
 
-@record
+@dataclass(slots=True)
 class Merged:
     """A merged file, once. `stamp` tells it from every other."""
 

@@ -33,7 +33,7 @@ def check(world: World) -> list[Violation]:
     """All violations in a schedule that has run."""
     history = world.history
     found = [Violation(number, what) for number, function in ALL.items() for what in function(history)]
-    found += [Violation("I3", what) for what in start_positions(history, world.rules.program)]
+    found += [Violation("I3", what) for what in start_positions(history, world.program)]
     found += [Violation("I6", what) for what in outcomes(world)]
     return found
 
@@ -269,7 +269,7 @@ def outcomes(world: World) -> Iterator[str]:
 
 def _finished(world: World) -> bool:
     """Whether all members of some generation did the last row, even if nobody lived to see it."""
-    end, history = (world.setup.iterations, world.rules.last), world.history
+    end, history = (world.setup.iterations, world.history.last), world.history
     return any(
         _all_done((number, *end), record, history) for number, (_, record) in history.generations.items()
     )

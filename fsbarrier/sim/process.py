@@ -53,7 +53,7 @@ class Process:
         self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
         rarely_s = RARELY * world.beat_s
         paces = Paces(rarely_s, rarely_s, BLIND * world.beat_s, watchers=world.watchers)
-        self.observer = Observer(cast(Any, client), PATHS, world.rules.program, paces)
+        self.observer = Observer(cast(Any, client), PATHS, world.program, paces)
         self.work = SimWork(world, self)
         join = Join(
             rank,

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from fsbarrier.loader import load_program
 from fsbarrier.program import Program
-from fsbarrier.protocol.facts import Join, encode
+from fsbarrier.protocol.codec import encode
+from fsbarrier.protocol.facts import Join
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import (

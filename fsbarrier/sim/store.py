@@ -14,8 +14,8 @@ from functools import lru_cache
 from random import Random
 from typing import Any, cast
 
-from fsbarrier.protocol.facts import CorruptRecord, R, Record, decode, encode
-from fsbarrier.protocol.records import record
+from fsbarrier.protocol.codec import CorruptRecord, decode, encode
+from fsbarrier.protocol.facts import R, Record
 from fsbarrier.rundir.store import REPLACED
 
 
@@ -192,7 +192,7 @@ class Disk:
         return hurt
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Habits:
     """How old a client's answers may be, in seconds.
 

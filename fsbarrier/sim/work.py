@@ -308,7 +308,7 @@ class SimWork:
             generation=generation.number,
             iteration=position.iteration,
             attempt=generation.attempt,
-            phase=self.world.rules.program.rows[position.phase],
+            phase=self.world.program.rows[position.phase],
             decisions=node.decisions,
             python="python",
             joins=observer.joins_of(generation),

@@ -13,9 +13,8 @@ from functools import partial
 from random import Random
 from typing import NamedTuple
 
-from fsbarrier.program import SLICES
 from fsbarrier.protocol.facts import Record
-from fsbarrier.protocol.state import ANNOUNCED, GATHER, Node, Part, Rules
+from fsbarrier.protocol.state import Node, Part, Rules
 from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim import faults, strikes
@@ -56,14 +55,14 @@ class World:
         rng, mix = self.rng, setup.mix
         policy = setup.policy or rng.choice(("shrink", "shrink", "shrink", "shrink", "wait", "wait", "abort"))
         phases: RlPhase = rng.choice(PHASES) if setup.phases is None else setup.phases
-        first, last = SLICES[phases]
+        self.program = program()
+        first, last = self.program.span(phases)
         self.watchers = setup.watchers or (1, 2, 8, 8)[seed % 4]
         self.beat_s = setup.beat_s or (BEAT_S, 3.0, 4.0)[seed % 3]
         self.rules = Rules(
-            program(),
-            first,
-            last,
+            self.program,
             setup.nodes,
+            phases,
             setup.min_nodes or rng.choice((1, 1, 1, min(2, setup.nodes))),
             policy,
             limits=replace(setup.limits, stagger_s=setup.limits.stagger_s * self.beat_s / BEAT_S),
@@ -135,7 +134,7 @@ class World:
         """The share of its time after which a program is to fail; None for a good one."""
         assert node.position is not None
         if self.failures:
-            key = (node.rank, self.rules.program.rows[node.position.phase].name)
+            key = (node.rank, self.rules.row(node.position).name)
             if self.failures.get(key, 0) > 0:
                 self.failures[key] -= 1
                 self.history.faults.add("program")
@@ -320,7 +319,7 @@ class World:
             if process.watching is not directory or process.host == host or not process.up or process.paused:
                 continue
             node = process.agent.node
-            if node.part not in (ANNOUNCED, GATHER) and path.endswith(".done"):
+            if node.part not in (Part.ANNOUNCED, Part.GATHER) and path.endswith(".done"):
                 continue
             size = 1 if node.generation is None else len(node.generation.members)
             if len(directory.names) >= size or self.rng.random() * size < 0.6:

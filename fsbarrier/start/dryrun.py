@@ -15,7 +15,6 @@ from fsbarrier.engine.command import Plan, argv
 from fsbarrier.loader import load_program
 from fsbarrier.machine import accelerators
 from fsbarrier.program import (
-    SLICES,
     Command,
     Context,
     OpenRendezvous,
@@ -70,7 +69,7 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
 def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, str, str]]:
     """(node rank, phase index, phase name, what it would run) for the run's first iteration, row by row."""
     program = load_program(settings.program)
-    first, last = SLICES[settings.rl_phase]
+    first, last = program.span(settings.rl_phase)
     ranks = range(settings.num_nodes)
     members = tuple(Member(rank, 1, f"node-{rank}") for rank in ranks)
     joins = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsbarrier.program import PHASE_NAMES, SLICES
+from fsbarrier.program import PHASE_NAMES, RL_SLICES
 
 COUNT = len(PHASE_NAMES)
 
@@ -20,4 +20,5 @@ def phase_name(index: int) -> str:
 
 def last_phase(rl_phase: str) -> int:
     """The phase that ends an iteration of a run with this --rl-phase."""
-    return SLICES.get(rl_phase, SLICES["both"])[1]
+    names = (part.last for part in RL_SLICES if part.name == rl_phase)
+    return PHASE_NAMES.index(next(names, PHASE_NAMES[-1]))

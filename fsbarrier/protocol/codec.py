@@ -1,0 +1,188 @@
+"""How records become bytes and are read back.
+
+A record's file is one line of header and one line of JSON. The header carries kind, length and digest, so that a torn, short or empty
+file is recognised (invariant I8). Unknown fields are ignored; another format version is refused. Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from fsbarrier.protocol.facts import (
+    Beat,
+    Fact,
+    Generation,
+    Join,
+    Member,
+    Position,
+    R,
+    Record,
+    StopRequest,
+    Verdict,
+)
+
+MAGIC = "fsbarrier"
+FORMAT = 1
+MAX_BYTES = 64 * 1024 * 1024
+#: records up to this size are remembered once they are decoded
+SMALL_BYTES = 8 * 1024
+
+
+class CorruptRecord(Exception):
+    """The bytes are not a whole record of the expected kind; whoever reads treats them as not there yet."""
+
+
+_KINDS: dict[str, type[Any]] = {
+    "join": Join,
+    "beat": Beat,
+    "generation": Generation,
+    "fact": Fact,
+    "stop": StopRequest,
+}
+
+
+_NAMES = {cls: name for name, cls in _KINDS.items()}
+_DECODER = json.JSONDecoder()
+
+
+def _plain(item: Any) -> dict[str, Any]:
+    """A record, or one that is nested in it, as its fields."""
+    return {name: getattr(item, name) for name in _SHAPES[type(item)].types}
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), default=_plain)
+
+
+def encode(item: Record) -> bytes:
+    """The bytes of a record's file."""
+    body = _ENCODER.encode(_plain(item)).encode() + b"\n"
+    return _header(_NAMES[type(item)], body) + body
+
+
+def _header(kind: str, body: bytes) -> bytes:
+    return f"{MAGIC}/{FORMAT} {kind} {len(body)} {hashlib.sha256(body).hexdigest()[:32]}\n".encode()
+
+
+def decode(data: bytes, cls: type[R]) -> R:
+    """The record in `data`. Raises CorruptRecord for anything but a whole record of this kind."""
+    kind = _NAMES[cls]
+    found: R | str = _decode_small(data, kind) if len(data) <= SMALL_BYTES else _decode(data, kind)
+    if isinstance(found, str):
+        raise CorruptRecord(found)
+    return found
+
+
+def _decode(data: bytes, expected: str) -> Any:
+    """The record, or what is wrong with it."""
+    header, _, body = data.partition(b"\n")
+    if len(data) > MAX_BYTES:
+        return "too long"
+    if header + b"\n" != _header(expected, body):
+        return _fault(header, expected)
+    try:
+        return _build(_KINDS[expected], _DECODER.raw_decode(body.decode())[0])
+    except (CorruptRecord, ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
+        return f"not a record: {error}"
+
+
+def _fault(header: bytes, expected: str) -> str:
+    """What is wrong with bytes whose header is not that of their body."""
+    magic, kind, *_ = [*header.decode("ascii", "replace").split(" "), "", ""]
+    if magic != f"{MAGIC}/{FORMAT}":
+        return f"format {magic[:40]!r}; this fsbarrier reads {MAGIC}/{FORMAT}"
+    if kind != expected:
+        return f"a {kind} record where a {expected} was expected"
+    return "torn: length or digest differs"
+
+
+# The same bytes are read again and again (heartbeats of slow nodes, facts by several readers), and records are never changed.
+_decode_small = lru_cache(maxsize=1024)(_decode)
+
+
+# --- from JSON to records ---------------------------------------------------------------------------------------------------
+
+Convert = Callable[[Any], Any]
+_PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+_NONE = type(None)
+_LIMIT = 2**62
+
+
+def _types(annotation: str) -> tuple[type, ...]:
+    base = annotation.removesuffix("| None").strip()
+    return (*_PLAIN.get(base, (dict,)), *((_NONE,) if annotation.endswith("| None") else ()))
+
+
+def _decisions(value: Any) -> Any:
+    for entry in value.values():
+        if type(entry["iteration"]) is not int or not isinstance(entry["value"], dict):
+            raise CorruptRecord("not a decision")
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if not all(type(item) is str for item in value):
+        raise CorruptRecord("texts expected")
+    return tuple(value)
+
+
+#: fields that are no plain values: what JSON has for them, and what is made of it
+_NESTED: dict[tuple[type[Any], str], tuple[tuple[type, ...], Convert]] = {
+    (Generation, "members"): ((list,), lambda v: tuple(_build(Member, item) for item in v)),
+    (Generation, "start"): ((dict,), lambda v: _build(Position, v)),
+    (Generation, "verdict"): ((dict, _NONE), lambda v: None if v is None else _build(Verdict, v)),
+    (Generation, "decisions"): ((dict,), _decisions),
+    (Join, "addresses"): ((list,), _texts),
+}
+
+
+class _Shape(NamedTuple):
+    """What a record must look like in JSON. Numbers are taken as they are: no bool for an int."""
+
+    types: dict[str, tuple[type, ...]]
+    needed: frozenset[str]
+    converts: dict[str, Convert]
+
+
+def _shape(cls: type[Any]) -> _Shape:
+    columns = fields(cls)
+    nested = {f.name: _NESTED[cls, f.name] for f in columns if (cls, f.name) in _NESTED}
+    return _Shape(
+        {f.name: nested[f.name][0] if f.name in nested else _types(str(f.type)) for f in columns},
+        frozenset(f.name for f in columns if f.default is MISSING and f.default_factory is MISSING),
+        {name: convert for name, (_, convert) in nested.items()},
+    )
+
+
+_SHAPES = {cls: _shape(cls) for cls in (*_KINDS.values(), Member, Position, Verdict)}
+
+
+def _build(cls: type[Any], body: Any) -> Any:
+    types, needed, converts = _SHAPES[cls]
+    if not isinstance(body, dict) or not needed <= body.keys():
+        raise CorruptRecord("not an object, or a field is missing")
+    if body.keys() != types.keys():
+        body = {name: value for name, value in body.items() if name in types}
+    for name, value in body.items():
+        if type(value) not in types[name] or (type(value) is int and not -_LIMIT < value < _LIMIT):
+            raise CorruptRecord(f"{name} is no {types[name][0].__name__}, or out of range")
+    for name, convert in converts.items():
+        if name in body:
+            body[name] = convert(body[name])
+    built = cls(**body)
+    if cls is Generation:
+        _check_generation(built)
+    return built
+
+
+def _check_generation(found: Generation) -> None:
+    """What a node relies on without looking."""
+    ranks = [member.rank for member in found.members]
+    if len(set(ranks)) != len(ranks) or (found.leader not in ranks and found.verdict is None):
+        raise CorruptRecord("its leader is no member, or a rank is there twice")
+    if found.number < 1 or found.start.iteration < 1 or found.start.phase < 0:
+        raise CorruptRecord("it starts nowhere")

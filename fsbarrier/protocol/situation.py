@@ -1,0 +1,109 @@
+"""What a rule of the state machine looks at: a node, what it sees, the time, and what follows from these. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fsbarrier.protocol.facts import Generation, Member, Position
+from fsbarrier.protocol.membership import Loss, live_joiners, losses
+from fsbarrier.protocol.state import Node, Rules, View
+from fsbarrier.protocol.table import Row
+
+
+@dataclass(eq=False)
+class Situation:
+    """A node at one moment. What is derived from it is worked out when a rule first asks, and once.
+
+    `generation`, `position` and what rests on them are only for a node that is in a generation.
+    """
+
+    node: Node
+    view: View
+    now: float
+    rules: Rules
+
+    @property
+    def generation(self) -> Generation:
+        assert self.node.generation is not None
+        return self.node.generation
+
+    @property
+    def position(self) -> Position:
+        assert self.node.position is not None
+        return self.node.position
+
+    @property
+    def row(self) -> Row[object]:
+        return self.rules.row(self.position)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first and the last row of an iteration, in this generation."""
+        return self.rules.span(self.generation.choices)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node is its generation's leader."""
+        return self.generation.leader == self.node.rank
+
+    @property
+    def newer_generation(self) -> Generation | None:
+        """The newest generation, where this node does not know it yet."""
+        known = self.node.generation.number if self.node.generation is not None else self.node.baseline
+        newest = self.view.newest
+        return newest if newest is not None and newest.number > known else None
+
+    @property
+    def others(self) -> Sequence[Member]:
+        """The members of the newest generation beside this rank."""
+        newest = self.view.newest
+        return [m for m in newest.members if m.rank != self.node.rank] if newest is not None else []
+
+    # --- who lives ---
+
+    @cached_property
+    def gone(self) -> Sequence[Loss]:
+        """The members of this node's generation that are lost, as far as it can know.
+
+        Silence counts up to the last look at heartbeats: what a member may have said since, nobody has looked for yet.
+        """
+        node, view = self.node, self.view
+        looked_at = self.now if view.ledger.looked_at is None else view.ledger.looked_at
+        members = self.generation.members
+        return losses(members, node.rank, view.joins, view.ledger, node.since, looked_at, self.rules.limits)
+
+    @cached_property
+    def living(self) -> Sequence[Member]:
+        """The other members of this node's generation, and itself."""
+        lost = {loss.member.rank for loss in self.gone}
+        return [member for member in self.generation.members if member.rank not in lost]
+
+    @cached_property
+    def joiners(self) -> Mapping[int, Member]:
+        """The starts that live and wait to be taken in, by rank."""
+        return live_joiners(self.view.joins, self.view.ledger, self.now, self.rules.limits)
+
+    @cached_property
+    def starting(self) -> Mapping[int, Member]:
+        """The nodes that are about to form a generation: those who wait, and this one."""
+        me = Member(self.node.rank, self.node.incarnation, self.node.host)
+        return {**self.joiners, me.rank: me}
+
+    @cached_property
+    def missing(self) -> Sequence[int]:
+        """The ranks that are not here yet."""
+        return [rank for rank in range(self.rules.num_nodes) if rank not in self.starting]
+
+    # --- how long ---
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since this node entered its stage or generation."""
+        return self.now - self.node.since
+
+    @property
+    def trouble_since(self) -> float:
+        """When this node noticed what it wants to answer with a new generation; now, if it is new."""
+        return self.now if self.node.trouble_since is None else self.node.trouble_since

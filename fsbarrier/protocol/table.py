@@ -1,0 +1,99 @@
+"""The table that the state machine walks: a program's rows in order. What a row is about is the program's business alone.
+
+A program (phases/rl.py, or a group's single row) owns its rows, their names and its slices. The protocol only asks whether a row
+has work, where a new generation goes on when the row was under way, and whether its result must outlive a loss of power.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from fsbarrier.errors import UsageError
+
+#: what builds a row's work; the protocol never calls it
+Work_co = TypeVar("Work_co", covariant=True)
+
+#: under this key the records of joins and generations say which slice of the rows a session runs
+SLICE_CHOICE = "rl_phase"
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Generic[Work_co]):
+    """One row: a barrier, with or without work before it.
+
+    `each` is every member's work; `leader` is the leader's, and where a row has both, it comes after all the others are done.
+    `resume` names the row where a new generation goes on when this one was under way ("": here). The results of a `transient`
+    row are no decisions: later generations do not adopt them, and they need not outlive a loss of power.
+    """
+
+    index: int
+    name: str
+    each: Work_co | None = None
+    leader: Work_co | None = None
+    resume: str = ""
+    transient: bool = False
+
+    @property
+    def decides(self) -> bool:
+        """Whether the leader's fact about this row may hold a value that later generations need."""
+        return (self.each is not None or self.leader is not None) and not self.transient
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Consecutive rows that a session may run without the others, by the names of its `first` and `last` row.
+
+    `result` names the row whose decision says that an iteration's slice is complete. Slices of a program stand in the order in
+    which an iteration runs them: each works on what the one before it has made.
+    """
+
+    name: str
+    first: str
+    last: str
+    result: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table(Generic[Work_co]):
+    """A program's rows. Raises UsageError for rows that cannot be walked."""
+
+    name: str
+    rows: tuple[Row[Work_co], ...]
+    slices: tuple[Slice, ...] = ()
+    _indices: Mapping[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        indices = {row.name: i for i, row in enumerate(self.rows)}
+        object.__setattr__(self, "_indices", indices)
+        if not self.rows or [row.index for row in self.rows] != list(indices.values()):
+            found = ", ".join(f"{row.index} {row.name}" for row in self.rows)
+            raise UsageError(
+                f"program {self.name}: its rows must have different names and be numbered from 0 in order; found {found}"
+            )
+        for row in self.rows:
+            if row.resume and indices.get(row.resume, len(indices)) > row.index:
+                raise UsageError(
+                    f"program {self.name}, {row.name}: resume={row.resume!r} is not this or an earlier phase"
+                )
+        for part in self.slices:
+            missing = {part.first, part.last, part.result} - indices.keys()
+            if missing:
+                raise UsageError(f"program {self.name}, slice {part.name}: no row is called {min(missing)!r}")
+
+    def index(self, name: str) -> int:
+        """The number of the row with this name. Raises KeyError."""
+        return self._indices[name]
+
+    def resume_index(self, index: int) -> int:
+        """The row where a new generation goes on when row `index` was under way."""
+        name = self.rows[index].resume
+        return self._indices[name] if name else index
+
+    def span(self, choice: str = "") -> tuple[int, int]:
+        """The first and the last row of an iteration that runs the slice `choice`; all rows for any other word."""
+        for part in self.slices:
+            if part.name == choice:
+                return self._indices[part.first], self._indices[part.last]
+        return 0, len(self.rows) - 1
