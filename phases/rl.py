@@ -374,8 +374,7 @@ def start_engine(ctx: Context) -> Work:
     """Every node: vLLM serves the new weights, reloaded in place or started."""
     if ctx.settings.rl_phase == "update":
         return NOTHING
-    policy = ctx.policy
-    return ServeWeights(policy.model, policy.version, ctx.threads)
+    return ServeWeights(ctx.policy.model, ctx.policy.version, ctx.threads)
 
 
 PROGRAM = Program(
