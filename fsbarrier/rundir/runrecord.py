@@ -41,17 +41,21 @@ PER_START = frozenset({"iterations", "log_path", "coordination.join_timeout_s", 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run as all its nodes know it. `tasks`: split -> {"path", "count", "sha256"}; `model`: folder of the first policy."""
+    """A run as all its nodes know it.
+
+    `created`: UTC, ISO 8601. `created_by`: user@host. `tasks`: split -> {"path", "count", "sha256"}. `model`: the folder of the first
+    policy. `log_path`: where this node sees the run; no part of the file.
+    """
 
     run_id: str
-    created: str  # UTC, ISO 8601
-    created_by: str  # user@host
+    created: str
+    created_by: str
     version: str
     settings: Settings
     settings_digest: str
     tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     model: str | None = None
-    log_path: Path = Path()  # where this node sees the run; not part of the file
+    log_path: Path = Path()
 
     @property
     def paths(self) -> RunPaths:
@@ -156,7 +160,7 @@ def wait(log_path: Path, timeout_s: float, *, on_wait: Callable[[str], None] | N
 
     `on_wait` is told once whom this node waits for. Raises TooFewNodes after `timeout_s`, UsageError for a bad record.
     """
-    begin, told, torn_since = time.monotonic(), False, None
+    begin, announced, torn_since = time.monotonic(), False, None
     idle, pauses = threading.Event(), iter(Backoff(0.001, 0.25))
     while True:
         try:
@@ -175,8 +179,8 @@ def wait(log_path: Path, timeout_s: float, *, on_wait: Callable[[str], None] | N
                 f"node 0 has not made {_shown(RunPaths(log_path).record)} within {timeout_s:g} s; "
                 "is it started (--master), with the same --log-path?"
             )
-        if waited > 1.0 and on_wait and not told:
-            told = True
+        if waited > 1.0 and on_wait and not announced:
+            announced = True
             on_wait(
                 f"waiting up to {timeout_s:g} s for node 0 (--master) to make {_shown(RunPaths(log_path).record)}"
             )
@@ -249,14 +253,9 @@ def check_contradictions(record: RunRecord, chosen: Mapping[str, ChosenValue], s
             continue
         ours, theirs = look_up(stated, key), look_up(recorded, key)
         if ours != theirs:
-            said = (
-                f"{item.source} {_plain(ours)}"
-                if item.source.startswith("--")
-                else f"{item.source}={_plain(ours)}"
-            )
             raise UsageError(
-                f"{said} contradicts this run's record ({_plain(theirs)}, from {record.origin}); "
-                f"drop {'the flag' if item.source.startswith('--') else 'it'} or use another --log-path"
+                f"{item.written(_plain(ours))} contradicts this run's record ({_plain(theirs)}, from {record.origin}); "
+                f"drop {'the flag' if item.is_flag else 'it'} or use another --log-path"
             )
 
 

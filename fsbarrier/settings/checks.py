@@ -13,7 +13,8 @@ from fsbarrier.settings.sources import ChosenValue
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
 
-_MEANING = {  # pydantic's error types in our words
+#: pydantic's error types in our words
+_MEANING = {
     "float_type": "must be a number",
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
@@ -71,14 +72,13 @@ def _shown(value: Any) -> str:
 def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
     """What must hold between settings. Raises UsageError in the words of whoever chose them."""
 
-    def says(key: str) -> str:
+    def as_chosen(key: str) -> str:
         value: Any = settings
         for part in key.split("."):
             value = getattr(value, part)
         if isinstance(value, tuple):
             value = ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in value)
-        source = chosen[key].source if key in chosen else key
-        return f"{source} {value}" if source.startswith("--") else f"{source}={value}"
+        return chosen[key].written(value) if key in chosen else f"{key}={value}"
 
     def require(holds: bool, message: str) -> None:
         if not holds:
@@ -88,23 +88,24 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
     weights = len(s.rank_weights)
     require(
         weights == s.num_nodes,
-        f"{says('rank_weights')}: {weights} weight{'s' * (weights != 1)} for {s.num_nodes} "
-        f"node{'s' * (s.num_nodes != 1)} ({says('num_nodes')}); give one positive weight a node",
+        f"{as_chosen('rank_weights')}: {weights} weight{'s' * (weights != 1)} for {s.num_nodes} "
+        f"node{'s' * (s.num_nodes != 1)} ({as_chosen('num_nodes')}); give one positive weight a node",
     )
     require(
-        s.min_nodes <= s.num_nodes, f"{says('min_nodes')}: more than the run has nodes ({says('num_nodes')})"
+        s.min_nodes <= s.num_nodes,
+        f"{as_chosen('min_nodes')}: more than the run has nodes ({as_chosen('num_nodes')})",
     )
     require(
         s.rollout_split is None or s.rl_phase == "rollout",
-        f"{says('rollout_split')}: only with --rl-phase rollout (this run: {says('rl_phase')})",
+        f"{as_chosen('rollout_split')}: only with --rl-phase rollout (this run: {as_chosen('rl_phase')})",
     )
     require(
         c.beat_s < c.suspect_s,
-        f"{says('coordination.beat_s')}: must be below {says('coordination.suspect_s')}",
+        f"{as_chosen('coordination.beat_s')}: must be below {as_chosen('coordination.suspect_s')}",
     )
     require(
         c.suspect_s < c.dead_s,
-        f"{says('coordination.suspect_s')}: must be below {says('coordination.dead_s')}",
+        f"{as_chosen('coordination.suspect_s')}: must be below {as_chosen('coordination.dead_s')}",
     )
     for key, tokens in (
         ("rollout.max_tokens", s.rollout.max_tokens),
@@ -112,22 +113,22 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
     ):
         require(
             tokens < s.engine.max_model_len,
-            f"{says(key)}: leaves no room for a prompt in {says('engine.max_model_len')}",
+            f"{as_chosen(key)}: leaves no room for a prompt in {as_chosen('engine.max_model_len')}",
         )
     require(
         s.trainer.micro_batch <= s.trainer.minibatch,
-        f"{says('trainer.micro_batch')}: must not be above {says('trainer.minibatch')}",
+        f"{as_chosen('trainer.micro_batch')}: must not be above {as_chosen('trainer.minibatch')}",
     )
     require(
         s.update.trajectories is None or s.rl_phase == "update",
-        f"{says('update.trajectories')}: only with --rl-phase update (this run: {says('rl_phase')})",
+        f"{as_chosen('update.trajectories')}: only with --rl-phase update (this run: {as_chosen('rl_phase')})",
     )
     learns = s.rl_phase != "rollout" and s.program not in ("toy", "ping")
     require(
         not learns or s.rollout.temperature > 0,
-        f"{says('rollout.temperature')}: greedy samples of a task are all alike; an update needs more than 0",
+        f"{as_chosen('rollout.temperature')}: greedy samples of a task are all alike; an update needs more than 0",
     )
     require(
         not learns or s.algorithm.loss != "grpo" or s.rollout.samples > 1,
-        f"{says('rollout.samples')}: {says('algorithm.loss')} compares the samples of a task; give 2 or more",
+        f"{as_chosen('rollout.samples')}: {as_chosen('algorithm.loss')} compares the samples of a task; give 2 or more",
     )

@@ -1,4 +1,4 @@
-"""What a person gave, and where: flags, `key=value` words, TOML files become `ChosenValue` values. No rules here.
+"""What a person chose, and where: flags, `key=value` words and TOML files become ChosenValue. No rules here, and no pydantic.
 
 A value is written as in TOML (numbers, true/false, "text", [lists]); a bare word is text, and a list may go
 without its brackets.
@@ -35,7 +35,7 @@ FLAGS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ChosenValue:
     """One value that somebody chose: the dotted name, the value, and how to name its source in a message."""
 
@@ -43,8 +43,16 @@ class ChosenValue:
     value: Any
     source: str
 
+    @property
+    def is_flag(self) -> bool:
+        return self.source.startswith("--")
 
-@dataclass(frozen=True)
+    def written(self, value: str) -> str:
+        """`value` as the person would write it in the same place: `--flag value` or `key=value`."""
+        return f"{self.source} {value}" if self.is_flag else f"{self.source}={value}"
+
+
+@dataclass(frozen=True, slots=True)
 class Kind:
     """How a setting is written as text: "text", "words", "list", "bool" or "value"; `optional`: or `none`."""
 

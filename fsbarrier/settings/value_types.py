@@ -21,7 +21,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class ShellWords:
-    """Such a setting may be written as a shell's words: `convert` makes of what was written what the setting holds."""
+    """The setting may be written as a command line or as a list of words; `convert` turns either into what the setting holds."""
 
     convert: Callable[[Any], Any]
 

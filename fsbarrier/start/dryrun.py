@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from fsbarrier.program import (
     Command,
     Context,
     OpenRendezvous,
-    Phase,
     ProbeAddresses,
     PublishFile,
     PublishWeights,
@@ -71,79 +71,47 @@ def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, 
     program = load_program(settings.program)
     first, last = program.span(settings.rl_phase)
     ranks = range(settings.num_nodes)
-    members = tuple(Member(rank, 1, f"node-{rank}") for rank in ranks)
-    joins = {
-        rank: Join(rank, 1, f"node-{rank}", 0, f"host-{rank}", (f"ADDRESS-OF-NODE-{rank}",)) for rank in ranks
-    }
-    decisions: dict[str, Payload] = {}
-    for row in program.rows[first : last + 1]:
-        reports: dict[int, dict[str, Any]] = {}
-        for rank in ranks:
-            context = _context(record, settings, row, rank, members, joins, decisions, reports)
-            for builder in (row.each, row.leader if rank == 0 else None):
-                if builder is None:
-                    continue
-                if builder is row.leader and row.each is not None:
-                    context = replace(
-                        context,
-                        reports=_reports(_all_reports(record, settings, row, members, joins, decisions)),
-                    )
-                work = builder(context)
-                yield from ((rank, row.index, row.name, text) for text in describe_work(work, settings))
-                reports.setdefault(rank, {}).update(expected(work))
-        if reports.get(0):
-            decisions[row.name] = {"iteration": 1, "value": reports[0]}
-
-
-def _all_reports(
-    record: RunRecord,
-    settings: Settings,
-    row: Phase,
-    members: tuple[Member, ...],
-    joins: Mapping[int, Join],
-    decisions: Mapping[str, Payload],
-) -> dict[int, dict[str, Any]]:
-    assert row.each is not None
-    works = {
-        m.rank: row.each(_context(record, settings, row, m.rank, members, joins, decisions, {}))
-        for m in members
-    }
-    return {rank: expected(work) for rank, work in works.items()}
-
-
-def _context(
-    record: RunRecord,
-    settings: Settings,
-    row: Phase,
-    rank: int,
-    members: tuple[Member, ...],
-    joins: Mapping[int, Join],
-    decisions: Mapping[str, Payload],
-    reports: Mapping[int, Payload],
-) -> Context:
-    return Context(
+    context = Context(
         run_id=record.run_id,
         paths=record.paths,
         settings=settings,
         tasks=record.tasks,
         model=Path(record.model) if record.model else None,
-        node_rank=rank,
+        node_rank=0,
         incarnation=1,
-        members=members,
+        members=tuple(Member(rank, 1, f"node-{rank}") for rank in ranks),
         leader=0,
         generation=1,
         iteration=1,
         attempt=0,
-        phase=row,
-        decisions=dict(decisions),
+        phase=program.rows[first],
+        decisions={},
         python=sys.executable,
-        joins=joins,
-        reports=_reports(reports),
+        joins={rank: _pretended_join(rank) for rank in ranks},
     )
+    for row in program.rows[first : last + 1]:
+        context = replace(context, phase=row)
+        works = {rank: [row.each(replace(context, node_rank=rank))] if row.each else [] for rank in ranks}
+        reports = {rank: expected(work) for rank, own in works.items() for work in own}
+        if row.leader:
+            # As in a run, the leader's work comes after that of all the others and sees their results.
+            work = row.leader(replace(context, reports=partial(_reports, reports)))
+            works[0].append(work)
+            reports[0] = {**reports.get(0, {}), **expected(work)}
+        for rank, own in works.items():
+            for text in (text for work in own for text in describe_work(work, settings)):
+                yield rank, row.index, row.name, text
+        if reports.get(0):
+            decided = {row.name: {"iteration": 1, "value": reports[0]}}
+            context = replace(context, decisions={**context.decisions, **decided})
 
 
-def _reports(reports: Mapping[int, Payload]) -> Any:
-    return lambda _: reports
+def _pretended_join(rank: int) -> Join:
+    return Join(rank, 1, f"node-{rank}", 0, f"host-{rank}", (f"ADDRESS-OF-NODE-{rank}",))
+
+
+def _reports(reports: Mapping[int, Payload], phase_name: str) -> Mapping[int, Payload]:
+    return reports
 
 
 def describe_work(work: Work, settings: Settings) -> list[str]:

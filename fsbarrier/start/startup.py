@@ -1,4 +1,4 @@
-"""From what a person typed to a run that can begin: settings, rank, record. Used by `run` and `launch`; pydantic enters here.
+"""From what a person typed to a run that can begin: settings, rank, record. Used by `run` and `launch`.
 
 Node 0 resolves and checks everything, then makes run.json. Every other start, of any node, takes the record and
 may only repeat what it says. Up to there nothing has been started and, if anything was wrong, nothing is left behind.
@@ -98,15 +98,12 @@ def _create(
     count = ranks.count_nodes(rank, request.environ) if "num_nodes" not in chosen else None
     if count is not None:
         chosen = {"num_nodes": ChosenValue("num_nodes", count.value, count.source), **chosen}
-    program = load_program(
-        typed.program if "program" in chosen else request.defaults.get("program", typed.program)
-    )
+    program = load_program(typed.program)
     defaults, is_demo = _defaults(request, typed, program)
-    # What the run will have: found below, or for the built-in task made last, when all the rest is right.
+    demo = RunPaths(log_path).demo
     fixed = {"log_path": str(log_path)}
     if is_demo:
-        folder = RunPaths(log_path).demo
-        fixed |= {"data_path": str(folder), "model": str(folder / "model")}
+        fixed |= {"data_path": str(demo), "model": str(demo / "model")}
     settings = resolve(chosen.values(), {**filesystem.limits(mount, chosen), **defaults, **fixed})
     if rank is None and settings.num_nodes > 1 and not request.dry_run:
         raise UsageError(_no_rank(settings.num_nodes, request.environ))
@@ -118,11 +115,12 @@ def _create(
         return Start(record, settings, 0, settings.iterations, created=False, mount=mount)
     files.set_shared_group(settings.shared_group)
     if is_demo:
-        folder = RunPaths(log_path).demo
-        demo_folder.make(folder, preflight.cache_folder(request.environ), say)
-        record = replace(record, tasks=preflight.read_tasks(folder, tuple(tasks), settings.reward.kind))
+        # Made last, when all the rest is right: whatever was refused before has left nothing behind.
+        demo_folder.make(demo, preflight.cache_folder(request.environ), say)
+        record = replace(record, tasks=preflight.read_tasks(demo, tuple(tasks), settings.reward.kind))
     published = runrecord.publish(record)
-    if published.run_id != record.run_id:  # another process was first
+    if published.run_id != record.run_id:
+        # Another process was first, and its record counts.
         return _join(request, chosen, typed, published, mount)
     return Start(record, settings, 0, settings.iterations, created=True, mount=mount)
 
