@@ -304,6 +304,15 @@ def test_a_folder_that_is_something_else_never_crashes(tmp_path: Path, name: str
     assert read_status(run.log_path, watch=False).state == "stalled"
 
 
+def test_reports_of_one_moment_come_in_the_order_of_the_ranks(tmp_path: Path) -> None:
+    """However the filesystem lists the journals, the same node's report is shown at each look."""
+    run = FakeRun(tmp_path / "run", nodes=9)
+    for rank in (5, 0, 8, 3, 1, 7, 2, 6, 4):
+        run.join(rank)
+    reader = RunReader(run.log_path)
+    assert [event.node_rank for event in reader.poll(0.0)] == list(range(9))
+
+
 def test_lines_written_in_pieces_are_read_once_and_whole(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", nodes=1)
     run.start()

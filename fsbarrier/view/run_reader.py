@@ -191,7 +191,8 @@ class RunReader:
 
     def _read_journals(self) -> list[Event]:
         fresh: list[Event] = []
-        for name in self._store.names(self.paths.events):
+        # in a fixed order: of several nodes' reports of one thing, the first one read is kept
+        for name in sorted(self._store.names(self.paths.events)):
             start = names.JOURNAL.parse(name)
             if start is None:
                 continue
