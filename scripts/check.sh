@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold, in one command; it is what CI runs. The first start makes the environment.
 #
-#   scripts/check.sh                  ruff, mypy --strict, the everyday tests
+#   scripts/check.sh                  ruff, mypy --strict, the order of imports, the everyday tests
 #   scripts/check.sh --fast           without the tests that load torch or start vLLM
 #   scripts/check.sh --all            also the tests marked slow: hundreds of deaths, minutes of chaos
 #   scripts/check.sh tests/test_x.py  other arguments go to pytest
@@ -31,5 +31,7 @@ printf '== ruff\n'
 "$python" -m ruff format --check fsbarrier phases scripts tests
 printf '== mypy --strict\n'
 "$python" -m mypy --strict fsbarrier phases
+printf '== the order of the rooms (pyproject.toml, [tool.importlinter])\n'
+"$(dirname -- "$python")/lint-imports" --no-cache
 printf '== pytest\n'
 exec "$python" -m pytest "${selection[@]}" "$@"

