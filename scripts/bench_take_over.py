@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fsbarrier.protocol.assign import split_by_weight
+from fsbarrier.settings.sections import Settings
 from fsbarrier.trajectories import scan_shard
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,6 +119,7 @@ def toy_spec(folder: Path, rank: int, shares: Sequence[Sequence[int]], **changes
         "iteration": 1,
         "policy_version": 0,
         "grace_s": 0.0,
+        "settings": Settings().as_json(),
         "tasks": list(shares[rank]),
         "shares": {str(number): list(share) for number, share in enumerate(shares)},
         "fixed_shares": "",

@@ -7,45 +7,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
 import sys
 import threading
 import time
 from array import array
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from fsbarrier import files
 from fsbarrier.data.trajectory import Trajectory
-from fsbarrier.errors import FsbarrierError
 from fsbarrier.rollouts.assignment import Assignment, Origin
 from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rundir import checkpoints
-from fsbarrier.supervision import signals
+from fsbarrier.settings.sections import Settings
+from fsbarrier.supervision.worker_contract import JsonObject, Progress, run_worker
 from fsbarrier.trajectories import ShardWriter
 
 #: how often a waiting phase shows progress
 STEPS = 20
 
-Spec = Mapping[str, Any]
+
+def main(spec: JsonObject, settings: Settings, progress: Progress) -> JsonObject:
+    return {"rollout": rollout, "update": update, "wait": wait}[spec["do"]](spec, progress)
 
 
-def main() -> int:
-    spec = json.loads(Path(sys.argv[sys.argv.index("--spec") + 1]).read_text())
-    signal.signal(signal.SIGTERM, signals.end)
-    work = {"rollout": rollout, "update": update, "wait": wait}[spec["do"]]
-    try:
-        result = work(spec)
-    except FsbarrierError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    files.write_atomic(Path(spec["result"]), json.dumps(result).encode())
-    return 0
-
-
-def rollout(spec: Spec) -> dict[str, Any]:
+def rollout(spec: JsonObject, progress: Progress) -> JsonObject:
     """One group of one trajectory a task, durable as soon as it is there."""
     assignment = Assignment.from_spec(spec)
     assignment.remove_old_claims()
@@ -70,7 +56,8 @@ def rollout(spec: Spec) -> dict[str, Any]:
                 if early_end:
                     early_end.report(done)
                 left = len(todo) - number - 1 + claims.own_left
-                progress(spec, done, done + left, "trajectories", reward_sum / done)
+                mean = reward_sum / done
+                progress.show(done, done + left, "trajectories", last=not left, reward_mean=mean)
         info = writer.finish(asdict(assignment.origin))
         tasks = [group.task_index for group in writer.groups]
     files.link_or_copy(assignment.part, assignment.checkpoint)
@@ -122,9 +109,9 @@ def trajectory(origin: Origin, task: int) -> Trajectory:
     }
 
 
-def update(spec: Spec) -> dict[str, Any]:
+def update(spec: JsonObject, progress: Progress) -> JsonObject:
     """Take the time of an update; the node that is given `out` leaves a policy version there."""
-    wait(spec)
+    wait(spec, progress)
     version = spec["new_policy_version"]
     if spec["out"] is None:
         return {"policy_version": version}
@@ -137,25 +124,13 @@ def update(spec: Spec) -> dict[str, Any]:
     return {"out": str(out), "policy_version": version}
 
 
-def wait(spec: Spec) -> dict[str, Any]:
+def wait(spec: JsonObject, progress: Progress) -> JsonObject:
     idle = threading.Event()
     for done in range(STEPS):
-        progress(spec, done, STEPS, "steps", None)
+        progress.show(done, STEPS, "steps")
         idle.wait(spec["seconds"] / STEPS)
     return {}
 
 
-def progress(spec: Spec, done: int, total: int, unit: str, reward: float | None) -> None:
-    fields = {
-        "done": done,
-        "total": total,
-        "unit": unit,
-        "reward_mean": reward,
-        "tokens_per_s": None,
-        "note": "",
-    }
-    files.write_atomic(Path(spec["progress"]), json.dumps(fields).encode())
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_worker(main))
