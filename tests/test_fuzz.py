@@ -41,6 +41,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.store import PosixStore
 from fsbarrier.settings import sources as given_settings
 from fsbarrier.settings.resolve import known_names
+from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision import worker_contract
 from fsbarrier.trajectories import FormatError, ShardWriter, iter_trajectories, load, scan_shard
 
@@ -228,7 +229,7 @@ def test_a_node_looks_at_anything(
     assert all(isinstance(one, Fact) for one in view.failed.values())
 
 
-RECORD = runrecord.RunRecord("id", "2026", "me@here", "0.1", {"a": 1}, "d", {"train": {"path": "p"}}, "m")
+RECORD = runrecord.RunRecord("id", "2026", "me@here", "0.1", Settings(), "d", {"train": {"path": "p"}}, "m")
 
 
 @fuzz
