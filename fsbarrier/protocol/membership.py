@@ -157,13 +157,11 @@ def _loss(
     """Whether and why a member is gone, after the newest heartbeat and the newest start (`join`) of its rank."""
     newest, news = ledger.seen.get(member.rank), ledger.news(member)
     beat, state = (news.beat, news.beat.state) if news is not None else (None, "")
-    age = silence(member, ledger, since, now)
+    age = max(0.0, now - _heard_at(member, news, ledger, since))
     # A newer start shows itself by its record, or by a heartbeat while the record is yet to be seen.
-    started = member.incarnation
-    if join is not None:
-        started = max(started, join.incarnation)
-    if newest is not None:
-        started = max(started, newest.beat.incarnation)
+    started = join.incarnation if join is not None else 0
+    if newest is not None and newest.beat.incarnation > started:
+        started = newest.beat.incarnation
     if started > member.incarnation:
         why = f"restarted as incarnation {started}"
     elif state in DESERTED:
@@ -175,12 +173,14 @@ def _loss(
     return Loss(member, why, beat, age)
 
 
+def _heard_at(member: Member, news: Seen | None, ledger: Ledger, since: float) -> float:
+    """When the silence of a member began; one never seen has been silent since this node began to watch, or to look."""
+    return news.since if news is not None else max(since, ledger.unwatched.get(member.rank, since))
+
+
 def silence(member: Member, ledger: Ledger, since: float, now: float) -> float:
-    """Seconds without news of `member`; one never seen has been silent since this node began to watch, or to look."""
-    news = ledger.news(member)
-    if news is not None:
-        return max(0.0, now - news.since)
-    return now - max(since, ledger.unwatched.get(member.rank, since))
+    """Seconds without news of `member`."""
+    return max(0.0, now - _heard_at(member, ledger.news(member), ledger, since))
 
 
 def silent_members(
