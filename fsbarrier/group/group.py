@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +29,7 @@ from fsbarrier.group.member_threads import MemberThreads
 from fsbarrier.machine.host import boot_id, host_name
 from fsbarrier.node.agent import Agent
 from fsbarrier.node.observer import Observer, Paces, eagerness
-from fsbarrier.protocol.facts import Fact, Generation, Join, Member, Payload, Position
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Payload, Position
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Rules
 from fsbarrier.protocol.table import Row, Table
@@ -48,12 +49,19 @@ _TABLE = Table("group", (Row(0, ROW, each="offer", transient=True),))
 class Group:
     """This process's membership. Use `fsbarrier.join`; not for use from several threads at once."""
 
-    def __init__(self, agent: Agent, work: CollectiveWork, timeout_s: float, beat_s: float) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        work: CollectiveWork,
+        timeout_s: float,
+        beat_s: float,
+        earlier_beats: Mapping[int, Beat],
+    ) -> None:
         self._paths, self._join = agent.observer.paths, agent.join
         # Here it is only read and listed with: what the observer knows belongs to the looking thread.
         self._observer = agent.observer
         self._timeout_s = timeout_s
-        self._threads = MemberThreads(agent, work, beat_s)
+        self._threads = MemberThreads(agent, work, beat_s, earlier_beats)
         #: the generation that the caller knows of, and the row of its next collective there
         self._entered: Generation | None = None
         self._position = Position(1, 0)
@@ -153,15 +161,23 @@ class Group:
     def _check_same_arguments(self) -> None:
         """All must have joined with the same arguments: the members of this generation; before there is one, all who are here.
 
-        Who is here has joined since this node looked first, or beats: earlier sessions leave their records of joining behind.
+        Earlier sessions leave their records behind. Who is here has joined since this node looked first, or has beaten since
+        before this node announced itself: a node that refuses this one's arguments leaves at once, and its last heartbeat may be
+        the first of it that is seen here.
         """
-        snapshot, earlier = self._threads.snapshot, self._threads.earlier_joins
+        snapshot, threads = self._threads.snapshot, self._threads
         generation = snapshot.node.generation
         for rank, join in snapshot.joins.items():
             if generation is not None:
                 concerned = rank in generation.ranks
             else:
-                concerned = earlier.get(rank) != join or snapshot.ledger.moved(Member(rank, join.incarnation))
+                seen = snapshot.ledger.seen.get(rank)
+                beaten = (
+                    seen is not None
+                    and seen.beat.incarnation == join.incarnation
+                    and seen.beat != threads.earlier_beats.get(rank)
+                )
+                concerned = beaten or threads.earlier_joins.get(rank) != join
             for name, mine in self._join.choices.items() if concerned else ():
                 if (theirs := join.choices.get(name)) != mine:
                     raise ValueError(
@@ -342,10 +358,11 @@ def join(
     agent = Agent(store, observer, rules, work, here, lambda event, node, fields: None)
     try:
         observer.prepare()
+        earlier_beats = observer.read_beats()[0]
         agent.start(time.monotonic())
     except OSError as error:
         message = f"node {node_rank}: cannot join the group at {path}: {error}"
         raise StoreError(message, node_rank, here.host, 0.0) from None
-    group = Group(agent, work, timeout_s, beat_s)
+    group = Group(agent, work, timeout_s, beat_s, earlier_beats)
     group._begin()
     return group

@@ -16,7 +16,7 @@ from fsbarrier.errors import Fenced, FsbarrierError, StoreError
 from fsbarrier.group.collective_work import CollectiveWork
 from fsbarrier.node.agent import Agent
 from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
-from fsbarrier.protocol.facts import Join, Member, Payload, Position
+from fsbarrier.protocol.facts import Beat, Join, Member, Payload, Position
 from fsbarrier.protocol.membership import Ledger, live_joiners, losses, silence
 from fsbarrier.protocol.state import Exit, Node, Stage
 from fsbarrier.retry import Backoff
@@ -56,11 +56,14 @@ class Snapshot:
 class MemberThreads:
     """The two threads of one membership."""
 
-    def __init__(self, agent: Agent, work: CollectiveWork, beat_s: float) -> None:
+    def __init__(
+        self, agent: Agent, work: CollectiveWork, beat_s: float, earlier_beats: Mapping[int, Beat]
+    ) -> None:
+        """`earlier_beats`: each rank's last heartbeat from before this node announced itself."""
         self.beat_s = beat_s
         self.root, self.here, self.rules = agent.observer.paths.root, agent.join, agent.rules
-        #: the starts that were there before this node looked again: they may be long gone
-        self.earlier_joins = dict(agent.observer.joins)
+        #: the starts that were there before this node looked again, and their heartbeats: they may be long gone
+        self.earlier_joins, self.earlier_beats = dict(agent.observer.joins), earlier_beats
         self.snapshot = Snapshot(agent.node, time.monotonic())
         #: notified when a new snapshot shows something new
         self.news = threading.Condition()
