@@ -182,11 +182,11 @@ class Recover:
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """The node entered a row. `begins`: it is the first one of a generation."""
+    """The node entered a row (for the journal and the live view)."""
 
     position: Position
     generation: Generation
-    begins: bool = False
+    left: Position | None
 
 
 @dataclass(frozen=True, slots=True)

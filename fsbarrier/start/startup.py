@@ -107,6 +107,7 @@ def _create(
     settings = resolve(chosen.values(), {**filesystem.limits(mount, chosen), **defaults, **fixed})
     if rank is None and settings.num_nodes > 1 and not request.dry_run:
         raise UsageError(_no_rank(settings.num_nodes, request.environ))
+    _check_slice(settings, program)
     _check_own(settings, program, request.environ)
     tasks, model = _inputs(settings, program, request.environ, is_demo)
     settings = replace(settings, model=model)
@@ -143,6 +144,13 @@ def _defaults(request: Request, typed: Settings, program: Program) -> tuple[Mapp
 def _no_rank(num_nodes: int, environ: Mapping[str, str]) -> str:
     unused = f" (RANK={environ['RANK']} counts processes here, not nodes)" if environ.get("RANK") else ""
     return f"which of the {num_nodes} nodes is this? give --master (node 0) or --worker R, or set NODE_RANK{unused}"
+
+
+def _check_slice(settings: Settings, program: Program) -> None:
+    """A session runs all rows of its program, or a slice that the program has."""
+    chosen = settings.rl_phase
+    if chosen != "both" and all(part.name != chosen for part in program.slices):
+        raise UsageError(f"--rl-phase {chosen}: program {program.name} has no such part; leave it out")
 
 
 def _check_own(settings: Settings, program: Program, environ: Mapping[str, str]) -> None:
@@ -194,7 +202,8 @@ def _join(
     )
     if rank is None and settings.num_nodes > 1 and not request.dry_run:
         raise UsageError(_no_rank(settings.num_nodes, request.environ))
-    if "model" in load_program(settings.program).needs:
+    program = load_program(settings.program)
+    if "model" in program.needs:
         # Environment variables, and where files lie, are each node's own.
         preflight.check_engine(settings.engine, request.environ)
         preflight.check_judge(settings, request.environ)
@@ -202,6 +211,7 @@ def _join(
     runrecord.check_tasks(record)
     until = typed.iterations if "iterations" in chosen else settings.iterations
     settings = replace(settings, **_choices(chosen, typed, settings))
+    _check_slice(settings, program)
     return Start(record, settings, rank.value if rank else 0, until, created=False, mount=mount)
 
 

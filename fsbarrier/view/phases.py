@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fsbarrier.program import PHASE_NAMES, RL_SLICES
 
 COUNT = len(PHASE_NAMES)
@@ -18,7 +20,12 @@ def phase_name(index: int) -> str:
     return PHASE_NAMES[index] if index < COUNT else ""
 
 
-def last_phase(rl_phase: str) -> int:
-    """The phase that ends an iteration of a run with this --rl-phase."""
+def last_phase(rl_phase: str, seen: Mapping[int, str]) -> int | None:
+    """The phase that ends an iteration of a run with this --rl-phase. `seen`: the phases that the run's journals name.
+
+    None where they are a program's own, of which nobody here knows how many there are.
+    """
+    if any(name != phase_name(index) for index, name in seen.items()):
+        return None
     names = (part.last for part in RL_SLICES if part.name == rl_phase)
     return PHASE_NAMES.index(next(names, PHASE_NAMES[-1]))

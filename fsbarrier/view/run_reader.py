@@ -60,6 +60,7 @@ class RunReader:
 
     history: History = field(default_factory=History)
     _generations: set[int] = field(default_factory=set)
+    _phase_names: dict[int, str] = field(default_factory=dict)
     _clocks: dict[names.StartName, str] = field(default_factory=dict)
     _journals: dict[str, tuple[JournalReader, SpanReader]] = field(default_factory=dict)
     _spans: list[Span] = field(default_factory=list)
@@ -85,7 +86,9 @@ class RunReader:
 
     @property
     def phase_name(self) -> str:
-        return phase_name(self.position[2])
+        """The name of the row that the run is in: by the journals, since a program may have rows of its own."""
+        index = self.position[2]
+        return self._phase_names.get(index) or phase_name(index)
 
     def spans(self) -> list[Span]:
         """The kept spans, the rows under way included."""
@@ -95,7 +98,7 @@ class RunReader:
     def times(self) -> list[IterationTime]:
         """Where the time of the kept iterations went, as of the rows that nodes have passed."""
         if self._times is None:
-            last = last_phase(self.record.settings.rl_phase)
+            last = last_phase(self.record.settings.rl_phase, self._phase_names)
             self._times = iteration_times(rows(self._spans), last)
         return self._times
 
@@ -217,6 +220,7 @@ class RunReader:
         self.history.feed(event)
         if event.name == "phase_started":
             self.position = max(self.position, event.row)
+            self._phase_names[event.phase] = event.phase_name
             place = self.places.get(event.node_rank)
             if place is None or place.row <= event.row:
                 self.places[event.node_rank] = event

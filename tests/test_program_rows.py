@@ -1,0 +1,139 @@
+"""A program owns its rows: which tables can be walked, and a run of three rows with names of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import FAST, REPO, Cluster
+
+from fsbarrier.errors import UsageError
+from fsbarrier.protocol.table import Row, Slice, Table
+
+ROWS: tuple[Row[object], ...] = (
+    Row(0, "a"),
+    Row(1, "b", each="work", resume="a"),
+    Row(2, "c", leader="work"),
+)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (),
+        (Row(1, "a"), Row(2, "b")),
+        (Row(0, "a"), Row(2, "b")),
+        (Row(1, "a"), Row(0, "b")),
+        (Row(0, "a"), Row(0, "b")),
+        (Row(0, "a"), Row(1, "a")),
+    ],
+)
+def test_rows_that_cannot_be_walked_are_refused(rows: tuple[Row[object], ...]) -> None:
+    with pytest.raises(
+        UsageError, match="program mine: its rows must have different names and be numbered from 0"
+    ):
+        Table("mine", rows)
+
+
+@pytest.mark.parametrize("resume", ["c", "nowhere"])
+def test_a_generation_cannot_go_on_in_a_later_row(resume: str) -> None:
+    rows = (Row(0, "a"), Row(1, "b", resume=resume), Row(2, "c"))
+    with pytest.raises(
+        UsageError, match=f"program mine, b: resume='{resume}' is not this or an earlier phase"
+    ):
+        Table("mine", rows)
+
+
+@pytest.mark.parametrize("names", [("x", "b", "b"), ("a", "x", "b"), ("a", "b", "x")])
+def test_a_slice_names_rows(names: tuple[str, str, str]) -> None:
+    with pytest.raises(UsageError, match="program mine, slice part: no row is called 'x'"):
+        Table("mine", ROWS, (Slice("part", *names),))
+
+
+def test_a_table_knows_its_rows() -> None:
+    table = Table("mine", (*ROWS, Row(3, "d", resume="d")), (Slice("part", "b", "c", result="c"),))
+    assert [table.index(name) for name in "abcd"] == [0, 1, 2, 3]
+    assert [table.resume_index(index) for index in range(4)] == [0, 0, 2, 3]
+    assert (table.span("part"), table.span(), table.span("other")) == ((1, 2), (0, 3), (0, 3))
+    with pytest.raises(KeyError):
+        table.index("e")
+
+
+@pytest.mark.parametrize(
+    ("row", "decides"),
+    [
+        (Row(0, "a"), False),
+        (Row(0, "a", each="work"), True),
+        (Row(0, "a", leader="work"), True),
+        (Row(0, "a", each="work", leader="work", transient=True), False),
+    ],
+)
+def test_whether_later_generations_need_what_a_row_decides(row: Row[object], decides: bool) -> None:
+    assert row.decides is decides
+
+
+THREE = '''"""Three rows of its own."""
+
+from fsbarrier.program import Context, Phase, Program, Value, Work
+
+
+def dig(ctx: Context) -> Work:
+    return Value({"node": ctx.node_rank})
+
+
+def weigh(ctx: Context) -> Work:
+    return Value({"loads": len(ctx.reports("dig"))})
+
+
+PROGRAM = Program("three", (Phase(0, "dig", each=dig), Phase(1, "weigh", leader=weigh), Phase(2, "rest")))
+'''
+
+NO_SUCH_PART = "fsbarrier: error: --rl-phase {}: program three has no such part; leave it out\n"
+
+
+def test_a_program_of_three_rows_of_its_own(tmp_path: Path) -> None:
+    program = tmp_path / "three.py"
+    program.write_text(THREE)
+    with Cluster(tmp_path, 2, "--iterations", "2", *FAST, program=str(program)) as cluster:
+        cluster.start()
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said(0)
+        passed = [
+            (e["iteration"], e["phase"], e["phase_name"])
+            for e in cluster.events()
+            if e["event"] == "phase_finished" and e["node_rank"] == 1
+        ]
+        assert passed == [(i, p, name) for i in (1, 2) for p, name in enumerate(("dig", "weigh", "rest"))]
+        (decision, _) = [e["value"] for e in cluster.events() if e["event"] == "decision" and e["phase"] == 1]
+        assert decision == {"loads": 2}
+        shown = json.loads(command(["status", "--json", "--log-path", str(cluster.log_path)]).stdout)
+        assert (shown["state"], shown["iteration"], shown["phase"]) == (
+            "finished",
+            2,
+            {"index": 2, "name": "rest"},
+        )
+        assert {node["phase"]["name"] for node in shown["nodes"]} == {"rest"}
+        assert sorted(shown["phases_s"]) == ["dig", "rest", "weigh"]
+        assert [one["iteration"] for one in shown["coordination"]] == [1, 2]
+        # A start that chooses a slice for a run that is there is refused like the first.
+        again = command(["run", "--master", "--log-path", str(cluster.log_path), "--rl-phase", "update"])
+        assert (again.returncode, again.stderr) == (2, NO_SUCH_PART.format("update"))
+
+
+def test_a_slice_that_a_program_does_not_have_is_refused(tmp_path: Path) -> None:
+    """In one line, and before anything is made."""
+    program, log_path = tmp_path / "three.py", tmp_path / "run"
+    program.write_text(THREE)
+    words = ["run", "--master", "--num-nodes", "1", "--log-path", str(log_path), "--program", str(program)]
+    refused = command([*words, "--rl-phase", "rollout"])
+    assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", NO_SUCH_PART.format("rollout"))
+    assert not log_path.exists()
+
+
+def command(words: list[str]) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "fsbarrier", *words]
+    return subprocess.run(
+        argv, capture_output=True, text=True, cwd=REPO, stdin=subprocess.DEVNULL, timeout=120
+    )
