@@ -6,12 +6,23 @@ import errno
 from pathlib import Path
 
 import pytest
+from core_builders import FIRST, LIMITS, NOW, generation, heard, seen, started
 
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.codec import encode
-from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position, StopRequest
-from fsbarrier.protocol.membership import JOINING, Ledger, Limits, left_to_others, live_joiners, losses
+from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position, StopRequest, Verdict
+from fsbarrier.protocol.membership import (
+    JOINING,
+    Ledger,
+    Limits,
+    left_to_others,
+    live_joiners,
+    losses,
+    occupied,
+    silence,
+    silent_members,
+)
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.store import PosixStore
@@ -91,6 +102,237 @@ def test_the_first_members_watch_all_and_all_watch_them() -> None:
     left_out = {rank: left_to_others(generation, rank, 2) for rank in generation.ranks}
     assert left_out == {2: set(), 3: set(), 5: {8, 13}, 8: {5, 13}, 13: {5, 8}}
     assert left_to_others(generation, 13, 5) == left_to_others(None, 13, 2) == frozenset()
+
+
+# --- what one look after another tells -----------------------------------------------------------------------------------------
+
+BLIND_S = 3.0
+Look = tuple[float, float, dict[int, Beat]]
+
+
+def beat(counter: int, incarnation: int = 1, state: str = "running", rank: int = 0) -> Beat:
+    return Beat(rank, incarnation, counter, "a", 1, state)
+
+
+def after_looks(*looks: Look) -> Ledger:
+    """What is known after looks that began and ended at these times and showed these heartbeats."""
+    ledger = Ledger()
+    for before, after, beats in looks:
+        ledger = ledger.observe(beats, before, after, BLIND_S)
+    return ledger
+
+
+@pytest.mark.parametrize(
+    ("looks", "counter", "since", "moved"),
+    [
+        (
+            [(1.0, 2.0, {0: beat(5)})],
+            5,
+            1.0,
+            False,
+        ),  # from before the read: it may have been written just then
+        ([(1.0, 1.0, {0: beat(5)}), (2.0, 3.0, {0: beat(6)})], 6, 2.0, True),
+        ([(1.0, 1.0, {0: beat(5)}), (2.0, 2.0, {0: beat(5)})], 5, 1.0, False),
+        ([(1.0, 1.0, {0: beat(5)}), (2.0, 2.0, {})], 5, 1.0, False),
+        ([(1.0, 1.0, {0: beat(5)}), (2.0, 2.0, {0: beat(4)})], 5, 1.0, False),  # an old reading comes late
+        ([(1.0, 1.0, {0: beat(5)}), (2.0, 2.0, {0: beat(6)}), (3.0, 3.0, {0: beat(6)})], 6, 2.0, True),
+        ([(1.0, 1.0, {0: beat(5)}), (2.0, 2.0, {0: beat(0, 2)})], 0, 2.0, False),  # a newer start counts anew
+        ([(1.0, 1.0, {0: beat(5, 2)}), (2.0, 2.0, {0: beat(9, 1)})], 5, 1.0, False),  # an older one does not
+    ],
+)
+def test_a_counter_that_moves_is_a_sign_of_life(
+    looks: list[Look], counter: int, since: float, moved: bool
+) -> None:
+    item = after_looks(*looks).seen[0]
+    assert (item.beat.counter, item.since, item.moved) == (counter, since, moved)
+
+
+@pytest.mark.parametrize(
+    ("looks", "blind", "age"),
+    [
+        ([(0.0, 0.0, {0: beat(5)}), (3.0, 3.0, {})], False, 3.0),  # blind_s is not longer than blind_s
+        ([(0.0, 0.0, {0: beat(5)}), (3.1, 3.1, {})], True, 0.0),  # a pause between two looks
+        ([(0.0, 0.0, {0: beat(5)}), (1.0, 4.1, {})], True, 1.0),  # a look that took long
+        ([(0.0, 0.0, {0: beat(5)}), (1.0, 4.0, {})], False, 4.0),
+        ([(0.0, 0.0, {0: beat(5)}), (2.0, 2.0, {}), (9.0, 9.0, {})], True, 2.0),  # what was silence stays it
+        (
+            [(0.0, 0.0, {0: beat(5)}), (9.0, 9.0, {}), (18.0, 18.0, {})],
+            True,
+            3.0,
+        ),  # again at once: blind_s do count
+        ([(0.0, 0.0, {0: beat(5)}), (9.0, 9.0, {}), (18.0, 18.0, {}), (27.0, 27.0, {})], True, 6.0),
+        ([(0.0, 0.0, {0: beat(5)}), (9.0, 9.0, {}), (10.0, 10.0, {}), (20.0, 20.0, {})], True, 1.0),
+        ([(0.0, 0.0, {0: beat(5)}), (9.0, 10.0, {0: beat(6)})], True, 1.0),  # heard all the same
+        ([(0.0, 5.0, {0: beat(5)})], True, 5.0),  # the first look of all
+        ([(0.0, 3.0, {0: beat(5)})], False, 3.0),
+    ],
+)
+def test_the_time_for_which_this_node_was_blind_is_no_silence(
+    looks: list[Look], blind: bool, age: float
+) -> None:
+    ledger = after_looks(*looks)
+    end = looks[-1][1]
+    assert (ledger.blind, ledger.looked_at) == (blind, end)
+    assert ledger.age(Member(0, 1), end) == pytest.approx(age)
+
+
+def test_silence_is_never_paused_into_the_future() -> None:
+    """A look that overlaps the news: the pause is longer than the time since."""
+    ledger = Ledger().observe({0: beat(5)}, 0.0, 0.0, BLIND_S).observe({0: beat(6)}, 2.0, 2.0, BLIND_S)
+    ledger = ledger.observe({}, 2.5, 9.0, BLIND_S)
+    assert ledger.seen[0].since == 2.0 + 6.5
+    again = Ledger({0: seen(0, ago=1.0)}, looked_at=NOW - 50.0).observe({}, NOW, NOW, BLIND_S)
+    assert again.seen[0].since == NOW
+
+
+def test_being_blind_pauses_what_is_left_to_others_too() -> None:
+    ledger = Ledger().observe({0: beat(5)}, 0.0, 0.0, BLIND_S, left_out={1})
+    assert ledger.unwatched == {1: 0.0}
+    ledger = ledger.observe({}, 1.0, 1.0, BLIND_S)
+    assert ledger.unwatched == {1: 0.0}, "until its heartbeat is read"
+    assert ledger.observe({}, 8.0, 8.0, BLIND_S).unwatched == {1: 7.0}
+    assert Ledger(unwatched={1: 7.0}, looked_at=0.0).observe({}, 8.0, 8.0, BLIND_S).unwatched == {1: 8.0}
+    heard_again = ledger.observe({1: beat(3, rank=1)}, 2.0, 2.0, BLIND_S)
+    assert (heard_again.unwatched, heard_again.seen[1].since) == ({}, 2.0)
+
+
+def test_torn_heartbeats_are_known_by_rank_for_as_long_as_they_are_torn() -> None:
+    ledger = Ledger().observe({}, 0.0, 1.0, BLIND_S, unread={0, 1})
+    assert ledger.unsure == {0: 4.0, 1: 4.0}
+    ledger = ledger.observe({0: beat(1)}, 2.0, 2.0, BLIND_S, unread={1, 2})
+    assert ledger.unsure == {1: 4.0, 2: 5.0}
+    assert ledger.observe({}, 3.0, 3.0, BLIND_S).unsure == {}
+
+
+def test_what_is_known_of_a_member_is_known_of_that_start_alone() -> None:
+    known = Ledger({0: seen(0, ago=2.0, state="left")})
+    this, other = Member(0, 1), Member(0, 2)
+    assert [known.state(one) for one in (this, other, Member(1, 1))] == ["left", "", ""]
+    assert [known.moved(one) for one in (this, other, Member(1, 1))] == [True, False, False]
+    assert [known.age(one, NOW) for one in (this, other, Member(1, 1))] == [2.0, None, None]
+    assert known.age(this, NOW - 5.0) == 0.0
+    assert [known.heard(this, NOW - ago) for ago in (3.0, 2.0, 1.0)] == [True, False, False]
+    assert not known.heard(other, 0.0) and not known.heard(Member(1, 1), 0.0)
+    assert not Ledger({0: seen(0, moved=False)}).moved(this)
+    assert Ledger({0: seen(0)}, unwatched={0: NOW}).news(this) is None
+
+
+# --- who is lost -----------------------------------------------------------------------------------------------------------------
+
+LEFT = "it was stopped by hand or ended in an error"
+
+
+@pytest.mark.parametrize(
+    ("ledger", "joins", "why", "age"),
+    [
+        (heard(), {}, None, None),
+        (heard(seen(2, ago=14.9)), {}, None, None),
+        (heard(seen(2, ago=15.0)), {}, "no heartbeat for 15.0 s", 15.0),
+        (heard(seen(2, ago=15.0, state="finished")), {}, "it finished, and no heartbeat for 15.0 s", 15.0),
+        (heard(seen(2, ago=14.9, state="finished")), {}, None, None),
+        (heard(seen(2, ago=15.0, state="joining")), {}, "no heartbeat for 15.0 s", 15.0),
+        (heard(seen(2, ago=1.0, state="left")), {}, LEFT, 1.0),
+        (heard(seen(2, ago=1.0, state="stopped")), {}, None, None),
+        (heard(seen(2, ago=1.0, state="broken")), {}, None, None),
+        (heard(), started(2), None, None),
+        (heard(), started(2, incarnation=2), "restarted as incarnation 2", 0.0),
+        (heard(seen(2, ago=1.0, state="left")), started(2, incarnation=3), "restarted as incarnation 3", 1.0),
+        (heard(seen(2, incarnation=2)), started(2), "restarted as incarnation 2", 100.0),
+        (heard(seen(2, incarnation=2)), started(2, incarnation=3), "restarted as incarnation 3", 100.0),
+        (
+            heard(seen(2, incarnation=0, state="left")),
+            {},
+            "no heartbeat for 100.0 s",
+            100.0,
+        ),  # an older start's word
+        (
+            heard(ranks=(1,)),
+            {},
+            "no heartbeat for 100.0 s",
+            100.0,
+        ),  # never seen: since this node began to watch
+        (heard(ranks=(1,), unwatched={2: NOW - 14.9}), {}, None, None),
+        (heard(ranks=(1,), unwatched={2: NOW - 15.0}), {}, "no heartbeat for 15.0 s", 15.0),
+        (heard(seen(2, ago=50.0), unwatched={2: NOW - 3.0}), {}, None, None),
+        (heard(seen(2, ago=50.0), unwatched={2: NOW - 200.0}), {}, "no heartbeat for 100.0 s", 100.0),
+        (heard(seen(2, ago=15.0), unsure={2: NOW + 0.1}), {}, None, None),
+        (heard(seen(2, ago=15.0), unsure={2: NOW}), {}, "no heartbeat for 15.0 s", 15.0),
+        (heard(seen(2, ago=15.0), unsure={1: NOW + 9.0}), {}, "no heartbeat for 15.0 s", 15.0),
+        (heard(seen(2, state="left"), unsure={2: NOW + 9.0}), {}, LEFT, 0.0),
+    ],
+)
+def test_who_is_lost_and_why(
+    ledger: Ledger, joins: dict[int, Join], why: str | None, age: float | None
+) -> None:
+    found = losses(FIRST.members[1:], 1, joins, ledger, NOW - 100.0, NOW, LIMITS)
+    assert [(loss.member.rank, loss.why, loss.age_s) for loss in found] == ([(2, why, age)] if why else [])
+    for loss in found:
+        news = ledger.news(loss.member)
+        assert loss.beat == (news.beat if news is not None else None)
+
+
+def test_all_the_lost_are_found_in_their_order_and_nobody_loses_itself() -> None:
+    found = losses(FIRST.members, 1, {}, heard(ranks=()), NOW - 15.0, NOW, LIMITS)
+    assert [loss.member.rank for loss in found] == [0, 2]
+
+
+def test_who_is_silent_and_for_how_long() -> None:
+    ledger = heard(seen(1, ago=50.0), seen(2, ago=6.0), seen(3, ago=5.9))
+    members = [Member(rank, 1) for rank in range(5)]
+    assert silent_members(members, 1, ledger, NOW - 7.0, NOW, 6.0) == {Member(2, 1): 6.0, Member(4, 1): 7.0}
+    assert silence(Member(2, 1), ledger, NOW - 7.0, NOW - 20.0) == 0.0
+    assert silence(Member(2, 2), ledger, NOW - 7.0, NOW) == 7.0
+    assert silence(Member(4, 1), heard(unwatched={4: NOW - 2.0}), NOW - 7.0, NOW) == 2.0
+    assert silence(Member(4, 1), heard(unwatched={4: NOW - 9.0}), NOW - 7.0, NOW) == 7.0
+    assert silence(Member(4, 1), heard(), NOW + 1.0, NOW) == 0.0
+
+
+# --- who is there ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ledger", "live"),
+    [
+        (heard(seen(2, state=JOINING, incarnation=2)), {2: Member(2, 2, "host2")}),
+        (heard(seen(2, state=JOINING, incarnation=2, ago=5.9)), {2: Member(2, 2, "host2")}),
+        (heard(seen(2, state=JOINING, incarnation=2, ago=6.0)), {}),
+        (heard(seen(2, state=JOINING, incarnation=2, moved=False)), {}),
+        (heard(seen(2, state="running", incarnation=2)), {}),
+        (heard(seen(2, state=JOINING, incarnation=1)), {}),
+        (heard(seen(2, state=JOINING, incarnation=3)), {}),
+        (heard(ranks=(0, 1)), {}),
+    ],
+)
+def test_who_waits_to_be_taken_in(ledger: Ledger, live: dict[int, Member]) -> None:
+    assert live_joiners(started(2, incarnation=2), ledger, NOW, LIMITS) == live
+    assert live_joiners({}, ledger, NOW, LIMITS) == {}
+
+
+@pytest.mark.parametrize(
+    ("newest", "ledger", "joins", "alive"),
+    [
+        (FIRST, heard(), {}, True),
+        (None, heard(), {}, False),
+        (generation(verdict=Verdict(0, "over")), heard(), {}, False),
+        (FIRST, heard(seen(0, ago=15.0), seen(2, ago=14.9)), {}, True),
+        (
+            FIRST,
+            heard(seen(0, ago=15.0), seen(2, ago=15.0)),
+            {},
+            False,
+        ),  # this rank's own old start lives for nobody
+        (FIRST, heard(seen(0, state="left"), seen(2, state="broken")), {}, False),
+        (FIRST, heard(seen(0, state="finished"), seen(2, state="stopped")), {}, False),
+        (FIRST, heard(seen(0, state="finished"), seen(2, state="running")), {}, True),
+        (FIRST, heard(), started(0, 2, incarnation=2), False),
+        (FIRST, heard(), started(0, incarnation=2), True),
+        (generation(ranks=(1,)), heard(), {}, False),
+    ],
+)
+def test_whether_a_generation_may_still_live(
+    newest: Generation | None, ledger: Ledger, joins: dict[int, Join], alive: bool
+) -> None:
+    assert occupied(newest, 1, joins, ledger, NOW - 100.0, NOW, LIMITS) is alive
 
 
 PING = Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES)))

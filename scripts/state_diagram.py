@@ -1,0 +1,131 @@
+"""Writes docs/state-machine.md from the rules of protocol/machine.py: `python scripts/state_diagram.py` (`--check`: is it up to date?).
+
+What a rule leads to is read from its source, and from the helpers in machine.py that it calls: the stage that it gives the
+node, and the actions that it asks for. tests/test_machine.py compares that with what the rules answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "state-machine.md"
+sys.path.insert(0, str(ROOT))
+
+from fsbarrier.protocol import machine  # noqa: E402
+from fsbarrier.protocol.machine import DECIDED_BY_OTHERS, RULES, Rule  # noqa: E402
+from fsbarrier.protocol.state import Action, Stage  # noqa: E402
+
+HEAD = """# The state machine
+
+<!-- Made by scripts/state_diagram.py from fsbarrier/protocol/machine.py. Do not edit by hand. -->
+
+What a node does next: it looks, and the rules of its stage are asked in this order; the first that answers wins. Where none
+does, the node stays as it is and looks again. What the words mean is [the protocol](protocol.md)'s.
+"""
+
+ACTIONS = {action.__name__ for action in get_args(Action)}
+FUNCTIONS = {
+    node.name: node
+    for node in ast.parse(inspect.getsource(machine)).body
+    if isinstance(node, ast.FunctionDef)
+}
+
+
+def calls(name: str, known: set[str]) -> Iterator[ast.Call]:
+    """The calls that a function of machine.py makes, itself and in the helpers that it uses."""
+    known.add(name)
+    for node in ast.walk(FUNCTIONS[name]):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            yield node
+            if node.func.id in FUNCTIONS.keys() - known:
+                yield from calls(node.func.id, known)
+
+
+def named(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def stages(rule: Rule) -> set[Stage]:
+    """The stages that a rule gives a node. One that is made without a stage is joining."""
+    found = set()
+    for call in calls(rule.__name__, set()):
+        given = [item.value for item in call.keywords if item.arg == "stage"]
+        found |= {Stage[value.attr] for value in given if isinstance(value, ast.Attribute)}
+        if named(call) == "Node" and not given:
+            found.add(Stage.JOINING)
+    return found
+
+
+def actions(rule: Rule) -> list[str]:
+    """The actions that a rule may ask for."""
+    return sorted({named(call) for call in calls(rule.__name__, set())} & ACTIONS)
+
+
+def first_sentence(rule: Rule) -> str:
+    text = " ".join((rule.__doc__ or "").split())
+    return text.partition(". ")[0].rstrip(".") + "."
+
+
+def page() -> str:
+    """The whole document."""
+    return "\n".join([HEAD, diagram(), *(table(stage) for stage in RULES if RULES[stage])])
+
+
+def diagram() -> str:
+    """The stages, and the rules that lead from one to another or, into a newer generation, to itself."""
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {Stage.JOINING.name}"]
+    for stage, rules in RULES.items():
+        leads_to: dict[Stage, list[str]] = {}
+        for rule in rules:
+            for other in stages(rule):
+                leads_to.setdefault(other, []).append(rule.__name__)
+        lines += [
+            f"    {stage.name} --> {other.name}: {'<br>'.join(names)}" for other, names in leads_to.items()
+        ]
+    return "\n".join([*lines, f"    {Stage.ENDED.name} --> [*]", "```", ""])
+
+
+def table(stage: Stage) -> str:
+    """The rules of one stage in their order."""
+    lines = [
+        f"## {stage.name}",
+        "",
+        "| | rule | when | leads to | may ask for |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for number, rule in enumerate(RULES[stage], 1):
+        name = f"`{rule.__name__}`" + (" (in any stage)" if rule in DECIDED_BY_OTHERS else "")
+        leads_to = ", ".join(sorted(other.name for other in stages(rule)))
+        lines.append(
+            f"| {number} | {name} | {first_sentence(rule)} | {leads_to} | {', '.join(actions(rule))} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 where the page is out of date"
+    )
+    check = parser.parse_args().check
+    wanted = page()
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == wanted:
+        return 0
+    if check:
+        print(
+            f"{PAGE.relative_to(ROOT)} is out of date: run `python scripts/state_diagram.py`", file=sys.stderr
+        )
+        return 1
+    PAGE.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

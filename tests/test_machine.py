@@ -1,0 +1,1503 @@
+"""The state machine, row by row: a node, what it sees and the time give its next state and what it asks for.
+
+Each row says in its name what happens, and names the rule that answers (None: none does). After the rows of a rule stand those in which
+it nearly answers. Who the nodes are and what they see where a row says nothing: core_builders.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from core_builders import (
+    ASSIGN,
+    CLOSE,
+    FIRST,
+    MERGE,
+    NOW,
+    OPEN,
+    PROBE,
+    PUBLISH,
+    ROLL_OUT,
+    RULES,
+    TABLE,
+    UPDATE,
+    asked_to_stop,
+    at_row,
+    decided,
+    done,
+    failed,
+    generation,
+    heard,
+    left_off,
+    rules,
+    seen,
+    sees,
+    started,
+    waiters,
+    waiting,
+    worked,
+)
+
+from fsbarrier.protocol import machine
+from fsbarrier.protocol.facts import SEALED, Fact, Generation, Position, Verdict
+from fsbarrier.protocol.machine import Rule, step
+from fsbarrier.protocol.membership import JOINING, Ledger
+from fsbarrier.protocol.situation import Situation
+from fsbarrier.protocol.state import (
+    Action,
+    Announce,
+    CancelWork,
+    Entered,
+    Exit,
+    Launch,
+    Node,
+    Note,
+    Part,
+    Propose,
+    Publish,
+    Recover,
+    Rules,
+    Stage,
+    View,
+)
+from scripts import state_diagram
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. `becomes`: the fields of the node that change, or the node as it is then."""
+
+    name: str
+    node: Node
+    view: View
+    rule: Rule | None
+    asks: tuple[Action, ...] = ()
+    becomes: Mapping[str, Any] | Node = field(default_factory=dict)
+    rules: Rules = RULES
+    now: float = NOW
+
+    @property
+    def then(self) -> Node:
+        return self.becomes if isinstance(self.becomes, Node) else replace(self.node, **self.becomes)
+
+
+ENDED = {"stage": Stage.ENDED}
+NOBODY = Ledger(looked_at=NOW)
+
+
+def ends(code: int, state: str, reason: str) -> tuple[Action, ...]:
+    return CancelWork(), Exit(code, state, reason)
+
+
+def proposes(*args: Any, **fields: Any) -> tuple[Action, ...]:
+    """That this generation is proposed."""
+    return (Propose(generation(*args, **fields)),)
+
+
+def over(code: int = 0, reason: str = "stopped", number: int = 2) -> Generation:
+    """A generation that ends the run."""
+    return generation(number, verdict=Verdict(code, reason))
+
+
+def entered(rank: int, newest: Generation, **fields: Any) -> Node:
+    """A node that has just entered `newest`."""
+    node = {"rank": rank, "incarnation": 1, "since": NOW, "host": f"host{rank}", "stage": Stage.RUNNING}
+    at = {"generation": newest, "position": newest.start, "decisions": newest.decisions}
+    return Node(**{**node, **at, **fields})
+
+
+def goes_along(newest: Generation) -> tuple[Action, ...]:
+    """What a node asks for when it enters `newest`."""
+    about = {"members": list(newest.ranks), "leader": newest.leader, "reason": newest.reason}
+    note = Note("generation_started", {"number": newest.number, **about})
+    return CancelWork(), note, Entered(newest.start, newest, None)
+
+
+def lost(
+    rank: int, why: str, *, age: float | None = None, phase: int = ROLL_OUT, iteration: int = 1
+) -> dict[str, object]:
+    """What the journal is told of a loss."""
+    about = {
+        "node_rank": rank,
+        "host": f"host{rank}",
+        "incarnation": 1,
+        "why": f"{why}; last in {place(phase, iteration)}",
+    }
+    where = {"iteration": iteration, "phase": phase, "phase_name": TABLE.rows[phase].name}
+    return {**about, **where, "beat_age_s": age}
+
+
+def place(phase: int, iteration: int = 1) -> str:
+    return f"iteration {iteration}, phase {phase} {TABLE.rows[phase].name}"
+
+
+def node_lost(*about: dict[str, object], **more: Any) -> Note:
+    return Note("node_lost", {"lost": list(about), **more})
+
+
+def is_lost(rank: int, why: str = "no heartbeat for 15.0 s", phase: int = ROLL_OUT) -> str:
+    """The same in the reason of a generation."""
+    return f"node {rank} (host{rank}) is lost: {why}; last in {place(phase)}"
+
+
+TAKEN = "node 1 was started again on host1, process 7; this older one ends"
+HOLDING_ON = at_row(1, ROLL_OUT)
+STARTED_AGAIN = started(1, incarnation=2)
+
+ANY_STAGE = [
+    Case(
+        "a joining node whose rank was started again ends",
+        waiting(1),
+        sees(None, joins=STARTED_AGAIN),
+        machine.end_when_rank_is_taken,
+        ends(6, "left", TAKEN),
+        ENDED,
+    ),
+    Case(
+        "so does a member",
+        HOLDING_ON,
+        sees(joins=STARTED_AGAIN),
+        machine.end_when_rank_is_taken,
+        ends(6, "left", TAKEN),
+        ENDED,
+    ),
+    Case(
+        "a newer start that only its heartbeat's name tells of has no host",
+        HOLDING_ON,
+        sees(joins=started(1, incarnation=2, host="")),
+        machine.end_when_rank_is_taken,
+        ends(6, "left", "node 1 was started again elsewhere; this older one ends"),
+        ENDED,
+    ),
+    Case(
+        "it ends as the older one even where the run is over or a newer generation names it",
+        HOLDING_ON,
+        sees(over(), joins=STARTED_AGAIN),
+        machine.end_when_rank_is_taken,
+        ends(6, "left", TAKEN),
+        ENDED,
+    ),
+    Case("its own start is no newer one", HOLDING_ON, sees(joins=started(0, 1, 2)), None),
+    Case(
+        "an older start is no newer one",
+        replace(HOLDING_ON, incarnation=2, generation=generation(restarted={1: 2})),
+        sees(joins=started(1)),
+        None,
+    ),
+    Case(
+        "another rank's newer start is none of this rank",
+        HOLDING_ON,
+        sees(joins=started(7, incarnation=3)),
+        None,
+    ),
+    Case(
+        "a joining node ends with the run",
+        waiting(1),
+        sees(over(4, "given up")),
+        machine.end_with_the_run,
+        ends(4, "broken", "given up"),
+        ENDED,
+    ),
+    Case(
+        "a member ends with the run, stopped where nothing was wrong",
+        HOLDING_ON,
+        sees(over(0, "as ann asked")),
+        machine.end_with_the_run,
+        ends(0, "stopped", "as ann asked"),
+        ENDED,
+    ),
+    Case(
+        "a verdict that was there before this start is an earlier session's",
+        waiting(0, baseline=2),
+        sees(over(), joins=started(0, 1, 2)),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "a joining node goes into the generation that names it, whatever it did before",
+        waiting(1, for_s=50.0, met=True, baseline=3),
+        sees(generation(4, (1, 2), start=(3, ASSIGN), decisions={"merge": decided(2, {"a": 1})})),
+        machine.enter_newer_generation,
+        goes_along(generation(4, (1, 2), start=(3, ASSIGN), decisions={"merge": decided(2, {"a": 1})})),
+        entered(
+            1,
+            generation(4, (1, 2), start=(3, ASSIGN), decisions={"merge": decided(2, {"a": 1})}),
+            met=True,
+            baseline=3,
+        ),
+    ),
+    Case(
+        "a member goes along with a newer generation, and begins there with nothing in its hands",
+        at_row(
+            1,
+            MERGE,
+            Part.GATHER,
+            result={"a": 1},
+            work_s=3.0,
+            failed_since=NOW,
+            trouble_since=NOW - 1,
+            baseline=1,
+        ),
+        sees(generation(2, start=(1, ASSIGN))),
+        machine.enter_newer_generation,
+        goes_along(generation(2, start=(1, ASSIGN))),
+        entered(1, generation(2, start=(1, ASSIGN)), baseline=1),
+    ),
+    Case(
+        "a member that learns of a loss by the newer generation says so",
+        HOLDING_ON,
+        sees(generation(2, (0, 1), created_by=0), ledger=heard(seen(2, ago=5.0))),
+        machine.enter_newer_generation,
+        (
+            Note("node_lost", {"lost": [lost(2, "found by node 0", age=5.0)]}, at=HOLDING_ON),
+            *goes_along(generation(2, (0, 1))),
+        ),
+        entered(1, generation(2, (0, 1))),
+    ),
+    Case(
+        "it says nothing of a loss that it has noticed itself",
+        at_row(1, ROLL_OUT, trouble_since=NOW - 1),
+        sees(generation(2, (0, 1)), ledger=heard(seen(2, ago=16.0))),
+        machine.enter_newer_generation,
+        goes_along(generation(2, (0, 1))),
+        entered(1, generation(2, (0, 1))),
+    ),
+    Case(
+        "a generation that names its rank's older start does not name it",
+        waiting(1, incarnation=2),
+        sees(generation(2), joins=started(1, incarnation=2)),
+        machine.take_note_of_a_generation,
+        becomes={"baseline": 2},
+    ),
+    Case("the generation it is in is no newer one", HOLDING_ON, sees(FIRST), None),
+]
+
+ALL_HERE = waiters(0, 1, 2)
+#: of generation 1 all are gone; their next starts are here
+ALL_BACK = waiters(0, 1, 2, incarnation=2)
+
+
+def back(rank: int = 0, *, for_s: float = 1.0, **fields: Any) -> Node:
+    """The second start of a rank of generation 1."""
+    return waiting(rank, for_s=for_s, **{"incarnation": 2, "baseline": 1, **fields})
+
+
+def goes_on(**fields: Any) -> View:
+    """What the second starts see once they know where generation 1 left the run."""
+    return sees(FIRST, **{**ALL_BACK, "recovered": left_off(2, ROLL_OUT, of=1), **fields})
+
+
+def first(number: int = 1, ranks: tuple[int, ...] = (0, 1, 2), **fields: Any) -> tuple[Action, ...]:
+    return proposes(number, ranks, **fields)
+
+
+NOTHING_TO_DO = Exit(
+    0, "finished", "the run has already done its 3 iterations; a larger --iterations goes on"
+)
+UP_TO_3 = started(0, 1, 2, incarnation=2, until=3)
+
+JOINING_ROWS = [
+    Case(
+        "a generation that was formed without this node is one to wait for",
+        waiting(2),
+        sees(generation(1, (0, 1)), joins=started(0, 1, 2)),
+        machine.take_note_of_a_generation,
+        becomes={"baseline": 1},
+    ),
+    Case(
+        "once only",
+        waiting(2, baseline=1),
+        sees(generation(1, (0, 1)), joins=started(0, 1, 2)),
+        machine.wait_to_be_admitted,
+        becomes={"met": True},
+    ),
+    Case(
+        "a stop ends who waits, also before there is any generation",
+        waiting(1),
+        sees(None, stop=asked_to_stop()),
+        machine.stop_before_the_start,
+        ends(0, "stopped", "stopped before it began, as ann@host9 asked"),
+        ENDED,
+    ),
+    Case(
+        "and before it is admitted to one",
+        back(1),
+        sees(stop=asked_to_stop(now=True)),
+        machine.stop_before_the_start,
+        ends(0, "stopped", "stopped before it began, as ann@host9 asked"),
+        ENDED,
+    ),
+    Case(
+        "the newest generation lives: wait, and remember whether one of its nodes was seen to move",
+        back(1),
+        sees(),
+        machine.wait_to_be_admitted,
+        becomes={"met": True},
+    ),
+    Case(
+        "a heartbeat that lies about is none that moves",
+        back(1),
+        sees(ledger=heard(seen(0, moved=False), seen(2, moved=False))),
+        machine.wait_to_be_admitted,
+    ),
+    Case(
+        "of its own rank's old start no move counts",
+        back(1),
+        sees(ledger=heard(seen(0, moved=False), seen(2, moved=False), seen(1))),
+        machine.wait_to_be_admitted,
+    ),
+    Case("one seen at work is enough, once", back(1, met=True), sees(), machine.wait_to_be_admitted),
+    Case(
+        "one living member is enough",
+        back(1),
+        sees(ledger=heard(seen(0, ago=15.0), seen(2, ago=14.9))),
+        machine.wait_to_be_admitted,
+        becomes={"met": True},
+    ),
+    Case(
+        "members never seen may live, until this node has looked for them for dead_s",
+        back(1, for_s=14.9),
+        sees(ledger=NOBODY),
+        machine.wait_to_be_admitted,
+    ),
+    Case(
+        "then they do not",
+        back(1, for_s=15.0),
+        sees(ledger=NOBODY),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "when the last was heard dead_s ago, nobody lives",
+        back(1),
+        sees(ledger=heard(seen(0, ago=15.0), seen(2, ago=15.0))),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "members that are through with the run admit nobody",
+        back(1),
+        sees(ledger=heard(seen(0, state="stopped"), seen(2, state="finished"))),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "a node that waited for a generation which has finished ends too",
+        back(1, met=True),
+        sees(generation(1, until=5), ledger=heard(seen(0, state="stopped"), seen(2, state="finished"))),
+        machine.end_when_too_late,
+        (Exit(0, "finished", "the run has already done its 5 iterations; a larger --iterations goes on"),),
+        ENDED,
+    ),
+    Case(
+        "not one that never saw it at work",
+        back(1),
+        sees(generation(1, until=5), ledger=heard(seen(0, state="finished"), seen(2, state="finished"))),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "not where it ended otherwise",
+        back(1, met=True),
+        sees(ledger=heard(seen(0, state="stopped"), seen(2, state="broken"))),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "its own rank's old start does not speak for the others",
+        back(1, met=True),
+        sees(ledger=heard(seen(0, state="stopped"), seen(1, state="finished"), seen(2, state="stopped"))),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "the first of all looks too whether anything was left",
+        waiting(0),
+        sees(None, **ALL_HERE),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "what an older generation left is not what the newest did",
+        back(0),
+        goes_on(recovered=left_off(2, ROLL_OUT, of=0)),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "what was read more than suspect_s ago is read anew",
+        back(0),
+        goes_on(recovered=left_off(2, ROLL_OUT, of=1, ago=6.1)),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "what was read suspect_s ago serves",
+        back(0),
+        goes_on(recovered=left_off(2, ROLL_OUT, of=1, ago=6.0, sealed=False)),
+        machine.seal_the_old_generation,
+        (Recover(for_good=True),),
+    ),
+    Case(
+        "a run that is done needs no others to be here",
+        back(0),
+        goes_on(joins=UP_TO_3, ledger=NOBODY, recovered=left_off(4, OPEN, of=1)),
+        machine.end_when_all_is_done,
+        (NOTHING_TO_DO,),
+        ENDED,
+    ),
+    Case(
+        "in the last iteration it is not done",
+        back(0),
+        goes_on(joins=UP_TO_3, ledger=NOBODY, recovered=left_off(3, CLOSE, of=1)),
+        machine.wait_for_all_nodes,
+    ),
+    Case(
+        "an endless one is never",
+        back(0),
+        goes_on(ledger=NOBODY, recovered=left_off(40, OPEN, of=1)),
+        machine.wait_for_all_nodes,
+    ),
+    Case(
+        "how far it is meant to go says node 0, and not what is left of its last start",
+        back(1),
+        goes_on(
+            joins={**UP_TO_3, **started(0, until=3)},
+            ledger=heard(seen(0, ago=15.0), ranks=()),
+            recovered=left_off(4, OPEN, of=1),
+        ),
+        machine.wait_for_all_nodes,
+    ),
+    Case(
+        "whether it is done is asked of the slice that node 0 was started for",
+        back(0),
+        goes_on(
+            joins=started(0, 1, 2, incarnation=2, until=1, choices={"rl_phase": "update"}),
+            ledger=NOBODY,
+            recovered=left_off(2, OPEN, of=1, decisions={"merge": decided(1, {}), "publish": decided(1, {})}),
+        ),
+        machine.end_when_all_is_done,
+        (Exit(0, "finished", "the run has already done its 1 iterations; a larger --iterations goes on"),),
+        ENDED,
+    ),
+    Case(
+        "the update of an iteration whose rollouts alone are done is not",
+        back(0),
+        goes_on(
+            joins=started(0, 1, 2, incarnation=2, until=1, choices={"rl_phase": "update"}),
+            ledger=NOBODY,
+            recovered=left_off(2, OPEN, of=1, decisions={"merge": decided(1, {})}),
+        ),
+        machine.wait_for_all_nodes,
+    ),
+    Case(
+        "one is missing, and there is time",
+        waiting(0, for_s=59.9),
+        sees(None, **waiters(0, 1), recovered=left_off()),
+        machine.wait_for_all_nodes,
+    ),
+    Case(
+        "the time is over, and two of three are enough",
+        waiting(0, for_s=60.0),
+        sees(None, **waiters(0, 1), recovered=left_off()),
+        machine.form_a_generation,
+        first(ranks=(0, 1)),
+        rules=rules(min_nodes=2),
+    ),
+    Case(
+        "two are too few where three are the least",
+        waiting(0, for_s=60.0),
+        sees(None, **waiters(0, 1), recovered=left_off()),
+        machine.give_up_waiting,
+        ends(5, "left", "waited 60 s for node 2 (never seen); 2 of 3 nodes are here"),
+        ENDED,
+        rules=rules(min_nodes=3),
+    ),
+    Case(
+        "where a run waits for the lost, all must be there to begin",
+        back(0, for_s=61.0),
+        sees(
+            FIRST,
+            joins=started(0, 1, 2, incarnation=2),
+            ledger=heard(
+                seen(1, ago=20.0, at=(2, MERGE)), seen(2, ago=30.0, incarnation=2, state="joining"), ranks=()
+            ),
+            recovered=left_off(of=1),
+        ),
+        machine.give_up_waiting,
+        ends(
+            5,
+            "left",
+            "waited 61 s for node 1 (host1, in merge, last heartbeat 20 s ago), "
+            "node 2 (host2, joining, last heartbeat 30 s ago); 1 of 3 nodes are here",
+        ),
+        ENDED,
+        rules=rules(on_node_failure="wait"),
+    ),
+    Case(
+        "with all here, node 0 forms the generation at once",
+        waiting(0, for_s=0.0),
+        sees(None, **ALL_HERE, recovered=left_off()),
+        machine.form_a_generation,
+        first(),
+    ),
+    Case(
+        "node 1 lets it go first, for stagger_s and dead_s",
+        waiting(1, for_s=18.9),
+        sees(None, **ALL_HERE, recovered=left_off()),
+        machine.let_lower_ranks_go_first,
+    ),
+    Case(
+        "and no longer",
+        waiting(1, for_s=19.0),
+        sees(None, **ALL_HERE, recovered=left_off()),
+        machine.form_a_generation,
+        first(created_by=1),
+    ),
+    Case(
+        "node 2 waits for each of the two below it",
+        waiting(2, for_s=22.9),
+        sees(None, **ALL_HERE, recovered=left_off()),
+        machine.let_lower_ranks_go_first,
+    ),
+    Case(
+        "and goes when both have had their turn",
+        waiting(2, for_s=23.0),
+        sees(None, **ALL_HERE, recovered=left_off()),
+        machine.form_a_generation,
+        first(created_by=2),
+    ),
+    Case(
+        "turns are counted from the end of the waiting for those who never came",
+        waiting(2, for_s=78.9),
+        sees(None, **waiters(0, 2), recovered=left_off()),
+        machine.let_lower_ranks_go_first,
+    ),
+    Case(
+        "then it goes on",
+        waiting(2, for_s=79.0),
+        sees(None, **waiters(0, 2), recovered=left_off()),
+        machine.form_a_generation,
+        first(ranks=(0, 2), created_by=2),
+    ),
+    Case(
+        "the lowest of those here is first, whatever its rank",
+        waiting(1, for_s=60.0),
+        sees(None, **waiters(1, 2), recovered=left_off()),
+        machine.form_a_generation,
+        first(ranks=(1, 2), created_by=1),
+    ),
+    Case(
+        "the old generation is ended for good before the next is proposed",
+        back(0),
+        goes_on(recovered=left_off(2, ROLL_OUT, of=1, sealed=False)),
+        machine.seal_the_old_generation,
+        (Recover(for_good=True),),
+    ),
+    Case(
+        "then the run goes on from where it was left, with what was decided and what node 0 was started with",
+        back(0),
+        goes_on(
+            joins={**ALL_BACK["joins"], **started(0, incarnation=2, until=7, choices={"a": "b"})},
+            recovered=left_off(
+                2, ASSIGN, of=1, decisions={"merge": decided(1, {"n": 1}), "assign": decided(2, {})}
+            ),
+        ),
+        machine.form_a_generation,
+        first(
+            2,
+            start=(2, ASSIGN),
+            reason="start again",
+            restarted={0: 2, 1: 2, 2: 2},
+            decisions={"merge": decided(1, {"n": 1})},
+            until=7,
+            choices={"a": "b"},
+        ),
+    ),
+    Case(
+        "a number whose record nobody can read is not used again",
+        waiting(0),
+        sees(None, **ALL_HERE, recovered=left_off(), void=3),
+        machine.form_a_generation,
+        first(4, reason="start again"),
+    ),
+    Case(
+        "nor is one that ended before this start",
+        waiting(0, baseline=2),
+        sees(None, **ALL_HERE, recovered=left_off()),
+        machine.form_a_generation,
+        first(3, reason="start again"),
+    ),
+    Case(
+        "a run that is done as far as those know who came is not begun",
+        back(1, for_s=60.0),
+        goes_on(
+            **{
+                **waiters(1, 2, incarnation=2),
+                "joins": {**started(0), **started(1, 2, incarnation=2, until=3)},
+                "recovered": left_off(4, OPEN, of=1),
+            }
+        ),
+        machine.form_a_generation,
+        (NOTHING_TO_DO,),
+        ENDED,
+    ),
+    Case(
+        "one that beats as a member does not wait to be taken in",
+        waiting(0),
+        sees(
+            None,
+            joins=started(0, 1, 2),
+            ledger=heard(seen(1, state=JOINING), seen(2), ranks=()),
+            recovered=left_off(),
+        ),
+        machine.wait_for_all_nodes,
+    ),
+]
+
+SEAL = Fact(2, 1, SEALED)
+LEFT_BEHIND = Note("left_generation", {"newest": 2, "reason": "start"})
+ALL = frozenset({0, 1, 2})
+
+
+def passed(phase: int, iteration: int = 1, **fields: Any) -> Entered:
+    """From the row before it into this one."""
+    return Entered(Position(iteration, phase), FIRST, Position(iteration, phase - 1))
+
+
+def publishes(rank: int, value: dict[str, Any] | None = None, work_s: float = 0.0) -> tuple[Action, ...]:
+    return (Publish(done(rank, value, work_s)),)
+
+
+def released(value: dict[str, Any] | None = None, **fields: Any) -> View:
+    """What a node sees of a row in which all are done and the leader has decided `value`."""
+    return sees(**{"arrived": ALL, "leaders_fact": done(0, value), **fields})
+
+
+HERE = at_row(1, ROLL_OUT, Part.ANNOUNCED)
+STOPPED = Verdict(0, "stopped at once, as ann@host9 asked")
+AT_START = Verdict(0, "stopped before iteration 2, as ann@host9 asked")
+ROLLED_OUT_ONLY = generation(choices={"rl_phase": "rollout"})
+UPDATES_ONLY = generation(choices={"rl_phase": "update"}, start=(1, PROBE))
+
+RUNNING_ROWS = [
+    Case(
+        "the others went on without this node: it comes back as its next start",
+        at_row(1, ROLL_OUT, result={"a": 1}, decisions={"assign": decided(1, {})}, trouble_since=NOW),
+        sees(generation(2, (0, 2))),
+        machine.rejoin_when_left_behind,
+        (CancelWork(), LEFT_BEHIND, Announce(2)),
+        Node(1, 2, NOW, "host1", baseline=2, met=True),
+    ),
+    Case(
+        "the same where they took in another start of its rank",
+        at_row(1, ROLL_OUT),
+        sees(generation(2, restarted={1: 2})),
+        machine.rejoin_when_left_behind,
+        (CancelWork(), LEFT_BEHIND, Announce(2)),
+        Node(1, 2, NOW, "host1", baseline=2, met=True),
+    ),
+    Case(
+        "who is in the newest generation is not left behind",
+        at_row(1, ROLL_OUT),
+        sees(generation(1, (0, 2))),
+        None,
+    ),
+    # --- stops
+    Case(
+        "a stop at once is decided in any row, by whoever sees it",
+        at_row(2, ROLL_OUT),
+        sees(stop=asked_to_stop(now=True)),
+        machine.stop_when_asked,
+        proposes(2, start=(1, ASSIGN), reason=STOPPED.reason, verdict=STOPPED, created_by=2),
+    ),
+    Case(
+        "one at the next safe point where an iteration starts",
+        at_row(1, OPEN, Part.NONE, iteration=2),
+        sees(stop=asked_to_stop()),
+        machine.stop_when_asked,
+        proposes(2, start=(2, OPEN), reason=AT_START.reason, verdict=AT_START, created_by=1),
+    ),
+    Case("and not within one", at_row(1, ROLL_OUT, iteration=2), sees(stop=asked_to_stop()), None),
+    Case("not in its last row", at_row(1, CLOSE, Part.ANNOUNCED), sees(stop=asked_to_stop()), None),
+    Case(
+        "where only updates are run, an iteration starts in the slice's first row",
+        at_row(1, PROBE, iteration=2, generation=UPDATES_ONLY),
+        sees(UPDATES_ONLY, stop=asked_to_stop()),
+        machine.stop_when_asked,
+        proposes(
+            2,
+            start=(2, PROBE),
+            reason=AT_START.reason,
+            verdict=AT_START,
+            choices={"rl_phase": "update"},
+            created_by=1,
+        ),
+    ),
+    Case(
+        "the slice may also be the run's own",
+        at_row(1, PROBE, iteration=2),
+        sees(stop=asked_to_stop()),
+        machine.stop_when_asked,
+        proposes(2, start=(2, PROBE), reason=AT_START.reason, verdict=AT_START, created_by=1),
+        rules=rules(slice="update"),
+    ),
+    Case(
+        "the middle of a whole iteration is none",
+        at_row(1, PROBE, iteration=2),
+        sees(stop=asked_to_stop()),
+        None,
+    ),
+    Case(
+        "a stop comes before the next row",
+        at_row(1, OPEN, Part.ANNOUNCED, iteration=2),
+        released(stop=asked_to_stop()),
+        machine.stop_when_asked,
+        proposes(2, start=(2, OPEN), reason=AT_START.reason, verdict=AT_START, created_by=1),
+    ),
+    # --- a seal
+    Case(
+        "behind a seal the lowest rank goes on at once",
+        at_row(0, ROLL_OUT, Part.ANNOUNCED, generation=generation(attempt=1)),
+        sees(leaders_fact=SEAL, arrived=ALL),
+        machine.go_on_behind_a_seal,
+        proposes(2, start=(1, ASSIGN), reason="node 2 ended the one before", attempt=1),
+        {"trouble_since": NOW},
+    ),
+    Case(
+        "the others leave that to it",
+        at_row(1, ROLL_OUT, Part.ANNOUNCED),
+        sees(leaders_fact=SEAL, arrived=ALL),
+        None,
+    ),
+    Case(
+        "one that thought that something was wrong for as long as its turn takes goes on too",
+        at_row(1, ROLL_OUT, Part.ANNOUNCED, trouble_since=NOW - 4.0),
+        sees(leaders_fact=SEAL),
+        machine.go_on_behind_a_seal,
+        proposes(2, start=(1, ASSIGN), reason="node 2 ended the one before", created_by=1),
+    ),
+    Case(
+        "a member that is lost at a seal is a loss first",
+        at_row(0, ROLL_OUT, Part.ANNOUNCED, trouble_since=NOW),
+        sees(leaders_fact=SEAL, arrived=ALL, ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
+    ),
+    # --- on to the next row
+    Case(
+        "all are done, and the leader has decided: on to the next row, with its decision",
+        at_row(1, ASSIGN, Part.ANNOUNCED, result={"old": 1}, work_s=3.0, trouble_since=NOW),
+        released({"share": [1]}),
+        machine.release,
+        (passed(ROLL_OUT), Launch(Part.EACH)),
+        {
+            "position": Position(1, ROLL_OUT),
+            "part": Part.EACH,
+            "result": {},
+            "work_s": 0.0,
+            "decisions": {"assign": decided(1, {"share": [1]})},
+            "trouble_since": None,
+        },
+    ),
+    Case(
+        "an empty decision is none",
+        at_row(1, ASSIGN, Part.ANNOUNCED),
+        released(),
+        machine.release,
+        (passed(ROLL_OUT), Launch(Part.EACH)),
+        {"position": Position(1, ROLL_OUT), "part": Part.EACH},
+    ),
+    Case(
+        "what a transient row gives is none either",
+        at_row(1, PROBE, Part.ANNOUNCED),
+        released({"reached": 1}),
+        machine.release,
+        (passed(UPDATE), Launch(Part.EACH)),
+        {"position": Position(1, UPDATE), "part": Part.EACH},
+    ),
+    Case(
+        "a later decision keeps the one before below it",
+        at_row(1, MERGE, Part.ANNOUNCED, iteration=2, decisions={"merge": decided(1, {"n": 1})}),
+        released({"n": 2}),
+        machine.release,
+        (passed(PROBE, 2), Launch(Part.EACH)),
+        {
+            "position": Position(2, PROBE),
+            "part": Part.EACH,
+            "decisions": {"merge": decided(2, {"n": 2}, before=(1, {"n": 1}))},
+        },
+    ),
+    Case(
+        "into a row of the leader's, the leader goes to do it",
+        at_row(0, OPEN, Part.ANNOUNCED),
+        released(),
+        machine.release,
+        (passed(ASSIGN),),
+        {"position": Position(1, ASSIGN), "part": Part.GATHER},
+    ),
+    Case(
+        "and the others have done all that they have to do there",
+        at_row(1, OPEN, Part.ANNOUNCED),
+        released(),
+        machine.release,
+        (passed(ASSIGN), *publishes(1)),
+        {"position": Position(1, ASSIGN)},
+    ),
+    Case(
+        "into a row without work goes everybody so",
+        at_row(0, PUBLISH, Part.ANNOUNCED),
+        released(),
+        machine.release,
+        (passed(CLOSE), *publishes(0)),
+        {"position": Position(1, CLOSE)},
+    ),
+    Case(
+        "the last row leads into the next iteration, which is not begun at once",
+        at_row(1, CLOSE, Part.ANNOUNCED),
+        released(),
+        machine.release,
+        (Entered(Position(2, OPEN), FIRST, Position(1, CLOSE)),),
+        {"position": Position(2, OPEN), "part": Part.NONE},
+    ),
+    Case(
+        "in the last iteration but one too",
+        at_row(1, CLOSE, Part.ANNOUNCED, iteration=2, generation=generation(until=3)),
+        released(),
+        machine.release,
+        (Entered(Position(3, OPEN), generation(until=3), Position(2, CLOSE)),),
+        {"position": Position(3, OPEN), "part": Part.NONE},
+    ),
+    Case(
+        "the last row of the last iteration ends the run for this node",
+        at_row(1, CLOSE, Part.ANNOUNCED, iteration=3, generation=generation(until=3)),
+        released({"n": 3}),
+        machine.release,
+        (
+            Entered(Position(3, CLOSE), generation(until=3), Position(3, CLOSE)),
+            Exit(0, "finished", "3 iterations are done"),
+        ),
+        {"stage": Stage.ENDED, "decisions": {"close": decided(3, {"n": 3})}},
+    ),
+    Case(
+        "a run that is already beyond it ends there too",
+        at_row(1, CLOSE, Part.ANNOUNCED, iteration=3, generation=generation(until=2)),
+        released(),
+        machine.release,
+        (
+            Entered(Position(3, CLOSE), generation(until=2), Position(3, CLOSE)),
+            Exit(0, "finished", "3 iterations are done"),
+        ),
+        ENDED,
+    ),
+    Case(
+        "not any other row of the last iteration",
+        at_row(1, PUBLISH, Part.ANNOUNCED, iteration=3, generation=generation(until=3)),
+        released(),
+        machine.release,
+        (Entered(Position(3, CLOSE), generation(until=3), Position(3, PUBLISH)), *publishes(1)),
+        {"position": Position(3, CLOSE)},
+    ),
+    Case(
+        "a slice ends the iteration in its own last row",
+        at_row(1, MERGE, Part.ANNOUNCED, generation=ROLLED_OUT_ONLY),
+        released(),
+        machine.release,
+        (Entered(Position(2, OPEN), ROLLED_OUT_ONLY, Position(1, MERGE)),),
+        {"position": Position(2, OPEN), "part": Part.NONE},
+    ),
+    Case(
+        "a later slice begins the next one in its own first row",
+        at_row(1, CLOSE, Part.ANNOUNCED, generation=UPDATES_ONLY),
+        released(),
+        machine.release,
+        (Entered(Position(2, PROBE), UPDATES_ONLY, Position(1, CLOSE)),),
+        {"position": Position(2, PROBE), "part": Part.NONE},
+    ),
+    Case("one member is not there yet", HERE, released(arrived=frozenset({0, 1})), None),
+    Case("a stranger is no member", HERE, released(arrived=frozenset({0, 1, 7})), None),
+    Case("the leader's fact is not there yet", HERE, sees(arrived=ALL), None),
+    Case("where a seal is in its stead, nobody passes", HERE, sees(arrived=ALL, leaders_fact=SEAL), None),
+    Case("who is not done itself does not pass", at_row(1, ROLL_OUT), released(), None),
+    Case(
+        "a barrier that all have reached is passed, however silent its members",
+        HERE,
+        released(ledger=heard(seen(0, ago=99.0), seen(2, ago=99.0))),
+        machine.release,
+        (passed(MERGE), Launch(Part.EACH)),
+        {"position": Position(1, MERGE), "part": Part.EACH},
+    ),
+    # --- a group's own wish for the next generation
+    Case(
+        "a group is formed anew of the living when its caller asks, by anybody",
+        at_row(1, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.regroup_when_asked,
+        proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2), created_by=1),
+        rules=rules(on_node_failure="hold", regroup=1),
+    ),
+    Case(
+        "nobody need be lost for that, and who waits is taken in",
+        at_row(2, ROLL_OUT),
+        sees(joins=started(0, 1, 2, 3), ledger=heard(seen(3, state=JOINING))),
+        machine.regroup_when_asked,
+        proposes(2, (0, 1, 2, 3), start=(1, ASSIGN), reason="regroup", created_by=2),
+        rules=rules(on_node_failure="hold", regroup=1),
+    ),
+    Case(
+        "a member that was started again and waits takes its old start's place",
+        at_row(0, ROLL_OUT),
+        sees(
+            joins=started(0, 1) | started(2, incarnation=2),
+            ledger=heard(seen(2, incarnation=2, state=JOINING)),
+        ),
+        machine.regroup_when_asked,
+        proposes(2, start=(1, ASSIGN), restarted={2: 2}, reason=is_lost(2, "restarted as incarnation 2")),
+        rules=rules(on_node_failure="hold", regroup=1),
+    ),
+    Case(
+        "one that was started again and was not heard yet is given a moment",
+        at_row(0, ROLL_OUT),
+        sees(joins=started(0, 1) | started(2, incarnation=2), ledger=heard()),
+        machine.regroup_when_asked,
+        becomes={"trouble_since": NOW},
+        rules=rules(on_node_failure="hold", regroup=1),
+    ),
+    Case(
+        "the moment is stagger_s long",
+        at_row(0, ROLL_OUT, trouble_since=NOW - 3.9),
+        sees(joins=started(0, 1) | started(2, incarnation=2), ledger=heard()),
+        machine.regroup_when_asked,
+        rules=rules(on_node_failure="hold", regroup=1),
+    ),
+    Case(
+        "then they go on without it",
+        at_row(0, ROLL_OUT, trouble_since=NOW - 4.0),
+        sees(joins=started(0, 1) | started(2, incarnation=2), ledger=heard()),
+        machine.regroup_when_asked,
+        proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2, "restarted as incarnation 2")),
+        rules=rules(on_node_failure="hold", regroup=1),
+    ),
+    Case(
+        "a wish for the end of an earlier generation is fulfilled",
+        at_row(0, ROLL_OUT, generation=generation(2)),
+        sees(generation(2)),
+        None,
+        rules=rules(on_node_failure="hold", regroup=1),
+    ),
+    Case(
+        "a group whose caller asks for nothing holds after a loss",
+        at_row(0, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=99.0))),
+        None,
+        rules=rules(on_node_failure="hold"),
+    ),
+    # --- a failed program
+    Case(
+        "a member's program failed: end what this node does of this attempt",
+        at_row(0, ROLL_OUT),
+        sees(failed=failed(1)),
+        machine.end_work_after_a_failure,
+        (CancelWork(),),
+        {"failed_since": NOW},
+    ),
+    Case(
+        "not before it is clear whether a node was lost by it",
+        at_row(0, ROLL_OUT, trouble_since=NOW),
+        sees(failed=failed(1), ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
+    ),
+    Case(
+        "once all were heard a beat later, the lowest rank has it tried again",
+        at_row(
+            0, ROLL_OUT, failed_since=NOW - 2.1, decisions={"assign": decided(1, {}), "merge": decided(0, {})}
+        ),
+        sees(failed=failed(1)),
+        machine.try_again_after_a_failure,
+        proposes(
+            2,
+            start=(1, ASSIGN),
+            reason=f"again: node 1 (host1), {place(ROLL_OUT)}: no memory",
+            attempt=1,
+            decisions={"merge": decided(0, {})},
+        ),
+        {"trouble_since": NOW},
+    ),
+    Case(
+        "a beat later, and not as the failure was seen",
+        at_row(0, ROLL_OUT, failed_since=NOW - 2.0),
+        sees(failed=failed(1)),
+        None,
+    ),
+    Case(
+        "all, not most",
+        at_row(0, ROLL_OUT, failed_since=NOW - 9.0),
+        sees(failed=failed(1), ledger=heard(seen(2, ago=7.5))),
+        None,
+    ),
+    Case(
+        "this node itself need not be heard",
+        at_row(0, ROLL_OUT, failed_since=NOW - 2.1),
+        sees(failed=failed(0), ledger=heard(seen(0, ago=50.0))),
+        machine.try_again_after_a_failure,
+        proposes(
+            2, start=(1, ASSIGN), reason=f"again: node 0 (host0), {place(ROLL_OUT)}: no memory", attempt=1
+        ),
+        {"trouble_since": NOW},
+    ),
+    Case(
+        "a higher rank leaves it to the lowest",
+        at_row(1, ROLL_OUT, failed_since=NOW - 9.0),
+        sees(failed=failed(1)),
+        None,
+    ),
+    Case(
+        "the last retry is one more try",
+        at_row(0, ROLL_OUT, failed_since=NOW - 9.0, generation=generation(attempt=1)),
+        sees(failed=failed(1)),
+        machine.try_again_after_a_failure,
+        proposes(
+            2, start=(1, ASSIGN), reason=f"again: node 1 (host1), {place(ROLL_OUT)}: no memory", attempt=2
+        ),
+        {"trouble_since": NOW},
+    ),
+    Case(
+        "after the last retry the run ends, with what the program said last",
+        at_row(0, ROLL_OUT, failed_since=NOW - 9.0, generation=generation(attempt=2)),
+        sees(failed=failed(1, log=("one", "two"))),
+        machine.try_again_after_a_failure,
+        proposes(
+            2,
+            start=(1, ASSIGN),
+            reason="program failed",
+            verdict=Verdict(
+                4,
+                f"node 1 (host1), {place(ROLL_OUT)}: no memory; given up after 3 attempts\n  | one\n  | two",
+            ),
+        ),
+        {"trouble_since": NOW},
+    ),
+    Case(
+        "tries are counted anew in the next iteration",
+        at_row(0, ROLL_OUT, failed_since=NOW - 9.0, iteration=2, generation=generation(attempt=2)),
+        sees(failed=failed(1)),
+        machine.try_again_after_a_failure,
+        proposes(
+            2, start=(2, ASSIGN), reason=f"again: node 1 (host1), {place(ROLL_OUT, 2)}: no memory", attempt=1
+        ),
+        {"trouble_since": NOW},
+    ),
+    # --- a lost node
+    Case(
+        "who seemed to be lost was heard again: nothing is the matter",
+        at_row(1, ROLL_OUT, trouble_since=NOW - 1.0),
+        sees(),
+        machine.forget_a_false_alarm,
+        becomes={"trouble_since": None},
+    ),
+    Case(
+        "one second before dead_s nobody is lost",
+        at_row(0, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=14.0))),
+        None,
+    ),
+    Case(
+        "silence counts up to the last look at heartbeats, and not to now",
+        at_row(0, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=15.0), looked_at=NOW - 0.1)),
+        None,
+    ),
+    Case(
+        "a loss is noted, and the lowest rank proposes that the others go on",
+        at_row(0, ROLL_OUT, decisions={"open": decided(1, {}), "assign": decided(1, {})}),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        (
+            node_lost(lost(2, "no heartbeat for 15.0 s", age=15.0)),
+            *proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2), decisions={"open": decided(1, {})}),
+        ),
+        {"trouble_since": NOW},
+    ),
+    Case(
+        "a higher rank notes it too, and lets the lower ones go first",
+        at_row(1, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        (node_lost(lost(2, "no heartbeat for 15.0 s", age=15.0)),),
+        {"trouble_since": NOW},
+    ),
+    Case(
+        "until stagger_s is over it goes on with its own work",
+        at_row(1, ROLL_OUT, trouble_since=NOW - 3.9),
+        sees(ledger=heard(seen(2, ago=15.0)), work=worked(Part.EACH, {"n": 1})),
+        machine.finish_the_work,
+        publishes(1, {"n": 1}, 2.0),
+        {"part": Part.ANNOUNCED, "result": {"n": 1}, "work_s": 2.0},
+    ),
+    Case(
+        "then it is its turn",
+        at_row(1, ROLL_OUT, trouble_since=NOW - 4.0),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2), created_by=1),
+    ),
+    Case(
+        "the third waits for two turns",
+        at_row(2, ROLL_OUT, trouble_since=NOW - 7.9, generation=generation(ranks=(0, 1, 2, 3))),
+        sees(generation(ranks=(0, 1, 2, 3)), ledger=heard(seen(3, ago=15.0))),
+        None,
+    ),
+    Case(
+        "then it is its turn as well",
+        at_row(2, ROLL_OUT, trouble_since=NOW - 8.0, generation=generation(ranks=(0, 1, 2, 3))),
+        sees(generation(ranks=(0, 1, 2, 3)), ledger=heard(seen(3, ago=15.0))),
+        machine.shrink_after_a_loss,
+        proposes(2, (0, 1, 2), start=(1, ASSIGN), reason=is_lost(3), created_by=2),
+    ),
+    Case(
+        "a rank below it that is lost itself has no turn; the next lowest leads",
+        at_row(1, ROLL_OUT, generation=generation(attempt=2)),
+        sees(ledger=heard(seen(0, ago=15.0))),
+        machine.shrink_after_a_loss,
+        (
+            node_lost(lost(0, "no heartbeat for 15.0 s", age=15.0)),
+            *proposes(2, (1, 2), start=(1, ASSIGN), reason=is_lost(0), created_by=1, attempt=2),
+        ),
+        {"trouble_since": NOW},
+    ),
+    Case(
+        "the tries of an earlier iteration do not go along",
+        at_row(0, UPDATE, iteration=2, trouble_since=NOW, generation=generation(attempt=2)),
+        sees(ledger=heard(seen(2, state="left"))),
+        machine.shrink_after_a_loss,
+        proposes(
+            2,
+            (0, 1),
+            start=(2, PROBE),
+            reason=f"node 2 (host2) is lost: it was stopped by hand or ended in an error; last in {place(UPDATE, 2)}",
+        ),
+    ),
+    Case(
+        "those who are left are just enough",
+        at_row(0, ROLL_OUT, trouble_since=NOW),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
+        rules=rules(min_nodes=2),
+    ),
+    Case(
+        "those who are left are too few: the run ends",
+        at_row(0, ROLL_OUT, trouble_since=NOW),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        proposes(
+            2,
+            (0, 1),
+            start=(1, ASSIGN),
+            reason=is_lost(2),
+            verdict=Verdict(5, f"{is_lost(2)}; 2 left, --min-nodes is 3"),
+        ),
+        rules=rules(min_nodes=3),
+    ),
+    Case(
+        "with `abort` a loss ends the run",
+        at_row(0, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.abort_after_a_loss,
+        (
+            node_lost(lost(2, "no heartbeat for 15.0 s", age=15.0)),
+            *proposes(
+                2,
+                (0, 1),
+                start=(1, ASSIGN),
+                reason=is_lost(2),
+                verdict=Verdict(5, f"{is_lost(2)}; --on-node-failure abort ends the run"),
+            ),
+        ),
+        {"trouble_since": NOW},
+        rules=rules(on_node_failure="abort"),
+    ),
+    Case(
+        "with `wait` it is noted, and the barrier holds",
+        at_row(0, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.wait_for_the_lost,
+        (node_lost(lost(2, "no heartbeat for 15.0 s", age=15.0), waiting=True),),
+        {"trouble_since": NOW},
+        rules=rules(on_node_failure="wait"),
+    ),
+    Case(
+        "it holds until rejoin_timeout_s is over",
+        at_row(0, ROLL_OUT, trouble_since=NOW - 89.9),
+        sees(ledger=heard(seen(2, ago=99.0))),
+        None,
+        rules=rules(on_node_failure="wait"),
+    ),
+    Case(
+        "then the run ends",
+        at_row(0, ROLL_OUT, trouble_since=NOW - 90.0),
+        sees(ledger=heard(seen(2, ago=99.0))),
+        machine.wait_for_the_lost,
+        proposes(
+            2,
+            (0, 1),
+            start=(1, ASSIGN),
+            reason=is_lost(2, "no heartbeat for 99.0 s"),
+            verdict=Verdict(5, f"{is_lost(2, 'no heartbeat for 99.0 s')}; not back within 90 s"),
+        ),
+        rules=rules(on_node_failure="wait"),
+    ),
+    Case(
+        "it goes on with all once the lost one waits to be taken in",
+        at_row(0, ROLL_OUT, trouble_since=NOW - 20.0),
+        sees(joins=started(2, incarnation=2), ledger=heard(seen(2, incarnation=2, state=JOINING))),
+        machine.wait_for_the_lost,
+        proposes(2, start=(1, ASSIGN), restarted={2: 2}, reason=is_lost(2, "restarted as incarnation 2")),
+        rules=rules(on_node_failure="wait"),
+    ),
+    Case(
+        "not while another is still missing",
+        at_row(0, ROLL_OUT, trouble_since=NOW - 20.0),
+        sees(
+            joins=started(2, incarnation=2),
+            ledger=heard(seen(1, ago=30.0), seen(2, incarnation=2, state=JOINING)),
+        ),
+        None,
+        rules=rules(on_node_failure="wait"),
+    ),
+    Case(
+        "nor is a stranger one of the lost",
+        at_row(0, ROLL_OUT, trouble_since=NOW - 20.0),
+        sees(joins=started(7), ledger=heard(seen(1, ago=30.0), seen(7, state=JOINING))),
+        None,
+        rules=rules(on_node_failure="wait"),
+    ),
+    # --- this node's own work
+    Case(
+        "where an iteration starts, the leader takes in who waits",
+        at_row(0, OPEN, Part.NONE, iteration=2, decisions={"merge": decided(1, {})}),
+        sees(joins=started(0, 1, 2, 3, 4), ledger=heard(seen(3, state=JOINING), seen(4, state=JOINING))),
+        machine.admit_joiners,
+        proposes(
+            2,
+            (0, 1, 2, 3, 4),
+            start=(2, OPEN),
+            reason="joined: node 3 (host3), node 4 (host4)",
+            decisions={"merge": decided(1, {})},
+        ),
+    ),
+    Case(
+        "nobody else does",
+        at_row(1, OPEN, Part.NONE),
+        sees(joins=started(3), ledger=heard(seen(3, state=JOINING))),
+        machine.begin_the_row,
+        publishes(1),
+        {"part": Part.ANNOUNCED},
+    ),
+    Case(
+        "nor does it once the row is begun",
+        at_row(0, OPEN, Part.ANNOUNCED),
+        sees(joins=started(3), ledger=heard(seen(3, state=JOINING))),
+        None,
+    ),
+    Case(
+        "nor in a later row",
+        at_row(0, ASSIGN, Part.NONE),
+        sees(joins=started(3), ledger=heard(seen(3, state=JOINING))),
+        machine.begin_the_row,
+        becomes={"part": Part.GATHER},
+    ),
+    Case(
+        "nor in a group, where nobody asked",
+        at_row(0, OPEN, Part.NONE),
+        sees(joins=started(3), ledger=heard(seen(3, state=JOINING))),
+        machine.begin_the_row,
+        publishes(0),
+        {"part": Part.ANNOUNCED},
+        rules=rules(on_node_failure="hold"),
+    ),
+    Case(
+        "one whose heartbeat does not move is not taken in",
+        at_row(0, OPEN, Part.NONE),
+        sees(joins=started(3), ledger=heard(seen(3, state=JOINING, moved=False))),
+        machine.begin_the_row,
+        publishes(0),
+        {"part": Part.ANNOUNCED},
+    ),
+    Case(
+        "the next start of a member takes its place only when that is answered as a loss",
+        at_row(0, OPEN, Part.NONE, trouble_since=NOW),
+        sees(joins=started(2, incarnation=2), ledger=heard(seen(2, incarnation=2, state=JOINING))),
+        machine.shrink_after_a_loss,
+        proposes(2, (0, 1), reason="node 2 (host2) is lost: restarted as incarnation 2"),
+    ),
+    Case(
+        "a row with work for each begins with it",
+        at_row(1, MERGE, Part.NONE),
+        sees(),
+        machine.begin_the_row,
+        (Launch(Part.EACH),),
+        {"part": Part.EACH},
+    ),
+    Case(
+        "a row of the leader's is one that the others are done with",
+        at_row(1, ASSIGN, Part.NONE),
+        sees(),
+        machine.begin_the_row,
+        publishes(1),
+        {"part": Part.ANNOUNCED},
+    ),
+    Case(
+        "where only the leader has work, it begins at once",
+        at_row(0, ASSIGN, Part.GATHER),
+        sees(),
+        machine.begin_the_leaders_work,
+        (Launch(Part.LEADER),),
+        {"part": Part.LEADER},
+    ),
+    Case(
+        "where all have some, the leader's comes after that of the others",
+        at_row(0, MERGE, Part.GATHER),
+        sees(arrived=frozenset({1, 2})),
+        machine.begin_the_leaders_work,
+        (Launch(Part.LEADER),),
+        {"part": Part.LEADER},
+    ),
+    Case("not while one is at work", at_row(0, MERGE, Part.GATHER), sees(arrived=frozenset({0, 2})), None),
+    Case(
+        "not while it is at work itself", at_row(0, MERGE, Part.EACH), sees(arrived=frozenset({1, 2})), None
+    ),
+    Case(
+        "a program that failed is told of",
+        at_row(1, ROLL_OUT),
+        sees(work=worked(Part.EACH, {"error": "no memory", "log": ["x"]}, ok=False)),
+        machine.tell_of_a_failure,
+        (Publish(Fact(1, 1, "failed", {"error": "no memory", "log": ["x"]}, 2.0)),),
+        {"part": Part.ANNOUNCED},
+    ),
+    Case(
+        "what is reported of another part of the work is old",
+        at_row(0, MERGE, Part.LEADER),
+        sees(work=worked(Part.EACH, ok=False)),
+        None,
+    ),
+    Case(
+        "so it is where the work went well", at_row(0, MERGE, Part.LEADER), sees(work=worked(Part.EACH)), None
+    ),
+    Case("and once the fact is published", HERE, sees(work=worked(Part.EACH)), None),
+    Case(
+        "work that is done is published",
+        at_row(1, ROLL_OUT),
+        sees(work=worked(Part.EACH, {"n": 1})),
+        machine.finish_the_work,
+        publishes(1, {"n": 1}, 2.0),
+        {"part": Part.ANNOUNCED, "result": {"n": 1}, "work_s": 2.0},
+    ),
+    Case(
+        "a leader without more to do publishes it too",
+        at_row(0, ROLL_OUT),
+        sees(work=worked(Part.EACH, {"n": 1})),
+        machine.finish_the_work,
+        publishes(0, {"n": 1}, 2.0),
+        {"part": Part.ANNOUNCED, "result": {"n": 1}, "work_s": 2.0},
+    ),
+    Case(
+        "a member that is no leader has no more to do where the leader has",
+        at_row(1, MERGE),
+        sees(work=worked(Part.EACH, {"n": 1})),
+        machine.finish_the_work,
+        publishes(1, {"n": 1}, 2.0),
+        {"part": Part.ANNOUNCED, "result": {"n": 1}, "work_s": 2.0},
+    ),
+    Case(
+        "a leader with more to do waits for the others first",
+        at_row(0, MERGE),
+        sees(work=worked(Part.EACH, {"n": 1})),
+        machine.finish_the_work,
+        becomes={"part": Part.GATHER, "result": {"n": 1}, "work_s": 2.0},
+    ),
+    Case(
+        "what it publishes then is of both parts of its work",
+        at_row(0, MERGE, Part.LEADER, result={"n": 1, "m": 1}, work_s=2.0),
+        sees(work=worked(Part.LEADER, {"m": 2}, seconds=3.0)),
+        machine.finish_the_work,
+        publishes(0, {"n": 1, "m": 2}, 5.0),
+        {"part": Part.ANNOUNCED, "result": {"n": 1, "m": 2}, "work_s": 5.0},
+    ),
+    Case("a node at work whose peers are well asks for nothing", at_row(1, ROLL_OUT), sees(), None),
+    # --- which number
+    Case(
+        "generations whose records nobody can read are left out",
+        at_row(0, ROLL_OUT, trouble_since=NOW),
+        sees(void=4, ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        proposes(5, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
+    ),
+    Case(
+        "a node that sees an older generation than its own proposes the one after its own",
+        at_row(0, ROLL_OUT, trouble_since=NOW, generation=generation(3)),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        proposes(4, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
+    ),
+]
+
+ENDED_ROWS = [
+    Case(
+        "a node that has ended does nothing more",
+        replace(HERE, stage=Stage.ENDED),
+        released(stop=asked_to_stop()),
+        None,
+    )
+]
+
+CASES = [*ANY_STAGE, *JOINING_ROWS, *RUNNING_ROWS, *ENDED_ROWS]
+
+
+def who_answers(case: Case) -> Rule | None:
+    """The rule that answers, and that it alone is what `step` is."""
+    at = Situation(case.node, case.view, case.now, case.rules)
+    return next((rule for rule in machine.RULES[case.node.stage] if rule(at) is not None), None)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_step(case: Case) -> None:
+    node, actions = step(case.node, case.view, case.now, case.rules)
+    assert who_answers(case) is case.rule
+    assert tuple(actions) == case.asks
+    assert node == case.then
+
+
+def test_every_rule_answers_in_a_row() -> None:
+    for stage, in_order in machine.RULES.items():
+        answered = {case.rule for case in CASES if case.node.stage is stage}
+        assert [rule.__name__ for rule in in_order if rule not in answered] == []
+
+
+def test_no_two_rows_have_one_name() -> None:
+    names = [case.name for case in CASES]
+    assert sorted(set(names)) == sorted(names)
+
+
+def test_what_the_page_says_that_rules_lead_to_is_what_they_do() -> None:
+    """The page reads it from the source; the rows show it."""
+    for stage, in_order in machine.RULES.items():
+        for rule in in_order:
+            answered = [case for case in CASES if case.node.stage is stage and case.rule is rule]
+            asked = {type(action).__name__ for case in answered for action in case.asks}
+            assert sorted(asked) == state_diagram.actions(rule), rule.__name__
+            reached = {case.then.stage for case in answered}
+            assert state_diagram.stages(rule) - {stage} == reached - {stage}, rule.__name__
+
+
+def test_the_page_is_up_to_date() -> None:
+    command = [sys.executable, str(Path(state_diagram.__file__)), "--check"]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr

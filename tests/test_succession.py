@@ -1,0 +1,354 @@
+"""What nodes propose when something changes: who, from where, with which decisions, and how often. No files, no clocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from core_builders import (
+    ASSIGN,
+    CLOSE,
+    FIRST,
+    MERGE,
+    NOW,
+    OPEN,
+    PROBE,
+    PUBLISH,
+    ROLL_OUT,
+    TABLE,
+    UPDATE,
+    at_row,
+    decided,
+    failed,
+    generation,
+    heard,
+    left_off,
+    member,
+    rules,
+    sees,
+    started,
+    waiters,
+    waiting,
+)
+
+from fsbarrier.protocol.facts import Fact, Generation, Payload, Position, Verdict
+from fsbarrier.protocol.situation import Situation
+from fsbarrier.protocol.state import Node, Recovered, View
+from fsbarrier.protocol.succession import (
+    all_done,
+    another_try,
+    failed_tries,
+    first_of_session,
+    kept_decisions,
+    leaders_word,
+    next_number,
+    opening,
+    successor,
+    with_decision,
+)
+from fsbarrier.protocol.table import Row, Slice, Table
+
+WHOLE, ROLLOUTS, UPDATES = (OPEN, CLOSE), (OPEN, MERGE), (PROBE, CLOSE)
+
+
+def situation(node: Node, view: View | None = None, **changes: Any) -> Situation:
+    return Situation(node, view if view is not None else sees(), NOW, rules(**changes))
+
+
+# --- numbers -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("newest", "void", "at_least", "expected"),
+    [
+        (None, 0, 0, 1),
+        (generation(4), 0, 0, 5),
+        (generation(4), 6, 0, 7),
+        (generation(4), 3, 0, 5),
+        (None, 2, 0, 3),
+        (generation(4), 0, 9, 10),
+        (generation(4), 0, 4, 5),
+    ],
+)
+def test_the_next_number_is_above_all_that_is_known(
+    newest: Generation | None, void: int, at_least: int, expected: int
+) -> None:
+    assert next_number(sees(newest, void=void), at_least) == expected
+
+
+# --- the next generation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "choice", "start"),
+    [
+        (OPEN, "", OPEN),
+        (ASSIGN, "", ASSIGN),
+        (ROLL_OUT, "", ASSIGN),
+        (MERGE, "", ASSIGN),
+        (PROBE, "", PROBE),
+        (UPDATE, "", PROBE),
+        (PUBLISH, "", PUBLISH),
+        (UPDATE, "update", PROBE),
+        (MERGE, "rollout", ASSIGN),
+    ],
+)
+def test_a_generation_goes_on_where_the_row_says(row: int, choice: str, start: int) -> None:
+    node = at_row(0, row, iteration=4, generation=generation(choices={"rl_phase": choice}))
+    assert successor(situation(node), FIRST.members, "why").start == Position(4, start)
+
+
+def test_it_does_not_go_back_before_the_slice_that_is_run() -> None:
+    """Where a row resumes before its own slice: a session that runs the slice alone has nothing there."""
+    rows = Row(0, "a"), Row(1, "b", each="work", resume="a"), Row(2, "c")
+    table: Table[object] = Table("t", rows, (Slice("last", "b", "c", result="c"),))
+    for choice, start in (("", 0), ("last", 1)):
+        node = at_row(0, 1, generation=generation(choices={"rl_phase": choice}))
+        assert successor(situation(node, table=table), FIRST.members, "why").start == Position(1, start)
+
+
+def test_members_stand_in_order_and_the_lowest_leads() -> None:
+    """Whoever proposes; what the run was asked for goes along."""
+    known = generation(3, until=9, choices={"rl_phase": "rollout"}, attempt=2)
+    node = at_row(1, MERGE, iteration=2, generation=known, decisions={"merge": decided(1, {"n": 1})})
+    made = successor(situation(node, sees(known)), (member(2, 5), member(1)), "why", attempt=1)
+    assert made == Generation(
+        number=4,
+        members=(member(1), member(2, 5)),
+        leader=1,
+        start=Position(2, ASSIGN),
+        reason="why",
+        decisions={"merge": decided(1, {"n": 1})},
+        until=9,
+        choices={"rl_phase": "rollout"},
+        attempt=1,
+        created_by=1,
+    )
+
+
+def test_a_verdict_rides_in_it_and_nobody_need_be_left() -> None:
+    made = successor(situation(at_row(1, MERGE)), (), "why", verdict=Verdict(5, "nobody"))
+    assert (made.members, made.leader, made.verdict, made.attempt) == ((), 1, Verdict(5, "nobody"), 0)
+
+
+# --- after a failure ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("retries", "tried", "attempt", "verdict"),
+    [
+        (2, 0, 1, ""),
+        (2, 1, 2, ""),
+        (2, 2, 0, "given up after 3 attempts"),
+        (1, 0, 1, ""),
+        (0, 0, 0, "given up after 1 attempt\n"),
+    ],
+)
+def test_a_program_is_tried_again_as_often_as_allowed(
+    retries: int, tried: int, attempt: int, verdict: str
+) -> None:
+    node = at_row(0, ROLL_OUT, generation=generation(attempt=tried))
+    made = another_try(situation(node, sees(failed=failed(2, log=("last words",))), retries=retries))
+    assert (made.attempt, made.members) == (attempt, FIRST.members)
+    if verdict:
+        assert made.verdict is not None and made.verdict.exit_code == 4 and made.reason == "program failed"
+        assert verdict in made.verdict.reason and made.verdict.reason.endswith("\n  | last words")
+    else:
+        assert made.verdict is None and made.reason.startswith(
+            "again: node 2 (host2), iteration 1, phase 2 roll_out:"
+        )
+
+
+def test_of_several_failures_the_lowest_rank_is_named() -> None:
+    """By all nodes alike, and with what is known of it: a fact may hold no error."""
+    both = {2: Fact(2, 1, "failed", {"error": "second"}), 1: Fact(1, 1, "failed")}
+    made = another_try(situation(at_row(0, ROLL_OUT), sees(failed=both)))
+    assert made.reason == "again: node 1 (host1), iteration 1, phase 2 roll_out: failed"
+
+
+def test_tries_count_for_the_iteration_in_which_a_generation_started() -> None:
+    known = generation(start=(3, ASSIGN), attempt=2)
+    assert failed_tries(known, Position(3, CLOSE)) == 2
+    assert failed_tries(known, Position(4, OPEN)) == 0
+
+
+# --- the first of a session ----------------------------------------------------------------------------------------------------
+
+
+def test_the_lowest_rank_that_came_says_what_is_asked_for() -> None:
+    joins = {
+        **started(0, until=3, choices={"rl_phase": "update"}),  # not here
+        **started(1, until=5, choices={"rl_phase": "rollout"}),
+        **started(2, until=7),
+    }
+    found = left_off(4, CLOSE, of=0)
+    made = first_of_session(situation(waiting(2), View(joins=joins, ledger=waiters(1, 2)["ledger"])), found)
+    assert (made.members, made.leader, made.created_by) == ((member(1), member(2)), 1, 2)
+    assert (made.until, made.choices, made.start) == (5, {"rl_phase": "rollout"}, Position(1, OPEN))
+
+
+def test_where_its_record_is_not_seen_nothing_is_asked_for() -> None:
+    made = first_of_session(situation(waiting(0), View(ledger=heard(ranks=()))), left_off())
+    assert (made.ranks, made.until, made.choices, made.reason) == ((0,), None, {}, "start")
+
+
+def test_a_session_that_goes_on_is_not_called_a_start_and_keeps_what_was_decided() -> None:
+    found = left_off(
+        3, PUBLISH, of=1, decisions={"merge": decided(3, {"n": 3}), "close": decided(3, {}, (2, {"c": 2}))}
+    )
+    view = View(newest=generation(1), **waiters(0, 1, 2, incarnation=2))
+    made = first_of_session(situation(waiting(0, incarnation=2, baseline=1), view), found)
+    assert (made.number, made.reason, made.start, made.attempt) == (2, "start again", Position(3, PUBLISH), 0)
+    assert made.decisions == {"merge": decided(3, {"n": 3}), "close": decided(2, {"c": 2})}
+
+
+@pytest.mark.parametrize(
+    ("joins", "newest", "until"),
+    [
+        ({}, None, None),
+        (started(0, until=3), None, 3),
+        (started(0, until=3), FIRST, None),  # the start that generation 1 names: an earlier session's word
+        (started(0, incarnation=2, until=4), FIRST, 4),
+        (started(1, until=5), generation(1, (0, 2)), 5),  # a rank that was not in it
+        (
+            {**started(1, incarnation=2, until=6), **started(0, until=3)},
+            FIRST,
+            None,
+        ),  # the lowest alone has a say
+    ],
+)
+def test_what_the_lowest_rank_was_started_with(
+    joins: dict[int, Any], newest: Generation | None, until: int | None
+) -> None:
+    word = leaders_word(View(newest=newest, joins=joins))
+    assert (word.until if word is not None else None) == until
+
+
+@pytest.mark.parametrize(
+    ("iteration", "until", "expected"), [(4, 3, True), (3, 3, False), (4, None, False), (1, 0, True)]
+)
+def test_a_session_has_nothing_to_do_beyond_its_last_iteration(
+    iteration: int, until: int | None, expected: bool
+) -> None:
+    assert all_done(Position(iteration, OPEN), until) is expected
+
+
+# --- where a session begins ------------------------------------------------------------------------------------------------
+
+OPENINGS = [
+    # the session before ran the same rows: from where it was left
+    ("a whole session goes on in any row", WHOLE, WHOLE, (2, ROLL_OUT), 1, 1, (2, ROLL_OUT)),
+    ("so do rollouts alone", ROLLOUTS, ROLLOUTS, (2, MERGE), 1, 0, (2, MERGE)),
+    ("so do updates alone", UPDATES, UPDATES, (2, UPDATE), 2, 1, (2, UPDATE)),
+    # rollouts: always of the iteration after the last that was made
+    ("rollouts after a whole iteration", ROLLOUTS, WHOLE, (2, OPEN), 1, 1, (2, OPEN)),
+    ("rollouts where an update was under way", ROLLOUTS, WHOLE, (2, UPDATE), 2, 1, (3, OPEN)),
+    ("rollouts where rollouts were under way", ROLLOUTS, WHOLE, (2, ROLL_OUT), 1, 1, (2, OPEN)),
+    ("rollouts after updates", ROLLOUTS, UPDATES, (4, PROBE), 3, 3, (4, OPEN)),
+    ("rollouts where nothing was made", ROLLOUTS, WHOLE, (1, ASSIGN), 0, 0, (1, OPEN)),
+    # updates: of the first iteration that has none
+    ("updates of the first rollouts", UPDATES, ROLLOUTS, (4, OPEN), 3, 0, (1, PROBE)),
+    ("updates of later rollouts", UPDATES, ROLLOUTS, (4, OPEN), 3, 1, (2, PROBE)),
+    ("updates with nothing to update from go on too", UPDATES, WHOLE, (2, OPEN), 1, 1, (2, PROBE)),
+    ("updates where nothing was made", UPDATES, WHOLE, (1, ROLL_OUT), 0, 0, (1, PROBE)),
+    # whole iterations: what waits for an update gets it first
+    ("all after rollouts alone", WHOLE, ROLLOUTS, (4, OPEN), 3, 0, (1, PROBE)),
+    ("all after some updates", WHOLE, UPDATES, (2, PROBE), 3, 1, (2, PROBE)),
+    ("all after as many updates as rollouts", WHOLE, UPDATES, (4, PROBE), 3, 3, (4, OPEN)),
+    ("all after rollouts that were under way", WHOLE, ROLLOUTS, (1, MERGE), 0, 0, (1, OPEN)),
+    ("all after updates of trajectories from elsewhere", WHOLE, UPDATES, (3, PROBE), 0, 2, (3, OPEN)),
+]
+
+
+@pytest.mark.parametrize(
+    ("span", "before", "left", "rolled_out", "updated", "expected"),
+    [case[1:] for case in OPENINGS],
+    ids=[case[0] for case in OPENINGS],
+)
+def test_where_a_session_begins(
+    span: tuple[int, int],
+    before: tuple[int, int],
+    left: tuple[int, int],
+    rolled_out: int,
+    updated: int,
+    expected: tuple[int, int],
+) -> None:
+    made = {"merge": rolled_out, "publish": updated}
+    decisions = {name: decided(iteration, {}) for name, iteration in made.items() if iteration}
+    found = Recovered(Position(*left), decisions, generation=3, span=before)
+    assert opening(found, span, TABLE) == Position(*expected)
+
+
+@pytest.mark.parametrize("span", [WHOLE, ROLLOUTS, UPDATES])
+def test_a_run_without_any_generation_begins_with_iteration_1(span: tuple[int, int]) -> None:
+    assert opening(left_off(7, UPDATE, of=0, span=(0, 0)), span, TABLE) == Position(1, span[0])
+
+
+@pytest.mark.parametrize(
+    ("span", "made", "expected"),
+    [
+        ((0, 2), (3, 2, 1), (2, 2)),  # the last slice that has work waiting comes first
+        ((0, 2), (3, 2, 2), (3, 1)),
+        ((0, 2), (3, 3, 3), (4, 0)),
+        ((0, 1), (3, 2, 1), (3, 1)),  # of those that the session runs
+        ((0, 1), (2, 2, 1), (3, 0)),
+        ((1, 2), (5, 2, 2), (3, 1)),
+        ((1, 2), (5, 3, 2), (3, 2)),
+        ((2, 2), (5, 3, 2), (3, 2)),
+        ((2, 2), (5, 3, 3), (4, 2)),
+    ],
+)
+def test_of_three_slices_the_last_with_work_waiting_comes_first(
+    span: tuple[int, int], made: tuple[int, int, int], expected: tuple[int, int]
+) -> None:
+    names = ("a", "b", "c")
+    rows = tuple(Row(i, name, each="work") for i, name in enumerate(names))
+    table: Table[object] = Table("three", rows, tuple(Slice(name, name, name, result=name) for name in names))
+    decisions = {name: decided(iteration, {}) for name, iteration in zip(names, made, strict=True)}
+    assert opening(Recovered(Position(9, 0), decisions, 1, span=(9, 9)), span, table) == Position(*expected)
+
+
+# --- decisions ---------------------------------------------------------------------------------------------------------------
+
+V1, V2, V3 = {"v": 1}, {"v": 2}, {"v": 3}
+
+
+@pytest.mark.parametrize(
+    ("known", "iteration", "value", "expected"),
+    [
+        (None, 1, V1, decided(1, V1)),
+        (decided(1, V1), 2, V2, decided(2, V2, (1, V1))),
+        (decided(1, V1), 4, V2, decided(4, V2, (1, V1))),
+        (decided(2, V2, (1, V1)), 3, V3, decided(3, V3, (2, V2))),  # one stays below, not all
+        (decided(2, V1), 2, V2, decided(2, V2)),  # decided anew after a failure
+        (decided(2, V2, (1, V1)), 2, V3, decided(2, V3, (1, V1))),
+        (decided(3, V2, (1, V1)), 2, V3, decided(2, V3, (1, V1))),
+    ],
+)
+def test_a_decision_keeps_the_one_of_an_earlier_iteration_below_it(
+    known: Payload | None, iteration: int, value: Payload, expected: Payload
+) -> None:
+    other = {"other": decided(1, V1)}
+    had = other if known is None else {**other, "merge": known}
+    assert with_decision(had, "merge", iteration, value) == {**other, "merge": expected}
+    assert had.get("merge") == known, "what a node remembers is never changed in place"
+
+
+@pytest.mark.parametrize(
+    ("entry", "start", "kept"),
+    [
+        (decided(1, V1), (2, OPEN), decided(1, V1)),
+        (decided(2, V2), (2, PROBE), decided(2, V2)),  # the row is before the start
+        (decided(2, V2), (2, MERGE), None),  # the row itself is done again
+        (decided(2, V2), (2, ASSIGN), None),
+        (decided(2, V2, (1, V1)), (2, ASSIGN), decided(1, V1)),
+        (decided(2, V2, (1, V1)), (2, PROBE), decided(2, V2, (1, V1))),
+        (decided(3, V2, (2, V1)), (2, ASSIGN), None),
+        (decided(3, V2, (1, V1)), (2, ASSIGN), decided(1, V1)),
+    ],
+)
+def test_a_generation_adopts_what_was_decided_before_it_starts(
+    entry: Payload, start: tuple[int, int], kept: Payload | None
+) -> None:
+    found = kept_decisions({"merge": entry, "a row of another program": entry}, Position(*start), TABLE)
+    assert found == ({} if kept is None else {"merge": kept})
