@@ -251,7 +251,7 @@ class Context:
         return tuple(self.settings.rank_weights[rank] for rank in self.ranks)
 
     def identity(self) -> dict[str, Any]:
-        """The fields that every worker program's spec begins with."""
+        """The fields that every worker program's spec begins with; the run's settings are added where it is written."""
         return {
             "run_id": self.run_id,
             "log_path": str(self.paths.root),
@@ -264,7 +264,6 @@ class Context:
             "phase_name": self.phase.name,
             "attempt": self.attempt,
             "incarnation": self.incarnation,
-            "settings": self.settings.as_json(),
         }
 
     def worker(self, name: str, log: str, **fields: Any) -> Command:

@@ -17,7 +17,7 @@ from fsbarrier.node.observer import Observer
 from fsbarrier.protocol import machine, situation, succession
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Position
 from fsbarrier.protocol.membership import Ledger, Limits, Loss, losses
-from fsbarrier.protocol.state import WATCHING, Part, Recovered, View
+from fsbarrier.protocol.state import WATCHING, Entered, Part, Recovered, View
 from fsbarrier.protocol.table import Table
 from fsbarrier.rundir.heartbeats import HeartbeatReader
 from fsbarrier.rundir.names import FACT, START
@@ -140,10 +140,11 @@ def delete_to_reset(patch: Patch) -> None:
     """a node deletes its fact of the row that it leaves, so that the directory is clean for the next time"""
     original = Agent._entered
 
-    def entered(self: Any, position: Position, generation: Generation, left: Position | None) -> None:
-        original(self, position, generation, left)
-        if left is not None and left != position:
-            path = self.observer.row_dir(generation.number, left) / FACT.build(self.node.rank, "done")
+    def entered(self: Any, row: Entered) -> None:
+        original(self, row)
+        if not row.begins and row.position.phase:
+            left = Position(row.position.iteration, row.position.phase - 1)
+            path = self.observer.row_dir(row.generation.number, left) / FACT.build(self.node.rank, "done")
             self.store.disk.files.pop(path, None)
             self.store.disk.dirs[path.parent].names.pop(path.name, None)
             self.store.disk.dirs[path.parent].listing = None
@@ -325,10 +326,10 @@ def judged_by_older_looks(patch: Patch) -> None:
     """a generation's members are judged by the looks that were cast before it"""
     entered = Agent._entered
 
-    def mutant(self: Agent, position: Position, generation: Generation, left: Position | None) -> None:
+    def mutant(self: Agent, row: Entered) -> None:
         observer = self.observer
-        entered(self, position, generation, left)
-        if observer.ledger.looked_at is not None and left is None:
+        entered(self, row)
+        if observer.ledger.looked_at is not None and row.begins:
             again = observer.ledger.looked_at + observer.paces.beats_s
             observer._members_due = observer._beats_due = again
 

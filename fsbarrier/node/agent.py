@@ -186,7 +186,7 @@ class Agent:
         if isinstance(action, Publish):
             self._publish(action.fact, now)
         elif isinstance(action, Entered):
-            self._entered(action.position, action.generation, action.left)
+            self._entered(action)
         elif isinstance(action, Launch):
             self.work.launch(self.node, action.part)
             self._enough = True
@@ -269,18 +269,13 @@ class Agent:
             )  # another's record is there, and cannot be read yet: not now, again and again
         self.observer.hurry()
 
-    def _entered(self, position: Position, generation: Generation, left: Position | None) -> None:
-        if left is None:  # a generation begins: its members are judged by what can be seen now
+    def _entered(self, row: Entered) -> None:
+        if row.begins:
+            # The members of a new generation are judged by what can be seen now.
             self._suspected.clear()
             self.observer.hurry()
-        else:
-            at = replace(self.node, position=left)
-            self.record("phase_finished", at, {})
-            if position.phase <= left.phase:  # no later row follows: it was the iteration's last
-                self.record("iteration_finished", at, {})
-        if self.node.stage is not Stage.ENDED:
-            self.store.make_dir(self.observer.row_dir(generation.number, position))
-            self.record("phase_started", self.node, {})
+        self.store.make_dir(self.observer.row_dir(row.generation.number, row.position))
+        self.record("phase_started", self.node, {})
 
     def _note_suspects(self, now: float) -> None:
         node, ledger = self.node, self.observer.ledger

@@ -28,7 +28,8 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
     own = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
     engine = workplace.engine_access
     try:
-        own.write_spec({key: engine if value == "{engine}" else value for key, value in work.spec.items()})
+        spec = {key: engine if value == "{engine}" else value for key, value in work.spec.items()}
+        own.write_spec({"settings": context.settings.as_json(), **spec})
     except OSError as error:
         raise NodeUnfit(
             f"node {context.node_rank}: its temporary folder {workplace.work_dir} cannot be written to: {error.strerror}"

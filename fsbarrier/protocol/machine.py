@@ -120,7 +120,7 @@ def _enter(at: Situation, generation: Generation) -> Step:
     )
     about = {"members": list(generation.ranks), "leader": generation.leader, "reason": generation.reason}
     started = Note("generation_started", {"number": generation.number, **about})
-    return entered, (CancelWork(), started, Entered(generation.start, generation, None))
+    return entered, (CancelWork(), started, Entered(generation.start, generation, begins=True))
 
 
 def _end(at: Situation, code: int, state: str, reason: str) -> Step:
@@ -278,7 +278,7 @@ def release(at: Situation) -> Step | None:
     if position.phase == last and generation.until is not None and position.iteration >= generation.until:
         ended = replace(at.node, stage=Stage.ENDED, decisions=decisions)
         done = f"{position.iteration} iterations are done"
-        return ended, (Entered(position, generation, position), Exit(0, "finished", done))
+        return ended, (*_left(ended, position, last=True), Exit(0, "finished", done))
     if position.phase < last:
         following = Position(position.iteration, position.phase + 1)
         part, actions = _begin(at, at.rules.row(following))
@@ -289,7 +289,18 @@ def release(at: Situation) -> Step | None:
     moved = replace(
         at.node, position=following, part=part, result={}, work_s=0.0, decisions=decisions, trouble_since=None
     )
-    return moved, (Entered(following, generation, position), *actions)
+    return moved, (
+        *_left(moved, position, last=position.phase == last),
+        Entered(following, generation),
+        *actions,
+    )
+
+
+def _left(node: Node, position: Position, last: bool) -> Sequence[Action]:
+    """What the journal is told of the row at `position` that was passed; `last`: it was the iteration's last."""
+    there = replace(node, position=position)
+    finished = Note("phase_finished", at=there)
+    return (finished, Note("iteration_finished", at=there)) if last else (finished,)
 
 
 def regroup_when_asked(at: Situation) -> Step | None:
@@ -297,7 +308,7 @@ def regroup_when_asked(at: Situation) -> Step | None:
 
     A member that was started anew is given a moment to show that it lives. Nobody takes turns, since only some may have asked.
     """
-    if at.generation.number != at.rules.regroup:
+    if not at.rules.regroup or at.generation.number != at.rules.regroup:
         return None
     known = {member.rank: member.incarnation for member in at.generation.members}
     joins = at.view.joins
@@ -399,8 +410,9 @@ def _propose_in_turn(at: Situation, proposal: Generation) -> Step | None:
 
 def admit_joiners(at: Situation) -> Step | None:
     """Where an iteration starts, before any work, the leader takes in the nodes that wait, in a new generation."""
-    starts = at.node.part is Part.NONE and at.position.phase == at.span[0]
-    if not starts or not at.leads or at.rules.on_node_failure == "hold":
+    if at.node.part is not Part.NONE or at.position.phase != at.span[0]:
+        return None
+    if not at.leads or at.rules.on_node_failure == "hold":
         return None
     new = [at.joiners[r] for r in sorted(at.joiners) if at.generation.incarnation_of(r) is None]
     if not new:

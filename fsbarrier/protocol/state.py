@@ -182,11 +182,11 @@ class Recover:
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """The node entered a row (for the journal and the live view)."""
+    """The node entered a row. `begins`: it is the first one of a generation."""
 
     position: Position
     generation: Generation
-    left: Position | None
+    begins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
