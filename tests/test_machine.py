@@ -116,7 +116,7 @@ def goes_along(newest: Generation) -> tuple[Action, ...]:
     """What a node asks for when it enters `newest`."""
     about = {"members": list(newest.ranks), "leader": newest.leader, "reason": newest.reason}
     note = Note("generation_started", {"number": newest.number, **about})
-    return CancelWork(), note, Entered(newest.start, newest, None)
+    return CancelWork(), note, Entered(newest.start, newest, begins=True)
 
 
 def lost(
@@ -666,9 +666,16 @@ LEFT_BEHIND = Note("left_generation", {"newest": 2, "reason": "start"})
 ALL = frozenset({0, 1, 2})
 
 
-def passed(phase: int, iteration: int = 1, **fields: Any) -> Entered:
-    """From the row before it into this one."""
-    return Entered(Position(iteration, phase), FIRST, Position(iteration, phase - 1))
+def passes(name: str, node: Node, view: View, *asks: Action, becomes: Mapping[str, Any]) -> Case:
+    """A row in which the node leaves the one it was in: the journal is told so, also where the iteration ends with it."""
+    then = replace(node, **becomes)
+    there = replace(then, position=node.position)
+    told = [Note("phase_finished", at=there)]
+    if then.stage is Stage.ENDED or then.position.iteration > node.position.iteration:
+        told.append(Note("iteration_finished", at=there))
+    if then.stage is Stage.RUNNING:
+        told.append(Entered(then.position, node.generation))
+    return Case(name, node, view, machine.release, (*told, *asks), becomes)
 
 
 def publishes(rank: int, value: dict[str, Any] | None = None, work_s: float = 0.0) -> tuple[Action, ...]:
@@ -791,13 +798,12 @@ RUNNING_ROWS = [
         proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
     ),
     # --- on to the next row
-    Case(
+    passes(
         "all are done, and the leader has decided: on to the next row, with its decision",
         at_row(1, ASSIGN, Part.ANNOUNCED, result={"old": 1}, work_s=3.0, trouble_since=NOW),
         released({"share": [1]}),
-        machine.release,
-        (passed(ROLL_OUT), Launch(Part.EACH)),
-        {
+        Launch(Part.EACH),
+        becomes={
             "position": Position(1, ROLL_OUT),
             "part": Part.EACH,
             "result": {},
@@ -806,132 +812,107 @@ RUNNING_ROWS = [
             "trouble_since": None,
         },
     ),
-    Case(
+    passes(
         "an empty decision is none",
         at_row(1, ASSIGN, Part.ANNOUNCED),
         released(),
-        machine.release,
-        (passed(ROLL_OUT), Launch(Part.EACH)),
-        {"position": Position(1, ROLL_OUT), "part": Part.EACH},
+        Launch(Part.EACH),
+        becomes={"position": Position(1, ROLL_OUT), "part": Part.EACH},
     ),
-    Case(
+    passes(
         "what a transient row gives is none either",
         at_row(1, PROBE, Part.ANNOUNCED),
         released({"reached": 1}),
-        machine.release,
-        (passed(UPDATE), Launch(Part.EACH)),
-        {"position": Position(1, UPDATE), "part": Part.EACH},
+        Launch(Part.EACH),
+        becomes={"position": Position(1, UPDATE), "part": Part.EACH},
     ),
-    Case(
+    passes(
         "a later decision keeps the one before below it",
         at_row(1, MERGE, Part.ANNOUNCED, iteration=2, decisions={"merge": decided(1, {"n": 1})}),
         released({"n": 2}),
-        machine.release,
-        (passed(PROBE, 2), Launch(Part.EACH)),
-        {
+        Launch(Part.EACH),
+        becomes={
             "position": Position(2, PROBE),
             "part": Part.EACH,
             "decisions": {"merge": decided(2, {"n": 2}, before=(1, {"n": 1}))},
         },
     ),
-    Case(
+    passes(
         "into a row of the leader's, the leader goes to do it",
         at_row(0, OPEN, Part.ANNOUNCED),
         released(),
-        machine.release,
-        (passed(ASSIGN),),
-        {"position": Position(1, ASSIGN), "part": Part.GATHER},
+        becomes={"position": Position(1, ASSIGN), "part": Part.GATHER},
     ),
-    Case(
+    passes(
         "and the others have done all that they have to do there",
         at_row(1, OPEN, Part.ANNOUNCED),
         released(),
-        machine.release,
-        (passed(ASSIGN), *publishes(1)),
-        {"position": Position(1, ASSIGN)},
+        *publishes(1),
+        becomes={"position": Position(1, ASSIGN)},
     ),
-    Case(
+    passes(
         "into a row without work goes everybody so",
         at_row(0, PUBLISH, Part.ANNOUNCED),
         released(),
-        machine.release,
-        (passed(CLOSE), *publishes(0)),
-        {"position": Position(1, CLOSE)},
+        *publishes(0),
+        becomes={"position": Position(1, CLOSE)},
     ),
-    Case(
+    passes(
         "the last row leads into the next iteration, which is not begun at once",
         at_row(1, CLOSE, Part.ANNOUNCED),
         released(),
-        machine.release,
-        (Entered(Position(2, OPEN), FIRST, Position(1, CLOSE)),),
-        {"position": Position(2, OPEN), "part": Part.NONE},
+        becomes={"position": Position(2, OPEN), "part": Part.NONE},
     ),
-    Case(
+    passes(
         "in the last iteration but one too",
         at_row(1, CLOSE, Part.ANNOUNCED, iteration=2, generation=generation(until=3)),
         released(),
-        machine.release,
-        (Entered(Position(3, OPEN), generation(until=3), Position(2, CLOSE)),),
-        {"position": Position(3, OPEN), "part": Part.NONE},
+        becomes={"position": Position(3, OPEN), "part": Part.NONE},
     ),
-    Case(
+    passes(
         "the last row of the last iteration ends the run for this node",
         at_row(1, CLOSE, Part.ANNOUNCED, iteration=3, generation=generation(until=3)),
         released({"n": 3}),
-        machine.release,
-        (
-            Entered(Position(3, CLOSE), generation(until=3), Position(3, CLOSE)),
-            Exit(0, "finished", "3 iterations are done"),
-        ),
-        {"stage": Stage.ENDED, "decisions": {"close": decided(3, {"n": 3})}},
+        Exit(0, "finished", "3 iterations are done"),
+        becomes={"stage": Stage.ENDED, "decisions": {"close": decided(3, {"n": 3})}},
     ),
-    Case(
+    passes(
         "a run that is already beyond it ends there too",
         at_row(1, CLOSE, Part.ANNOUNCED, iteration=3, generation=generation(until=2)),
         released(),
-        machine.release,
-        (
-            Entered(Position(3, CLOSE), generation(until=2), Position(3, CLOSE)),
-            Exit(0, "finished", "3 iterations are done"),
-        ),
-        ENDED,
+        Exit(0, "finished", "3 iterations are done"),
+        becomes=ENDED,
     ),
-    Case(
+    passes(
         "not any other row of the last iteration",
         at_row(1, PUBLISH, Part.ANNOUNCED, iteration=3, generation=generation(until=3)),
         released(),
-        machine.release,
-        (Entered(Position(3, CLOSE), generation(until=3), Position(3, PUBLISH)), *publishes(1)),
-        {"position": Position(3, CLOSE)},
+        *publishes(1),
+        becomes={"position": Position(3, CLOSE)},
     ),
-    Case(
+    passes(
         "a slice ends the iteration in its own last row",
         at_row(1, MERGE, Part.ANNOUNCED, generation=ROLLED_OUT_ONLY),
         released(),
-        machine.release,
-        (Entered(Position(2, OPEN), ROLLED_OUT_ONLY, Position(1, MERGE)),),
-        {"position": Position(2, OPEN), "part": Part.NONE},
+        becomes={"position": Position(2, OPEN), "part": Part.NONE},
     ),
-    Case(
+    passes(
         "a later slice begins the next one in its own first row",
         at_row(1, CLOSE, Part.ANNOUNCED, generation=UPDATES_ONLY),
         released(),
-        machine.release,
-        (Entered(Position(2, PROBE), UPDATES_ONLY, Position(1, CLOSE)),),
-        {"position": Position(2, PROBE), "part": Part.NONE},
+        becomes={"position": Position(2, PROBE), "part": Part.NONE},
     ),
     Case("one member is not there yet", HERE, released(arrived=frozenset({0, 1})), None),
     Case("a stranger is no member", HERE, released(arrived=frozenset({0, 1, 7})), None),
     Case("the leader's fact is not there yet", HERE, sees(arrived=ALL), None),
     Case("where a seal is in its stead, nobody passes", HERE, sees(arrived=ALL, leaders_fact=SEAL), None),
     Case("who is not done itself does not pass", at_row(1, ROLL_OUT), released(), None),
-    Case(
+    passes(
         "a barrier that all have reached is passed, however silent its members",
         HERE,
         released(ledger=heard(seen(0, ago=99.0), seen(2, ago=99.0))),
-        machine.release,
-        (passed(MERGE), Launch(Part.EACH)),
-        {"position": Position(1, MERGE), "part": Part.EACH},
+        Launch(Part.EACH),
+        becomes={"position": Position(1, MERGE), "part": Part.EACH},
     ),
     # --- a group's own wish for the next generation
     Case(
