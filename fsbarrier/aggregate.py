@@ -18,8 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from fsbarrier import commandline, files
-from fsbarrier.commandline import Command
+from fsbarrier import files, run_command
 from fsbarrier.data import rankfiles
 from fsbarrier.data.merge import AggregateReport, OnProgress, Progress, merge
 from fsbarrier.data.mergeplan import MergeRequest, Part, missing_text
@@ -27,6 +26,7 @@ from fsbarrier.data.mergeranks import RanksMerged, RanksRequest, merge_ranks
 from fsbarrier.data.rankfiles import FoundFile
 from fsbarrier.data.shardreader import iter_trajectories, load
 from fsbarrier.errors import EXIT_INTERNAL, FsbarrierError, StoreError, UsageError
+from fsbarrier.run_command import Command
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.supervision import signals, worker_contract
@@ -248,7 +248,7 @@ def command_line(words: Sequence[str]) -> int:
     if words and words[0] == "--spec":
         return work(Path(words[1]))
     # The command `fsbarrier aggregate`, which this module is.
-    return commandline.run("aggregate", words, lambda name: cast(Command, sys.modules[__name__]))
+    return run_command.run("aggregate", words, lambda name: cast(Command, sys.modules[__name__]))
 
 
 if __name__ == "__main__":

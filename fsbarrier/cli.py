@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import cast
 
 import fsbarrier
-from fsbarrier import commandline
-from fsbarrier.commandline import Command
+from fsbarrier import run_command
 from fsbarrier.errors import UsageError
+from fsbarrier.run_command import Command
 from fsbarrier.settings.sources import nearest
 
 #: Name -> what it is for, in the order in which a person meets them.
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"fsbarrier {fsbarrier.__version__}")
         return 0
-    return commandline.run(arguments[0], arguments[1:], load_command)
+    return run_command.run(arguments[0], arguments[1:], load_command)
 
 
 def overview() -> str:

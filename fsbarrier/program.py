@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.facts import Join, Member, Payload
-from fsbarrier.protocol.table import Row, Slice, Table
+from fsbarrier.protocol.rows import Row, Slice, Table
 from fsbarrier.rundir.paths import RunPaths
 
 if TYPE_CHECKING:

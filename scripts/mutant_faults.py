@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from fsbarrier.node import observer as observer_module
-from fsbarrier.node.agent import Agent
-from fsbarrier.node.handover import Handover, _Trail
+from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
+from fsbarrier.node.resume import LastGeneration, _Trail
 from fsbarrier.protocol import machine, situation, succession
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Position
 from fsbarrier.protocol.membership import Ledger, Limits, Loss, losses
+from fsbarrier.protocol.rows import Table
 from fsbarrier.protocol.state import WATCHING, Entered, Part, Recovered, View
-from fsbarrier.protocol.table import Table
 from fsbarrier.rundir.heartbeats import HeartbeatReader
 from fsbarrier.rundir.names import FACT, START
 from fsbarrier.rundir.paths import RunPaths
@@ -138,7 +138,7 @@ def decision_not_flushed(patch: Patch) -> None:
 
 def delete_to_reset(patch: Patch) -> None:
     """a node deletes its fact of the row that it leaves, so that the directory is clean for the next time"""
-    original = Agent._entered
+    original = NodeLoop._entered
 
     def entered(self: Any, row: Entered) -> None:
         original(self, row)
@@ -149,7 +149,7 @@ def delete_to_reset(patch: Patch) -> None:
             self.store.disk.dirs[path.parent].names.pop(path.name, None)
             self.store.disk.dirs[path.parent].listing = None
 
-    patch.setattr(Agent, "_entered", entered)
+    patch.setattr(NodeLoop, "_entered", entered)
 
 
 def wait_on_a_missing_name(patch: Patch) -> None:
@@ -180,12 +180,12 @@ def read_everybodys_fact(patch: Patch) -> None:
 def no_exclusive_create(patch: Patch) -> None:
     """generations are put, not created: the last one wins"""
 
-    def propose(self: Agent, generation: Generation) -> None:
+    def propose(self: NodeLoop, generation: Generation) -> None:
         self.store.put(self.observer.paths.generation(generation.number), generation)
         self.observer.learn(generation)
         self.observer.hurry()
 
-    patch.setattr(Agent, "_propose", propose)
+    patch.setattr(NodeLoop, "_propose", propose)
 
 
 def stay_in_old_generation(patch: Patch) -> None:
@@ -226,13 +226,13 @@ def generation_not_flushed(patch: Patch) -> None:
 def recover_from_start(patch: Patch) -> None:
     """a restart goes on where the last generation began, not where it was"""
 
-    def recover(self: Handover, rules: Any, now: float, seal: Any) -> Recovered:
+    def recover(self: LastGeneration, rules: Any, now: float, seal: Any) -> Recovered:
         newest = self.observer.newest
         start = newest.start if newest else Position(1, rules.span({})[0])
         decisions, number = (newest.decisions, newest.number) if newest else ({}, 0)
         return Recovered(start, decisions, number, now, rules.span({}), sealed=True)
 
-    patch.setattr(Handover, "recover", recover)
+    patch.setattr(LastGeneration, "recover", recover)
 
 
 def restart_without_a_seal(patch: Patch) -> None:
@@ -268,13 +268,13 @@ def error_is_an_empty_listing(patch: Patch) -> None:
 
 def forget_on_error(patch: Patch) -> None:
     """an error in the middle of a look drops the actions that were still to be done"""
-    original = Agent.tick
+    original = NodeLoop.tick
 
-    def tick(self: Agent, now: float) -> bool:
+    def tick(self: NodeLoop, now: float) -> bool:
         self._pending.clear()
         return original(self, now)
 
-    patch.setattr(Agent, "tick", tick)
+    patch.setattr(NodeLoop, "tick", tick)
 
 
 # --- liveness -----------------------------------------------------------------------------------------------------------------
@@ -324,16 +324,16 @@ def unwatched_is_silent(patch: Patch) -> None:
 
 def judged_by_older_looks(patch: Patch) -> None:
     """a generation's members are judged by the looks that were cast before it"""
-    entered = Agent._entered
+    entered = NodeLoop._entered
 
-    def mutant(self: Agent, row: Entered) -> None:
+    def mutant(self: NodeLoop, row: Entered) -> None:
         observer = self.observer
         entered(self, row)
         if observer.ledger.looked_at is not None and row.begins:
             again = observer.ledger.looked_at + observer.paces.beats_s
             observer._members_due = observer._beats_due = again
 
-    patch.setattr(Agent, "_entered", mutant)
+    patch.setattr(NodeLoop, "_entered", mutant)
 
 
 def clocks_compared(patch: Patch) -> None:

@@ -2,7 +2,7 @@
 
     python3 scripts/setup_env.py --prefix DIR/.venv-cpu-x86_64-py311-1a2b3c4d --lock FILE --clone DIR [--dev-lock FILE]
 
-The environment becomes PREFIX-N (claims.py says why), with the packages of the lock file, the clone on its path and a
+The environment becomes PREFIX-N (build_claims.py says why), with the packages of the lock file, the clone on its path and a
 command `bin/fsbarrier`. The tools for development are added to it as a second step with a claim of its own.
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from claims import Owner, Progress, SetupError, building, claim, remove_others
+from build_claims import Owner, Progress, SetupError, building, claim, remove_others
 from setup_machine import (
     PYTHON,
     apt_install,

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from claims import Progress, SetupError
+from build_claims import Progress, SetupError
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 # Measured, with room to spare, in GiB: the environment, temporary files while pip works, pip's cache.

@@ -12,8 +12,8 @@ from typing import Any
 
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Payload, Position, StopRequest
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits, Seen
+from fsbarrier.protocol.rows import Row, Slice, Table
 from fsbarrier.protocol.state import Node, Part, Recovered, Rules, Stage, View, WorkReport
-from fsbarrier.protocol.table import Row, Slice, Table
 
 #: the moment at which every row of the tests is looked at
 NOW = 1000.0

@@ -19,8 +19,8 @@ import pytest
 
 from fsbarrier import errors
 from fsbarrier.cli import COMMANDS, main
-from fsbarrier.commandline import Parser
 from fsbarrier.commands import local_nodes, logs
+from fsbarrier.run_command import Parser
 
 REPO = Path(__file__).resolve().parent.parent
 PRESENT = [name for name in COMMANDS if (REPO / "fsbarrier" / "commands" / f"{name}.py").is_file()]

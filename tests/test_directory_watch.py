@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsbarrier import files
-from fsbarrier.machine.mounts import Mount
+from fsbarrier.host.mounts import Mount
 from fsbarrier.node import directory_watch
 
 

@@ -14,8 +14,8 @@ from fsbarrier.doctor import examine, mount_options, probes, verdict
 from fsbarrier.doctor.delays import CHANNELS
 from fsbarrier.doctor.findings import Check, Level, NodeFindings, Times
 from fsbarrier.doctor.races import ROUNDS
-from fsbarrier.machine import mounts
-from fsbarrier.machine.mounts import Mount, claims_unsafe
+from fsbarrier.host import mounts
+from fsbarrier.host.mounts import Mount, claims_unsafe
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
 

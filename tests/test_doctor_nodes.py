@@ -19,9 +19,9 @@ import pytest
 
 from fsbarrier.doctor import delays, examine
 from fsbarrier.doctor.interruption import Interruption
-from fsbarrier.doctor.lobby import Visitor
 from fsbarrier.doctor.meeting import FOLDER, Meeting
 from fsbarrier.doctor.messages import pack
+from fsbarrier.doctor.roll_call import Visitor
 from fsbarrier.errors import StoreError, TooFewNodes
 from fsbarrier.supervision.signals import ENDING, handled
 

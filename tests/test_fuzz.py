@@ -38,7 +38,7 @@ from fsbarrier.protocol.facts import Fact, Position
 from fsbarrier.protocol.state import Node, Part, Stage
 from fsbarrier.rundir import checkpoints, journal, runrecord
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.store import PosixStore
+from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.settings import sources as given_settings
 from fsbarrier.settings.resolve import known_names
 from fsbarrier.settings.sections import Settings

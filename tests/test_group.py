@@ -22,14 +22,14 @@ import fsbarrier
 from fsbarrier.group.collective_work import CollectiveWork
 from fsbarrier.group.group import Group
 from fsbarrier.group.json_objects import MAX_OBJECT_BYTES
-from fsbarrier.node.agent import Agent
+from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node, Part, Rules
 from fsbarrier.rundir.heartbeats import read_beats
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.store import PosixStore
+from fsbarrier.rundir.record_store import PosixStore
 
 HERE = socket.gethostname()
 
@@ -408,7 +408,7 @@ def test_no_heartbeat_bears_another_process_s_incarnation(tmp_path: Path) -> Non
     program = Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES)))
     here = Join(0, 0, "old", 1, "boot")
     observer = Observer(store, paths, program)
-    agent = Agent(store, observer, Rules(program, 2), CollectiveWork(), here, lambda *_: None)
+    agent = NodeLoop(store, observer, Rules(program, 2), CollectiveWork(), here, lambda *_: None)
     observer.prepare()
     agent.start(0.0)
     for number, members in ((1, (Member(0, 1), Member(1, 1))), (2, (Member(1, 1),))):

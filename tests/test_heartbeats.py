@@ -9,7 +9,7 @@ from fsbarrier.protocol.facts import Beat
 from fsbarrier.rundir.heartbeats import HeartbeatReader, live_nodes, read_beats
 from fsbarrier.rundir.names import StartName
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.store import PosixStore
+from fsbarrier.rundir.record_store import PosixStore
 
 
 def beat(rank: int, incarnation: int, counter: int = 1, state: str = "running") -> Beat:

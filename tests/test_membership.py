@@ -25,7 +25,7 @@ from fsbarrier.protocol.membership import (
 )
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.store import PosixStore
+from fsbarrier.rundir.record_store import PosixStore
 
 
 def joiners(states: list[str], *, incarnation: int = 2, seconds_ago: float = 0.0) -> dict[int, Member]:

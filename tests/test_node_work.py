@@ -12,14 +12,15 @@ from typing import Any, cast
 import pytest
 
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.node import work
+from fsbarrier.node import work_kinds
 from fsbarrier.node.job import Cancelled, Job, NodeUnfit, Workplace
-from fsbarrier.node.jobs import Jobs, failure
+from fsbarrier.node.job_runner import JobRunner, failure
 from fsbarrier.node.worker_program import program_name
 from fsbarrier.program import Command, Context, OpenRendezvous, PublishFile, ServeWeights, Steps, Value, Work
 from fsbarrier.protocol.state import Node, Part
 
-WRITES_RESULT = "import json, sys; spec = json.load(open(sys.argv[1])); json.dump({'got': spec['n']}, open(spec['result'], 'w'))"
+WRITES_RESULT = "import json, sys; spec = json.load(open(sys.argv[1])); json.dump({'got': spec['n']}, open(spec['result'], 'w'))"from fsbarrier.settings.sections import Settings
+
 
 
 @pytest.fixture
@@ -36,7 +37,8 @@ def place(tmp_path: Path) -> Workplace:
 
 def context(*, newest: int = 1) -> Context:
     phase = SimpleNamespace(name="update", each=None, leader=None)
-    return cast(Context, SimpleNamespace(phase=phase, node_rank=3, generation=1, newest=lambda: newest))
+    fields = {"phase": phase, "node_rank": 3, "generation": 1, "newest": lambda: newest, "settings": Settings()}
+    return cast(Context, SimpleNamespace(**fields))
 
 
 def python(code: str, **more: Any) -> Command:
@@ -45,14 +47,14 @@ def python(code: str, **more: Any) -> Command:
 
 def test_results_of_steps_are_merged_and_all_their_events_are_kept(place: Workplace) -> None:
     both = Steps((Value({"a": 1, "events": [{"event": "x"}]}), Value({"b": 2, "events": [{"event": "y"}]})))
-    done = work.carry_out(both, context(), Job(), place)
+    done = work_kinds.carry_out(both, context(), Job(), place)
     assert done == {"a": 1, "b": 2, "events": [{"event": "x"}, {"event": "y"}]}
 
 
 def test_a_program_reads_its_spec_and_leaves_its_result(place: Workplace) -> None:
     place.engine_access = {"url": "http://here"}
     wanted = python(WRITES_RESULT, spec={"n": "{engine}"}, extra={"known": True}, event="ended")
-    done = work.carry_out(wanted, context(), Job(), place)
+    done = work_kinds.carry_out(wanted, context(), Job(), place)
     assert done == {
         "known": True,
         "got": {"url": "http://here"},
@@ -65,9 +67,9 @@ def test_a_program_that_fails_is_quoted_with_the_end_of_its_log(place: Workplace
     with pytest.raises(
         ProgramFailed, match=r"(?s)ended with exit code 7\nthe reason\n\(from .*update\.log\)"
     ):
-        work.carry_out(python("print('the reason'); raise SystemExit(7)"), context(), Job(), place)
+        work_kinds.carry_out(python("print('the reason'); raise SystemExit(7)"), context(), Job(), place)
     with pytest.raises(ProgramFailed, match="ended well but left no result"):
-        work.carry_out(python("pass"), context(), Job(), place)
+        work_kinds.carry_out(python("pass"), context(), Job(), place)
 
 
 def test_a_program_without_a_sign_of_life_is_ended(place: Workplace) -> None:
@@ -75,22 +77,22 @@ def test_a_program_without_a_sign_of_life_is_ended(place: Workplace) -> None:
     with pytest.raises(
         ProgramFailed, match=r"no progress for 0\.3 s \(coordination\.stall_timeout_s\); update was ended"
     ):
-        work.carry_out(python("import threading; threading.Event().wait()"), context(), Job(), place)
+        work_kinds.carry_out(python("import threading; threading.Event().wait()"), context(), Job(), place)
 
 
 def test_where_no_spec_can_be_written_it_is_the_node_that_fails(place: Workplace) -> None:
     place.work_dir.write_text("no folder")
     with pytest.raises(NodeUnfit, match=r"node 3: its temporary folder .* cannot be written to"):
-        work.carry_out(python("pass"), context(), Job(), place)
+        work_kinds.carry_out(python("pass"), context(), Job(), place)
 
 
 def test_an_older_generation_publishes_nothing(place: Workplace, tmp_path: Path) -> None:
     (tmp_path / "made").write_text("new")
     publish = PublishFile(tmp_path / "made", tmp_path / "public")
     with pytest.raises(ProgramFailed, match="generation 1 has ended"):
-        work.carry_out(publish, context(newest=2), Job(), place)
+        work_kinds.carry_out(publish, context(newest=2), Job(), place)
     assert not (tmp_path / "public").exists()
-    assert work.carry_out(publish, context(), Job(), place) == {}
+    assert work_kinds.carry_out(publish, context(), Job(), place) == {}
     assert (tmp_path / "public").read_text() == "new"
 
 
@@ -98,24 +100,24 @@ def test_what_the_engine_serves_with_is_kept_for_the_programs(place: Workplace, 
     info = SimpleNamespace(url="u", api_key="k", model="m", action="started", seconds=1.0004, note="")
     place.engine = cast(Any, SimpleNamespace(threads=0, ensure=lambda *_, cancel: info))
     job = Job()
-    done = work.carry_out(ServeWeights(tmp_path, 4, threads=2), context(), job, place)
+    done = work_kinds.carry_out(ServeWeights(tmp_path, 4, threads=2), context(), job, place)
     assert done["engine_action"] == "started" and done["events"][0]["serving"] == 4
     assert place.engine_access == {"url": "u", "api_key": "k", "model": "m"} and place.engine.threads == 2
     assert job.progress == {"note": "engine: policy version 4"}
 
 
 def test_the_port_of_a_rendezvous_is_held_until_a_program_starts(place: Workplace) -> None:
-    port = work.carry_out(OpenRendezvous(loopback=True), context(), Job(), place)["port"]
+    port = work_kinds.carry_out(OpenRendezvous(loopback=True), context(), Job(), place)["port"]
     assert place.rendezvous is not None and place.rendezvous.getsockname()[1] == port
-    work.carry_out(python("pass", result=False), context(), Job(), place)
+    work_kinds.carry_out(python("pass", result=False), context(), Job(), place)
     assert place.rendezvous is None
 
 
-def jobs(place: Workplace, each: Callable[[Context], Work]) -> tuple[Jobs, threading.Event]:
+def jobs(place: Workplace, each: Callable[[Context], Work]) -> tuple[JobRunner, threading.Event]:
     woken = threading.Event()
     seen = cast(Any, context())
     seen.phase.each = each
-    return Jobs(lambda node: cast(Context, seen), place, woken.set), woken
+    return JobRunner(lambda node: cast(Context, seen), place, woken.set), woken
 
 
 NODE = cast(Node, None)

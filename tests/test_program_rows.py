@@ -11,7 +11,7 @@ import pytest
 from cluster import FAST, REPO, Cluster
 
 from fsbarrier.errors import UsageError
-from fsbarrier.protocol.table import Row, Slice, Table
+from fsbarrier.protocol.rows import Row, Slice, Table
 
 ROWS: tuple[Row[object], ...] = (
     Row(0, "a"),

@@ -7,7 +7,7 @@ import ipaddress
 import pytest
 
 from fsbarrier.errors import UsageError
-from fsbarrier.machine import addresses
+from fsbarrier.host import addresses
 from fsbarrier.start import ranks
 
 

@@ -23,7 +23,8 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.resolve import known_names, resolve
 from fsbarrier.settings.sources import from_words
-from fsbarrier.start import startup
+from fsbarrier.start.begin import Request, Start
+from fsbarrier.start.begin import begin as begin_node
 
 KNOWN = known_names()
 
@@ -34,9 +35,9 @@ def make(log_path: Path, *words: str, **more: Any) -> RunRecord:
     return runrecord.new(log_path, settings, **fields)
 
 
-def begin(log_path: Path, *words: str, **more: Any) -> startup.Start:
+def begin(log_path: Path, *words: str, **more: Any) -> Start:
     chosen = from_words([f"log_path={log_path}", *words], KNOWN)
-    return startup.begin(startup.Request(chosen=tuple(chosen), **{"environ": {}, **more}))
+    return begin_node(Request(chosen=tuple(chosen), **{"environ": {}, **more}))
 
 
 def test_what_was_published_is_what_is_loaded(tmp_path: Path) -> None:

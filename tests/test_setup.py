@@ -28,7 +28,7 @@ DEADLINE_S = 120
 MAIN = "import os, sys; print('STARTED', os.getpid(), sys.argv[1:], flush=True)\n"
 
 sys.path.insert(0, str(ROOT / "scripts"))
-import claims  # noqa: E402
+import build_claims as claims  # noqa: E402
 import setup_env  # noqa: E402
 import setup_machine  # noqa: E402
 

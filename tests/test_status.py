@@ -14,7 +14,7 @@ from cluster import FAST, Cluster
 from fake_run import FakeRun, long_run
 
 from fsbarrier import cli
-from fsbarrier.machine.host import boot_id
+from fsbarrier.host.identity import boot_id
 from fsbarrier.view import run_status
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus, read_status

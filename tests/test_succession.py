@@ -32,6 +32,7 @@ from core_builders import (
 )
 
 from fsbarrier.protocol.facts import Fact, Generation, Payload, Position, Verdict
+from fsbarrier.protocol.rows import Row, Slice, Table
 from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import Node, Recovered, View
 from fsbarrier.protocol.succession import (
@@ -46,7 +47,6 @@ from fsbarrier.protocol.succession import (
     successor,
     with_decision,
 )
-from fsbarrier.protocol.table import Row, Slice, Table
 
 WHOLE, ROLLOUTS, UPDATES = (OPEN, CLOSE), (OPEN, MERGE), (PROBE, CLOSE)
 

@@ -24,7 +24,7 @@ from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.supervision.signals import ENDING, handled
 
 if TYPE_CHECKING:
-    from fsbarrier.start.startup import Start
+    from fsbarrier.start.begin import Start
     from fsbarrier.supervision.supervisor import Child
 
 #: A daemon needs a second or two to end its own programs; what is left after this many seconds is killed.
@@ -45,10 +45,10 @@ class Interrupted(BaseException):
 
 def run_all(chosen: tuple[ChosenValue, ...], defaults: Mapping[str, object], args: argparse.Namespace) -> int:
     """Check everything, make or find the run's record, then run all its nodes here; one exit code for all."""
-    from fsbarrier.start import startup
+    from fsbarrier.start import begin
 
     environ = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
-    request = startup.Request(
+    request = begin.Request(
         chosen=chosen,
         environ=environ,
         master=True,
@@ -56,7 +56,7 @@ def run_all(chosen: tuple[ChosenValue, ...], defaults: Mapping[str, object], arg
         dry_run=args.dry_run,
         defaults=defaults,
     )
-    start = startup.begin(request, say)
+    start = begin.begin(request, say)
     if args.dry_run:
         from fsbarrier.start import dryrun
 

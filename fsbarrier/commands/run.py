@@ -37,9 +37,9 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--json: only with --dry-run; `fsbarrier status --json` shows a run")
     if args.demo:
         return _demo(args, chosen)
-    from fsbarrier.start import startup
+    from fsbarrier.start import begin
 
-    request = startup.Request(
+    request = begin.Request(
         chosen=chosen,
         environ=os.environ,
         master=args.master,
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
         resume=args.resume,
         dry_run=args.dry_run,
     )
-    start = startup.begin(request, flags.say)
+    start = begin.begin(request, flags.say)
     if args.dry_run:
         from fsbarrier.start import dryrun
 

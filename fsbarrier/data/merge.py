@@ -41,7 +41,7 @@ from fsbarrier.data.torchpickle import ALIGNMENT, FormatError
 from fsbarrier.data.torchzip import Entry, first_entries, header_bytes, make_entry, write_at, write_directory
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.files import fsync_dir, make_dirs, open_new
-from fsbarrier.machine.host import host_name
+from fsbarrier.host.identity import host_name
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from fsbarrier.doctor.findings import OK, WARNING, Check, Findings
-from fsbarrier.machine.rendezvous import listen, port_of
+from fsbarrier.host.rendezvous import listen, port_of
 
 CONNECT_S = 2.0
 

@@ -18,7 +18,7 @@ from fsbarrier import files
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check, Findings, Times, shown
 from fsbarrier.doctor.meeting import Meeting
 from fsbarrier.doctor.messages import Message, pack, read, wait_for
-from fsbarrier.machine.mounts import INSTEAD
+from fsbarrier.host.mounts import INSTEAD
 
 #: after so long, so many samples do
 ENOUGH_S, ENOUGH = 6.0, 2

@@ -16,9 +16,9 @@ from fsbarrier.doctor.findings import OK, REFUSED, About, Check, NodeFindings, R
 from fsbarrier.doctor.interruption import Interruption
 from fsbarrier.doctor.meeting import Meeting
 from fsbarrier.errors import StoreError, TooFewNodes
-from fsbarrier.machine.addresses import candidate_addresses
-from fsbarrier.machine.host import boot_id, host_name
-from fsbarrier.machine.mounts import INSTEAD, LOCAL, Mount, mount_of
+from fsbarrier.host.addresses import candidate_addresses
+from fsbarrier.host.identity import boot_id, host_name
+from fsbarrier.host.mounts import INSTEAD, LOCAL, Mount, mount_of
 
 WAIT_S = 60.0
 ALONE = "from this node alone: what other nodes see, and how late, only several can tell (--num-nodes)"

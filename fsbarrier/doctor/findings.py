@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from fsbarrier.machine.mounts import Mount
+from fsbarrier.host.mounts import Mount
 
 
 class Level(StrEnum):

@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from fsbarrier.doctor.interruption import Interruption
-from fsbarrier.doctor.lobby import LINGER_S, Lobby, Visitor, visitor_of
 from fsbarrier.doctor.messages import wait_for
+from fsbarrier.doctor.roll_call import LINGER_S, Lobby, Visitor, visitor_of
 from fsbarrier.errors import BarrierTimeout, PeerLost, StoreError, TooFewNodes
 from fsbarrier.group import Group, join
 from fsbarrier.rundir.heartbeats import read_beats

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check, Level
-from fsbarrier.machine.mounts import INSTEAD, OBJECT_STORE, UNKNOWN, Mount
+from fsbarrier.host.mounts import INSTEAD, OBJECT_STORE, UNKNOWN, Mount
 
 OWN_LOCKS = "locks are this node's own; fsbarrier does not use them between nodes"
 OUTAGES = "the server's outages come as errors in the middle of writing"

@@ -18,7 +18,7 @@ from pathlib import Path
 import fsbarrier
 from fsbarrier import files
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check, Times
-from fsbarrier.machine import accelerators
+from fsbarrier.host import accelerators
 
 RACES, RACERS = 40, 4
 REPLACEMENTS = 300

@@ -16,7 +16,7 @@ from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check, Finding
 from fsbarrier.doctor.meeting import Meeting
 from fsbarrier.doctor.messages import Message
 from fsbarrier.doctor.probes import NEEDED, judge_races
-from fsbarrier.machine.mounts import INSTEAD
+from fsbarrier.host.mounts import INSTEAD
 
 #: kind -> what the report calls it
 KINDS = {"link": "hard-link races", "create": "exclusive-create races"}

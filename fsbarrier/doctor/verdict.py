@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fsbarrier.doctor import connections, delays, races, readers
 from fsbarrier.doctor.delays import FRESH_S, LONGEST_S
 from fsbarrier.doctor.findings import NOTE, OK, SEVERITY, WARNING, Check, Findings
-from fsbarrier.machine.mounts import CLOSE_TO_OPEN, COHERENT
+from fsbarrier.host.mounts import CLOSE_TO_OPEN, COHERENT
 from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
 
 

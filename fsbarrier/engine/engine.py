@@ -24,7 +24,7 @@ from fsbarrier.engine.client import reserved_port
 from fsbarrier.engine.model import ModelFolder, inspect
 from fsbarrier.engine.server import Server
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.machine import accelerators
+from fsbarrier.host import accelerators
 from fsbarrier.settings.sections import EngineSettings
 
 PORT_TRIES = 3

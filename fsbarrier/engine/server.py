@@ -19,7 +19,7 @@ from fsbarrier.engine import log as engine_log
 from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable
 from fsbarrier.engine.model import ModelFolder
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.machine import accelerators
+from fsbarrier.host import accelerators
 from fsbarrier.retry import Backoff
 from fsbarrier.supervision.supervisor import Child
 

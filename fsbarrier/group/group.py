@@ -26,18 +26,18 @@ from fsbarrier.group.bounded_wait import BoundedWait
 from fsbarrier.group.collective_work import CollectiveWork
 from fsbarrier.group.json_objects import to_json
 from fsbarrier.group.member_threads import MemberThreads
-from fsbarrier.machine.host import boot_id, host_name
-from fsbarrier.node.agent import Agent
+from fsbarrier.host.identity import boot_id, host_name
+from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer, Paces, eagerness
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Payload, Position
 from fsbarrier.protocol.membership import Limits
+from fsbarrier.protocol.rows import Row, Table
 from fsbarrier.protocol.state import Rules
-from fsbarrier.protocol.table import Row, Table
 from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
 from fsbarrier.retry import retry
 from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.store import PosixStore
+from fsbarrier.rundir.record_store import PosixStore
 
 ROW = "collective"
 
@@ -51,7 +51,7 @@ class Group:
 
     def __init__(
         self,
-        agent: Agent,
+        agent: NodeLoop,
         work: CollectiveWork,
         timeout_s: float,
         beat_s: float,
@@ -355,7 +355,7 @@ def join(
     paces = Paces(members_s, beat_s / 2, 1.5 * beat_s, eagerness(num_nodes), watchers=num_nodes)
     store, work = PosixStore(), CollectiveWork()
     observer = Observer(store, paths, _TABLE, paces)
-    agent = Agent(store, observer, rules, work, here, lambda event, node, fields: None)
+    agent = NodeLoop(store, observer, rules, work, here, lambda event, node, fields: None)
     try:
         observer.prepare()
         earlier_beats = observer.read_beats()[0]

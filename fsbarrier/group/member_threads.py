@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from fsbarrier.errors import Fenced, FsbarrierError, StoreError
 from fsbarrier.group.collective_work import CollectiveWork
-from fsbarrier.node.agent import Agent
+from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
 from fsbarrier.protocol.facts import Beat, Join, Member, Payload, Position
 from fsbarrier.protocol.membership import Ledger, live_joiners, losses, silence
@@ -57,7 +57,7 @@ class MemberThreads:
     """The two threads of one membership."""
 
     def __init__(
-        self, agent: Agent, work: CollectiveWork, beat_s: float, earlier_beats: Mapping[int, Beat]
+        self, agent: NodeLoop, work: CollectiveWork, beat_s: float, earlier_beats: Mapping[int, Beat]
     ) -> None:
         """`earlier_beats`: each rank's last heartbeat from before this node announced itself."""
         self.beat_s = beat_s

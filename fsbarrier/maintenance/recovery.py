@@ -21,7 +21,7 @@ from fsbarrier.protocol.facts import Fact
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.names import FACT, GENERATION_FOLDER, PHASE_FOLDER, SPLITS, parse_trajectories
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.store import LenientStore
+from fsbarrier.rundir.record_store import LenientStore
 
 #: What `fsbarrier recover` calls a state that `fsbarrier aggregate` calls otherwise.
 _SHOWN = {

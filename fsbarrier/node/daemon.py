@@ -22,15 +22,15 @@ from typing import NoReturn
 import fsbarrier
 from fsbarrier import files
 from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, EXIT_SIGTERM, Fenced, StoreError
+from fsbarrier.host import accelerators
+from fsbarrier.host.addresses import candidate_addresses
+from fsbarrier.host.identity import boot_id, host_name
 from fsbarrier.loader import load_program
-from fsbarrier.machine import accelerators
-from fsbarrier.machine.addresses import candidate_addresses
-from fsbarrier.machine.host import boot_id, host_name
-from fsbarrier.node.agent import Agent
-from fsbarrier.node.context import ContextMaker
+from fsbarrier.node.context_maker import ContextMaker
 from fsbarrier.node.event_log import EventLog
 from fsbarrier.node.job import EngineLike, Workplace
-from fsbarrier.node.jobs import Jobs
+from fsbarrier.node.job_runner import JobRunner
+from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer, Paces, eagerness
 from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
 from fsbarrier.node.rank_lock import hold_rank
@@ -39,8 +39,8 @@ from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Exit, Rules, Stage
 from fsbarrier.retry import Backoff, retry
+from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
-from fsbarrier.rundir.store import PosixStore
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.signals import ENDING, handled
 
@@ -111,7 +111,7 @@ class Daemon:
         )
         wake = threading.Event()
         context = ContextMaker(record, settings, program, observer, len(accelerators.detect()))
-        self.jobs = Jobs(context, self.workplace, wake.set)
+        self.jobs = JobRunner(context, self.workplace, wake.set)
         join = Join(
             rank=rank,
             incarnation=0,
@@ -125,7 +125,7 @@ class Daemon:
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             choices=settings.choices,
         )
-        self.agent = Agent(observer.store, observer, rules, self.jobs, join, self.events.write)
+        self.agent = NodeLoop(observer.store, observer, rules, self.jobs, join, self.events.write)
         self._polling = Polling(self.agent, wake)
 
     def run(self) -> int:

@@ -15,7 +15,7 @@ from watchdog.events import FileCreatedEvent, FileMovedEvent, FileSystemEvent, F
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 
-from fsbarrier.machine.mounts import LOCAL, mount_of
+from fsbarrier.host.mounts import LOCAL, mount_of
 
 # What the library says of its own threads helps nobody.
 logging.getLogger("watchdog").setLevel(logging.CRITICAL)

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from fsbarrier import files
-from fsbarrier.node.agent import place
 from fsbarrier.node.console import Console
+from fsbarrier.node.loop import place
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Rules
 from fsbarrier.rundir.journal import Journal

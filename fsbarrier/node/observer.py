@@ -22,12 +22,12 @@ from fsbarrier.protocol.facts import (
     StopRequest,
 )
 from fsbarrier.protocol.membership import Ledger, left_to_others
+from fsbarrier.protocol.rows import Table
 from fsbarrier.protocol.state import WATCHING, Node, Part, Recovered, Stage, View, WorkReport
-from fsbarrier.protocol.table import Table
 from fsbarrier.rundir.heartbeats import HeartbeatReader
 from fsbarrier.rundir.names import FACT, GENERATION, START, StartName
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.store import Store
+from fsbarrier.rundir.record_store import Store
 
 _AT_ONCE = float("-inf")
 

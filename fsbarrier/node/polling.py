@@ -9,8 +9,8 @@ import threading
 from pathlib import Path
 
 from fsbarrier.errors import StoreError
-from fsbarrier.node.agent import Agent
 from fsbarrier.node.directory_watch import Hints
+from fsbarrier.node.loop import NodeLoop
 from fsbarrier.retry import Backoff
 
 #: the shortest pause between two looks
@@ -20,7 +20,7 @@ FIRST_PAUSE_S = 0.001
 class Polling:
     """Looks with `agent`, and waits between the looks. `wake` ends such a wait at once, from any thread."""
 
-    def __init__(self, agent: Agent, wake: threading.Event) -> None:
+    def __init__(self, agent: NodeLoop, wake: threading.Event) -> None:
         self._agent, self._wake = agent, wake
         self._root = agent.observer.paths.root
         self._hints = Hints(self._root, wake.set)

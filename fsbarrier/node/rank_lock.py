@@ -12,7 +12,7 @@ from pathlib import Path
 import filelock
 
 from fsbarrier.errors import UsageError
-from fsbarrier.machine.host import host_name
+from fsbarrier.host.identity import host_name
 from fsbarrier.rundir.heartbeats import live_nodes, read_beats
 from fsbarrier.rundir.paths import RunPaths
 

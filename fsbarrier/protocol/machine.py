@@ -29,6 +29,7 @@ from dataclasses import replace
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Member, Position, Verdict
 from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
 from fsbarrier.protocol.membership import occupied
+from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import (
     Action,
@@ -58,7 +59,6 @@ from fsbarrier.protocol.succession import (
     successor,
     with_decision,
 )
-from fsbarrier.protocol.table import Row
 
 Rule = Callable[[Situation], Step | None]
 NOTHING: Sequence[Action] = ()

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from fsbarrier.protocol.facts import Generation, Member, Position
 from fsbarrier.protocol.membership import Loss, live_joiners, losses
+from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.state import Node, Rules, View
-from fsbarrier.protocol.table import Row
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from enum import Enum, StrEnum
 
 from fsbarrier.protocol.facts import Fact, Generation, Join, Payload, Position, StopRequest
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits
-from fsbarrier.protocol.table import SLICE_CHOICE, Row, Table
+from fsbarrier.protocol.rows import SLICE_CHOICE, Row, Table
 
 
 class Stage(StrEnum):

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position, Verdict
+from fsbarrier.protocol.rows import Table
 from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import Recovered, View
-from fsbarrier.protocol.table import Table
 
 
 def next_number(view: View, at_least: int = 0) -> int:

@@ -16,9 +16,9 @@ from fsbarrier.errors import UsageError
 from fsbarrier.rewards.matching import MatchReward, exact, last_number, numeric
 from fsbarrier.rewards.math_verify import MathReward
 from fsbarrier.rewards.score import Reward
-from fsbarrier.rewards.user_file import load_named
 from fsbarrier.rewards.user_function import FunctionReward
 from fsbarrier.settings.sections import RewardSettings
+from fsbarrier.user_code import load_named
 
 if TYPE_CHECKING:
     from fsbarrier.rewards.judge import Judge

@@ -18,12 +18,12 @@ from typing import Any, Protocol, Self, cast
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
-from fsbarrier.rewards.user_file import load_named
 from fsbarrier.rollouts.agent_client import Client, finished
 from fsbarrier.rollouts.episode import Episode, Trajectory
 from fsbarrier.rollouts.samples import Emit, Group
 from fsbarrier.rollouts.sampling import Sampler
 from fsbarrier.settings.sections import RolloutSettings
+from fsbarrier.user_code import load_named
 
 __all__ = ["AgentSampler", "Client", "Trajectory", "load_agent"]
 

@@ -6,7 +6,7 @@ import asyncio
 
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.rewards.score import Reward, Score
-from fsbarrier.rollouts.assignment import Origin
+from fsbarrier.rollouts.rollout_spec import Origin
 from fsbarrier.rollouts.samples import Group, Sample
 
 

@@ -16,7 +16,7 @@ from fsbarrier.protocol.facts import Beat
 from fsbarrier.protocol.membership import GONE
 from fsbarrier.rundir.names import START, StartName
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.store import PosixStore, Store
+from fsbarrier.rundir.record_store import PosixStore, Store
 
 LOOK_S = 0.05
 

@@ -17,7 +17,7 @@ from fsbarrier import files
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.rundir.names import JOURNAL
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.store import LenientStore
+from fsbarrier.rundir.record_store import LenientStore
 
 #: Bytes of one journal that are read at a time. A line that is longer is passed over.
 BLOCK_BYTES = 16 * 1024 * 1024

@@ -22,7 +22,7 @@ from typing import Any
 import fsbarrier
 from fsbarrier import files
 from fsbarrier.errors import StoreError, TooFewNodes, UsageError
-from fsbarrier.machine.host import user_at_host
+from fsbarrier.host.identity import user_at_host
 from fsbarrier.retry import Backoff
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings

@@ -6,11 +6,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
-from fsbarrier.machine.host import user_at_host
+from fsbarrier.host.identity import user_at_host
 from fsbarrier.protocol.facts import StopRequest
 from fsbarrier.rundir.names import STOP_REQUEST
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.store import PosixStore
+from fsbarrier.rundir.record_store import PosixStore
 
 
 def request_stop(log_path: Path, *, now: bool) -> Path:

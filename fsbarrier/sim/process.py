@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from fsbarrier.errors import Fenced
-from fsbarrier.node.agent import Agent
+from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer, Paces
 from fsbarrier.protocol.facts import Join
 from fsbarrier.protocol.state import Exit, Node, Stage
@@ -65,7 +65,7 @@ class Process:
             world.setup.iterations,
             time=f"p{number}",
         )
-        self.agent = Agent(cast(Any, client), self.observer, world.rules, self.work, join, self._record)
+        self.agent = NodeLoop(cast(Any, client), self.observer, world.rules, self.work, join, self._record)
 
     @property
     def clock(self) -> float:

@@ -1,6 +1,6 @@
 """The shared directory in memory: one Disk, and for each host a Client with that host's caches and troubles.
 
-A Client has the five verbs of fsbarrier.rundir.store.Store and answers like PosixStore on a mount that misbehaves: listings and
+A Client has the five verbs of fsbarrier.rundir.record_store.Store and answers like PosixStore on a mount that misbehaves: listings and
 contents may be old, absences may be remembered, an error may be raised although the work was done. A record that nothing happens to
 stays the object that was written: its bytes are made where a loss of power tears them.
 """
@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from fsbarrier.protocol.codec import CorruptRecord, decode, encode
 from fsbarrier.protocol.facts import R, Record
-from fsbarrier.rundir.store import REPLACED
+from fsbarrier.rundir.record_store import REPLACED
 
 
 class SimPath(str):

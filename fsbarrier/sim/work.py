@@ -291,7 +291,7 @@ class SimWork:
     # --- what the table's functions see ---
 
     def context(self, node: Node) -> Context:
-        """As fsbarrier.node.context builds it, with simulated files."""
+        """As fsbarrier.node.context_maker builds it, with simulated files."""
         generation, position = node.generation, node.position
         assert generation is not None and position is not None
         observer = self.process.agent.observer

@@ -1,4 +1,4 @@
-"""A simulated run: N nodes (fsbarrier.node.agent.Agent, the code that runs for real), one disk, virtual time, one seed.
+"""A simulated run: N nodes (fsbarrier.node.loop.NodeLoop, the code that runs for real), one disk, virtual time, one seed.
 
 Faults strike for a while; then they stop, and everything must come to an end within a bounded time. The history is judged by
 fsbarrier.sim.invariants.

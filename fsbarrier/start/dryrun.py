@@ -13,8 +13,8 @@ from typing import Any
 
 from fsbarrier.engine import model
 from fsbarrier.engine.command import Plan, argv
+from fsbarrier.host import accelerators
 from fsbarrier.loader import load_program
-from fsbarrier.machine import accelerators
 from fsbarrier.program import (
     Command,
     Context,

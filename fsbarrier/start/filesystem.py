@@ -12,7 +12,7 @@ from fsbarrier import files
 from fsbarrier.doctor import delays, examine
 from fsbarrier.doctor.findings import Report
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.machine.host import host_name
+from fsbarrier.host.identity import host_name
 from fsbarrier.retry import retry
 from fsbarrier.rundir.paths import RunPaths
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fsbarrier import files
-from fsbarrier.machine.host import boot_id
+from fsbarrier.host.identity import boot_id
 from fsbarrier.retry import Backoff
 from fsbarrier.supervision import processes
 

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.machine.network_interface import name_interface
+from fsbarrier.host.network_interface import name_interface
 from fsbarrier.settings.sections import TrainerSettings
 
 # accelerate's names of what this trainer does. Its environment variables can ask for sharding too; that would be half in effect,

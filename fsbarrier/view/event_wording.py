@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from fsbarrier.rundir.journal import Event, lost_nodes
 from fsbarrier.view.amounts import amount, clock_time, duration, one_line
-from fsbarrier.view.phases import LONG
+from fsbarrier.view.phase_names import LONG
 
 #: phases shorter than this, in seconds, end without a line
 WORTH_S = 1.0

@@ -11,8 +11,8 @@ import fsbarrier
 from fsbarrier.settings.sources import flatten
 from fsbarrier.view.amounts import amount, duration, one_line, percent
 from fsbarrier.view.event_wording import event_text
+from fsbarrier.view.html_pieces import LEAST_SHARE, chart, legend, section, table
 from fsbarrier.view.report_charts import Part, Series, line_chart, stacked_bars
-from fsbarrier.view.report_html import LEAST_SHARE, chart, legend, section, table
 from fsbarrier.view.report_style import STYLE
 from fsbarrier.view.report_timelines import timelines
 from fsbarrier.view.run_reader import RunReader

@@ -9,8 +9,8 @@ from html import escape
 
 from fsbarrier.view.amounts import duration, one_line
 from fsbarrier.view.history import Loss
+from fsbarrier.view.html_pieces import LEAST_SHARE, chart, legend
 from fsbarrier.view.report_charts import Block, Lane, timeline
-from fsbarrier.view.report_html import LEAST_SHARE, chart, legend
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.timings import PASSED, Span

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
-from fsbarrier.machine.host import boot_id, host_name
+from fsbarrier.host.identity import boot_id, host_name
 from fsbarrier.protocol.facts import Beat, Generation, Join
 from fsbarrier.protocol.membership import GONE, Ledger
 from fsbarrier.rundir import names, runrecord
 from fsbarrier.rundir.heartbeats import HeartbeatReader
 from fsbarrier.rundir.journal import Event, JournalReader
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.store import LenientStore
+from fsbarrier.rundir.record_store import LenientStore
 from fsbarrier.supervision.processes import Stat
 from fsbarrier.view.history import History
-from fsbarrier.view.phases import last_phase, phase_name
+from fsbarrier.view.phase_names import last_phase, phase_name
 from fsbarrier.view.timings import IterationTime, Span, SpanReader, iteration_times, rows
 
 #: A gap between two polls, in seconds, above which nobody's silence counts: it was this process that did not look.

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from fsbarrier.rundir.journal import Event, number
-from fsbarrier.view import phases
+from fsbarrier.view import phase_names
 from fsbarrier.view.amounts import amount, clock_time, duration, one_line, percent, ranks, sparkline
 from fsbarrier.view.event_wording import event_text
 from fsbarrier.view.history import Rewards
@@ -94,7 +94,7 @@ def _place(status: RunStatus) -> tuple[Text, Text]:
         (f"{index} {one_line(status.phase.name)} ", "bold"),
         ("━" * index, "green"),
         ("●", "bold green"),
-        ("─" * (phases.COUNT - 1 - index), "dim"),
+        ("─" * (phase_names.COUNT - 1 - index), "dim"),
     )
     leader = f", leader {status.leader}" if status.leader is not None else ""
     return left, line((f"generation {status.generation}{leader}", "dim"))
@@ -149,7 +149,7 @@ def reward_lines(rewards: Sequence[Rewards], width: int, so_far: float | None = 
 
 def reward_so_far(status: RunStatus) -> float | None:
     """The mean reward of the train rollouts under way, by how much each node has done."""
-    if status.phase is None or status.phase.name != phases.TRAIN_ROLLOUT:
+    if status.phase is None or status.phase.name != phase_names.TRAIN_ROLLOUT:
         return None
     total, done_by_all = 0.0, 0.0
     for node in status.nodes:

@@ -25,11 +25,11 @@ from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
 from fsbarrier.rewards.kinds import check_answers, open_reward
 from fsbarrier.rollouts.agents import AgentSampler, load_agent
-from fsbarrier.rollouts.assignment import Assignment
 from fsbarrier.rollouts.counts import Counts, CountsProgress
 from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rollouts.engine_queue import EngineMetrics, EngineQueue
 from fsbarrier.rollouts.group_trajectories import failed_group, judged_group
+from fsbarrier.rollouts.rollout_spec import Assignment
 from fsbarrier.rollouts.samples import Group
 from fsbarrier.rollouts.sampling import Sampler, Server
 from fsbarrier.settings.sections import Settings

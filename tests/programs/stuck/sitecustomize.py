@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 if "fsbarrier" in sys.orig_argv and "run" in sys.orig_argv:
-    from fsbarrier.rundir.store import PosixStore
+    from fsbarrier.rundir.record_store import PosixStore
 
     names = PosixStore.names
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 from fsbarrier.node.observer import Observer
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Payload, Position
+from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.state import Recovered, Rules
 from fsbarrier.protocol.succession import with_decision
-from fsbarrier.protocol.table import Row
 from fsbarrier.rundir.names import FACT, ITERATION_FOLDER, PHASE_FOLDER
 
 
 @dataclass
-class Handover:
+class LastGeneration:
     """Follows the newest generation's facts. What was read is remembered: a fact does not change."""
 
     observer: Observer

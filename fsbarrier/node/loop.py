@@ -1,6 +1,6 @@
 """One node of a run: look, decide, act. The same code runs in the daemon and in the simulator.
 
-`Agent.tick(now)` looks at the shared directory, lets the state machine decide, and performs its actions in the stated order until
+`NodeLoop.tick(now)` looks at the shared directory, lets the state machine decide, and performs its actions in the stated order until
 nothing is left to do. It has no clock, no thread and no process of its own: time is passed in, work is handed to `Work`.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from fsbarrier.errors import Fenced
-from fsbarrier.node.handover import Handover
 from fsbarrier.node.observer import Observer
+from fsbarrier.node.resume import LastGeneration
 from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.machine import step
 from fsbarrier.protocol.membership import JOINING, silent_members
@@ -35,7 +35,7 @@ from fsbarrier.protocol.state import (
     WorkReport,
 )
 from fsbarrier.rundir.names import FACT
-from fsbarrier.rundir.store import Store
+from fsbarrier.rundir.record_store import Store
 
 
 class WorkRunner(Protocol):
@@ -61,7 +61,7 @@ Recorder = Callable[[str, Node, Payload], None]
 
 
 @dataclass
-class Agent:
+class NodeLoop:
     """A node's loop body. `join` describes this process; its incarnation is filled in at each joining."""
 
     store: Store
@@ -71,7 +71,7 @@ class Agent:
     join: Join
     record: Recorder
     node: Node = field(init=False)
-    handover: Handover = field(init=False)
+    last_generation: LastGeneration = field(init=False)
     exit: Exit | None = None
     counter: int = 0
     _pending: deque[Action] = field(default_factory=deque)
@@ -89,7 +89,7 @@ class Agent:
     _suspected: set[Member] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.handover = Handover(self.observer)
+        self.last_generation = LastGeneration(self.observer)
 
     def start(self, now: float) -> None:
         """Join the run as the next incarnation of this rank; the observer has been prepared. Raises OSError, Fenced."""
@@ -216,7 +216,7 @@ class Agent:
 
     def _recover(self, for_good: bool, now: float) -> None:
         seal = Fact(self.node.rank, self.node.incarnation, SEALED) if for_good else None
-        found = self.handover.recover(self.rules, now, seal)
+        found = self.last_generation.recover(self.rules, now, seal)
         self.observer.recovered = found
         if for_good and found.generation:
             place = [found.position.iteration, found.position.phase]

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from fsbarrier import trajectories
-from fsbarrier.machine.mounts import claims_unsafe
+from fsbarrier.host.mounts import claims_unsafe
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import Context, PartOnDisk, Program
 from fsbarrier.protocol.state import Node

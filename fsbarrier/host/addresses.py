@@ -11,7 +11,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsbarrier.machine.host import host_name
+from fsbarrier.host.identity import host_name
 
 #: interfaces of containers and virtual machines: other hosts cannot reach what is behind them
 BRIDGES = tuple(

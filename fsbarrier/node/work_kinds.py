@@ -1,6 +1,6 @@
 """Carries out the work that a row of the program's table asks for: one small function for each kind of work.
 
-node/jobs.py calls it in a thread; node/worker_program.py carries out the one kind that starts a program.
+node/job_runner.py calls it in a thread; node/worker_program.py carries out the one kind that starts a program.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.machine.rendezvous import listen, port_of, reachable
+from fsbarrier.host.rendezvous import listen, port_of, reachable
 from fsbarrier.node.job import Job, Result, Workplace, journal_line
 from fsbarrier.node.worker_program import run_program
 from fsbarrier.program import (

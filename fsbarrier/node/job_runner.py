@@ -14,7 +14,7 @@ from functools import partial
 
 from fsbarrier.errors import FsbarrierError, StoreError
 from fsbarrier.node.job import Cancelled, Job, NodeUnfit, Workplace
-from fsbarrier.node.work import carry_out
+from fsbarrier.node.work_kinds import carry_out
 from fsbarrier.program import Context
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Part, WorkReport
@@ -26,7 +26,7 @@ LOG_LINES = 20
 
 
 @dataclass
-class Jobs:
+class JobRunner:
     """This node's jobs, as the agent's `WorkRunner`. `wake` is called when a job has a report."""
 
     make_context: Callable[[Node], Context]

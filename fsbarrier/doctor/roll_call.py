@@ -23,7 +23,7 @@ from pathlib import Path
 from fsbarrier import files
 from fsbarrier.doctor.messages import pack, read, wait_for
 from fsbarrier.errors import TooFewNodes, UsageError
-from fsbarrier.machine.host import boot_id, host_name
+from fsbarrier.host.identity import boot_id, host_name
 from fsbarrier.retry import retry
 
 TELL_AFTER_S = 2.0

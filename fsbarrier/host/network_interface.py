@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-from fsbarrier.machine.addresses import interface_addresses, own_address
+from fsbarrier.host.addresses import interface_addresses, own_address
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from fsbarrier.group.collective_work import CollectiveWork
-from fsbarrier.node.agent import Agent
-from fsbarrier.node.handover import Handover
+from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer, Paces
+from fsbarrier.node.resume import LastGeneration
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position
 from fsbarrier.protocol.state import Recovered, Rules
 from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.store import PosixStore
+from fsbarrier.rundir.record_store import PosixStore
 
 ROWS = tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))
 RULES = Rules(Program("ping", ROWS), 2)
@@ -52,7 +52,7 @@ class Left:
             self.observer.store.put(directory / FACT.build(rank, "done"), Fact(rank, 1, "done"))
 
     def recover(self, seal: Fact | None = SEAL) -> Recovered:
-        return Handover(self.observer).recover(RULES, 1.0, seal)
+        return LastGeneration(self.observer).recover(RULES, 1.0, seal)
 
     def leaders(self, phase: int) -> str:
         path = self.observer.row_dir(1, Position(1, phase)) / FACT.build(0, "done")
@@ -107,10 +107,10 @@ def test_members_that_live_do_not_pass_a_seal_and_go_on_behind_it(tmp_path: Path
         if event == "phase_finished":
             passed.append((node.generation.number, node.position))
 
-    def start(rank: int) -> Agent:
+    def start(rank: int) -> NodeLoop:
         observer = Observer(store, paths, RULES.table, Paces(0.0, 0.0))
         join = Join(rank, 0, f"host{rank}", rank, "boot", until=1, time=str(rank))
-        agent = Agent(store, observer, RULES, CollectiveWork(), join, record)
+        agent = NodeLoop(store, observer, RULES, CollectiveWork(), join, record)
         observer.prepare()
         agent.start(0.0)
         return agent
@@ -124,7 +124,7 @@ def test_members_that_live_do_not_pass_a_seal_and_go_on_behind_it(tmp_path: Path
         if sealed.iteration == 9 and len(passed) > 6:
             intruder = Observer(store, paths, RULES.table)
             intruder.prepare()
-            Handover(intruder).recover(RULES, 0.0, SEAL)
+            LastGeneration(intruder).recover(RULES, 0.0, SEAL)
             names = [name for name in PHASE_NAMES if (found := _seal_in(paths, name)) is not None and found]
             sealed = Position(1, PHASE_NAMES.index(names[0]))
     assert [agent.exit.code for agent in agents if agent.exit is not None] == [0, 0]

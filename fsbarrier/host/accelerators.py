@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from fsbarrier.machine.accelerator_drivers import Accelerator, Device, Kind, devices, initialised_nvml
+from fsbarrier.host.accelerator_drivers import Accelerator, Device, Kind, devices, initialised_nvml
 from fsbarrier.retry import Backoff
 
 __all__ = ["Accelerator", "Held", "Released", "StillHeld", "detect", "wait_released"]

@@ -1,1 +1,0 @@
-"""This machine: its host, its addresses and network interfaces, its accelerators, the filesystems that it mounts."""
