@@ -18,9 +18,9 @@ from fsbarrier.node.job_runner import JobRunner, failure
 from fsbarrier.node.worker_program import program_name
 from fsbarrier.program import Command, Context, OpenRendezvous, PublishFile, ServeWeights, Steps, Value, Work
 from fsbarrier.protocol.state import Node, Part
+from fsbarrier.settings.sections import Settings
 
-WRITES_RESULT = "import json, sys; spec = json.load(open(sys.argv[1])); json.dump({'got': spec['n']}, open(spec['result'], 'w'))"from fsbarrier.settings.sections import Settings
-
+WRITES_RESULT = "import json, sys; spec = json.load(open(sys.argv[1])); json.dump({'got': spec['n']}, open(spec['result'], 'w'))"
 
 
 @pytest.fixture
@@ -37,7 +37,13 @@ def place(tmp_path: Path) -> Workplace:
 
 def context(*, newest: int = 1) -> Context:
     phase = SimpleNamespace(name="update", each=None, leader=None)
-    fields = {"phase": phase, "node_rank": 3, "generation": 1, "newest": lambda: newest, "settings": Settings()}
+    fields = {
+        "phase": phase,
+        "node_rank": 3,
+        "generation": 1,
+        "newest": lambda: newest,
+        "settings": Settings(),
+    }
     return cast(Context, SimpleNamespace(**fields))
 
 
