@@ -1,0 +1,548 @@
+"""Rows of the state machine's tests: what others have decided, in any stage, and a node that waits to take part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from core_builders import (
+    ASSIGN,
+    CLOSE,
+    FIRST,
+    MERGE,
+    NOW,
+    OPEN,
+    ROLL_OUT,
+    asked_to_stop,
+    at_row,
+    decided,
+    generation,
+    heard,
+    left_off,
+    rules,
+    seen,
+    sees,
+    started,
+    waiters,
+    waiting,
+)
+from core_cases import ENDED, NOBODY, Case, ends, entered, goes_along, lost, over, proposes
+
+from fsbarrier.protocol import machine
+from fsbarrier.protocol.membership import JOINING
+from fsbarrier.protocol.state import Action, Exit, Node, Note, Part, Recover, View
+
+TAKEN = "node 1 was started again on host1, process 7; this older one ends"
+HOLDING_ON = at_row(1, ROLL_OUT)
+STARTED_AGAIN = started(1, incarnation=2)
+
+ANY_STAGE = [
+    Case(
+        "a joining node whose rank was started again ends",
+        waiting(1),
+        sees(None, joins=STARTED_AGAIN),
+        machine.end_when_rank_is_taken,
+        ends(6, "left", TAKEN),
+        ENDED,
+    ),
+    Case(
+        "so does a member",
+        HOLDING_ON,
+        sees(joins=STARTED_AGAIN),
+        machine.end_when_rank_is_taken,
+        ends(6, "left", TAKEN),
+        ENDED,
+    ),
+    Case(
+        "a newer start that only its heartbeat's name tells of has no host",
+        HOLDING_ON,
+        sees(joins=started(1, incarnation=2, host="")),
+        machine.end_when_rank_is_taken,
+        ends(6, "left", "node 1 was started again elsewhere; this older one ends"),
+        ENDED,
+    ),
+    Case(
+        "it ends as the older one even where the run is over or a newer generation names it",
+        HOLDING_ON,
+        sees(over(), joins=STARTED_AGAIN),
+        machine.end_when_rank_is_taken,
+        ends(6, "left", TAKEN),
+        ENDED,
+    ),
+    Case("its own start is no newer one", HOLDING_ON, sees(joins=started(0, 1, 2)), None),
+    Case(
+        "an older start is no newer one",
+        replace(HOLDING_ON, incarnation=2, generation=generation(restarted={1: 2})),
+        sees(joins=started(1)),
+        None,
+    ),
+    Case(
+        "another rank's newer start is none of this rank",
+        HOLDING_ON,
+        sees(joins=started(7, incarnation=3)),
+        None,
+    ),
+    Case(
+        "a joining node ends with the run",
+        waiting(1),
+        sees(over(4, "given up")),
+        machine.end_with_the_run,
+        ends(4, "broken", "given up"),
+        ENDED,
+    ),
+    Case(
+        "a member ends with the run, stopped where nothing was wrong",
+        HOLDING_ON,
+        sees(over(0, "as ann asked")),
+        machine.end_with_the_run,
+        ends(0, "stopped", "as ann asked"),
+        ENDED,
+    ),
+    Case(
+        "a verdict that was there before this start is an earlier session's",
+        waiting(0, baseline=2),
+        sees(over(), joins=started(0, 1, 2)),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "a joining node goes into the generation that names it, whatever it did before",
+        waiting(1, for_s=50.0, met=True, baseline=3),
+        sees(generation(4, (1, 2), start=(3, ASSIGN), decisions={"merge": decided(2, {"a": 1})})),
+        machine.enter_newer_generation,
+        goes_along(generation(4, (1, 2), start=(3, ASSIGN), decisions={"merge": decided(2, {"a": 1})})),
+        entered(
+            1,
+            generation(4, (1, 2), start=(3, ASSIGN), decisions={"merge": decided(2, {"a": 1})}),
+            met=True,
+            baseline=3,
+        ),
+    ),
+    Case(
+        "a member goes along with a newer generation, and begins there with nothing in its hands",
+        at_row(
+            1,
+            MERGE,
+            Part.GATHER,
+            result={"a": 1},
+            work_s=3.0,
+            failed_since=NOW,
+            trouble_since=NOW - 1,
+            baseline=1,
+        ),
+        sees(generation(2, start=(1, ASSIGN))),
+        machine.enter_newer_generation,
+        goes_along(generation(2, start=(1, ASSIGN))),
+        entered(1, generation(2, start=(1, ASSIGN)), baseline=1),
+    ),
+    Case(
+        "a member that learns of a loss by the newer generation says so",
+        HOLDING_ON,
+        sees(generation(2, (0, 1), created_by=0), ledger=heard(seen(2, ago=5.0))),
+        machine.enter_newer_generation,
+        (
+            Note("node_lost", {"lost": [lost(2, "found by node 0", age=5.0)]}, at=HOLDING_ON),
+            *goes_along(generation(2, (0, 1))),
+        ),
+        entered(1, generation(2, (0, 1))),
+    ),
+    Case(
+        "it says nothing of a loss that it has noticed itself",
+        at_row(1, ROLL_OUT, trouble_since=NOW - 1),
+        sees(generation(2, (0, 1)), ledger=heard(seen(2, ago=16.0))),
+        machine.enter_newer_generation,
+        goes_along(generation(2, (0, 1))),
+        entered(1, generation(2, (0, 1))),
+    ),
+    Case(
+        "a generation that names its rank's older start does not name it",
+        waiting(1, incarnation=2),
+        sees(generation(2), joins=started(1, incarnation=2)),
+        machine.take_note_of_a_generation,
+        becomes={"baseline": 2},
+    ),
+    Case("the generation it is in is no newer one", HOLDING_ON, sees(FIRST), None),
+]
+
+ALL_HERE = waiters(0, 1, 2)
+#: of generation 1 all are gone; their next starts are here
+ALL_BACK = waiters(0, 1, 2, incarnation=2)
+
+
+def back(rank: int = 0, *, for_s: float = 1.0, **fields: Any) -> Node:
+    """The second start of a rank of generation 1."""
+    return waiting(rank, for_s=for_s, **{"incarnation": 2, "baseline": 1, **fields})
+
+
+def goes_on(**fields: Any) -> View:
+    """What the second starts see once they know where generation 1 left the run."""
+    return sees(FIRST, **{**ALL_BACK, "recovered": left_off(2, ROLL_OUT, of=1), **fields})
+
+
+def first(number: int = 1, ranks: tuple[int, ...] = (0, 1, 2), **fields: Any) -> tuple[Action, ...]:
+    return proposes(number, ranks, **fields)
+
+
+NOTHING_TO_DO = Exit(
+    0, "finished", "the run has already done its 3 iterations; a larger --iterations goes on"
+)
+UP_TO_3 = started(0, 1, 2, incarnation=2, until=3)
+
+JOINING_ROWS = [
+    Case(
+        "a generation that was formed without this node is one to wait for",
+        waiting(2),
+        sees(generation(1, (0, 1)), joins=started(0, 1, 2)),
+        machine.take_note_of_a_generation,
+        becomes={"baseline": 1},
+    ),
+    Case(
+        "once only",
+        waiting(2, baseline=1),
+        sees(generation(1, (0, 1)), joins=started(0, 1, 2)),
+        machine.wait_to_be_admitted,
+        becomes={"met": True},
+    ),
+    Case(
+        "a stop ends who waits, also before there is any generation",
+        waiting(1),
+        sees(None, stop=asked_to_stop()),
+        machine.stop_before_the_start,
+        ends(0, "stopped", "stopped before it began, as ann@host9 asked"),
+        ENDED,
+    ),
+    Case(
+        "and before it is admitted to one",
+        back(1),
+        sees(stop=asked_to_stop(now=True)),
+        machine.stop_before_the_start,
+        ends(0, "stopped", "stopped before it began, as ann@host9 asked"),
+        ENDED,
+    ),
+    Case(
+        "the newest generation lives: wait, and remember whether one of its nodes was seen to move",
+        back(1),
+        sees(),
+        machine.wait_to_be_admitted,
+        becomes={"met": True},
+    ),
+    Case(
+        "a heartbeat that lies about is none that moves",
+        back(1),
+        sees(ledger=heard(seen(0, moved=False), seen(2, moved=False))),
+        machine.wait_to_be_admitted,
+    ),
+    Case(
+        "of its own rank's old start no move counts",
+        back(1),
+        sees(ledger=heard(seen(0, moved=False), seen(2, moved=False), seen(1))),
+        machine.wait_to_be_admitted,
+    ),
+    Case("one seen at work is enough, once", back(1, met=True), sees(), machine.wait_to_be_admitted),
+    Case(
+        "one living member is enough",
+        back(1),
+        sees(ledger=heard(seen(0, ago=15.0), seen(2, ago=14.9))),
+        machine.wait_to_be_admitted,
+        becomes={"met": True},
+    ),
+    Case(
+        "members never seen may live, until this node has looked for them for dead_s",
+        back(1, for_s=14.9),
+        sees(ledger=NOBODY),
+        machine.wait_to_be_admitted,
+    ),
+    Case(
+        "then they do not",
+        back(1, for_s=15.0),
+        sees(ledger=NOBODY),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "when the last was heard dead_s ago, nobody lives",
+        back(1),
+        sees(ledger=heard(seen(0, ago=15.0), seen(2, ago=15.0))),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "members that are through with the run admit nobody",
+        back(1),
+        sees(ledger=heard(seen(0, state="stopped"), seen(2, state="finished"))),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "a node that waited for a generation which has finished ends too",
+        back(1, met=True),
+        sees(generation(1, until=5), ledger=heard(seen(0, state="stopped"), seen(2, state="finished"))),
+        machine.end_when_too_late,
+        (Exit(0, "finished", "the run has already done its 5 iterations; a larger --iterations goes on"),),
+        ENDED,
+    ),
+    Case(
+        "not one that never saw it at work",
+        back(1),
+        sees(generation(1, until=5), ledger=heard(seen(0, state="finished"), seen(2, state="finished"))),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "not where it ended otherwise",
+        back(1, met=True),
+        sees(ledger=heard(seen(0, state="stopped"), seen(2, state="broken"))),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "its own rank's old start does not speak for the others",
+        back(1, met=True),
+        sees(ledger=heard(seen(0, state="stopped"), seen(1, state="finished"), seen(2, state="stopped"))),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "the first of all looks too whether anything was left",
+        waiting(0),
+        sees(None, **ALL_HERE),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "what an older generation left is not what the newest did",
+        back(0),
+        goes_on(recovered=left_off(2, ROLL_OUT, of=0)),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "what was read more than suspect_s ago is read anew",
+        back(0),
+        goes_on(recovered=left_off(2, ROLL_OUT, of=1, ago=6.1)),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "what was read suspect_s ago serves",
+        back(0),
+        goes_on(recovered=left_off(2, ROLL_OUT, of=1, ago=6.0, sealed=False)),
+        machine.seal_the_old_generation,
+        (Recover(for_good=True),),
+    ),
+    Case(
+        "a run that is done needs no others to be here",
+        back(0),
+        goes_on(joins=UP_TO_3, ledger=NOBODY, recovered=left_off(4, OPEN, of=1)),
+        machine.end_when_all_is_done,
+        (NOTHING_TO_DO,),
+        ENDED,
+    ),
+    Case(
+        "in the last iteration it is not done",
+        back(0),
+        goes_on(joins=UP_TO_3, ledger=NOBODY, recovered=left_off(3, CLOSE, of=1)),
+        machine.wait_for_all_nodes,
+    ),
+    Case(
+        "an endless one is never",
+        back(0),
+        goes_on(ledger=NOBODY, recovered=left_off(40, OPEN, of=1)),
+        machine.wait_for_all_nodes,
+    ),
+    Case(
+        "how far it is meant to go says node 0, and not what is left of its last start",
+        back(1),
+        goes_on(
+            joins={**UP_TO_3, **started(0, until=3)},
+            ledger=heard(seen(0, ago=15.0), ranks=()),
+            recovered=left_off(4, OPEN, of=1),
+        ),
+        machine.wait_for_all_nodes,
+    ),
+    Case(
+        "whether it is done is asked of the slice that node 0 was started for",
+        back(0),
+        goes_on(
+            joins=started(0, 1, 2, incarnation=2, until=1, choices={"rl_phase": "update"}),
+            ledger=NOBODY,
+            recovered=left_off(2, OPEN, of=1, decisions={"merge": decided(1, {}), "publish": decided(1, {})}),
+        ),
+        machine.end_when_all_is_done,
+        (Exit(0, "finished", "the run has already done its 1 iterations; a larger --iterations goes on"),),
+        ENDED,
+    ),
+    Case(
+        "the update of an iteration whose rollouts alone are done is not",
+        back(0),
+        goes_on(
+            joins=started(0, 1, 2, incarnation=2, until=1, choices={"rl_phase": "update"}),
+            ledger=NOBODY,
+            recovered=left_off(2, OPEN, of=1, decisions={"merge": decided(1, {})}),
+        ),
+        machine.wait_for_all_nodes,
+    ),
+    Case(
+        "one is missing, and there is time",
+        waiting(0, for_s=59.9),
+        sees(None, **waiters(0, 1), recovered=left_off()),
+        machine.wait_for_all_nodes,
+    ),
+    Case(
+        "the time is over, and two of three are enough",
+        waiting(0, for_s=60.0),
+        sees(None, **waiters(0, 1), recovered=left_off()),
+        machine.form_a_generation,
+        first(ranks=(0, 1)),
+        rules=rules(min_nodes=2),
+    ),
+    Case(
+        "two are too few where three are the least",
+        waiting(0, for_s=60.0),
+        sees(None, **waiters(0, 1), recovered=left_off()),
+        machine.give_up_waiting,
+        ends(5, "left", "waited 60 s for node 2 (never seen); 2 of 3 nodes are here"),
+        ENDED,
+        rules=rules(min_nodes=3),
+    ),
+    Case(
+        "where a run waits for the lost, all must be there to begin",
+        back(0, for_s=61.0),
+        sees(
+            FIRST,
+            joins=started(0, 1, 2, incarnation=2),
+            ledger=heard(
+                seen(1, ago=20.0, at=(2, MERGE)), seen(2, ago=30.0, incarnation=2, state="joining"), ranks=()
+            ),
+            recovered=left_off(of=1),
+        ),
+        machine.give_up_waiting,
+        ends(
+            5,
+            "left",
+            "waited 61 s for node 1 (host1, in merge, last heartbeat 20 s ago), "
+            "node 2 (host2, joining, last heartbeat 30 s ago); 1 of 3 nodes are here",
+        ),
+        ENDED,
+        rules=rules(on_node_failure="wait"),
+    ),
+    Case(
+        "with all here, node 0 forms the generation at once",
+        waiting(0, for_s=0.0),
+        sees(None, **ALL_HERE, recovered=left_off()),
+        machine.form_a_generation,
+        first(),
+    ),
+    Case(
+        "node 1 lets it go first, for stagger_s and dead_s",
+        waiting(1, for_s=18.9),
+        sees(None, **ALL_HERE, recovered=left_off()),
+        machine.let_lower_ranks_go_first,
+    ),
+    Case(
+        "and no longer",
+        waiting(1, for_s=19.0),
+        sees(None, **ALL_HERE, recovered=left_off()),
+        machine.form_a_generation,
+        first(created_by=1),
+    ),
+    Case(
+        "node 2 waits for each of the two below it",
+        waiting(2, for_s=22.9),
+        sees(None, **ALL_HERE, recovered=left_off()),
+        machine.let_lower_ranks_go_first,
+    ),
+    Case(
+        "and goes when both have had their turn",
+        waiting(2, for_s=23.0),
+        sees(None, **ALL_HERE, recovered=left_off()),
+        machine.form_a_generation,
+        first(created_by=2),
+    ),
+    Case(
+        "turns are counted from the end of the waiting for those who never came",
+        waiting(2, for_s=78.9),
+        sees(None, **waiters(0, 2), recovered=left_off()),
+        machine.let_lower_ranks_go_first,
+    ),
+    Case(
+        "then it goes on",
+        waiting(2, for_s=79.0),
+        sees(None, **waiters(0, 2), recovered=left_off()),
+        machine.form_a_generation,
+        first(ranks=(0, 2), created_by=2),
+    ),
+    Case(
+        "the lowest of those here is first, whatever its rank",
+        waiting(1, for_s=60.0),
+        sees(None, **waiters(1, 2), recovered=left_off()),
+        machine.form_a_generation,
+        first(ranks=(1, 2), created_by=1),
+    ),
+    Case(
+        "the old generation is ended for good before the next is proposed",
+        back(0),
+        goes_on(recovered=left_off(2, ROLL_OUT, of=1, sealed=False)),
+        machine.seal_the_old_generation,
+        (Recover(for_good=True),),
+    ),
+    Case(
+        "then the run goes on from where it was left, with what was decided and what node 0 was started with",
+        back(0),
+        goes_on(
+            joins={**ALL_BACK["joins"], **started(0, incarnation=2, until=7, choices={"a": "b"})},
+            recovered=left_off(
+                2, ASSIGN, of=1, decisions={"merge": decided(1, {"n": 1}), "assign": decided(2, {})}
+            ),
+        ),
+        machine.form_a_generation,
+        first(
+            2,
+            start=(2, ASSIGN),
+            reason="start again",
+            restarted={0: 2, 1: 2, 2: 2},
+            decisions={"merge": decided(1, {"n": 1})},
+            until=7,
+            choices={"a": "b"},
+        ),
+    ),
+    Case(
+        "a number whose record nobody can read is not used again",
+        waiting(0),
+        sees(None, **ALL_HERE, recovered=left_off(), void=3),
+        machine.form_a_generation,
+        first(4, reason="start again"),
+    ),
+    Case(
+        "nor is one that ended before this start",
+        waiting(0, baseline=2),
+        sees(None, **ALL_HERE, recovered=left_off()),
+        machine.form_a_generation,
+        first(3, reason="start again"),
+    ),
+    Case(
+        "a run that is done as far as those know who came is not begun",
+        back(1, for_s=60.0),
+        goes_on(
+            **{
+                **waiters(1, 2, incarnation=2),
+                "joins": {**started(0), **started(1, 2, incarnation=2, until=3)},
+                "recovered": left_off(4, OPEN, of=1),
+            }
+        ),
+        machine.form_a_generation,
+        (NOTHING_TO_DO,),
+        ENDED,
+    ),
+    Case(
+        "one that beats as a member does not wait to be taken in",
+        waiting(0),
+        sees(
+            None,
+            joins=started(0, 1, 2),
+            ledger=heard(seen(1, state=JOINING), seen(2), ranks=()),
+            recovered=left_off(),
+        ),
+        machine.wait_for_all_nodes,
+    ),
+]

@@ -1,0 +1,819 @@
+"""Rows of the state machine's tests: a node in a generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from core_builders import (
+    ASSIGN,
+    CLOSE,
+    MERGE,
+    NOW,
+    OPEN,
+    PROBE,
+    PUBLISH,
+    ROLL_OUT,
+    UPDATE,
+    asked_to_stop,
+    at_row,
+    decided,
+    done,
+    failed,
+    generation,
+    heard,
+    rules,
+    seen,
+    sees,
+    started,
+    worked,
+)
+from core_cases import ENDED, Case, is_lost, lost, node_lost, place, proposes
+
+from fsbarrier.protocol import machine
+from fsbarrier.protocol.facts import SEALED, Fact, Position, Verdict
+from fsbarrier.protocol.membership import JOINING
+from fsbarrier.protocol.state import (
+    Action,
+    Announce,
+    CancelWork,
+    Entered,
+    Exit,
+    Launch,
+    Node,
+    Note,
+    Part,
+    Publish,
+    Stage,
+    View,
+)
+
+SEAL = Fact(2, 1, SEALED)
+LEFT_BEHIND = Note("left_generation", {"newest": 2, "reason": "start"})
+ALL = frozenset({0, 1, 2})
+
+
+def passes(name: str, node: Node, view: View, *asks: Action, becomes: Mapping[str, Any]) -> Case:
+    """A row in which the node leaves the one it was in: the journal is told so, also where the iteration ends with it."""
+    then = replace(node, **becomes)
+    there = replace(then, position=node.position)
+    told = [Note("phase_finished", at=there)]
+    if then.stage is Stage.ENDED or then.position.iteration > node.position.iteration:
+        told.append(Note("iteration_finished", at=there))
+    if then.stage is Stage.RUNNING:
+        told.append(Entered(then.position, node.generation))
+    return Case(name, node, view, machine.release, (*told, *asks), becomes)
+
+
+def publishes(rank: int, value: dict[str, Any] | None = None, work_s: float = 0.0) -> tuple[Action, ...]:
+    return (Publish(done(rank, value, work_s)),)
+
+
+def released(value: dict[str, Any] | None = None, **fields: Any) -> View:
+    """What a node sees of a row in which all are done and the leader has decided `value`."""
+    return sees(**{"arrived": ALL, "leaders_fact": done(0, value), **fields})
+
+
+HERE = at_row(1, ROLL_OUT, Part.ANNOUNCED)
+STOPPED = Verdict(0, "stopped at once, as ann@host9 asked")
+AT_START = Verdict(0, "stopped before iteration 2, as ann@host9 asked")
+ROLLED_OUT_ONLY = generation(choices={"rl_phase": "rollout"})
+UPDATES_ONLY = generation(choices={"rl_phase": "update"}, start=(1, PROBE))
+
+RUNNING_ROWS = [
+    Case(
+        "the others went on without this node: it comes back as its next start",
+        at_row(1, ROLL_OUT, result={"a": 1}, decisions={"assign": decided(1, {})}, trouble_since=NOW),
+        sees(generation(2, (0, 2))),
+        machine.rejoin_when_left_behind,
+        (CancelWork(), LEFT_BEHIND, Announce(2)),
+        Node(1, 2, NOW, "host1", baseline=2, met=True),
+    ),
+    Case(
+        "the same where they took in another start of its rank",
+        at_row(1, ROLL_OUT),
+        sees(generation(2, restarted={1: 2})),
+        machine.rejoin_when_left_behind,
+        (CancelWork(), LEFT_BEHIND, Announce(2)),
+        Node(1, 2, NOW, "host1", baseline=2, met=True),
+    ),
+    Case(
+        "who is in the newest generation is not left behind",
+        at_row(1, ROLL_OUT),
+        sees(generation(1, (0, 2))),
+        None,
+    ),
+    # --- stops
+    Case(
+        "a stop at once is decided in any row, by whoever sees it",
+        at_row(2, ROLL_OUT),
+        sees(stop=asked_to_stop(now=True)),
+        machine.stop_when_asked,
+        proposes(2, start=(1, ASSIGN), reason=STOPPED.reason, verdict=STOPPED, created_by=2),
+    ),
+    Case(
+        "one at the next safe point where an iteration starts",
+        at_row(1, OPEN, Part.NONE, iteration=2),
+        sees(stop=asked_to_stop()),
+        machine.stop_when_asked,
+        proposes(2, start=(2, OPEN), reason=AT_START.reason, verdict=AT_START, created_by=1),
+    ),
+    Case("and not within one", at_row(1, ROLL_OUT, iteration=2), sees(stop=asked_to_stop()), None),
+    Case("not in its last row", at_row(1, CLOSE, Part.ANNOUNCED), sees(stop=asked_to_stop()), None),
+    Case(
+        "where only updates are run, an iteration starts in the slice's first row",
+        at_row(1, PROBE, iteration=2, generation=UPDATES_ONLY),
+        sees(UPDATES_ONLY, stop=asked_to_stop()),
+        machine.stop_when_asked,
+        proposes(
+            2,
+            start=(2, PROBE),
+            reason=AT_START.reason,
+            verdict=AT_START,
+            choices={"rl_phase": "update"},
+            created_by=1,
+        ),
+    ),
+    Case(
+        "the slice may also be the run's own",
+        at_row(1, PROBE, iteration=2),
+        sees(stop=asked_to_stop()),
+        machine.stop_when_asked,
+        proposes(2, start=(2, PROBE), reason=AT_START.reason, verdict=AT_START, created_by=1),
+        rules=rules(slice="update"),
+    ),
+    Case(
+        "the middle of a whole iteration is none",
+        at_row(1, PROBE, iteration=2),
+        sees(stop=asked_to_stop()),
+        None,
+    ),
+    Case(
+        "a stop comes before the next row",
+        at_row(1, OPEN, Part.ANNOUNCED, iteration=2),
+        released(stop=asked_to_stop()),
+        machine.stop_when_asked,
+        proposes(2, start=(2, OPEN), reason=AT_START.reason, verdict=AT_START, created_by=1),
+    ),
+    # --- a seal
+    Case(
+        "behind a seal the lowest rank goes on at once",
+        at_row(0, ROLL_OUT, Part.ANNOUNCED, generation=generation(attempt=1)),
+        sees(leaders_fact=SEAL, arrived=ALL),
+        machine.go_on_behind_a_seal,
+        proposes(2, start=(1, ASSIGN), reason="node 2 ended the one before", attempt=1),
+        {"trouble_since": NOW},
+    ),
+    Case(
+        "the others leave that to it",
+        at_row(1, ROLL_OUT, Part.ANNOUNCED),
+        sees(leaders_fact=SEAL, arrived=ALL),
+        None,
+    ),
+    Case(
+        "one that thought that something was wrong for as long as its turn takes goes on too",
+        at_row(1, ROLL_OUT, Part.ANNOUNCED, trouble_since=NOW - 4.0),
+        sees(leaders_fact=SEAL),
+        machine.go_on_behind_a_seal,
+        proposes(2, start=(1, ASSIGN), reason="node 2 ended the one before", created_by=1),
+    ),
+    Case(
+        "a member that is lost at a seal is a loss first",
+        at_row(0, ROLL_OUT, Part.ANNOUNCED, trouble_since=NOW),
+        sees(leaders_fact=SEAL, arrived=ALL, ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
+    ),
+    # --- on to the next row
+    passes(
+        "all are done, and the leader has decided: on to the next row, with its decision",
+        at_row(1, ASSIGN, Part.ANNOUNCED, result={"old": 1}, work_s=3.0, trouble_since=NOW),
+        released({"share": [1]}),
+        Launch(Part.EACH),
+        becomes={
+            "position": Position(1, ROLL_OUT),
+            "part": Part.EACH,
+            "result": {},
+            "work_s": 0.0,
+            "decisions": {"assign": decided(1, {"share": [1]})},
+            "trouble_since": None,
+        },
+    ),
+    passes(
+        "an empty decision is none",
+        at_row(1, ASSIGN, Part.ANNOUNCED),
+        released(),
+        Launch(Part.EACH),
+        becomes={"position": Position(1, ROLL_OUT), "part": Part.EACH},
+    ),
+    passes(
+        "what a transient row gives is none either",
+        at_row(1, PROBE, Part.ANNOUNCED),
+        released({"reached": 1}),
+        Launch(Part.EACH),
+        becomes={"position": Position(1, UPDATE), "part": Part.EACH},
+    ),
+    passes(
+        "a later decision keeps the one before below it",
+        at_row(1, MERGE, Part.ANNOUNCED, iteration=2, decisions={"merge": decided(1, {"n": 1})}),
+        released({"n": 2}),
+        Launch(Part.EACH),
+        becomes={
+            "position": Position(2, PROBE),
+            "part": Part.EACH,
+            "decisions": {"merge": decided(2, {"n": 2}, before=(1, {"n": 1}))},
+        },
+    ),
+    passes(
+        "into a row of the leader's, the leader goes to do it",
+        at_row(0, OPEN, Part.ANNOUNCED),
+        released(),
+        becomes={"position": Position(1, ASSIGN), "part": Part.GATHER},
+    ),
+    passes(
+        "and the others have done all that they have to do there",
+        at_row(1, OPEN, Part.ANNOUNCED),
+        released(),
+        *publishes(1),
+        becomes={"position": Position(1, ASSIGN)},
+    ),
+    passes(
+        "into a row without work goes everybody so",
+        at_row(0, PUBLISH, Part.ANNOUNCED),
+        released(),
+        *publishes(0),
+        becomes={"position": Position(1, CLOSE)},
+    ),
+    passes(
+        "the last row leads into the next iteration, which is not begun at once",
+        at_row(1, CLOSE, Part.ANNOUNCED),
+        released(),
+        becomes={"position": Position(2, OPEN), "part": Part.NONE},
+    ),
+    passes(
+        "in the last iteration but one too",
+        at_row(1, CLOSE, Part.ANNOUNCED, iteration=2, generation=generation(until=3)),
+        released(),
+        becomes={"position": Position(3, OPEN), "part": Part.NONE},
+    ),
+    passes(
+        "the last row of the last iteration ends the run for this node",
+        at_row(1, CLOSE, Part.ANNOUNCED, iteration=3, generation=generation(until=3)),
+        released({"n": 3}),
+        Exit(0, "finished", "3 iterations are done"),
+        becomes={"stage": Stage.ENDED, "decisions": {"close": decided(3, {"n": 3})}},
+    ),
+    passes(
+        "a run that is already beyond it ends there too",
+        at_row(1, CLOSE, Part.ANNOUNCED, iteration=3, generation=generation(until=2)),
+        released(),
+        Exit(0, "finished", "3 iterations are done"),
+        becomes=ENDED,
+    ),
+    passes(
+        "not any other row of the last iteration",
+        at_row(1, PUBLISH, Part.ANNOUNCED, iteration=3, generation=generation(until=3)),
+        released(),
+        *publishes(1),
+        becomes={"position": Position(3, CLOSE)},
+    ),
+    passes(
+        "a slice ends the iteration in its own last row",
+        at_row(1, MERGE, Part.ANNOUNCED, generation=ROLLED_OUT_ONLY),
+        released(),
+        becomes={"position": Position(2, OPEN), "part": Part.NONE},
+    ),
+    passes(
+        "a later slice begins the next one in its own first row",
+        at_row(1, CLOSE, Part.ANNOUNCED, generation=UPDATES_ONLY),
+        released(),
+        becomes={"position": Position(2, PROBE), "part": Part.NONE},
+    ),
+    Case("one member is not there yet", HERE, released(arrived=frozenset({0, 1})), None),
+    Case("a stranger is no member", HERE, released(arrived=frozenset({0, 1, 7})), None),
+    Case("the leader's fact is not there yet", HERE, sees(arrived=ALL), None),
+    Case("where a seal is in its stead, nobody passes", HERE, sees(arrived=ALL, leaders_fact=SEAL), None),
+    Case("who is not done itself does not pass", at_row(1, ROLL_OUT), released(), None),
+    passes(
+        "a barrier that all have reached is passed, however silent its members",
+        HERE,
+        released(ledger=heard(seen(0, ago=99.0), seen(2, ago=99.0))),
+        Launch(Part.EACH),
+        becomes={"position": Position(1, MERGE), "part": Part.EACH},
+    ),
+    # --- a group's own wish for the next generation
+    Case(
+        "a group is formed anew of the living when its caller asks, by anybody",
+        at_row(1, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.regroup_when_asked,
+        proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2), created_by=1),
+        rules=rules(on_node_failure="hold", regroup=1),
+    ),
+    Case(
+        "nobody need be lost for that, and who waits is taken in",
+        at_row(2, ROLL_OUT),
+        sees(joins=started(0, 1, 2, 3), ledger=heard(seen(3, state=JOINING))),
+        machine.regroup_when_asked,
+        proposes(2, (0, 1, 2, 3), start=(1, ASSIGN), reason="regroup", created_by=2),
+        rules=rules(on_node_failure="hold", regroup=1),
+    ),
+    Case(
+        "a member that was started again and waits takes its old start's place",
+        at_row(0, ROLL_OUT),
+        sees(
+            joins=started(0, 1) | started(2, incarnation=2),
+            ledger=heard(seen(2, incarnation=2, state=JOINING)),
+        ),
+        machine.regroup_when_asked,
+        proposes(2, start=(1, ASSIGN), restarted={2: 2}, reason=is_lost(2, "restarted as incarnation 2")),
+        rules=rules(on_node_failure="hold", regroup=1),
+    ),
+    Case(
+        "one that was started again and was not heard yet is given a moment",
+        at_row(0, ROLL_OUT),
+        sees(joins=started(0, 1) | started(2, incarnation=2), ledger=heard()),
+        machine.regroup_when_asked,
+        becomes={"trouble_since": NOW},
+        rules=rules(on_node_failure="hold", regroup=1),
+    ),
+    Case(
+        "the moment is stagger_s long",
+        at_row(0, ROLL_OUT, trouble_since=NOW - 3.9),
+        sees(joins=started(0, 1) | started(2, incarnation=2), ledger=heard()),
+        machine.regroup_when_asked,
+        rules=rules(on_node_failure="hold", regroup=1),
+    ),
+    Case(
+        "then they go on without it",
+        at_row(0, ROLL_OUT, trouble_since=NOW - 4.0),
+        sees(joins=started(0, 1) | started(2, incarnation=2), ledger=heard()),
+        machine.regroup_when_asked,
+        proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2, "restarted as incarnation 2")),
+        rules=rules(on_node_failure="hold", regroup=1),
+    ),
+    Case(
+        "a wish for the end of an earlier generation is fulfilled",
+        at_row(0, ROLL_OUT, generation=generation(2)),
+        sees(generation(2)),
+        None,
+        rules=rules(on_node_failure="hold", regroup=1),
+    ),
+    Case(
+        "a group whose caller asks for nothing holds after a loss",
+        at_row(0, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=99.0))),
+        None,
+        rules=rules(on_node_failure="hold"),
+    ),
+    # --- a failed program
+    Case(
+        "a member's program failed: end what this node does of this attempt",
+        at_row(0, ROLL_OUT),
+        sees(failed=failed(1)),
+        machine.end_work_after_a_failure,
+        (CancelWork(),),
+        {"failed_since": NOW},
+    ),
+    Case(
+        "not before it is clear whether a node was lost by it",
+        at_row(0, ROLL_OUT, trouble_since=NOW),
+        sees(failed=failed(1), ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
+    ),
+    Case(
+        "once all were heard a beat later, the lowest rank has it tried again",
+        at_row(
+            0, ROLL_OUT, failed_since=NOW - 2.1, decisions={"assign": decided(1, {}), "merge": decided(0, {})}
+        ),
+        sees(failed=failed(1)),
+        machine.try_again_after_a_failure,
+        proposes(
+            2,
+            start=(1, ASSIGN),
+            reason=f"again: node 1 (host1), {place(ROLL_OUT)}: no memory",
+            attempt=1,
+            decisions={"merge": decided(0, {})},
+        ),
+        {"trouble_since": NOW},
+    ),
+    Case(
+        "a beat later, and not as the failure was seen",
+        at_row(0, ROLL_OUT, failed_since=NOW - 2.0),
+        sees(failed=failed(1)),
+        None,
+    ),
+    Case(
+        "all, not most",
+        at_row(0, ROLL_OUT, failed_since=NOW - 9.0),
+        sees(failed=failed(1), ledger=heard(seen(2, ago=7.5))),
+        None,
+    ),
+    Case(
+        "this node itself need not be heard",
+        at_row(0, ROLL_OUT, failed_since=NOW - 2.1),
+        sees(failed=failed(0), ledger=heard(seen(0, ago=50.0))),
+        machine.try_again_after_a_failure,
+        proposes(
+            2, start=(1, ASSIGN), reason=f"again: node 0 (host0), {place(ROLL_OUT)}: no memory", attempt=1
+        ),
+        {"trouble_since": NOW},
+    ),
+    Case(
+        "a higher rank leaves it to the lowest",
+        at_row(1, ROLL_OUT, failed_since=NOW - 9.0),
+        sees(failed=failed(1)),
+        None,
+    ),
+    Case(
+        "the last retry is one more try",
+        at_row(0, ROLL_OUT, failed_since=NOW - 9.0, generation=generation(attempt=1)),
+        sees(failed=failed(1)),
+        machine.try_again_after_a_failure,
+        proposes(
+            2, start=(1, ASSIGN), reason=f"again: node 1 (host1), {place(ROLL_OUT)}: no memory", attempt=2
+        ),
+        {"trouble_since": NOW},
+    ),
+    Case(
+        "after the last retry the run ends, with what the program said last",
+        at_row(0, ROLL_OUT, failed_since=NOW - 9.0, generation=generation(attempt=2)),
+        sees(failed=failed(1, log=("one", "two"))),
+        machine.try_again_after_a_failure,
+        proposes(
+            2,
+            start=(1, ASSIGN),
+            reason="program failed",
+            verdict=Verdict(
+                4,
+                f"node 1 (host1), {place(ROLL_OUT)}: no memory; given up after 3 attempts\n  | one\n  | two",
+            ),
+        ),
+        {"trouble_since": NOW},
+    ),
+    Case(
+        "tries are counted anew in the next iteration",
+        at_row(0, ROLL_OUT, failed_since=NOW - 9.0, iteration=2, generation=generation(attempt=2)),
+        sees(failed=failed(1)),
+        machine.try_again_after_a_failure,
+        proposes(
+            2, start=(2, ASSIGN), reason=f"again: node 1 (host1), {place(ROLL_OUT, 2)}: no memory", attempt=1
+        ),
+        {"trouble_since": NOW},
+    ),
+    # --- a lost node
+    Case(
+        "who seemed to be lost was heard again: nothing is the matter",
+        at_row(1, ROLL_OUT, trouble_since=NOW - 1.0),
+        sees(),
+        machine.forget_a_false_alarm,
+        becomes={"trouble_since": None},
+    ),
+    Case(
+        "one second before dead_s nobody is lost",
+        at_row(0, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=14.0))),
+        None,
+    ),
+    Case(
+        "silence counts up to the last look at heartbeats, and not to now",
+        at_row(0, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=15.0), looked_at=NOW - 0.1)),
+        None,
+    ),
+    Case(
+        "a loss is noted, and the lowest rank proposes that the others go on",
+        at_row(0, ROLL_OUT, decisions={"open": decided(1, {}), "assign": decided(1, {})}),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        (
+            node_lost(lost(2, "no heartbeat for 15.0 s", age=15.0)),
+            *proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2), decisions={"open": decided(1, {})}),
+        ),
+        {"trouble_since": NOW},
+    ),
+    Case(
+        "a higher rank notes it too, and lets the lower ones go first",
+        at_row(1, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        (node_lost(lost(2, "no heartbeat for 15.0 s", age=15.0)),),
+        {"trouble_since": NOW},
+    ),
+    Case(
+        "until stagger_s is over it goes on with its own work",
+        at_row(1, ROLL_OUT, trouble_since=NOW - 3.9),
+        sees(ledger=heard(seen(2, ago=15.0)), work=worked(Part.EACH, {"n": 1})),
+        machine.finish_the_work,
+        publishes(1, {"n": 1}, 2.0),
+        {"part": Part.ANNOUNCED, "result": {"n": 1}, "work_s": 2.0},
+    ),
+    Case(
+        "then it is its turn",
+        at_row(1, ROLL_OUT, trouble_since=NOW - 4.0),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2), created_by=1),
+    ),
+    Case(
+        "the third waits for two turns",
+        at_row(2, ROLL_OUT, trouble_since=NOW - 7.9, generation=generation(ranks=(0, 1, 2, 3))),
+        sees(generation(ranks=(0, 1, 2, 3)), ledger=heard(seen(3, ago=15.0))),
+        None,
+    ),
+    Case(
+        "then it is its turn as well",
+        at_row(2, ROLL_OUT, trouble_since=NOW - 8.0, generation=generation(ranks=(0, 1, 2, 3))),
+        sees(generation(ranks=(0, 1, 2, 3)), ledger=heard(seen(3, ago=15.0))),
+        machine.shrink_after_a_loss,
+        proposes(2, (0, 1, 2), start=(1, ASSIGN), reason=is_lost(3), created_by=2),
+    ),
+    Case(
+        "a rank below it that is lost itself has no turn; the next lowest leads",
+        at_row(1, ROLL_OUT, generation=generation(attempt=2)),
+        sees(ledger=heard(seen(0, ago=15.0))),
+        machine.shrink_after_a_loss,
+        (
+            node_lost(lost(0, "no heartbeat for 15.0 s", age=15.0)),
+            *proposes(2, (1, 2), start=(1, ASSIGN), reason=is_lost(0), created_by=1, attempt=2),
+        ),
+        {"trouble_since": NOW},
+    ),
+    Case(
+        "the tries of an earlier iteration do not go along",
+        at_row(0, UPDATE, iteration=2, trouble_since=NOW, generation=generation(attempt=2)),
+        sees(ledger=heard(seen(2, state="left"))),
+        machine.shrink_after_a_loss,
+        proposes(
+            2,
+            (0, 1),
+            start=(2, PROBE),
+            reason=f"node 2 (host2) is lost: it was stopped by hand or ended in an error; last in {place(UPDATE, 2)}",
+        ),
+    ),
+    Case(
+        "those who are left are just enough",
+        at_row(0, ROLL_OUT, trouble_since=NOW),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
+        rules=rules(min_nodes=2),
+    ),
+    Case(
+        "those who are left are too few: the run ends",
+        at_row(0, ROLL_OUT, trouble_since=NOW),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        proposes(
+            2,
+            (0, 1),
+            start=(1, ASSIGN),
+            reason=is_lost(2),
+            verdict=Verdict(5, f"{is_lost(2)}; 2 left, --min-nodes is 3"),
+        ),
+        rules=rules(min_nodes=3),
+    ),
+    Case(
+        "with `abort` a loss ends the run",
+        at_row(0, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.abort_after_a_loss,
+        (
+            node_lost(lost(2, "no heartbeat for 15.0 s", age=15.0)),
+            *proposes(
+                2,
+                (0, 1),
+                start=(1, ASSIGN),
+                reason=is_lost(2),
+                verdict=Verdict(5, f"{is_lost(2)}; --on-node-failure abort ends the run"),
+            ),
+        ),
+        {"trouble_since": NOW},
+        rules=rules(on_node_failure="abort"),
+    ),
+    Case(
+        "with `wait` it is noted, and the barrier holds",
+        at_row(0, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.wait_for_the_lost,
+        (node_lost(lost(2, "no heartbeat for 15.0 s", age=15.0), waiting=True),),
+        {"trouble_since": NOW},
+        rules=rules(on_node_failure="wait"),
+    ),
+    Case(
+        "it holds until rejoin_timeout_s is over",
+        at_row(0, ROLL_OUT, trouble_since=NOW - 89.9),
+        sees(ledger=heard(seen(2, ago=99.0))),
+        None,
+        rules=rules(on_node_failure="wait"),
+    ),
+    Case(
+        "then the run ends",
+        at_row(0, ROLL_OUT, trouble_since=NOW - 90.0),
+        sees(ledger=heard(seen(2, ago=99.0))),
+        machine.wait_for_the_lost,
+        proposes(
+            2,
+            (0, 1),
+            start=(1, ASSIGN),
+            reason=is_lost(2, "no heartbeat for 99.0 s"),
+            verdict=Verdict(5, f"{is_lost(2, 'no heartbeat for 99.0 s')}; not back within 90 s"),
+        ),
+        rules=rules(on_node_failure="wait"),
+    ),
+    Case(
+        "it goes on with all once the lost one waits to be taken in",
+        at_row(0, ROLL_OUT, trouble_since=NOW - 20.0),
+        sees(joins=started(2, incarnation=2), ledger=heard(seen(2, incarnation=2, state=JOINING))),
+        machine.wait_for_the_lost,
+        proposes(2, start=(1, ASSIGN), restarted={2: 2}, reason=is_lost(2, "restarted as incarnation 2")),
+        rules=rules(on_node_failure="wait"),
+    ),
+    Case(
+        "not while another is still missing",
+        at_row(0, ROLL_OUT, trouble_since=NOW - 20.0),
+        sees(
+            joins=started(2, incarnation=2),
+            ledger=heard(seen(1, ago=30.0), seen(2, incarnation=2, state=JOINING)),
+        ),
+        None,
+        rules=rules(on_node_failure="wait"),
+    ),
+    Case(
+        "nor is a stranger one of the lost",
+        at_row(0, ROLL_OUT, trouble_since=NOW - 20.0),
+        sees(joins=started(7), ledger=heard(seen(1, ago=30.0), seen(7, state=JOINING))),
+        None,
+        rules=rules(on_node_failure="wait"),
+    ),
+    # --- this node's own work
+    Case(
+        "where an iteration starts, the leader takes in who waits",
+        at_row(0, OPEN, Part.NONE, iteration=2, decisions={"merge": decided(1, {})}),
+        sees(joins=started(0, 1, 2, 3, 4), ledger=heard(seen(3, state=JOINING), seen(4, state=JOINING))),
+        machine.admit_joiners,
+        proposes(
+            2,
+            (0, 1, 2, 3, 4),
+            start=(2, OPEN),
+            reason="joined: node 3 (host3), node 4 (host4)",
+            decisions={"merge": decided(1, {})},
+        ),
+    ),
+    Case(
+        "nobody else does",
+        at_row(1, OPEN, Part.NONE),
+        sees(joins=started(3), ledger=heard(seen(3, state=JOINING))),
+        machine.begin_the_row,
+        publishes(1),
+        {"part": Part.ANNOUNCED},
+    ),
+    Case(
+        "nor does it once the row is begun",
+        at_row(0, OPEN, Part.ANNOUNCED),
+        sees(joins=started(3), ledger=heard(seen(3, state=JOINING))),
+        None,
+    ),
+    Case(
+        "nor in a later row",
+        at_row(0, ASSIGN, Part.NONE),
+        sees(joins=started(3), ledger=heard(seen(3, state=JOINING))),
+        machine.begin_the_row,
+        becomes={"part": Part.GATHER},
+    ),
+    Case(
+        "nor in a group, where nobody asked",
+        at_row(0, OPEN, Part.NONE),
+        sees(joins=started(3), ledger=heard(seen(3, state=JOINING))),
+        machine.begin_the_row,
+        publishes(0),
+        {"part": Part.ANNOUNCED},
+        rules=rules(on_node_failure="hold"),
+    ),
+    Case(
+        "one whose heartbeat does not move is not taken in",
+        at_row(0, OPEN, Part.NONE),
+        sees(joins=started(3), ledger=heard(seen(3, state=JOINING, moved=False))),
+        machine.begin_the_row,
+        publishes(0),
+        {"part": Part.ANNOUNCED},
+    ),
+    Case(
+        "the next start of a member takes its place only when that is answered as a loss",
+        at_row(0, OPEN, Part.NONE, trouble_since=NOW),
+        sees(joins=started(2, incarnation=2), ledger=heard(seen(2, incarnation=2, state=JOINING))),
+        machine.shrink_after_a_loss,
+        proposes(2, (0, 1), reason="node 2 (host2) is lost: restarted as incarnation 2"),
+    ),
+    Case(
+        "a row with work for each begins with it",
+        at_row(1, MERGE, Part.NONE),
+        sees(),
+        machine.begin_the_row,
+        (Launch(Part.EACH),),
+        {"part": Part.EACH},
+    ),
+    Case(
+        "a row of the leader's is one that the others are done with",
+        at_row(1, ASSIGN, Part.NONE),
+        sees(),
+        machine.begin_the_row,
+        publishes(1),
+        {"part": Part.ANNOUNCED},
+    ),
+    Case(
+        "where only the leader has work, it begins at once",
+        at_row(0, ASSIGN, Part.GATHER),
+        sees(),
+        machine.begin_the_leaders_work,
+        (Launch(Part.LEADER),),
+        {"part": Part.LEADER},
+    ),
+    Case(
+        "where all have some, the leader's comes after that of the others",
+        at_row(0, MERGE, Part.GATHER),
+        sees(arrived=frozenset({1, 2})),
+        machine.begin_the_leaders_work,
+        (Launch(Part.LEADER),),
+        {"part": Part.LEADER},
+    ),
+    Case("not while one is at work", at_row(0, MERGE, Part.GATHER), sees(arrived=frozenset({0, 2})), None),
+    Case(
+        "not while it is at work itself", at_row(0, MERGE, Part.EACH), sees(arrived=frozenset({1, 2})), None
+    ),
+    Case(
+        "a program that failed is told of",
+        at_row(1, ROLL_OUT),
+        sees(work=worked(Part.EACH, {"error": "no memory", "log": ["x"]}, ok=False)),
+        machine.tell_of_a_failure,
+        (Publish(Fact(1, 1, "failed", {"error": "no memory", "log": ["x"]}, 2.0)),),
+        {"part": Part.ANNOUNCED},
+    ),
+    Case(
+        "what is reported of another part of the work is old",
+        at_row(0, MERGE, Part.LEADER),
+        sees(work=worked(Part.EACH, ok=False)),
+        None,
+    ),
+    Case(
+        "so it is where the work went well", at_row(0, MERGE, Part.LEADER), sees(work=worked(Part.EACH)), None
+    ),
+    Case("and once the fact is published", HERE, sees(work=worked(Part.EACH)), None),
+    Case(
+        "work that is done is published",
+        at_row(1, ROLL_OUT),
+        sees(work=worked(Part.EACH, {"n": 1})),
+        machine.finish_the_work,
+        publishes(1, {"n": 1}, 2.0),
+        {"part": Part.ANNOUNCED, "result": {"n": 1}, "work_s": 2.0},
+    ),
+    Case(
+        "a leader without more to do publishes it too",
+        at_row(0, ROLL_OUT),
+        sees(work=worked(Part.EACH, {"n": 1})),
+        machine.finish_the_work,
+        publishes(0, {"n": 1}, 2.0),
+        {"part": Part.ANNOUNCED, "result": {"n": 1}, "work_s": 2.0},
+    ),
+    Case(
+        "a member that is no leader has no more to do where the leader has",
+        at_row(1, MERGE),
+        sees(work=worked(Part.EACH, {"n": 1})),
+        machine.finish_the_work,
+        publishes(1, {"n": 1}, 2.0),
+        {"part": Part.ANNOUNCED, "result": {"n": 1}, "work_s": 2.0},
+    ),
+    Case(
+        "a leader with more to do waits for the others first",
+        at_row(0, MERGE),
+        sees(work=worked(Part.EACH, {"n": 1})),
+        machine.finish_the_work,
+        becomes={"part": Part.GATHER, "result": {"n": 1}, "work_s": 2.0},
+    ),
+    Case(
+        "what it publishes then is of both parts of its work",
+        at_row(0, MERGE, Part.LEADER, result={"n": 1, "m": 1}, work_s=2.0),
+        sees(work=worked(Part.LEADER, {"m": 2}, seconds=3.0)),
+        machine.finish_the_work,
+        publishes(0, {"n": 1, "m": 2}, 5.0),
+        {"part": Part.ANNOUNCED, "result": {"n": 1, "m": 2}, "work_s": 5.0},
+    ),
+    Case("a node at work whose peers are well asks for nothing", at_row(1, ROLL_OUT), sees(), None),
+    # --- which number
+    Case(
+        "generations whose records nobody can read are left out",
+        at_row(0, ROLL_OUT, trouble_since=NOW),
+        sees(void=4, ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        proposes(5, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
+    ),
+    Case(
+        "a node that sees an older generation than its own proposes the one after its own",
+        at_row(0, ROLL_OUT, trouble_since=NOW, generation=generation(3)),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        machine.shrink_after_a_loss,
+        proposes(4, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
+    ),
+]
