@@ -10,8 +10,8 @@ from functools import lru_cache
 def sample_tasks(total: int, count: int, *, seed: int, iteration: int) -> list[int]:
     """The `count` task indices (of `total`; 0 = all) of an iteration, the same whenever they are asked for.
 
-    The data is shuffled anew for each pass and cut into whole pieces of `count`, one an iteration; what is left over at the
-    end of a pass is skipped, so that no task comes twice in one iteration.
+    Each pass shuffles the data anew and cuts it into pieces of `count`, one for each iteration. It skips what is left over at
+    its end, so that no task comes twice in one iteration.
     """
     if count <= 0 or count >= total:
         return list(range(total))
@@ -46,7 +46,8 @@ def split_by_weight(tasks: Sequence[int], weights: Sequence[float]) -> list[list
     return shares
 
 
-LOTS = 128  # of a share, at most: the last one is then under a hundredth of the work
+# At most so many lots make up a share: the last lot is then under a hundredth of the work.
+LOTS = 128
 
 
 def lots(share: Sequence[int], most: int = LOTS) -> list[tuple[int, ...]]:

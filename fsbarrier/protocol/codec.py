@@ -34,7 +34,7 @@ SMALL_BYTES = 8 * 1024
 
 
 class CorruptRecord(Exception):
-    """The bytes are not a whole record of the expected kind; whoever reads treats them as not there yet."""
+    """The bytes are not a whole record of the expected kind. Readers treat such a file as not there yet."""
 
 
 _KINDS: dict[str, type[Any]] = {
@@ -100,7 +100,7 @@ def _fault(header: bytes, expected: str) -> str:
     return "torn: length or digest differs"
 
 
-# The same bytes are read again and again (heartbeats of slow nodes, facts by several readers), and records are never changed.
+# Nodes read the same bytes again and again (a slow node's heartbeat, a fact with several readers), and nobody changes a record.
 _decode_small = lru_cache(maxsize=1024)(_decode)
 
 
@@ -180,7 +180,7 @@ def _build(cls: type[Any], body: Any) -> Any:
 
 
 def _check_generation(found: Generation) -> None:
-    """What a node relies on without looking."""
+    """Refuse a record that would mislead a node later: the rules of the state machine rely on these facts without checking."""
     ranks = [member.rank for member in found.members]
     if len(set(ranks)) != len(ranks) or (found.leader not in ranks and found.verdict is None):
         raise CorruptRecord("its leader is no member, or a rank is there twice")

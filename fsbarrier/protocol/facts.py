@@ -35,8 +35,11 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A node's start: it exists, here is how to reach it. What it was asked for (the lowest rank's counts): `until`, the last
-    iteration; `choices`, the settings that each start may choose anew."""
+    """A node has started: who it is and how to reach it.
+
+    `until` (the last iteration) and `choices` (the settings that each start may choose anew) are what its command line asked
+    for. The run follows those of the lowest rank.
+    """
 
     rank: int
     incarnation: int
@@ -53,7 +56,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Sign of life. `counter` is all that liveness looks at; the rest is for people."""
+    """A heartbeat. Its `counter` advances while the node lives; `state` tells the others how it ended; the rest is for people."""
 
     rank: int
     incarnation: int
@@ -78,7 +81,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Who takes part from now on, under whom, and from where the run goes on. Number N exists once, for ever.
+    """Who takes part from now on, who leads, and from where the run goes on. Each number exists once, for ever.
 
     `decisions` are adopted by name from older generations: phase name -> {"iteration": i, "value": payload}.
     `attempt` counts the failed tries of `start.iteration`. A `verdict` ends the run.
@@ -110,8 +113,8 @@ class Generation:
 class Fact:
     """What one node says about one phase: done or failed, with what came of it.
 
-    `status` is "done", "failed" or SEALED. A sealed one stands where the leader's would: its generation ended before that row, and
-    nobody passes it any more.
+    `status` is "done", "failed" or SEALED. A seal lies under the name of the leader's fact, which then cannot be created any more:
+    no member passes that row, and the generation has ended (see node/resume.py).
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""What is said of members that are lost: who, why, where they were, and how old the last news is. Pure."""
+"""How the journal and the generations describe lost members: who, why, where they were, how old their last heartbeat is. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from fsbarrier.protocol.situation import Situation
 
 
 def last_place(at: Situation, loss: Loss) -> Position | None:
-    """Where a member was: by its last heartbeat, or in this node's row, which it must have reached for this node to be there."""
+    """Where a member was: in the row of its last heartbeat, or in this node's row.
+
+    This node could enter its row only after every member was done with the row before.
+    """
     generation, position, beat = at.node.generation, at.node.position, loss.beat
     known = [Position(beat.iteration, beat.phase)] if beat is not None and beat.iteration else []
     if generation is not None and position is not None and (known or position > generation.start):
@@ -64,7 +67,8 @@ def found_by_others(at: Situation, newest: Generation) -> list[Loss]:
 
 def _heard_of(at: Situation, member: Member, newest: Generation) -> Loss:
     seen, why = at.view.ledger.news(member), f"found by node {newest.created_by}"
-    if seen is None:  # others watch it, and know more
+    # This node leaves that heartbeat to the watchers, who know more.
+    if seen is None:
         return Loss(member, f"{why}, which says: {newest.reason}")
     return Loss(member, why, seen.beat, at.view.ledger.age(member, at.now))
 

@@ -77,7 +77,7 @@ def step(node: Node, view: View, now: float, rules: Rules) -> Step:
 
 
 def end_when_rank_is_taken(at: Situation) -> Step | None:
-    """A newer start of this rank has joined: this one ends, since two must not speak for one rank."""
+    """A newer start of this rank has joined: this one ends, because two processes must not speak for one rank."""
     newest = at.view.joins.get(at.node.rank)
     if newest is None or newest.incarnation <= at.node.incarnation:
         return None
@@ -95,7 +95,7 @@ def end_with_the_run(at: Situation) -> Step | None:
 
 
 def enter_newer_generation(at: Situation) -> Step | None:
-    """A newer generation names this very start: go on in it, from where its record says. Work for the older one ends first."""
+    """A newer generation names this very incarnation: enter it where its record says. The work for the older one ends first."""
     newest = at.newer_generation
     if newest is None or newest.incarnation_of(at.node.rank) != at.node.incarnation:
         return None
@@ -131,7 +131,7 @@ def _end(at: Situation, code: int, state: str, reason: str) -> Step:
 
 
 def take_note_of_a_generation(at: Situation) -> Step | None:
-    """The others formed a generation without this node: it is one to wait for, and none to take for older than this start."""
+    """The others formed a generation without this node: note its number as `baseline`, and wait until they admit this node."""
     if at.newer_generation is None:
         return None
     return replace(at.node, baseline=at.newer_generation.number), NOTHING
@@ -145,7 +145,7 @@ def stop_before_the_start(at: Situation) -> Step | None:
 
 
 def wait_to_be_admitted(at: Situation) -> Step | None:
-    """A member of the newest generation may live: then that generation goes on, and takes this node in when an iteration starts."""
+    """A member of the newest generation may live: then that generation goes on, and admits this node when an iteration starts."""
     node, view = at.node, at.view
     if not occupied(view.newest, node.rank, view.joins, view.ledger, node.since, at.now, at.rules.limits):
         return None
@@ -154,7 +154,7 @@ def wait_to_be_admitted(at: Situation) -> Step | None:
 
 
 def end_when_too_late(at: Situation) -> Step | None:
-    """The generation that this node waited for has finished the run in the meantime."""
+    """The generation that this node waited for has finished the run in the meantime. Only one that it saw at work (`met`) counts."""
     if not at.node.met or at.view.newest is None:
         return None
     finished = any(at.view.ledger.state(member) == "finished" for member in at.others)
@@ -162,7 +162,7 @@ def end_when_too_late(at: Situation) -> Step | None:
 
 
 def look_where_the_run_was_left(at: Situation) -> Step | None:
-    """Nobody lives who could tell: read it from the newest generation's facts. What was read too long ago is read anew."""
+    """No member lives: read from the newest generation's facts where it left the run, and read again when that is too long ago."""
     found, newest = at.view.recovered, at.view.newest.number if at.view.newest is not None else 0
     if found is not None and found.generation == newest and at.now - found.at <= at.rules.limits.suspect_s:
         return None
@@ -194,8 +194,11 @@ def give_up_waiting(at: Situation) -> Step | None:
 
 
 def let_lower_ranks_go_first(at: Situation) -> Step | None:
-    """The lowest rank that is here forms the generation, a higher one only where that does not happen. It only keeps nodes from
-    racing."""
+    """The lowest rank that is here forms the generation; a higher one does it only if the lower ones have not done so in time.
+
+    Without this, 64 nodes that start together would all read the old facts and race for one record. If node 0 hangs in its start,
+    node 1 takes its turn. Safety does not depend on the order: only one node can create the record.
+    """
     limits, below = at.rules.limits, sum(1 for rank in at.starting if rank < at.node.rank)
     overdue_s = at.waited_s - (limits.join_timeout_s if at.missing else 0.0)
     wait = below and overdue_s < below * limits.stagger_s + limits.dead_s
@@ -203,9 +206,10 @@ def let_lower_ranks_go_first(at: Situation) -> Step | None:
 
 
 def seal_the_old_generation(at: Situation) -> Step | None:
-    """Before the run goes on from where it was left, nobody of the old generation may go on from there: end it for good.
+    """Before the run goes on, make sure that no member of the old generation can still go on: end that generation for good.
 
-    Its members look dead from here, and may still be at work behind a filesystem that shows old listings.
+    Its members look dead from here, but may be at work. Example: this node's listing of beats/ is 20 s old. It would start the
+    next generation in row 7 while the old members pass row 7, with another decision. node/resume.py tells how the seal prevents it.
     """
     return (
         None
@@ -215,11 +219,12 @@ def seal_the_old_generation(at: Situation) -> Step | None:
 
 
 def form_a_generation(at: Situation) -> Step | None:
-    """All who are coming are here: propose who takes part and where the run goes on. Whoever creates the record first decides."""
+    """The waiting is over: propose who takes part and where the run goes on. Whoever creates the record first decides it for all."""
     if at.view.recovered is None:
         return None
     proposal = first_of_session(at, at.view.recovered)
-    if all_done(proposal.start, proposal.until):  # as far as those who came know
+    # `end_when_all_is_done` asked the lowest rank of the run. If that one did not come, the lowest that came decides.
+    if all_done(proposal.start, proposal.until):
         return _nothing_to_do(at, proposal.until)
     return at.node, (Propose(proposal),)
 
@@ -243,7 +248,11 @@ def rejoin_when_left_behind(at: Situation) -> Step | None:
 
 
 def stop_when_asked(at: Situation) -> Step | None:
-    """Somebody asked the run to end: whoever sees it first, where an iteration starts or at once, decides it for all."""
+    """Somebody asked the run to end: the first node that sees it at a safe point ends the run for all nodes.
+
+    The safe point is the first row of an iteration, before its long work: a stop in the middle of `update` would throw that
+    training away. `now` asks for the end in any row.
+    """
     stop = at.view.stop
     if stop is None or (not stop.now and at.position.phase != at.span[0]):
         return None
@@ -253,9 +262,9 @@ def stop_when_asked(at: Situation) -> Step | None:
 
 
 def go_on_behind_a_seal(at: Situation) -> Step | None:
-    """A starting node took all members for dead and ended this generation. Where it does not go on itself, the living do.
+    """A starting node took all members for dead and sealed this generation. If it forms no new one itself, the living do.
 
-    The seal lies where the leader's fact about this row would be, so nobody can pass the row any more (node/handover.py).
+    The seal lies under the name of the leader's fact about this row, so that nobody can pass the row any more (node/resume.py).
     """
     fact = at.view.leaders_fact
     if fact is None or fact.status != SEALED or at.gone:
@@ -283,7 +292,7 @@ def release(at: Situation) -> Step | None:
         following = Position(position.iteration, position.phase + 1)
         part, actions = _begin(at, at.rules.row(following))
     else:
-        # The first row of an iteration is not begun at once: a stop may take effect there, and nodes be admitted.
+        # Do not begin the first row of an iteration yet: a stop may take effect there, and the leader may admit nodes.
         following = Position(position.iteration + 1, first)
         part, actions = Part.NONE, NOTHING
     moved = replace(
@@ -306,7 +315,8 @@ def _left(node: Node, position: Position, last: bool) -> Sequence[Action]:
 def regroup_when_asked(at: Situation) -> Step | None:
     """A group's caller asked for the next generation: of the living, and of those who wait to be taken in.
 
-    A member that was started anew is given a moment to show that it lives. Nobody takes turns, since only some may have asked.
+    A member that was started anew gets a moment to show that it lives. Nodes do not take turns here: only some of them may have
+    asked, and a turn that belongs to a node that did not ask would pass unused.
     """
     if not at.rules.regroup or at.generation.number != at.rules.regroup:
         return None
@@ -330,8 +340,8 @@ def end_work_after_a_failure(at: Situation) -> Step | None:
 def try_again_after_a_failure(at: Situation) -> Step | None:
     """Try again in a new generation, or give up after too many tries.
 
-    Not before each other member was heard a beat later: programs that work together fail when a node is lost, and that is the
-    loss's doing, which is answered as a loss.
+    First wait for a later heartbeat of each other member. Example: node 2 dies, and torchrun fails on nodes 0 and 1 because of it.
+    That must count as a lost node and not as a failed program, which may be tried only `retries` times.
     """
     if not at.view.failed or at.node.failed_since is None or at.gone:
         return None
@@ -342,7 +352,7 @@ def try_again_after_a_failure(at: Situation) -> Step | None:
 
 
 def forget_a_false_alarm(at: Situation) -> Step | None:
-    """Who seemed to be lost was heard again."""
+    """A member that seemed to be lost was heard again."""
     if at.node.trouble_since is None or at.gone:
         return None
     return replace(at.node, trouble_since=None), NOTHING
@@ -357,7 +367,7 @@ def abort_after_a_loss(at: Situation) -> Step | None:
 
 
 def wait_for_the_lost(at: Situation) -> Step | None:
-    """A member is lost, and `--on-node-failure wait` takes it in again when it is back; until then the barrier holds by itself."""
+    """A member is lost, and `--on-node-failure wait` takes it in again when it is back; until then nobody can pass the barrier."""
     if at.rules.on_node_failure != "wait" or not at.gone:
         return None
     lost = {loss.member.rank for loss in at.gone}
@@ -383,7 +393,7 @@ def shrink_after_a_loss(at: Situation) -> Step | None:
 
 
 def _answer_the_loss(at: Situation, members: Sequence[Member], verdict: Verdict | None = None) -> Step | None:
-    """Propose that the run goes on with `members`, or ends with `verdict`. The journal is told once who is lost."""
+    """Propose that the run goes on with `members`, or ends with `verdict`. Tell the journal once who is lost."""
     reason, attempt = lost_as_text(at, at.gone), failed_tries(at.generation, at.position)
     proposal = successor(at, members, reason, verdict=verdict, attempt=attempt)
     if at.node.trouble_since is not None:
@@ -394,10 +404,11 @@ def _answer_the_loss(at: Situation, members: Sequence[Member], verdict: Verdict 
 
 
 def _propose_in_turn(at: Situation, proposal: Generation) -> Step | None:
-    """Propose at once if this is the lowest living rank, later the more living ranks are below it.
+    """Propose at once if this is the lowest living rank; wait `stagger_s` for each living rank below it.
 
-    The order only keeps nodes from racing for the record; its exclusive creation decides, whoever comes first. None while it is
-    not this node's turn: its own work goes on meanwhile.
+    Example: node 3 dies, and nodes 0, 1 and 2 notice it in the same second. Node 0 proposes, and the others see its generation
+    before their turn comes. If node 0 hangs, node 1 proposes. Safety does not depend on the order: only one node can create the
+    record. None while it is not this node's turn, so that its own work goes on meanwhile.
     """
     below = sum(1 for member in at.living if member.rank < at.node.rank)
     if at.now - at.trouble_since < below * at.rules.limits.stagger_s:
@@ -422,7 +433,7 @@ def admit_joiners(at: Situation) -> Step | None:
 
 
 def begin_the_row(at: Situation) -> Step | None:
-    """This node has entered a row and not begun its part in it."""
+    """This node has entered a row and has not begun its part in it."""
     if at.node.part is not Part.NONE:
         return None
     part, actions = _begin(at, at.row)
@@ -430,7 +441,7 @@ def begin_the_row(at: Situation) -> Step | None:
 
 
 def begin_the_leaders_work(at: Situation) -> Step | None:
-    """The leader's work comes after the work of all others, where the row has some for each."""
+    """The leader begins its own part once all others are done with theirs, if the row has work for each."""
     if at.node.part is not Part.GATHER:
         return None
     if at.row.each is not None and not at.view.arrived.issuperset(set(at.generation.ranks) - {at.node.rank}):
@@ -439,7 +450,7 @@ def begin_the_leaders_work(at: Situation) -> Step | None:
 
 
 def tell_of_a_failure(at: Situation) -> Step | None:
-    """This node's program failed: say so, and wait for what the members make of it."""
+    """This node's program failed: publish that, and wait for the generation that answers it."""
     report = at.view.work
     if report is None or report.part is not at.node.part or report.ok:
         return None
@@ -448,7 +459,7 @@ def tell_of_a_failure(at: Situation) -> Step | None:
 
 
 def finish_the_work(at: Situation) -> Step | None:
-    """This node's work has ended well: a leader with work of its own waits for the others', everybody else is done with the row."""
+    """This node's work has ended well: a leader with work of its own waits for the others', everybody else publishes "done"."""
     report = at.view.work
     if report is None or report.part is not at.node.part or not report.ok:
         return None
@@ -460,7 +471,7 @@ def finish_the_work(at: Situation) -> Step | None:
 
 
 def _begin(at: Situation, row: Row[object]) -> tuple[Part, Sequence[Action]]:
-    """How a member's part in a row begins; where there is nothing for it to do, it is done at once."""
+    """How a member's part in a row begins. Without work to do it publishes "done" at once."""
     if row.each is not None:
         return Part.EACH, (Launch(Part.EACH),)
     if row.leader is not None and at.leads:

@@ -17,8 +17,8 @@ from fsbarrier.protocol.timing import DEAD_S, JOIN_TIMEOUT_S, REJOIN_TIMEOUT_S, 
 JOINING = "joining"
 #: states in which a node has gone for good
 GONE = frozenset({"left", "finished", "stopped", "broken"})
-#: the one of them that leaves its peers without an answer. After the others, all that the peers wait for is already on disk: they
-#: have `dead_s` to find it
+#: the one of them after which the peers need a new generation at once. A node in another of these states has left on disk all
+#: that its peers wait for: they have `dead_s` to find it
 DESERTED = frozenset({"left"})
 
 
@@ -28,7 +28,8 @@ class Seen:
 
     beat: Beat
     since: float
-    moved: bool  # the counter was seen to advance: this is a live process, not a leftover file
+    #: this node saw the counter advance: a live process writes the file, which is no leftover of an earlier session
+    moved: bool
 
     def at(self, since: float) -> Seen:
         """The same news, as if it had come at `since`."""
@@ -37,13 +38,16 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What this node has seen of the others' heartbeats, and when it last looked."""
+    """What this node has seen of the others' heartbeats, and when it last looked. `observe` explains the fields."""
 
     seen: Mapping[int, Seen] = field(default_factory=dict)
     looked_at: float | None = None
-    blind: bool = False  # the time before the last look was too long
-    unsure: Mapping[int, float] = field(default_factory=dict)  # rank -> until when: see `observe`
-    unwatched: Mapping[int, float] = field(default_factory=dict)  # rank -> when a look last left it out
+    #: this node could not look for longer than `blind_s` before its last look
+    blind: bool = False
+    #: rank -> until when nobody may conclude a death from its silence, because its heartbeat could not be read whole
+    unsure: Mapping[int, float] = field(default_factory=dict)
+    #: rank -> when this node last left its heartbeat to the watchers
+    unwatched: Mapping[int, float] = field(default_factory=dict)
 
     def observe(
         self,
@@ -54,16 +58,19 @@ class Ledger:
         unread: Set[int] = frozenset(),
         left_out: Set[int] = frozenset(),
     ) -> Ledger:
-        """Take in what one look showed. `before`/`after`: local time around the reads.
+        """Take in what one look showed. `before` and `after`: local time around the reads.
 
-        If this node was blind for longer than `blind_s` (stopped, or its reads hung), that time does not count: a server's outage or
-        this node's own pause must not make it declare everybody dead. Of each further such time in a row `blind_s` do count: looks
-        that are slow for ever must not hide a death.
+        Blindness. If this node could not look for longer than `blind_s`, that time counts as nobody's silence. Example: the file
+        server hangs for 20 s. Afterwards every heartbeat is 20 s old, and with `dead_s` = 15 this node would declare all others
+        dead. But of each further such gap in a row `blind_s` do count: on a mount where each look takes 4 s, a death would
+        otherwise never be noticed.
 
-        `unread`: the ranks whose heartbeat is there, and could not be read whole. It may be news: for `blind_s` from the first of such
-        looks in a row, nobody concludes anything from that rank's silence. Not for longer, since a dead node's may stay torn for ever.
+        `unread`: the ranks whose heartbeat file is there but could not be read whole. Example: node 2's last whole heartbeat is 14.9 s
+        old, and this look met the file in the moment of its replacement. The half that was read may be a new heartbeat, so that
+        node 2 is not declared dead for another `blind_s` (`unsure`). It ends there, since a dead node's file may stay torn for ever.
 
-        `left_out`: the ranks that are for others to watch. What is not looked at is no silence.
+        `left_out`: the ranks whose heartbeats this node leaves to the watchers. Example: node 9 last read node 5's an hour ago, and
+        becomes a watcher now. Node 5's silence then begins with the last look that left it out (`unwatched`), not an hour ago.
         """
         gap = after - before if self.looked_at is None else max(before - self.looked_at, after - before)
         blind = gap > blind_s
@@ -86,7 +93,7 @@ class Ledger:
         return Ledger(seen, after, blind, unsure, unwatched)
 
     def news(self, member: Member) -> Seen | None:
-        """The last news of this very incarnation; None where there was none, or others watch it."""
+        """The last heartbeat seen of this very incarnation; None if there was none, or if this node leaves it to the watchers."""
         item = self.seen.get(member.rank)
         if item is None or item.beat.incarnation != member.incarnation or member.rank in self.unwatched:
             return None
@@ -158,7 +165,7 @@ def _loss(
     newest, news = ledger.seen.get(member.rank), ledger.news(member)
     beat, state = (news.beat, news.beat.state) if news is not None else (None, "")
     age = max(0.0, now - _heard_at(member, news, ledger, since))
-    # A newer start shows itself by its record, or by a heartbeat while the record is yet to be seen.
+    # A newer start may show by its heartbeat first, while this mount's listing of joins/ is still old.
     started = join.incarnation if join is not None else 0
     if newest is not None and newest.beat.incarnation > started:
         started = newest.beat.incarnation
@@ -174,7 +181,7 @@ def _loss(
 
 
 def _heard_at(member: Member, news: Seen | None, ledger: Ledger, since: float) -> float:
-    """When the silence of a member began; one never seen has been silent since this node began to watch, or to look."""
+    """When the silence of a member began. One never seen is silent since this node entered the generation, or began to look at it."""
     return news.since if news is not None else max(since, ledger.unwatched.get(member.rank, since))
 
 
@@ -194,9 +201,9 @@ def silent_members(
 def left_to_others(generation: Generation | None, me: int, watchers: int) -> frozenset[int]:
     """The members whose heartbeats node `me` need not read.
 
-    The first `watchers` of a generation (its leader is one) look at all members, and all look at them: whoever dies is missed by
-    somebody who lives, and the load grows with the nodes and not with their square. Where all watchers die at once, the others
-    go on without them, and the first of those watch.
+    Only the first `watchers` of a generation, its leader among them, read all members' heartbeats; the others read only the
+    watchers'. So the number of reads grows with the nodes and not with their square, and a living node still notices each death.
+    If all watchers die at once, the others form a generation without them, in which the lowest of those ranks watch.
     """
     if generation is None or len(generation.ranks) <= watchers:
         return frozenset()
@@ -205,9 +212,10 @@ def left_to_others(generation: Generation | None, me: int, watchers: int) -> fro
 
 
 def live_joiners(joins: Mapping[int, Join], ledger: Ledger, now: float, limits: Limits) -> dict[int, Member]:
-    """The newest incarnation of each rank that was seen to be alive and to wait: its counter moved, and not long ago.
+    """The newest incarnation of each rank that lives and waits to be taken in: its counter moved, and not long ago.
 
-    One that says it is in a generation is none: it will find out that the others went on without it, and join as the next incarnation.
+    A node whose heartbeat says that it is in a generation does not count: it will find out that the others went on without it, and
+    join as its next incarnation.
     """
     live = {}
     for rank, join in joins.items():
@@ -233,7 +241,8 @@ def occupied(
         return False
     for member in newest.members:
         if member.rank == me:
-            continue  # an older incarnation of mine: this process has taken its place
+            # This is an older incarnation of this rank: this process has taken its place.
+            continue
         if losses((member,), me, joins, ledger, since, now, limits) or ledger.state(member) in GONE:
             continue
         return True

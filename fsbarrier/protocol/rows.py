@@ -1,4 +1,4 @@
-"""The table that the state machine walks: a program's rows in order. What a row is about is the program's business alone.
+"""The table that the state machine walks: a program's rows in order. The protocol does not know what a row is about.
 
 A program (phases/rl.py, or a group's single row) owns its rows, their names and its slices. The protocol only asks whether a row
 has work, where a new generation goes on when the row was under way, and whether its result must outlive a loss of power.
@@ -15,7 +15,7 @@ from fsbarrier.errors import UsageError
 #: what builds a row's work; the protocol never calls it
 Work_co = TypeVar("Work_co", covariant=True)
 
-#: under this key the records of joins and generations say which slice of the rows a session runs
+#: the key in the `choices` of joins and generations that says which slice of the rows a session runs
 SLICE_CHOICE = "rl_phase"
 
 

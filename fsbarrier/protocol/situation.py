@@ -14,9 +14,9 @@ from fsbarrier.protocol.state import Node, Rules, View
 
 @dataclass(eq=False)
 class Situation:
-    """A node at one moment. What is derived from it is worked out when a rule first asks, and once.
+    """A node at one moment. What follows from it is computed when a rule first asks, and only once.
 
-    `generation`, `position` and what rests on them are only for a node that is in a generation.
+    Ask for `generation`, `position` and what depends on them only where the node is in a generation.
     """
 
     node: Node
@@ -50,7 +50,7 @@ class Situation:
 
     @property
     def newer_generation(self) -> Generation | None:
-        """The newest generation, where this node does not know it yet."""
+        """The newest generation if it is news to this node: newer than its own, or than its `baseline` while it joins."""
         known = self.node.generation.number if self.node.generation is not None else self.node.baseline
         newest = self.view.newest
         return newest if newest is not None and newest.number > known else None
@@ -67,7 +67,7 @@ class Situation:
     def gone(self) -> Sequence[Loss]:
         """The members of this node's generation that are lost, as far as it can know.
 
-        Silence counts up to the last look at heartbeats: what a member may have said since, nobody has looked for yet.
+        Silence counts up to the last look at the heartbeats and not up to now: a member may have written one since that look.
         """
         node, view = self.node, self.view
         looked_at = self.now if view.ledger.looked_at is None else view.ledger.looked_at
@@ -105,5 +105,5 @@ class Situation:
 
     @property
     def trouble_since(self) -> float:
-        """When this node noticed what it wants to answer with a new generation; now, if it is new."""
+        """When this node noticed the trouble that it answers with a new generation; now, if it notices only now."""
         return self.now if self.node.trouble_since is None else self.node.trouble_since

@@ -37,10 +37,10 @@ WATCHING = (Part.ANNOUNCED, Part.GATHER, Part.EACH)
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What does not change while a node lives. `slice`: the rows that a session runs which does not choose others itself.
+    """What does not change while a node lives. `slice`: the rows that a session runs unless its start chooses others.
 
-    `on_node_failure` is "shrink", "wait" or "abort"; groups have "hold": the caller is told of a loss, and decides. `regroup`: a
-    group's caller asked that the generation of this number be followed by the next.
+    `on_node_failure` is "shrink", "wait" or "abort"; in groups it is "hold": the caller hears of a loss, and decides. `regroup`: the
+    number of the generation that a group's caller wants to be followed by the next.
     """
 
     table: Table[object]
@@ -65,9 +65,8 @@ class Rules:
 class Node:
     """What one node remembers. `since`: local time of entering this stage or generation.
 
-    `baseline`: generations up to this number ended before this incarnation began. `met`: the newest generation was seen at work
-    since this process began. `trouble_since`: when this node noticed what it wants to answer with a new generation.
-    `failed_since`: when it first saw that a member's program had failed in this row.
+    `trouble_since`: when this node noticed the trouble that it wants to answer with a new generation. `failed_since`: when it first
+    saw that a member's program had failed in this row.
     """
 
     rank: int
@@ -75,7 +74,11 @@ class Node:
     since: float
     host: str = ""
     stage: Stage = Stage.JOINING
+    #: A node that joins ignores generations up to this number: they are older than its start, or go on without it. Example: an
+    #: operator stopped the last session in generation 4. Without `baseline` that verdict would end each new start at once.
     baseline: int = 0
+    #: This process saw members of the newest generation at work. Only then does their "finished" mean that this node came too
+    #: late. Without `met` the heartbeat files of yesterday's session would end today's start with a larger --iterations.
     met: bool = False
     generation: Generation | None = None
     position: Position | None = None
@@ -105,9 +108,9 @@ class WorkReport:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Where the newest generation (`generation`; 0 for none) left the run, as its facts on disk told at local time `at`.
+    """Where the newest generation (`generation`; 0 for none) left the run, read from its facts at local time `at`.
 
-    `span`: the rows that the newest generation ran. `sealed`: it was ended for good, so that it cannot have gone on since.
+    `span`: the rows that the newest generation ran. `sealed`: a seal has ended it for good, so that it cannot have gone on since.
     """
 
     position: Position
@@ -120,12 +123,11 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The facts that one node can see. `arrived`, `failed`, `leaders_fact` are those of the row the node is in, `work` is its own.
-
-    `void`: generations up to this number that are newer than `newest` have no readable record, and had none for long.
-    """
+    """The facts that one node can see. `arrived`, `failed`, `leaders_fact` belong to the row that the node is in, `work` is its own."""
 
     newest: Generation | None = None
+    #: Generations after `newest` and up to this number have a name but, for long, no readable record. Example: a loss of power tore
+    #: gen-000004.json. Its name is taken, so all would try to create number 4 for ever; the next generation is number 5 instead.
     void: int = 0
     joins: Mapping[int, Join] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
@@ -149,7 +151,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class CancelWork:
-    """End the work under way, completely, before anything else is done."""
+    """End the work under way. The node does nothing else before all of it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Try to create this generation's record; whoever comes first decides."""
+    """Try to create this generation's record. Only one node can create the record of a number, and all follow that one."""
 
     generation: Generation
 
@@ -175,7 +177,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Recover:
-    """Look where the newest generation left the run; `for_good`: and end it there, before the next one is proposed."""
+    """Look where the newest generation left the run. `for_good`: also seal it there, before the next one is proposed."""
 
     for_good: bool = False
 
@@ -200,7 +202,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """An event for the journal. `at`: the node as it was then, where it has moved on since."""
+    """An event for the journal. `at`: the node at the time of the event, if it has moved on since."""
 
     event: str
     fields: Payload = field(default_factory=dict)

@@ -24,7 +24,7 @@ def successor(
     verdict: Verdict | None = None,
     attempt: int = 0,
 ) -> Generation:
-    """The generation after this node's, going on in the same iteration from where the row under way says."""
+    """The generation after this node's: the same iteration goes on at the row that `Row.resume` of the row under way names."""
     table, position = at.rules.table, at.position
     start = Position(position.iteration, max(at.span[0], table.resume_index(position.phase)))
     return Generation(
@@ -43,7 +43,7 @@ def successor(
 
 
 def another_try(at: Situation) -> Generation:
-    """The same members once more after a member's program failed; the end of the run where that has been tried often enough."""
+    """The same members once more after a member's program failed; a verdict that ends the run after too many tries."""
     rank, fact = min(at.view.failed.items())
     attempt, members = failed_tries(at.generation, at.position) + 1, at.generation.members
     host = next((m.host for m in members if m.rank == rank), "")
@@ -78,7 +78,7 @@ def first_of_session(at: Situation, found: Recovered) -> Generation:
 
 
 def leaders_word(view: View) -> Join | None:
-    """What the lowest rank was started with, once it has started anew; None while only an earlier session's word is there."""
+    """The join of the lowest rank in this session. None while its newest join is still that of an earlier session."""
     rank = min(view.joins, default=None)
     if rank is None:
         return None
@@ -94,8 +94,9 @@ def all_done(start: Position, until: int | None) -> bool:
 def opening(found: Recovered, span: tuple[int, int], table: Table[object]) -> Position:
     """Where a session that runs the rows of `span` begins: where the run was left, if the session before ran the same rows.
 
-    Else what the slices have made tells. A slice that is behind the one before it has an iteration's work waiting, and the last such
-    slice comes first; a session that begins with a later slice goes on with that one; any other begins the next iteration.
+    Otherwise the results of the slices decide. Example: rollouts are made for iteration 3, updates only for iteration 2. Then a session
+    that includes the update begins with that of iteration 3. If no slice is behind the one before it, a session that begins with a
+    later slice does that slice's next iteration, and any other begins the next iteration.
     """
     if found.generation == 0:
         return Position(1, span[0])
@@ -112,7 +113,7 @@ def opening(found: Recovered, span: tuple[int, int], table: Table[object]) -> Po
 def with_decision(
     decisions: Mapping[str, Payload], name: str, iteration: int, value: Payload
 ) -> dict[str, Payload]:
-    """`decisions` and one more. The one of an earlier iteration stays below it, for a generation that goes back behind this one."""
+    """`decisions` and one more. It keeps that of the earlier iteration under "before": a later generation may start before this one."""
     old = decisions.get(name)
     if old is not None and old["iteration"] >= iteration:
         old = old.get("before")
@@ -137,5 +138,5 @@ def kept_decisions(
 
 
 def failed_tries(generation: Generation, position: Position) -> int:
-    """How often the iteration at `position` failed already; a generation counts those of the iteration it started in."""
+    """How often the iteration at `position` failed already. A generation's `attempt` counts only for the iteration it started in."""
     return generation.attempt if position.iteration == generation.start.iteration else 0

@@ -1,8 +1,12 @@
-"""How long a node may be silent, and how long nodes wait for each other, where nobody says otherwise. In seconds."""
+"""How long a node may be silent, and how long nodes wait for each other, unless the settings say otherwise. In seconds."""
 
-BEAT_S = 2.0  # between two heartbeats of a node
-SUSPECT_S = 6.0  # of silence until a node is suspected
-DEAD_S = 15.0  # of silence until a node counts as lost
-STAGGER_S = 2 * BEAT_S  # by which each further survivor lets the ones before it go first
+# Between two heartbeats of a node.
+BEAT_S = 2.0
+# After so much silence the journal calls a node suspected.
+SUSPECT_S = 6.0
+# After so much silence a node counts as lost.
+DEAD_S = 15.0
+# So much longer each node waits for its turn than the living node before it.
+STAGGER_S = 2 * BEAT_S
 JOIN_TIMEOUT_S = 1800.0
 REJOIN_TIMEOUT_S = 1800.0
