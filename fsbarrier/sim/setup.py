@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from random import Random
 from typing import Any, cast
 
@@ -24,18 +23,8 @@ from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim import faults
 from fsbarrier.sim.store import Disk, Habits, SimPath
 
-
-class QuickPaths(RunPaths):
-    """Remembers the folders and files that all nodes of all schedules ask for: a speed-up that only the simulator needs."""
-
-    phase = lru_cache(maxsize=4096)(RunPaths.phase)
-    join = lru_cache(maxsize=1024)(RunPaths.join)
-    beat = lru_cache(maxsize=1024)(RunPaths.beat)
-    generation = lru_cache(maxsize=1024)(RunPaths.generation)
-
-
 ROOT = SimPath("/run")
-PATHS = QuickPaths(cast(Any, ROOT))
+PATHS = RunPaths(cast(Any, ROOT))
 
 
 @dataclass(frozen=True)
