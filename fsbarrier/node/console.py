@@ -10,7 +10,7 @@ import threading
 
 
 class Console:
-    """Prints in a thread of its own: a terminal that somebody stopped, or a full disk behind it, must not hold a node up."""
+    """Prints in a thread of its own: a stopped terminal, or a full disk that output goes to, must not hold the node up."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
@@ -22,7 +22,7 @@ class Console:
         self._waiting.put((to, text))
 
     def close(self, timeout_s: float) -> None:
-        """Wait until all is printed, or can be printed no more."""
+        """Wait until everything is printed, for at most `timeout_s`."""
         self._waiting.put(None)
         self._thread.join(timeout_s)
 
@@ -30,6 +30,6 @@ class Console:
         sys.stdout.flush()
         while (item := self._waiting.get()) is not None:
             fd, text = item
-            # Nobody need read along: the journal has it.
+            # The terminal may be gone. The journal has every event too.
             with contextlib.suppress(OSError):
                 os.write(fd, text.encode(errors="surrogateescape"))

@@ -20,7 +20,7 @@ from fsbarrier.settings.sections import Settings
 
 @dataclass(frozen=True)
 class ContextMaker:
-    """Called with a node that is about to work; runs in the work's thread, so that looking at files holds nobody up. Raises OSError."""
+    """Called with a node that is about to work. Runs in the work's thread, where a slow disk holds up no loop. Raises OSError."""
 
     record: RunRecord
     settings: Settings

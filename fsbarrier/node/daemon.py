@@ -44,11 +44,11 @@ from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.signals import ENDING, handled
 
-# Between two heartbeats of a node that joins: a start is worth waiting less for.
+# Between two heartbeats of a node that joins. It beats fast, since the others wait for it.
 JOINING_BEAT_S = 0.2
-# What the last heartbeat, and the last lines on the console, may take on something that hangs.
+# How long the last heartbeat, and the last lines on the console, may take where a filesystem or a terminal hangs.
 LAST_WORDS_S = 1.0
-# What a program may take to end when its node ends.
+# How long a program may take to end when its node ends.
 GRACE_S = 0.5
 
 
@@ -75,7 +75,7 @@ def run_node(record: RunRecord, settings: Settings, *, node_rank: int, until: in
 
 @contextmanager
 def _starting(record: RunRecord) -> Iterator[None]:
-    """While this lasts, a filesystem that fails ends the start, and says so. Raises StoreError."""
+    """While this lasts, a failing filesystem ends the start with a message. Raises StoreError."""
     try:
         yield
     except OSError as error:
@@ -88,7 +88,7 @@ class Daemon:
     def __init__(
         self, record: RunRecord, settings: Settings, rank: int, until: int | None, work_dir: Path
     ) -> None:
-        """Find out what is there, and make everything that this node needs. Raises OSError."""
+        """Look at the run directory, and make everything that this node needs. Raises OSError."""
         self.record, self.settings = record, settings
         self._signal: int | None = None
         self._looked_at = time.monotonic()
@@ -130,7 +130,7 @@ class Daemon:
 
     def run(self) -> int:
         """Join and loop to the end; gives the exit code. Raises StoreError (it cannot join)."""
-        # Until a start is announced it does not count as one of this rank's, so that it may be tried again.
+        # The others do not know this start before it is announced, so that announcing it may be tried again.
         with _starting(self.record):
             retry(lambda: self.agent.start(time.monotonic()), errnos=files.FAILING)
         beats = threading.Thread(target=self._beat, name="beat", daemon=True)
@@ -165,13 +165,13 @@ class Daemon:
             self._polling.pause(pauses, busy=busy)
 
     def _end_work(self) -> None:
-        """End all that this node runs, and decide how it ended where only a signal has said so."""
+        """End all that this node runs; after a signal, also record that as its end."""
         if self.agent.exit is None:
             number = self._signal or signal.SIGTERM
             code = EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM
             self._leave(code, f"stopped by {signal.Signals(number).name}")
         self.workplace.grace_s = GRACE_S
-        # A program that hangs in the kernel is left to its guard.
+        # If a program hangs in the kernel, its guard goes on trying to end it.
         with contextlib.suppress(StoreError):
             self.jobs.cancel()
         self.engine.stop()
@@ -186,15 +186,15 @@ class Daemon:
     def _beat(self) -> None:
         """Beat in a thread of its own until this node has ended, and a last time then.
 
-        A loop that hangs must not look alive. So the beats stop, too, once it has not looked for half the time after which
-        others suspect a node: their count of its silence begins only with the last beat.
+        A node whose loop hangs must not look alive, or the others would wait for it for ever. So the beats stop once the loop has
+        not looked for `suspect_s` / 2. Half, because the others count its silence only from the last beat on.
         """
         coordination = self.settings.coordination
         while True:
             last = self._ended.is_set()
             silent_s = time.monotonic() - self._looked_at
             if silent_s <= coordination.suspect_s / 2 or self.agent.exit is not None:
-                # Where this fails, the loop meets the same filesystem, and decides what follows.
+                # If this fails, the loop meets the same filesystem and decides what follows.
                 with contextlib.suppress(OSError):
                     beat = self.agent.beat()
                     self.agent.store.put(self.record.paths.beat(beat.rank, beat.incarnation), beat)
@@ -208,8 +208,8 @@ class Daemon:
         """While this lasts, SIGINT, SIGTERM and SIGHUP end the node in order."""
 
         def note(number: int, frame: FrameType | None) -> None:
-            # Nothing more may be done here. A handler runs in the middle of whatever it interrupts; where that is the loop's
-            # wait, which holds its event's lock, setting the event would wait for that lock for ever.
+            # Do nothing more here, above all do not set the loop's event. If the signal interrupts the loop's wait, which holds
+            # the event's lock, setting the event would wait for that lock for ever.
             self._signal = number
 
         with handled(ENDING, note):
@@ -241,7 +241,7 @@ def make_rules(settings: Settings, program: Program) -> Rules:
 
 
 def make_paces(settings: Settings) -> Paces:
-    """How often to look for what; a large run looks less often, so that the metadata server's load stays bounded."""
+    """How often to look for each kind of news. Nodes of a large run look less often, to spare the metadata server."""
     beat_s = settings.coordination.beat_s
     crowd = max(1.0, settings.num_nodes / 32)
     eager = eagerness(settings.num_nodes)

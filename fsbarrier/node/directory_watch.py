@@ -1,7 +1,7 @@
 """Wake-up hints on local mounts: a long wait ends a millisecond after the last arrival instead of at the next poll.
 
-Only a hint. Polling goes on as before and is the truth: inotify says nothing of what other hosts write, and may fail for want of
-watches. One directory is watched at a time, and only once a wait has lasted: most barriers are passed before.
+This is only a hint, and polling goes on: inotify does not report what other hosts write, and fails when the machine has no watches
+left. One directory is watched at a time, and only in a long wait: most barriers are passed before a watch would pay.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from watchdog.observers.api import BaseObserver
 
 from fsbarrier.host.mounts import LOCAL, mount_of
 
-# What the library says of its own threads helps nobody.
+# The library logs about its own threads, which helps no reader of our log.
 logging.getLogger("watchdog").setLevel(logging.CRITICAL)
 
-#: Facts are created or renamed into place. That somebody lists the directory, this node above all, is no news.
+#: Facts appear by a create or a rename. Other events, such as this node's own listings, would wake it without need.
 ARRIVALS: list[type[FileSystemEvent]] = [FileCreatedEvent, FileMovedEvent]
 
 
@@ -48,7 +48,7 @@ class Hints(FileSystemEventHandler):
                 self._observer.schedule(self, str(directory), event_filter=ARRIVALS)
             self._watched = directory
         except (OSError, RuntimeError):
-            # No inotify, no more watches, or no more threads: polling does without.
+            # There is no inotify here, or no watch or thread left. Polling alone is enough.
             self._usable = False
 
     def on_any_event(self, event: FileSystemEvent) -> None:

@@ -19,7 +19,7 @@ from fsbarrier.view.event_wording import log_lines
 
 
 class EventLog:
-    """Records the events of one daemon. The journal is opened with the first of them: before that, nobody knows its incarnation."""
+    """Records the events of one daemon. It opens the journal at the first event, since its name holds the incarnation."""
 
     def __init__(self, record: RunRecord, rules: Rules, log_file: Path) -> None:
         """Raises OSError where `log_file`, which an earlier start may have left, cannot be opened."""
@@ -39,13 +39,13 @@ class EventLog:
         written = self._journal.write(event, now, where, {**fields, **self._own_fields(event, fields, now)})
         text = "".join(f"{line}\n" for line in log_lines(written))
         if text:
-            # A full disk must not end the node for the sake of its log: the journal has the event.
+            # A full disk must not end the node because of its log. The journal has the event.
             with contextlib.suppress(OSError):
                 os.write(self._log, text.encode(errors="surrogateescape"))
             self.console.say(text)
 
     def _own_fields(self, event: str, fields: Payload, now: float) -> Payload:
-        """What this daemon knows of an event beside what the agent says: how long a row took, what a lost node wrote last."""
+        """What only the daemon can add to an event: how long a row took, and the last log lines of a lost node."""
         if event == "phase_started":
             self._row_entered = now
         elif event == "phase_finished":

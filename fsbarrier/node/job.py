@@ -1,4 +1,4 @@
-"""One job, a launch of a row's work: how it is cancelled, what it shows, and what it shares with the jobs before and after it."""
+"""One job, a launch of a row's work: how it is cancelled, how it shows its progress, and what it shares with other jobs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 # What a piece of work gives: JSON values, of which "events" are lines for the journal.
 Result = dict[str, Any]
 
-# For how long a failing directory is asked for what a job needs to know.
+# For how long a job retries what it reads in the shared directory while that fails.
 DIRECTORY_S = 15.0
 
 
@@ -60,12 +60,12 @@ class Job:
             raise Cancelled
 
     def read_progress(self) -> None:
-        """Take over what the running program says of itself, if it says anything."""
+        """Take over the running program's progress file, if there is one."""
         if self.progress_file is not None:
             self.progress = read_progress(self.progress_file) or self.progress
 
     def patiently(self, ask: Callable[[], T]) -> T:
-        """What the shared directory says. While it fails it is asked again, for DIRECTORY_S. Raises OSError, Cancelled."""
+        """The answer of `ask`, which reads the shared directory; repeated for DIRECTORY_S while that fails. Raises OSError, Cancelled."""
         try:
             return retry(ask, within_s=DIRECTORY_S, cancel=self.cancel)
         except OSError:
@@ -81,7 +81,7 @@ class Workplace:
     work_dir: Path
     log_dir: Path
     log_path: Path
-    # A program that shows no sign of life for so long is ended.
+    # After so long without a sign of life, the node ends a program.
     stall_timeout_s: float
     # How long a program may take to end when its job is cancelled, before it is killed.
     grace_s: float = 2.0

@@ -1,7 +1,7 @@
 """Runs a node's work beside its loop: one job at a time, in a thread of its own, cancellable at any moment.
 
 The state machine asks for work (launch, cancel, report). Nothing that happens here changes a node's state by itself.
-node/work.py carries out what a row of the program's table asks for; node/job.py says what a job is.
+node/work_kinds.py carries out what a row of the program's table asks for; node/job.py says what a job is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsbarrier.program import Context
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Part, WorkReport
 
-# How long `cancel` waits. Longer than ending a program takes that hangs in the kernel (supervisor.KILL_S).
+# How long `cancel` waits. It exceeds supervisor.KILL_S, how long ending a program that hangs in the kernel may take.
 CANCEL_S = 60.0
 # How many lines of a failure's text become the "log" of the failed fact.
 LOG_LINES = 20
@@ -32,7 +32,7 @@ class JobRunner:
     make_context: Callable[[Node], Context]
     workplace: Workplace
     wake: Callable[[], None]
-    # Why no job can be done on this node, whatever the program: then it is the node that has failed.
+    # Why no job can run on this node, whatever its program. The node ends then; a "failed" fact would blame the program.
     unfit: StoreError | None = None
     _job: Job | None = None
     _thread: threading.Thread | None = None
@@ -65,7 +65,7 @@ class JobRunner:
         return self._report
 
     def progress(self) -> Payload:
-        """What the job says of itself; {} where it has said nothing yet. The last word stays until the next launch."""
+        """The progress of the job launched last, also after its end; {} while it has none."""
         job = self._job
         if job is None:
             return {}
@@ -88,16 +88,16 @@ class JobRunner:
         except FsbarrierError as error:
             value, ok = failure(str(error)), False
         except Exception as error:
-            # A bug in a user's program file, or in ours, is a failure like any other.
+            # Treat a bug in a user's program file, or in ours, as any failure: the others hear of it and may try again.
             value, ok = failure(f"{type(error).__name__}: {error}"), False
         if not job.cancel.is_set():
             self._report = WorkReport(part, ok, value, time.monotonic() - started)
             self.wake()
 
     def _carry_out(self, node: Node, part: Part, job: Job) -> Payload:
-        """See what there is, ask the row's function what is to be done, and do it.
+        """Build the context, ask the row's function for the work, and do it.
 
-        Both look at the shared directory. While that fails they are asked again: no program has failed yet.
+        The first two read the shared directory. While that fails they are repeated, since no program has failed yet.
         """
         context = job.patiently(partial(self.make_context, node))
         build = context.phase.each if part is Part.EACH else context.phase.leader

@@ -39,7 +39,7 @@ from fsbarrier.rundir.record_store import Store
 
 
 class WorkRunner(Protocol):
-    """Does a node's work somewhere else than in the loop."""
+    """Does a node's work outside the loop: in a thread, or simulated."""
 
     def launch(self, node: Node, part: Part) -> None: ...
 
@@ -52,8 +52,9 @@ class WorkRunner(Protocol):
     def progress(self) -> Payload: ...
 
 
-#: how long a node waits for the others before it says once more that it is done: where two changes of a directory share one
-#: modification time, a client may not notice the second until there is a third
+#: How long a node waits for the others before it writes its fact once more. Some clients keep a listing until the directory's
+#: modification time changes, and that time may be coarse. Example: node 0 lists the row, and within the same second node 1's "done"
+#: appears. Node 0's client sees the same time and shows the old listing, until this second write changes the time.
 REPEAT_S = 5.0
 
 #: (event, node as it is, fields)
@@ -75,15 +76,19 @@ class NodeLoop:
     exit: Exit | None = None
     counter: int = 0
     _pending: deque[Action] = field(default_factory=deque)
-    #: after what was done last, another look at once would show nothing that helps
+    #: After the last action another look would show nothing new: work was only just launched, or another node's record is there and
+    #: cannot be read yet. Without it, `tick` would look again and again without a pause.
     _enough: bool = False
-    #: when the heartbeats were seen that were last looked through for suspects
+    #: when the heartbeats were read in which suspects were last sought
     _weighed_at: float | None = None
-    #: no heartbeat bears an incarnation that may turn out to be another process's
+    #: The incarnation in the heartbeats: the last one whose join record is surely this process's. While this node tries to
+    #: join as the next one, another process of its rank may take that number.
     _announced: int = 0
-    #: the incarnation whose announcement ended in an error: it may be there
+    #: The incarnation whose announcement ended in an error. Example: the server creates the join record, but its answer is lost, and
+    #: the client reports EIO. The next try finds the name taken. Without this note the node would believe that another process has
+    #: its rank, and end. So it reads the record and compares it with its own.
     _ambiguous: int = 0
-    #: the fact published last, and when
+    #: the fact that this node published last, and when
     _said: Fact | None = None
     _said_at: float = float("inf")
     _suspected: set[Member] = field(default_factory=set)
@@ -107,7 +112,7 @@ class NodeLoop:
     def tick(self, now: float) -> bool:
         """Look once and do what follows from it. True if anything happened. Raises OSError when the filesystem fails.
 
-        What could not be done then is done first at the next tick: an action that was decided is never dropped.
+        If an action fails, it and those after it come first at the next tick: the state machine will not ask for them again.
         """
         busy = bool(self._pending)
         self._act(now)
@@ -151,7 +156,8 @@ class NodeLoop:
         node = self.node
         state = self.exit.state if self.exit is not None else node.stage
         if self._announced != node.incarnation and state == JOINING:
-            state = "leaving"  # its old generation; nobody may take in what it was there
+            # It is leaving its old generation. Nobody may admit the incarnation that was in it.
+            state = "leaving"
         here, (generation, iteration, phase, name) = self.join, _place(node, node.position, self.rules)
         return Beat(
             node.rank,
@@ -176,7 +182,8 @@ class NodeLoop:
             self._ambiguous = incarnation
             raise
         if not mine and self._ambiguous == incarnation:
-            mine = self.store.read(path, Join) == join  # done, although an error was returned
+            # The create may have been done although an error came back: see `_ambiguous`.
+            mine = self.store.read(path, Join) == join
         if mine:
             self._announced = incarnation
             self.observer.learn_join(join)
@@ -242,7 +249,8 @@ class NodeLoop:
     def _put(self, fact: Fact, now: float) -> None:
         """Write this node's fact about the row it is in.
 
-        The leader's outlives a loss of power and is created, not put: where somebody has ended this generation, a seal is in its place.
+        The leader's fact must outlive a loss of power. It is created and not replaced: if a seal has ended this generation, that lies
+        under the same name, and must stay.
         """
         node = self.node
         assert node.generation is not None and node.position is not None
@@ -264,14 +272,13 @@ class NodeLoop:
         else:
             record = self.store.read(path, Generation)
             self.observer.learn(record)
-            self._enough = (
-                record is None
-            )  # another's record is there, and cannot be read yet: not now, again and again
+            # Another node's record is there but cannot be read yet: leave it to the next tick.
+            self._enough = record is None
         self.observer.hurry()
 
     def _entered(self, row: Entered) -> None:
         if row.begins:
-            # The members of a new generation are judged by what can be seen now.
+            # In a new generation, suspect members only by what this node sees from now on.
             self._suspected.clear()
             self.observer.hurry()
         self.store.make_dir(self.observer.row_dir(row.generation.number, row.position))

@@ -36,24 +36,30 @@ _AT_ONCE = float("-inf")
 class Paces:
     """How often to look, in seconds."""
 
-    members_s: float = 0.2  # generations, joins, stop requests
+    #: at generations, joins and stop requests
+    members_s: float = 0.2
+    #: at heartbeats
     beats_s: float = 1.0
-    blind_s: float = 3.0  # of a gap between two looks, at most this much counts as somebody's silence
-    eager: float = 10.0  # how many times as often heartbeats are looked at by a node that joins
-    watchers: int = 8  # so many members of a generation look at all heartbeats, the others only at theirs
-    void_s: float = 10.0  # a generation's record that cannot be read for this long never will be
+    #: a longer time without a look counts as nobody's silence (`Ledger.observe`)
+    blind_s: float = 3.0
+    #: so many times as often a node that joins looks at heartbeats
+    eager: float = 10.0
+    #: so many members of a generation read all heartbeats, the others only those of these (`left_to_others`)
+    watchers: int = 8
+    #: nodes give up a generation's record that they could not read for so long (`View.void`)
+    void_s: float = 10.0
 
 
 def eagerness(num_nodes: int) -> float:
-    """For `Paces.eager`: all read all heartbeats when they start, so that many must not do it as often as a few."""
+    """For `Paces.eager`. While they start, all nodes read all heartbeats: the more nodes, the less often each may do it."""
     return min(10.0, max(1.0, 80.0 / num_nodes))
 
 
 @dataclass
 class _Row:
-    """What the directory of a row showed when it was last listed. `names` None: it was not listed yet.
+    """What the directory of a row showed when it was last listed. `names` is None before the first listing.
 
-    `members`: which member's fact bears which name.
+    `members`: the name of each member's fact -> its rank.
     """
 
     generation: int
@@ -67,9 +73,9 @@ class _Row:
 
 @dataclass
 class Observer:
-    """One node's eyes. A node that joins looks more often, since a start is worth waiting less for.
+    """What one node has seen of the shared directory, in the public fields; each look makes the state machine's View of them.
 
-    What it knows so far is in the public fields; the View that the state machine gets is made of them at each look.
+    A node that joins looks more often, since the others wait for it.
     """
 
     store: Store
@@ -88,9 +94,9 @@ class Observer:
     _unreadable: dict[int, float] = field(default_factory=dict)
     _known_generations: list[str] = field(default_factory=list)
     _known_joins: list[str] = field(default_factory=list)
-    #: names in joins/ that need not be looked at again
+    #: names in joins/ that are read, or that are no joins
     _learnt: set[str] = field(default_factory=set)
-    #: requests to stop that were there before this start
+    #: the stop requests from before this start, which were meant for an earlier session
     _old_stops: frozenset[str] | None = None
     _members_due: float = _AT_ONCE
     _beats_due: float = _AT_ONCE
@@ -109,12 +115,12 @@ class Observer:
         self._look_at_members(None)
 
     def learn(self, generation: Generation | None) -> None:
-        """Take a generation's record for known, however it was come by."""
+        """Remember a generation if it is the newest, however its record was found."""
         if generation is not None and (self.newest is None or generation.number > self.newest.number):
             self.newest = generation
 
     def learn_join(self, join: Join) -> None:
-        """Take a start for known."""
+        """Remember a start."""
         self.joins = {**self.joins, join.rank: join}
 
     def newest_number(self) -> int:
@@ -135,7 +141,7 @@ class Observer:
         return View(*known, arrived, failed, leaders_fact, work)
 
     def _look_around(self, node: Node, now: float) -> None:
-        """Look at what is due beside the row. A node that enters a generation, or leaves one, hurries: its pace is another."""
+        """Look at what is due beside the row. The loop calls `hurry` when the stage changes, since the pace changes with it."""
         joining, paces = node.stage is Stage.JOINING, self.paces
         if now >= self._members_due:
             self._look_at_members(now)
@@ -190,7 +196,7 @@ class Observer:
         """
         generation, position = node.place
         at = Position(position.iteration, self.table.index(phase_name))
-        # In its own row the leader's result is not published yet: it goes on to the leader's work first.
+        # The leader publishes its own result only after the leader's work, which asks for it here.
         own = {node.rank: node.result} if at == position else {}
         directory = self.row_dir(generation.number, at)
         others = [rank for rank in generation.ranks if rank not in own]
@@ -199,7 +205,7 @@ class Observer:
         }
 
     def must_read(self, path: Path, cls: type[R]) -> R:
-        """A record that is known to be there. Raises OSError where it cannot be read (now): it is not to be taken for absent."""
+        """A record that is known to be there. Raises OSError if it cannot be read now: treating it as absent would lose it."""
         record = self.store.read(path, cls)
         if record is None:
             raise OSError(errno.EAGAIN, "this record cannot be read", str(path))
@@ -208,7 +214,7 @@ class Observer:
     def joins_of(self, generation: Generation) -> Mapping[int, Join]:
         """All joins that are known, and those of all members: the generation's record names them, so they are there.
 
-        Nothing is changed here: work asks in a thread of its own. Raises OSError, also for one that cannot be read.
+        This changes nothing here, because the work's thread calls it. Raises OSError, also for a join that cannot be read.
         """
         found = dict(self.joins)
         for member in generation.members:
@@ -268,7 +274,7 @@ class Observer:
         return True
 
     def _look_at_beats(self, node: Node, now: float, joining: bool) -> None:
-        """While nodes gather, looks come fast: one that was seen to be alive is looked at again at the usual pace."""
+        """Read heartbeats. A node that joins looks fast, but reads those of nodes that it saw alive only at the usual pace."""
         left_out = left_to_others(node.generation, node.rank, self.paces.watchers)
         spared = {node.rank, *left_out}
         if joining and now - self._looked_at_all < self.paces.beats_s:
@@ -280,10 +286,10 @@ class Observer:
         self.ledger = self.ledger.observe(beats, now, now, self.paces.blind_s, unread, left_out)
 
     def read_beats(self, spared: Set[int] = frozenset()) -> tuple[dict[int, Beat], set[int]]:
-        """The others' heartbeats, of each rank its newest start's, and that of a newer start of a `spared` rank.
+        """The heartbeat of each rank's newest start; of a `spared` rank only that of a start newer than the known one.
 
-        And the ranks whose newest known start could not be read, whatever an older one says. What the others have seen exists: it
-        can be opened, however old this node's listings are. Raises OSError.
+        Also gives the ranks whose newest known start could not be read. A heartbeat may name a generation or a start that this
+        node's listings do not show yet. Those records exist, and are opened by their names here. Raises OSError.
         """
         beats: dict[int, Beat] = {}
         unread: set[int] = set()

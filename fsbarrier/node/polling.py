@@ -1,6 +1,6 @@
 """How a node's loop looks at the shared directory: quickly while something happens, then more and more rarely.
 
-The daemon and a group's member look in the same way; what each of them does between two looks is its own.
+The daemon and a group's member share this; each does its own things between two looks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Polling:
     def look(self, now: float) -> bool:
         """Let the agent look, decide and act once; True if there was something to do, so that more may follow at once.
 
-        A filesystem that fails is borne for as long as a node may be silent: until then nobody has missed this one.
-        Raises StoreError when it fails for longer, and whatever the agent raises but OSError.
+        A failing filesystem is tried again for `dead_s`: for so long the others do not yet take this node for lost.
+        Raises StoreError when it fails for longer, and whatever the agent raises except OSError.
         """
         try:
             busy = self._agent.tick(now)
@@ -48,7 +48,7 @@ class Polling:
         return busy
 
     def pause(self, pauses: Backoff, *, busy: bool, hints: bool = True) -> None:
-        """Wait for the next look. `hints`: have a wait of the longest kind ended by a file that appears, where that is possible."""
+        """Wait for the next look. `hints`: a file that appears may end the longest kind of wait early."""
         self._pause_s = pauses.first_s if busy else pauses.after(self._pause_s)
         self._hints.watch(self._row_dir() if hints and self._pause_s == pauses.most_s else None)
         if self._wake.wait(self._pause_s):

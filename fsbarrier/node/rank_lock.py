@@ -16,7 +16,7 @@ from fsbarrier.host.identity import host_name
 from fsbarrier.rundir.heartbeats import live_nodes, read_beats
 from fsbarrier.rundir.paths import RunPaths
 
-# A daemon beats once in `beat_s`; half a beat more allows for one that is late.
+# In two beats a living daemon shows that it beats; half a beat more allows for a late one.
 WATCHED_BEATS = 2.5
 
 
@@ -24,8 +24,8 @@ WATCHED_BEATS = 2.5
 def hold_rank(paths: RunPaths, rank: int, beat_s: float) -> Iterator[None]:
     """While this lasts, this process is the only daemon of `rank` on this host. Raises UsageError if the rank is taken.
 
-    On this host a lock decides. A daemon on another host shows itself by its heartbeats, which are watched for a little
-    over two beats; two that start at the same instant are told apart later, by their incarnations (exit code 6).
+    On this host a lock decides. To find a daemon on another host, this watches its heartbeats for a little over two beats. If two
+    start at the same instant on two hosts, the one with the lower incarnation ends later, with exit code 6.
     """
     name = hashlib.sha256(f"{paths.root.resolve()}:{rank}".encode()).hexdigest()[:16]
     lock_file = Path(tempfile.gettempdir()) / f"fsbarrier-{os.getuid()}-{name}.lock"

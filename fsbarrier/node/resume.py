@@ -1,8 +1,11 @@
-"""Where the newest generation left the run: read from its facts on disk, and ended there for good by whoever goes on from it.
+"""Where the newest generation left the run: read from its facts on disk. A seal ends that generation there for good.
 
-Listings may be old, and a node that was taken for dead may still be at work: nothing may rest on having looked. So in the first
-row in which the leader has published nothing, its fact is created in its stead, as a seal. One of the two wins. Whoever finds the
-fact instead reads it and tries the next row; where the seal lies no member ever passes.
+Why a seal. Listings may be old, and a node that was taken for dead may be at work. Example: node 2 was started again, and its listings
+are 20 s old. Nodes 0 and 1 look dead to it, and row 7 shows no fact of their leader, node 0. If node 2 simply went on from row 7, it
+would decide row 7 anew while nodes 0 and 1 pass it with another decision: the run would have split.
+
+So node 2 creates the leader's fact of row 7 itself, as a seal. Only one of the two can create that name. If the seal is there first,
+node 0 cannot publish, and no member ever passes row 7. If node 0 was first, node 2 reads its decision and tries the next row.
 """
 
 from __future__ import annotations
@@ -20,16 +23,16 @@ from fsbarrier.rundir.names import FACT, ITERATION_FOLDER, PHASE_FOLDER
 
 @dataclass
 class LastGeneration:
-    """Follows the newest generation's facts. What was read is remembered: a fact does not change."""
+    """Follows the newest generation's facts. It reads each fact once, since facts do not change."""
 
     observer: Observer
     _facts: dict[tuple[int, Position], Fact] = field(default_factory=dict)
 
     def recover(self, rules: Rules, now: float, seal: Fact | None = None) -> Recovered:
-        """Where the newest generation is, or was when it ended. With `seal` it ends there, whoever of it still lives.
+        """Where the newest generation is, or was when it ended. With `seal` it ends there, even if members of it still live.
 
-        Whatever cannot be read is an error: to take it for absent would throw decisions away. A row that a later one follows was
-        passed; its leader's fact must be there. Raises OSError.
+        A fact that cannot be read is an error: treating it as absent would throw a decision away. If a member entered a later row, the
+        row was passed, and its leader's fact must be there. Raises OSError.
         """
         generation = self.observer.newest
         if generation is None:
@@ -55,7 +58,7 @@ class LastGeneration:
 
 @dataclass(frozen=True)
 class _Trail:
-    """What one generation left, which ran the rows `first` to `last`."""
+    """The facts of one generation, which ran the rows `first` to `last`."""
 
     observer: Observer
     generation: Generation
@@ -75,13 +78,13 @@ class _Trail:
         return Position(iteration, phase - 1) if phase > self.first else Position(iteration - 1, self.last)
 
     def heard(self) -> Position:
-        """The furthest row that a member is known to have entered by its own word."""
+        """The furthest row that a member's own heartbeat says it has entered."""
         beats = self.observer.read_beats()[0].values()
         said = [beat for beat in beats if beat.generation == self.generation.number and beat.iteration > 0]
         return max([self.generation.start, *(Position(beat.iteration, beat.phase) for beat in said)])
 
     def furthest(self) -> Position:
-        """The furthest row that is known to be entered: also from what lies in the directory."""
+        """The furthest row that some member has entered, by the heartbeats and by the row folders in the directory."""
         observer, number = self.observer, self.generation.number
         root, furthest = observer.paths.facts_of(number), self.heard()
         if root.name not in observer.store.names(observer.paths.coordination):
@@ -98,13 +101,15 @@ class _Trail:
     def end(self, reached: Position, seal: Fact) -> Position:
         """Put the seal into the first row from `reached` on in which the leader has published nothing.
 
-        Gives the furthest row that some member may have entered. Whoever published in a row had passed all those before it; whether
-        the last of them was passed, all members' facts tell. If they are not to be seen, it is done once more: at most one row.
+        Gives the furthest row that some member may have entered. If the leader published in a row, all rows before it were passed.
+        Whether that row was passed too, only the facts of all members show. If this node's listing does not show them, the run
+        does that one row once more.
         """
         if self.generation.verdict is not None or all(
             row.transient for row in self.observer.table.rows[self.first : self.last + 1]
         ):
-            return reached  # it never ran, or its results are nobody's but its own
+            # Nothing needs a seal: this generation only ended the run, or no later generation uses its results.
+            return reached
         until = self.generation.until
         while until is None or reached.iteration <= until:
             if not self.row(reached).transient and self._sealed(reached, seal):
@@ -124,7 +129,7 @@ class _Trail:
         return created or self.fact(position).status == SEALED
 
     def decisions(self, reached: Position) -> Mapping[str, Payload]:
-        """Each row's last decision before `reached`, however many iterations ago, and below it one of an earlier iteration."""
+        """Each row's last decision before `reached`, and, if that is of this iteration, also the one before it (its "before")."""
         decisions, start = self.generation.decisions, self.generation.start
         for row in self.observer.table.rows[self.first : self.last + 1]:
             if not row.decides:
@@ -146,7 +151,7 @@ class _Trail:
         return FACT.build(self.generation.leader, "done")
 
     def fact(self, position: Position) -> Fact:
-        """What the leader published in a row where it has published. Raises OSError."""
+        """The leader's fact of a row in which it has published. Raises OSError."""
         key = self.generation.number, position
         if key not in self.known:
             directory = self.observer.row_dir(self.generation.number, position)
@@ -154,7 +159,7 @@ class _Trail:
         return self.known[key]
 
     def all_done(self, position: Position) -> bool:
-        """Whether the row was passed, or will be by whoever lives."""
+        """Whether all members are done with the row and no seal lies there: it was passed, or living members will pass it."""
         names = set(self.observer.store.names(self.observer.row_dir(self.generation.number, position)))
         done = all(FACT.build(rank, "done") in names for rank in self.generation.ranks)
         return done and (self.row(position).transient or self.fact(position).status != SEALED)

@@ -58,7 +58,7 @@ def carry_out(work: Work, context: Context, job: Job, workplace: Workplace) -> R
 
 
 def _one_after_the_other(works: tuple[Work, ...], context: Context, job: Job, workplace: Workplace) -> Result:
-    """The results merged; of "events" all are kept."""
+    """The results merged; the "events" of all are kept."""
     merged: Result = {}
     for work in works:
         value = carry_out(work, context, job, workplace)
@@ -78,9 +78,10 @@ def _serve_weights(work: ServeWeights, job: Job, workplace: Workplace) -> Result
 
 
 def _refuse_if_outdated(context: Context, job: Job) -> None:
-    """Look once more, just before others see what this generation made, whether it is still the newest.
+    """Just before this generation's result becomes visible to others, check that it is still the newest generation.
 
-    A node that slept while the others went on must not change what they see. Nobody is left who would take its report.
+    Example: the leader's host sleeps for a minute, and the others go on as the next generation and publish new weights. When the
+    old leader wakes up, it must not put its own weights in their place. Its failure then reaches nobody, and need not.
     """
     if job.patiently(context.newest) > context.generation:
         raise ProgramFailed(f"generation {context.generation} has ended; nothing of it is published any more")

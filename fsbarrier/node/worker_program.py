@@ -1,4 +1,4 @@
-"""Starts the program that a row asks for, watches it while it shows signs of life, and reads what it leaves."""
+"""Starts the program that a row asks for, ends it when it shows no sign of life for long, and reads its result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsbarrier.program import Command, Context
 from fsbarrier.supervision.supervisor import Child, with_this_package
 from fsbarrier.supervision.worker_contract import WorkerFiles, read_result
 
-# How often the job is asked whether it is cancelled, and the program for a sign of life.
+# How often to check whether the job was cancelled, and whether the program shows a sign of life.
 WATCH_S = 0.25
 # How many of the last lines of a failed program's log people are shown.
 LOG_LINES = 20
@@ -22,7 +22,7 @@ LOG_LINES = 20
 
 def run_program(work: Command, context: Context, job: Job, workplace: Workplace) -> Result:
     """Run the program to its end; gives its result. Raises ProgramFailed, StartFailed, NodeUnfit, StoreError, Cancelled."""
-    # torchrun is about to take the port over.
+    # This program may be torchrun, which needs the port that OpenRendezvous has held for it.
     workplace.close_rendezvous()
     workplace.programs_started += 1
     own = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
@@ -52,7 +52,7 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
 
 
 def _watch(child: Child, phase_name: str, job: Job, workplace: Workplace) -> int:
-    """The program's exit code. It is waited for as long as its progress file or its log changes."""
+    """The program's exit code. Ends a program whose progress file and log do not change for `stall_timeout_s`."""
     assert job.progress_file is not None
     last_stamp, changed_at = 0, time.monotonic()
     while (code := child.wait(WATCH_S)) is None:
