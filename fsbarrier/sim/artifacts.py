@@ -25,12 +25,13 @@ class PartFile:
     iteration: int
     split: str
     policy_version: int
-    groups: list[tuple[int, float]] = field(default_factory=list)  # (task, when)
+    #: (task, when)
+    groups: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass
 class Meeting:
-    """A torchrun: it goes on when all its nodes are there, and none of them can end it alone."""
+    """A torchrun: it goes on once all its nodes are there, and no node can finish it alone."""
 
     size: int
     pieces: dict[int, Piece] = field(default_factory=dict)
@@ -43,11 +44,14 @@ class Artifacts:
 
     parts: dict[str, PartFile] = field(default_factory=dict)
     merged: dict[str, Merged] = field(default_factory=dict)
-    given: set[str] = field(default_factory=set)  # merged files from elsewhere, for runs that only update
+    # merged files from elsewhere, for runs that only update
+    given: set[str] = field(default_factory=set)
     batches: set[str] = field(default_factory=set)
-    checkpoints: dict[str, tuple[int, int]] = field(default_factory=dict)  # folder -> (version, generation)
+    # folder -> (version, generation)
+    checkpoints: dict[str, tuple[int, int]] = field(default_factory=dict)
     served: str = ""
-    public: dict[str, int] = field(default_factory=dict)  # name for people -> stamp of the merge there
+    # name for people -> stamp of the merge there
+    public: dict[str, int] = field(default_factory=dict)
     meetings: dict[tuple[str, str], Meeting] = field(default_factory=dict)
     stamps: int = 0
     ports: int = 40000
@@ -66,13 +70,14 @@ class Artifacts:
 
 @dataclass(slots=True)
 class Piece:
-    """One piece of work of one process, on its way. `inside`: it is the daemon itself that works, no child of it."""
+    """One piece of work of one process, under way. `inside`: the daemon itself does it and not a program that it started."""
 
     process: Process
     node: Node
     part: Part
     began: float
-    fails: float | None  # the share of the program's time after which it fails
+    # the share of the program's time after which it fails; None: it does not
+    fails: float | None
     alive: bool = True
     inside: bool = True
     broken: str = ""
@@ -80,7 +85,7 @@ class Piece:
     steps: Waiting = field(init=False)
 
     def advance(self) -> None:
-        """Take the next step, unless it was called off; a stopped process's later."""
+        """Take the next step, unless the work was cancelled; while the process is stopped, put it off."""
         process = self.process
         if not self.alive or not process.up:
             return

@@ -14,7 +14,8 @@ from fsbarrier.sim.invariants import Violation, check
 from fsbarrier.sim.setup import Setup
 from fsbarrier.sim.world import World
 
-CHUNK = 20  # schedules that a process takes at a time
+# schedules that a process takes at a time
+CHUNK = 20
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,10 @@ class Verdict:
 
 
 def judge(seed: int, setup: Setup) -> Verdict:
-    """Run one schedule and check every invariant. Whatever the code under test raises unasked is a violation too."""
+    """Run one schedule and check every invariant. An unexpected exception of the code under test is a violation too."""
     world, collecting = World(seed, setup), gc.isenabled()
-    gc.disable()  # a schedule leaves nothing behind but itself
+    # The collector would only cost time: `_take_apart` frees what a schedule leaves.
+    gc.disable()
     try:
         return Verdict(seed, _found(world), world.now, frozenset(world.history.faults))
     finally:
@@ -40,7 +42,7 @@ def judge(seed: int, setup: Setup) -> Verdict:
 
 
 def _take_apart(world: World) -> None:
-    """What refers to each other is freed at once, and the collector has no work."""
+    """Cut the references between a world's parts, so that they are freed at once and without the collector."""
     clients = [client for client, _ in world.clients.values()]
     for part in (*world.processes, *clients, world):
         vars(part).clear()

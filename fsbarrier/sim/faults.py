@@ -31,7 +31,8 @@ KINDS = {
     "winners": "an exclusive create that two clients win: the class that must be refused (only on demand)",
 }
 USUAL = frozenset(KINDS) - {"winners"}
-LIVELOCK = 5000  # operations in one look of one node
+# operations in one look of one node: more are a livelock
+LIVELOCK = 5000
 PAUSES_S = (0.3, 2.0, 4.0, 5.0, 8.0, 13.0, 16.0, 18.0, 22.0, 30.0, 45.0)
 STRIKES = ("crash", "crash", "pause", "pause", "slow", "power", "outage", "leave", "twin", "stop")
 _ERRORS = (errno.EIO, errno.ENOSPC, errno.ESTALE)
@@ -62,7 +63,7 @@ def parse_mix(text: str) -> frozenset[str]:
 class Strike:
     """One fault to come. It is due at `time`, or `delay` after node `rank` first enters (`iteration`, `phase`) if that is given.
 
-    `rank` None: all nodes. `step`: strike at the so-many-th operation of a look instead of between two of them.
+    `rank` None: all nodes. `step`: strike in the `step`-th operation of a look; 0: between two operations.
     """
 
     kind: str
@@ -73,7 +74,8 @@ class Strike:
     delay: float = 0.0
     seconds: float = 0.0
     step: int = 0
-    whole: bool = False  # the whole host, not only the daemon
+    # the whole host, not only the daemon
+    whole: bool = False
 
 
 def draw_strikes(rng: Random, mix: Collection[str], nodes: int, iterations: int) -> list[Strike]:
@@ -118,9 +120,9 @@ def draw_habits(rng: Random, mix: Collection[str]) -> tuple[Habits, float]:
 
 
 class Garbling:
-    """Mounts that garble reads again and again, drawn apart from all else; asked at each read of a file.
+    """Mounts that garble reads again and again, with a random generator of its own; each read of a file asks it.
 
-    What was read in the moment of its replacement is whole the next time: never the same file for the same host twice in a row.
+    A read is garbled because it meets a replacement, so the next read of that file by the same host is whole again.
     """
 
     def __init__(self, seed: int, mix: Collection[str], struck: set[str]) -> None:
@@ -140,14 +142,16 @@ class Garbling:
 
 @dataclass(slots=True)
 class Mishap:
-    """What happens to one operation: `how` is lost, error, garbled, crash, crash-after or block. It is the so-many-th from now on."""
+    """What happens to the `step`-th operation from now on: `how` is lost, error, garbled, crash, crash-after or block."""
 
     how: str
     step: int
     code: int = errno.EIO
     seconds: float = 0.0
-    verb: str = ""  # strike only at an operation of this kind
-    stopped: bool = False  # while blocked, the whole process is stopped
+    # strike only at an operation of this kind
+    verb: str = ""
+    # while blocked, the whole process is stopped
+    stopped: bool = False
 
 
 def draw_mishap(rng: Random, mix: Collection[str], rate: float) -> Mishap | None:
@@ -168,7 +172,8 @@ class Trouble:
 
     def __init__(self, client: Client, block: Callable[[float, bool], None]) -> None:
         self.client, self._block = client, block
-        self.outage: int | None = None  # errno
+        # the errno with which operations fail; None: they do not
+        self.outage: int | None = None
         self._mishap: Mishap | None = None
         client.alarm = self._alarm
         self._expect(LIVELOCK)
@@ -191,7 +196,7 @@ class Trouble:
         self.rest()
 
     def _expect(self, step: int) -> None:
-        """Be asked at the `step`-th operation from now on; in an outage at each."""
+        """Have the client call `_alarm` at the `step`-th operation from now on; in an outage at each."""
         self.client.done, self.client.alarm_at = 0, step if self.outage is None else 1
 
     def _alarm(self, verb: str, path: str) -> Failure | None:
@@ -200,7 +205,8 @@ class Trouble:
                 return None
             raise OSError(self.outage, os.strerror(self.outage), path)
         if self._mishap is not None and self._mishap.verb not in ("", verb):
-            return None  # asked again at the next
+            # The mishap waits for another kind of operation; the next one asks again.
+            return None
         mishap, self._mishap = self._mishap, None
         self._expect(LIVELOCK)
         if mishap is None:

@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
 @dataclass(slots=True)
 class Merged:
-    """A merged file, once. `stamp` tells it from every other."""
+    """One merge. Two merges may write the same file name; `stamp` tells them apart."""
 
     stamp: int
     time: float
@@ -103,7 +103,7 @@ class Ended(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What the world did, for people, when there had been `after` events. `mark` as in fsbarrier.sim.transcript."""
+    """A line for people about what the world did after event number `after`. `mark`: as in fsbarrier.sim.transcript."""
 
     time: float
     text: str
@@ -118,24 +118,31 @@ class History:
     first: int
     last: int
     dead_s: float = DEAD_S
-    blind_s: float = 3.0  # of a gap between two looks, at most this much counts as somebody's silence
-    hidden_s: float = 0.0  # the longest that a heartbeat may stay unseen on this schedule's mounts
-    caches: bool = False  # whether this schedule's mounts remember anything
-    tasks: Mapping[str, int] = field(default_factory=dict)  # of each split, how many an iteration rolls out
+    # a gap between two looks longer than this counts as nobody's silence
+    blind_s: float = 3.0
+    # the longest that a heartbeat may stay unseen on this schedule's mounts
+    hidden_s: float = 0.0
+    # whether this schedule's mounts remember anything
+    caches: bool = False
+    # split -> how many tasks an iteration rolls out
+    tasks: Mapping[str, int] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
-    beats: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # (rank, incarnation) -> when
+    # (rank, incarnation) -> when
+    beats: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     merges: list[Merged] = field(default_factory=list)
     used: list[Used] = field(default_factory=list)
     published: list[Published] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
-    starts: dict[int, tuple[float, int]] = field(default_factory=dict)  # process -> (time, rank)
+    # process -> (time, rank)
+    starts: dict[int, tuple[float, int]] = field(default_factory=dict)
     ended: dict[int, Ended] = field(default_factory=dict)
     said: list[Said] = field(default_factory=list)
     faults: set[str] = field(default_factory=set)
     healed_at: float = 0.0
     stopped_at: float | None = None
-    stuck: list[str] = field(default_factory=list)  # who still waits at the end, and for what
+    # who still waits at the end, and for what
+    stuck: list[str] = field(default_factory=list)
     misses: dict[str, int] = field(default_factory=dict)
     operations: dict[str, int] = field(default_factory=dict)
 

@@ -17,7 +17,8 @@ class Strand:
         self.result = ""
         self._call, self._done, self._killed = call, False, False
         self._error: BaseException | None = None
-        self._go, self._back = Lock(), Lock()  # each held until the other side is to run
+        # Each is held until its side is to run.
+        self._go, self._back = Lock(), Lock()
         self._go.acquire()
         self._back.acquire()
         start_new_thread(self._main, ())
@@ -27,7 +28,8 @@ class Strand:
         try:
             if not self._killed:
                 self.result = self._call()
-        except BaseException as error:  # raised anew where the caller can see it
+        # `go_on` raises it again, in the caller's thread.
+        except BaseException as error:
             self._error = error
         self._done = True
         self._back.release()

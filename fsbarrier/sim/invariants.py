@@ -41,7 +41,8 @@ def check(world: World) -> list[Violation]:
 def i1_nobody_passes_early(history: History) -> Iterator[str]:
     """Nobody passes a row before every member of its generation entered it and published that it is done."""
     entered: defaultdict[Place, set[int]] = defaultdict(set)
-    through: dict[Place, Generation] = {}  # whose members had all entered and were done when the first passed
+    # places whose members had all entered and were done when the first one passed
+    through: dict[Place, Generation] = {}
     facts = history.facts
     for event, place in history.places:
         node, generation = event.node, event.node.generation
@@ -64,7 +65,8 @@ def i1_nobody_passes_early(history: History) -> Iterator[str]:
 def i2_one_decision(history: History) -> Iterator[str]:
     """All who pass a row have read the same decision: the one that its leader published. Later generations adopt no other."""
     read: dict[Place, Payload] = {}
-    times: dict[Place, float] = {}  # when somebody first read it
+    # when somebody first read it
+    times: dict[Place, float] = {}
     facts = history.facts
     for event, place in history.passed:
         node, generation = event.node, event.node.generation
@@ -83,7 +85,7 @@ def i2_one_decision(history: History) -> Iterator[str]:
 
 
 def _adopted(history: History, read: Mapping[Place, Payload], times: Mapping[Place, float]) -> Iterator[str]:
-    """Each generation's record names the last decision of each row before its start that any node had read by then."""
+    """Each generation's record holds, for each row before its start, the last decision that any node had read by then."""
     latest: dict[str, tuple[int, Payload]] = {}
     for number, (write, record) in sorted(history.generations.items()):
         start = number - 1, record.start.iteration, record.start.phase
@@ -198,7 +200,8 @@ def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
 def _decided_merge(history: History, number: int, iteration: int) -> int | None:
     """The stamp of an iteration's merged file, by the decision that holds in generation `number`."""
     name = "train_aggregate"
-    until: tuple[int, int] | None = None  # where the next generation started
+    # where the next generation started
+    until: tuple[int, int] | None = None
     for older in sorted((n for n in history.generations if n <= number), reverse=True):
         record = history.generations[older][1]
         place = iteration, PHASE_NAMES.index(name)
@@ -215,7 +218,7 @@ def _decided_merge(history: History, number: int, iteration: int) -> int | None:
 
 
 def i5_exactly_once(history: History) -> Iterator[str]:
-    """Each assigned task is in the merged file exactly once; and what is assigned is as many tasks as are due, each once."""
+    """Each assigned task is in the merged file exactly once, and as many different tasks are assigned as an iteration needs."""
     for merged in history.merges:
         tasks, assigned = sorted(entry.task for entry in merged.entries), _assigned(history, merged)
         if tasks != sorted(assigned):
@@ -241,7 +244,7 @@ def i6_every_wait_ends(history: History) -> Iterator[str]:
 
 
 def outcomes(world: World) -> Iterator[str]:
-    """Every process ends in a way that something accounts for, and a run that can go on does."""
+    """Every process ends with an exit code that the faults explain, and a run that can finish does finish."""
     history, rules = world.history, world.rules
     struck = history.faults
     codes = {ended.code for ended in history.ended.values()}
@@ -276,14 +279,14 @@ def _finished(world: World) -> bool:
 
 
 def i7_no_false_death(history: History) -> Iterator[str]:
-    """Nobody who lives is called dead while heartbeats were to be seen: `dead_s` of silence, not counting beats so young that the
-    mount may still hide them.
+    """Nobody who lives is called dead before `dead_s` without a heartbeat that could be seen. The mount may still hide the youngest
+    heartbeats, so those do not count.
     """
-    held = history.faults & {"slow", "pause"}  # of such a look, up to `blind_s` may count too much
+    # A look that was held up may count up to `blind_s` of silence too much.
+    held = history.faults & {"slow", "pause"}
     least = history.dead_s - (history.blind_s if held else 0.0) - 0.1
-    garbled_s = (
-        history.blind_s if "garbled" in history.faults else 0.0
-    )  # one look more: half a beat was shown
+    # A look that met half a heartbeat learned nothing, so the one before it counts.
+    garbled_s = history.blind_s if "garbled" in history.faults else 0.0
     for event in history.events:
         if event.event != "node_lost":
             continue
@@ -291,7 +294,8 @@ def i7_no_false_death(history: History) -> Iterator[str]:
         assert generation is not None
         for lost in event.fields["lost"]:
             incarnation = generation.incarnation_of(lost["node_rank"])
-            told = lost["why"].startswith("found by")  # another's judgement, held against what that one saw
+            # This is another node's judgement, which is checked against what that node saw.
+            told = lost["why"].startswith("found by")
             if told or "no heartbeat" not in lost["why"] or incarnation is None:
                 continue
             ended = history.ended.get(_process_of(lost["node_rank"], incarnation, history))
@@ -347,13 +351,13 @@ def i11_no_wait_on_a_missing_name(history: History) -> Iterator[str]:
 
 
 def budget(nodes: int) -> float:
-    """Operations a node and row that may not be exceeded when nothing goes wrong, beyond waiting: the leader's has one more."""
+    """The most operations a node may need in a row without faults, not counting those by which it waits. The leader needs one more."""
     return 4.2 + 1 / nodes
 
 
 def i12_operations(history: History) -> float:
-    """Operations a node and row, beyond the listings by which it waits: making the directory, its own fact (a temporary file that
-    is renamed: two; the leader's is linked and unlinked: three), reading the leader's."""
+    """The operations that a node needed in a row, on average, without the listings by which it waits: to make the directory, to write
+    its fact (two for a temporary file and its rename; three for the leader's, which is linked and unlinked), to read the leader's."""
     cost = {"make_dir": 1, "put": 2, "read": 1, "create": 3}
     passages = len(history.passed)
     return sum(count * cost[verb] for verb, count in history.operations.items()) / max(1, passages)

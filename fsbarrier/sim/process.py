@@ -21,11 +21,15 @@ if TYPE_CHECKING:
     from fsbarrier.sim.world import World
 
 JOINING = Stage.JOINING
-POLL_S = 0.1  # the longest time between two polls, which are simulated only where they see something new
-#: in heartbeats:
-RARELY = 0.95  # the time between two looks at what changes seldom; whoever changes it wakes the others
-BLIND = 1.5  # of a gap between two looks, at most this much counts as somebody's silence
-IDLE = 1.4  # the longest time between two looks at heartbeats: less than what counts as blind
+# The longest time between two polls. A poll is simulated only where it sees something new.
+POLL_S = 0.1
+# The following times are multiples of the time between two heartbeats.
+# Between two looks at what changes seldom. A change wakes the other processes anyway.
+RARELY = 0.95
+# A longer gap between two looks counts as nobody's silence.
+BLIND = 1.5
+# The longest time between two looks at heartbeats. It must stay below BLIND.
+IDLE = 1.4
 
 
 class Process:
@@ -36,18 +40,23 @@ class Process:
         self.host = client.host
         self.up = True
         self.paused = False
-        self.frozen = False  # the whole host: its programs stand still too
+        # The whole host is stopped: its programs stand still too.
+        self.frozen = False
         self.deferred: list[Callable[[], None]] = []
         self.started = self.ticked_at = world.now
-        self.due: list[float] = []  # when it is going to look
+        # when it is going to look
+        self.due: list[float] = []
         self.strand: Strand | None = None
         self.joined = False
         self.failing_since: float | None = None
         self.mishap: Mishap | None = None
-        self.watching: Directory | None = None  # its row's
-        self.news_at: float | None = None  # when it is going to see something new beside its row
+        # the directory of its row
+        self.watching: Directory | None = None
+        # when it can first see something new beside its row
+        self.news_at: float | None = None
         clocks = world.setup.clocks
-        self._beats_as = -1  # the incarnation that its heartbeats name
+        # the incarnation in its heartbeats
+        self._beats_as = -1
         self._beat_path, self._beats = SimPath(), list[float]()
         self.offset = world.clocks.uniform(0, 1e6) if clocks else 0.0
         self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
@@ -73,7 +82,7 @@ class Process:
         return self.offset + self.world.now * self.rate
 
     def wake(self, at: float, since: float | None = None) -> None:
-        """Look at `at`; a look that is due between `since` and then does as well."""
+        """Look at time `at`, unless a look is already due between `since` and `at`."""
         if not self.up:
             return
         for time in self.due:
@@ -88,8 +97,8 @@ class Process:
         self.wake(at + self.world.rng.random() * POLL_S, at)
 
     def _idle(self) -> None:
-        """Plan the next look where none is due: polls between two changes would see nothing new and are left out. Heartbeats
-        must be looked at before the time since the last look counts as blindness.
+        """Plan the next look where none is due. Polls that would see nothing new are left out, but not for so long that the time
+        since the last look at heartbeats counts as blindness.
         """
         world, seen_at = self.world, self.observer.ledger.looked_at
         now, blind_s = world.now, 0.9 * world.beat_s
@@ -117,7 +126,7 @@ class Process:
         self._looked(self._look())
 
     def _struck(self, mishap: Mishap) -> None:
-        """A look in which something goes wrong; one that is to be held up in the middle is done in a thread."""
+        """A look in which something goes wrong. If it is to be held up in the middle, it runs in a thread."""
         self.mishap = None
         self.trouble.begin(mishap)
         if mishap.how == "block":
@@ -171,7 +180,7 @@ class Process:
         return "joined"
 
     def _looked(self, how: str) -> None:
-        """`how` a look ended: "" as most do."""
+        """A look has ended; `how`: "" if nothing was unusual."""
         if how:
             self._looked_oddly(how)
         if not self.up:
@@ -191,7 +200,7 @@ class Process:
             self._failed(how)
 
     def _failed(self, how: str) -> None:
-        """The filesystem failed: tried again for a while, as the daemon does; its start is not."""
+        """The filesystem failed. Like the daemon, try again for `dead_s`; a start is not tried again."""
         now = self.world.now
         if self.failing_since is None:
             self.failing_since = now
@@ -203,7 +212,7 @@ class Process:
     # --- heartbeats and the journal ---
 
     def beat(self) -> None:
-        """A heartbeat, and the plan of the next one."""
+        """Write a heartbeat, and plan the next one."""
         if not self.up:
             return
         if self.paused:
@@ -219,7 +228,7 @@ class Process:
         world.at(now + pause_s, self.beat)
 
     def put_beat(self) -> None:
-        """A heartbeat has no mishaps; where the filesystem fails it is lost, and the loop meets the same."""
+        """Write a heartbeat. In an outage it is lost; other mishaps strike only the loop's operations."""
         beat, world = self.agent.beat(), self.world
         if self.trouble.outage is not None:
             return
@@ -229,7 +238,8 @@ class Process:
             self._beats = world.history.beats.setdefault((self.rank, beat.incarnation), [])
         file = self.client.replace(self._beat_path, beat)
         self._beats.append(world.now)
-        if len(self._beats) <= 2:  # then it is known to be alive
+        # The second heartbeat shows the others that it lives; later ones tell them nothing new.
+        if len(self._beats) <= 2:
             world.first_beat(self._beat_path, file)
 
     def _record(self, event: str, node: Node, fields: Any) -> None:

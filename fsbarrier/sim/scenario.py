@@ -106,7 +106,7 @@ def _plan(world: World, line: str) -> None:
 
 
 def _counted(world: World, action: Callable[[], None]) -> Callable[[], None]:
-    """The world does not end while something is still to come."""
+    """`action`, counted as a start that is due, so that the world does not end before it happens."""
     world.starting += 1
 
     def act() -> None:

@@ -1,4 +1,4 @@
-"""What a schedule is about: how many nodes, which faults, which settings; and the files that lie about before it begins."""
+"""How a schedule is set up: nodes, faults, settings, and foreign files that lie in its directories."""
 
 from __future__ import annotations
 
@@ -38,11 +38,14 @@ class Setup:
     min_nodes: int | None = None
     phases: RlPhase | None = None
     watchers: int | None = None
-    beat_s: float | None = None  # seconds between a node's heartbeats
+    # seconds between a node's heartbeats
+    beat_s: float | None = None
     limits: Limits = field(default_factory=lambda: Limits(join_timeout_s=60.0, rejoin_timeout_s=40.0))
-    lengths: tuple[float, ...] | None = None  # of working phases, in seconds; one is drawn each time
+    # of working phases, in seconds; one is drawn each time
+    lengths: tuple[float, ...] | None = None
     habits: Habits | None = None
-    clocks: bool = True  # every process has a clock of its own
+    # every process has a clock of its own
+    clocks: bool = True
 
 
 _loaded: list[Program] = []
@@ -55,7 +58,7 @@ def program() -> Program:
 
 
 def settings(nodes: int, phases: RlPhase) -> Settings:
-    """A small run's settings, in which evaluation and drawing from earlier iterations come about."""
+    """A small run's settings, chosen so that it evaluates and draws from earlier iterations."""
     return Settings(
         num_nodes=nodes,
         rank_weights=(1.0,) * nodes,
@@ -69,7 +72,7 @@ def settings(nodes: int, phases: RlPhase) -> Settings:
 
 
 def litter(disk: Disk, rng: Random) -> None:
-    """Names and bytes that are none of ours."""
+    """Put files into the directories that fsbarrier did not write, or that are torn."""
     coordination = ROOT / "coordination"
     torn = encode(Join(0, 99, "?", 1, "?"))[:40]
     disk.junk(coordination / "joins", "node-0000.inc-0099.json", torn)

@@ -1,8 +1,8 @@
 """The shared directory in memory: one Disk, and for each host a Client with that host's caches and troubles.
 
 A Client has the five verbs of fsbarrier.rundir.record_store.Store and answers like PosixStore on a mount that misbehaves: listings and
-contents may be old, absences may be remembered, an error may be raised although the work was done. A record that nothing happens to
-stays the object that was written: its bytes are made where a loss of power tears them.
+contents may be old, absences may be remembered, an error may be raised although the work was done. For speed a record stays the
+object that was written; only a loss of power that tears it turns it into bytes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from fsbarrier.rundir.record_store import REPLACED
 
 
 class SimPath(str):
-    """A path that is its own text: what RunPaths needs of pathlib.Path, several times as fast."""
+    """A path as a plain string: what RunPaths needs of pathlib.Path, but several times as fast."""
 
     __slots__ = ()
 
-    @lru_cache(maxsize=4096)  # noqa: B019 - schedules ask for the same paths again and again
+    # Schedules ask for the same paths again and again.
+    @lru_cache(maxsize=4096)  # noqa: B019
     def __truediv__(self, name: str) -> SimPath:
         return SimPath(name if name[:1] == "/" else f"{self}/{name}")
 
@@ -42,7 +43,8 @@ class SimPath(str):
 
 #: a record, or bytes that are none
 Content = Record | bytes
-MIXED = b"half of a record, and another one"  # what is read in the moment of a replacement
+# what a garbled read gives: it met the file in the moment of its replacement
+MIXED = b"half of a record, and another one"
 
 
 def as_bytes(content: Content) -> bytes:
@@ -55,7 +57,8 @@ def as_record(content: Content, cls: type[R]) -> R | None:
     return found
 
 
-@lru_cache(maxsize=256)  # litter is read again and again
+# Schedules read the same litter again and again.
+@lru_cache(maxsize=256)
 def _decoded(data: bytes, cls: Any) -> Any:
     try:
         return decode(data, cls)
@@ -71,7 +74,8 @@ class Directory:
     names: dict[str, None] = field(default_factory=dict)
     listing: list[str] | None = None
     stamp: float = 0.0
-    seen: dict[str, float] = field(default_factory=dict)  # host -> when it last looked
+    # host -> when it last looked
+    seen: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -104,7 +108,8 @@ class Disk:
         self.torn: set[str] = set()
         self.coarse_s, self.exclusive = coarse_s, exclusive
         self._ordered = _ORDERS[order]
-        self.watch: Watcher = lambda path, record, file: None  # told of what is written, but for heartbeats
+        # called with each record that is written, except heartbeats
+        self.watch: Watcher = lambda path, record, file: None
         self._changes = 0
 
     def make_dir(self, path: str) -> Directory | None:
@@ -151,7 +156,7 @@ class Disk:
         self.touch(directory)
 
     def touch(self, directory: Directory) -> None:
-        """Something happened in a directory, if only that a temporary file came and went: its time changes, maybe not its names."""
+        """A directory was changed: set its modification time. Its names may be as before, if only a temporary file came and went."""
         self._changes += 1
         directory.stamp = self.now // self.coarse_s if self.coarse_s else self._changes
 
@@ -209,7 +214,8 @@ class Habits:
         return self.listing_s + self.content_s
 
 
-#: makes an error (one that a frame held would hold that frame, and all that it knows, until the garbage collector comes)
+#: Makes an error when it is to be raised. A ready exception in a local variable would form a cycle with its traceback's frame, and
+#: keep the whole schedule alive until the garbage collector comes.
 Failure = Callable[[], BaseException]
 #: (verb, path) -> an error to raise after the work was done. It may raise instead, or take its time.
 Alarm = Callable[[str, str], Failure | None]
@@ -220,14 +226,20 @@ class Client:
 
     def __init__(self, disk: Disk, host: str, habits: Habits) -> None:
         self.disk, self.host, self.habits = disk, host, habits
-        self.done = 0  # operations in this look
-        self.alarm_at = sys.maxsize  # from that operation on `alarm` is asked what becomes of each
+        # operations in this look
+        self.done = 0
+        # From this operation of a look on, `alarm` decides what becomes of each.
+        self.alarm_at = sys.maxsize
         self.alarm: Alarm = lambda verb, path: None
-        self.ops = dict.fromkeys(("make_dir", "read", "put", "create"), 0)  # on rows (invariant I12)
-        self.garbled: Callable[[str, str], bool] | None = None  # whether the next read gives half of a file
-        self.misses: dict[str, int] = {}  # reads of names that did not exist (invariant I11)
+        # on rows (invariant I12)
+        self.ops = dict.fromkeys(("make_dir", "read", "put", "create"), 0)
+        # whether the next read gives half of a file
+        self.garbled: Callable[[str, str], bool] | None = None
+        # reads of names that did not exist (invariant I11)
+        self.misses: dict[str, int] = {}
         self._caching = habits != Habits() or bool(disk.coarse_s)
-        self._lists: dict[Directory, tuple[list[str], float, float]] = {}  # names, stamp, until when
+        # names, modification time, until when they are remembered
+        self._lists: dict[Directory, tuple[list[str], float, float]] = {}
         self._contents: dict[str, tuple[Content, float]] = {}
         self._absent: dict[str, float] = {}
 
@@ -265,7 +277,8 @@ class Client:
         if known is not None:
             if now < known[2]:
                 return known[0]
-            if known[1] == found.stamp:  # the directory looks unchanged, even if it is not
+            # The directory looks unchanged to this client, even if it is not: its modification time may be coarse.
+            if known[1] == found.stamp:
                 found.seen[self.host] = now
                 self._lists[found] = known[0], known[1], now + self.habits.listing_s
                 return known[0]
@@ -333,7 +346,7 @@ class Client:
             raise after()
 
     def replace(self, path: SimPath, record: Record) -> File:
-        """As `put`, where nothing goes wrong and nobody watches."""
+        """As `put`, but without mishaps, and without a call of `Disk.watch`."""
         file = self.disk.write(path, record, self.host, False)
         if self._caching:
             self._forget(path, file)
@@ -357,7 +370,7 @@ class Client:
     # --- caches ---
 
     def _forget(self, path: SimPath, file: File) -> None:
-        """What this host changes, it sees."""
+        """Forget what this host remembers of a file that it changes itself: a client sees its own changes."""
         self._lists.pop(file.directory, None)
         self._contents.pop(path, None)
         self._absent.pop(path, None)
@@ -369,7 +382,7 @@ class Client:
         return known[0] if known is not None else self.disk.listing(directory)
 
     def visible_at(self, directory: Directory) -> float:
-        """When this client will look at a directory again rather than answer from memory."""
+        """When this client will ask the server for a directory again, and not answer from its cache."""
         known = self._lists.get(directory)
         return self.disk.now if known is None else max(self.disk.now, known[2])
 
@@ -386,4 +399,4 @@ class Client:
 
 
 class GarbledRead(OSError):
-    """A read that gives part of a new content and part of an old one (seen on sshfs); never raised to the core."""
+    """A read that gives part of a new content and part of an old one (seen on sshfs). `read` returns that and never raises this."""

@@ -42,7 +42,7 @@ def heal(world: World) -> None:
 
 
 def lives(world: World, rank: int) -> bool:
-    """Whether the last start of a rank is up: an older one will find that out, and end."""
+    """Whether the last start of a rank is up. An older one does not count: it will see the newer one, and end."""
     return [process.up for process in world.processes if process.rank == rank][-1:] == [True]
 
 
@@ -120,7 +120,8 @@ def cut_power(world: World, struck: list[Process], *, again: bool) -> None:
         process.client.drop_caches()
     hosts = {process.client.host for process in struck}
     if not any(process.up for process in world.processes):
-        hosts = set(world.clients)  # all that ever wrote: they may have shared one machine
+        # Without a living process, all hosts lose power: they may be one machine.
+        hosts = set(world.clients)
     for path in world.disk.lose_power(hosts, world.rng, 10.0):
         world.say(f"{path} was not flushed and is lost or torn")
     for process in struck if again else ():

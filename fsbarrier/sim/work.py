@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from fsbarrier.sim.world import World
 
 GENERATIONS = cast(SimPath, PATHS.generations)
-GROUP_BYTES = 100  # what one group of trajectories takes in a simulated part
-RETRY_S = 0.5  # after a filesystem's error while a piece of work is being prepared
+# what one group of trajectories takes in a simulated part
+GROUP_BYTES = 100
+# after a filesystem's error while a piece of work is being prepared
+RETRY_S = 0.5
 TASKS = {split: {"path": f"/data/{split}", "count": 6} for split in SPLITS}
 
 
@@ -71,7 +73,7 @@ class SimWork:
         return {}
 
     def ended(self, piece: Piece, ok: bool, value: dict[str, Any]) -> None:
-        """What has become of a piece."""
+        """A piece of work has ended: report it."""
         piece.alive = False
         if not ok:
             self._leave_meeting(piece)
@@ -79,7 +81,7 @@ class SimWork:
         self.process.wake(self.world.now + self.world.short())
 
     def _leave_meeting(self, piece: Piece) -> None:
-        """The others of a torchrun notice at once, or not at all."""
+        """A node leaves a torchrun. Half of the time the others' processes fail a second later; else they hang."""
         meeting = piece.meeting
         if meeting is None or meeting.lost:
             return
@@ -93,7 +95,7 @@ class SimWork:
     # --- what a piece does ---
 
     def _run(self, piece: Piece) -> Waiting:
-        """See what there is, then what is to be done, and do it. While the shared directory fails, it is asked again."""
+        """Build the context, ask the row's function for the work, and do it. Repeat the first two while the shared directory fails."""
         context, since = None, self.world.now
         while True:
             try:
@@ -108,7 +110,7 @@ class SimWork:
         return (yield from self._do(work, context, piece))
 
     def _retry(self, error: OSError, since: float) -> float:
-        """When to ask the shared directory again, which has failed `since` then; not for ever."""
+        """How long to wait before the next try of a shared directory that fails `since` then. Raises ProgramFailed after `dead_s`."""
         if self.world.now > since + self.world.rules.limits.dead_s:
             raise ProgramFailed(f"the shared directory fails: {error}") from None
         return RETRY_S
@@ -153,7 +155,7 @@ class SimWork:
                 return (yield from self._publish(work, piece))
 
     def _stand_in(self, work: Command) -> Callable[[Command, Context, Piece], Waiting]:
-        """What is done in place of `python -m PROGRAM`."""
+        """The method that stands in for `python -m PROGRAM`."""
         match work.argv[2]:
             case "fsbarrier.workers.rollout":
                 return self._rollout
@@ -165,7 +167,7 @@ class SimWork:
                 return self._update
 
     def _busy(self, piece: Piece, parts: int = 1) -> Iterator[float]:
-        """The time a program takes, in `parts` pieces; where it is to fail, it fails on the way."""
+        """The time a program takes, in `parts` pieces. A program that is to fail raises ProgramFailed on the way."""
         length = self.world.length()
         for number in range(parts):
             if piece.fails is not None and (number + 1) / parts >= piece.fails:
@@ -214,7 +216,7 @@ class SimWork:
         return {"stamp": merged.stamp, "groups": len(entries)}
 
     def _taken(self, sources: list[dict[str, Any]]) -> list[Entry]:
-        """Of each task that a source is to give the first group that one of them has."""
+        """For each task, the first group of it in a source that is asked for this task."""
         taken: dict[int, Entry] = {}
         for source in sources:
             part, valid = self.artifacts.parts[source["path"]], source["valid_bytes"]

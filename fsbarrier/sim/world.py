@@ -25,8 +25,10 @@ from fsbarrier.sim.process import BLIND, JOINING, POLL_S, Process
 from fsbarrier.sim.setup import PATHS, Setup, litter, program, settings
 from fsbarrier.sim.store import Client, Disk, File, Habits, SimPath
 
-EVENTS = 20_000  # for each node and iteration: a hundred times what schedules need; more is a livelock
-SETTLE_S = 900.0  # virtual time, for each iteration, within which all must end after the faults stopped
+# for each node and iteration: a hundred times what schedules need; more is a livelock
+EVENTS = 20_000
+# After the faults stop, all must end within so much virtual time for each iteration.
+SETTLE_S = 900.0
 NEVER_S = float("inf")
 Action = Callable[[], None]
 
@@ -85,7 +87,8 @@ class World:
         }
         self.processes: list[Process] = []
         self.clients: dict[str, tuple[Client, Trouble]] = {}
-        self.hosts = [f"host{rank}" for rank in range(setup.nodes)]  # where each rank is started now
+        # where each rank is started now
+        self.hosts = [f"host{rank}" for rank in range(setup.nodes)]
         self.strikes = faults.draw_strikes(rng, mix, setup.nodes, setup.iterations)
         self.mishap_rate = rng.choice((0.0, 0.0, 0.01, 0.05)) if mix else 0.0
         self.garbling = faults.Garbling(seed, mix, self.history.faults)
@@ -94,7 +97,8 @@ class World:
             ((0.02, 0.05, 0.2), (0.02, 0.05, 0.2), (0.1, 0.2, 1.0), (0.02, 0.05, 0.1, 0.1, 0.1, 9.0))
         )
         self.healed = not mix
-        self.failures: dict[tuple[int, str], int] = {}  # (rank, phase): so often its program fails there
+        # (rank, phase) -> how often its program is still to fail there
+        self.failures: dict[tuple[int, str], int] = {}
         self.awaited: list[Awaited] = [
             Awaited(
                 strike.rank,
@@ -106,11 +110,15 @@ class World:
             for strike in self.strikes
             if strike.iteration
         ]
-        self.starting = 0  # starts that are due
-        self.ending = False  # some process has ended: maybe it was the last
+        # how many starts are due
+        self.starting = 0
+        # Some process has ended, maybe the last one.
+        self.ending = False
         self.settle_s = SETTLE_S * setup.iterations
-        self.end_s = NEVER_S if mix else self.settle_s  # when everything must have ended
-        self._agenda: list[tuple[float, int, Action]] = []  # in order; too short for a heap to be worth it
+        # when everything must have ended
+        self.end_s = NEVER_S if mix else self.settle_s
+        # In the order of time. It is so short that a heap would not be faster.
+        self._agenda: list[tuple[float, int, Action]] = []
         self._order = 0
 
     # --- time ---
@@ -165,7 +173,7 @@ class World:
         return self.history
 
     def _all_ended(self) -> bool:
-        """Whether no process is left, and none to come: once more the faults stop."""
+        """Whether the schedule is over. If all processes have ended but the run could go on, stop the faults, which starts some again."""
         self.ending = False
         if any(process.up for process in self.processes):
             return False
@@ -185,7 +193,7 @@ class World:
         self.at(20.0 * self.setup.iterations + 10.0, partial(strikes.heal, self))
 
     def entered(self, node: Node) -> None:
-        """A node entered a row: what waits for it is let loose."""
+        """A node entered a row: plan the actions that wait for this."""
         assert node.position is not None
         place = (node.position.iteration, node.position.phase)
         for item in [
@@ -195,7 +203,7 @@ class World:
             self.after(item.delay, item.action)
 
     def _over(self) -> bool:
-        """Whether the run has come to an end that nobody will change."""
+        """Whether the run has ended for good, so that starting a node again would change nothing."""
         codes = {ended.code for ended in self.history.ended.values()}
         return codes <= {0, 4, 5} or (self.history.stopped_at is not None and codes <= {0, 4, 5, 6})
 
@@ -245,7 +253,7 @@ class World:
         return mishap
 
     def _block(self, host: str, seconds: float, stopped: bool) -> None:
-        """Called by a process in the middle of an operation."""
+        """Hold a process up in the middle of an operation, which calls this."""
         process = next(p for p in self.processes if p.strand is not None and p.strand.inside)
         strand = process.strand
         assert strand is not None
@@ -258,7 +266,7 @@ class World:
         strand.park()
 
     def finish(self, process: Process) -> None:
-        """A process ends by itself: its work, then its last heartbeat."""
+        """A process ends by itself: cancel its work, then write its last heartbeat."""
         ended = process.agent.exit
         assert ended is not None
         process.work.cancel()
@@ -313,7 +321,7 @@ class World:
                 process.notice(process.client.visible_at(file.directory))
 
     def _fact_written(self, path: SimPath, file: File) -> None:
-        """Those who wait in a row see what is published there."""
+        """Wake the processes that wait in the row in which this fact appeared."""
         directory, host = file.directory, file.host
         for process in self.processes:
             if process.watching is not directory or process.host == host or not process.up or process.paused:
@@ -327,7 +335,7 @@ class World:
                 process.wake(visible + self.rng.random() * 0.05, visible)
 
     def first_beat(self, path: SimPath, file: File) -> None:
-        """Those who join see who else is there."""
+        """Wake the processes that join: a heartbeat shows them who else is there."""
         for process in self.processes:
             if process.joined and process.agent.node.stage is JOINING and process.host != file.host:
                 seen_at = max(process.client.visible_at(file.directory), process.client.fresh_at(path))
