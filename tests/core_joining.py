@@ -197,6 +197,13 @@ JOINING_ROWS = [
         becomes={"baseline": 1},
     ),
     Case(
+        "it is noted before anything else is done",
+        waiting(2),
+        sees(generation(1, (0, 1)), joins=started(0, 1, 2), stop=asked_to_stop()),
+        machine.take_note_of_a_generation,
+        becomes={"baseline": 1},
+    ),
+    Case(
         "once only",
         waiting(2, baseline=1),
         sees(generation(1, (0, 1)), joins=started(0, 1, 2)),
@@ -223,6 +230,13 @@ JOINING_ROWS = [
         "the newest generation lives: wait, and remember whether one of its nodes was seen to move",
         back(1),
         sees(),
+        machine.wait_to_be_admitted,
+        becomes={"met": True},
+    ),
+    Case(
+        "one that moves is enough",
+        back(1),
+        sees(ledger=heard(seen(0, moved=False))),
         machine.wait_to_be_admitted,
         becomes={"met": True},
     ),
@@ -282,6 +296,12 @@ JOINING_ROWS = [
         ENDED,
     ),
     Case(
+        "not while another member is still at it",
+        back(1, met=True),
+        sees(ledger=heard(seen(0, state="finished"))),
+        machine.wait_to_be_admitted,
+    ),
+    Case(
         "not one that never saw it at work",
         back(1),
         sees(generation(1, until=5), ledger=heard(seen(0, state="finished"), seen(2, state="finished"))),
@@ -320,6 +340,13 @@ JOINING_ROWS = [
         "what was read more than suspect_s ago is read anew",
         back(0),
         goes_on(recovered=left_off(2, ROLL_OUT, of=1, ago=6.1)),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "also where it says that all is done",
+        back(0),
+        goes_on(joins=UP_TO_3, ledger=NOBODY, recovered=left_off(4, OPEN, of=1, ago=6.1)),
         machine.look_where_the_run_was_left,
         (Recover(),),
     ),
@@ -389,6 +416,13 @@ JOINING_ROWS = [
         machine.wait_for_all_nodes,
     ),
     Case(
+        "however many must be there",
+        waiting(0, for_s=59.9),
+        sees(None, **waiters(0, 1), recovered=left_off()),
+        machine.wait_for_all_nodes,
+        rules=rules(min_nodes=3),
+    ),
+    Case(
         "the time is over, and two of three are enough",
         waiting(0, for_s=60.0),
         sees(None, **waiters(0, 1), recovered=left_off()),
@@ -399,6 +433,15 @@ JOINING_ROWS = [
     Case(
         "two are too few where three are the least",
         waiting(0, for_s=60.0),
+        sees(None, **waiters(0, 1), recovered=left_off()),
+        machine.give_up_waiting,
+        ends(5, "left", "waited 60 s for node 2 (never seen); 2 of 3 nodes are here"),
+        ENDED,
+        rules=rules(min_nodes=3),
+    ),
+    Case(
+        "nobody waits for lower ranks then",
+        waiting(1, for_s=60.0),
         sees(None, **waiters(0, 1), recovered=left_off()),
         machine.give_up_waiting,
         ends(5, "left", "waited 60 s for node 2 (never seen); 2 of 3 nodes are here"),
@@ -424,6 +467,14 @@ JOINING_ROWS = [
             "node 2 (host2, joining, last heartbeat 30 s ago); 1 of 3 nodes are here",
         ),
         ENDED,
+        rules=rules(on_node_failure="wait"),
+    ),
+    Case(
+        "where all are there it begins",
+        waiting(0),
+        sees(None, **ALL_HERE, recovered=left_off()),
+        machine.form_a_generation,
+        first(),
         rules=rules(on_node_failure="wait"),
     ),
     Case(
@@ -485,6 +536,12 @@ JOINING_ROWS = [
         goes_on(recovered=left_off(2, ROLL_OUT, of=1, sealed=False)),
         machine.seal_the_old_generation,
         (Recover(for_good=True),),
+    ),
+    Case(
+        "by whoever has its turn",
+        back(1),
+        goes_on(recovered=left_off(2, ROLL_OUT, of=1, sealed=False)),
+        machine.let_lower_ranks_go_first,
     ),
     Case(
         "then the run goes on from where it was left, with what was decided and what node 0 was started with",

@@ -76,6 +76,7 @@ def released(value: dict[str, Any] | None = None, **fields: Any) -> View:
 
 
 HERE = at_row(1, ROLL_OUT, Part.ANNOUNCED)
+INTO_MERGE = {"position": Position(1, MERGE), "part": Part.EACH}
 STOPPED = Verdict(0, "stopped at once, as ann@host9 asked")
 AT_START = Verdict(0, "stopped before iteration 2, as ann@host9 asked")
 ROLLED_OUT_ONLY = generation(choices={"rl_phase": "rollout"})
@@ -86,6 +87,14 @@ RUNNING_ROWS = [
         "the others went on without this node: it comes back as its next start",
         at_row(1, ROLL_OUT, result={"a": 1}, decisions={"assign": decided(1, {})}, trouble_since=NOW),
         sees(generation(2, (0, 2))),
+        machine.rejoin_when_left_behind,
+        (CancelWork(), LEFT_BEHIND, Announce(2)),
+        Node(1, 2, NOW, "host1", baseline=2, met=True),
+    ),
+    Case(
+        "whatever else it could do",
+        at_row(1, ROLL_OUT),
+        sees(generation(2, (0, 2)), stop=asked_to_stop(now=True)),
         machine.rejoin_when_left_behind,
         (CancelWork(), LEFT_BEHIND, Announce(2)),
         Node(1, 2, NOW, "host1", baseline=2, met=True),
@@ -177,6 +186,13 @@ RUNNING_ROWS = [
         sees(leaders_fact=SEAL),
         machine.go_on_behind_a_seal,
         proposes(2, start=(1, ASSIGN), reason="node 2 ended the one before", created_by=1),
+    ),
+    Case(
+        "a stop comes before that",
+        at_row(0, ROLL_OUT, Part.ANNOUNCED),
+        sees(leaders_fact=SEAL, stop=asked_to_stop(now=True)),
+        machine.stop_when_asked,
+        proposes(2, start=(1, ASSIGN), reason=STOPPED.reason, verdict=STOPPED),
     ),
     Case(
         "a member that is lost at a seal is a loss first",
@@ -312,6 +328,23 @@ RUNNING_ROWS = [
         rules=rules(on_node_failure="hold", regroup=1),
     ),
     Case(
+        "the result of a collective that all have reached is theirs before that",
+        HERE,
+        released(),
+        machine.release,
+        passes("", HERE, released(), Launch(Part.EACH), becomes=INTO_MERGE).asks,
+        INTO_MERGE,
+        rules=rules(on_node_failure="hold", regroup=1),
+    ),
+    Case(
+        "a failure does not come before it",
+        at_row(0, ROLL_OUT),
+        sees(failed=failed(1)),
+        machine.regroup_when_asked,
+        proposes(2, start=(1, ASSIGN), reason="regroup"),
+        rules=rules(on_node_failure="hold", regroup=1),
+    ),
+    Case(
         "nobody need be lost for that, and who waits is taken in",
         at_row(2, ROLL_OUT),
         sees(joins=started(0, 1, 2, 3), ledger=heard(seen(3, state=JOINING))),
@@ -400,6 +433,33 @@ RUNNING_ROWS = [
         {"trouble_since": NOW},
     ),
     Case(
+        "also one that thought that somebody was lost a moment ago",
+        at_row(0, ROLL_OUT, failed_since=NOW - 9.0, trouble_since=NOW - 1.0),
+        sees(failed=failed(1)),
+        machine.try_again_after_a_failure,
+        proposes(
+            2, start=(1, ASSIGN), reason=f"again: node 1 (host1), {place(ROLL_OUT)}: no memory", attempt=1
+        ),
+    ),
+    Case(
+        "not where the failure is a loss after all",
+        at_row(0, ROLL_OUT, failed_since=NOW - 9.0, trouble_since=NOW),
+        sees(failed=failed(1), ledger=heard(seen(2, state="left"))),
+        machine.shrink_after_a_loss,
+        proposes(
+            2,
+            (0, 1),
+            start=(1, ASSIGN),
+            reason=is_lost(2, "it was stopped by hand or ended in an error"),
+        ),
+    ),
+    Case(
+        "not while a listing does not show the failure any more",
+        at_row(0, ROLL_OUT, failed_since=NOW - 9.0),
+        sees(),
+        None,
+    ),
+    Case(
         "a beat later, and not as the failure was seen",
         at_row(0, ROLL_OUT, failed_since=NOW - 2.0),
         sees(failed=failed(1)),
@@ -476,6 +536,20 @@ RUNNING_ROWS = [
         at_row(0, ROLL_OUT),
         sees(ledger=heard(seen(2, ago=14.0))),
         None,
+    ),
+    Case(
+        "nor is anybody with `abort`",
+        at_row(0, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=14.0))),
+        None,
+        rules=rules(on_node_failure="abort"),
+    ),
+    Case(
+        "nor with `wait`",
+        at_row(0, ROLL_OUT),
+        sees(ledger=heard(seen(2, ago=14.0))),
+        None,
+        rules=rules(on_node_failure="wait"),
     ),
     Case(
         "silence counts up to the last look at heartbeats, and not to now",
@@ -652,7 +726,7 @@ RUNNING_ROWS = [
     Case(
         "where an iteration starts, the leader takes in who waits",
         at_row(0, OPEN, Part.NONE, iteration=2, decisions={"merge": decided(1, {})}),
-        sees(joins=started(0, 1, 2, 3, 4), ledger=heard(seen(3, state=JOINING), seen(4, state=JOINING))),
+        sees(joins=started(4, 3, 2, 1, 0), ledger=heard(seen(3, state=JOINING), seen(4, state=JOINING))),
         machine.admit_joiners,
         proposes(
             2,
@@ -693,6 +767,14 @@ RUNNING_ROWS = [
         rules=rules(on_node_failure="hold"),
     ),
     Case(
+        "a member whose last heartbeat is from before it was taken in is no new one",
+        at_row(0, OPEN, Part.NONE),
+        sees(joins=started(0, 1, 2), ledger=heard(seen(2, state=JOINING))),
+        machine.begin_the_row,
+        publishes(0),
+        {"part": Part.ANNOUNCED},
+    ),
+    Case(
         "one whose heartbeat does not move is not taken in",
         at_row(0, OPEN, Part.NONE),
         sees(joins=started(3), ledger=heard(seen(3, state=JOINING, moved=False))),
@@ -706,6 +788,19 @@ RUNNING_ROWS = [
         sees(joins=started(2, incarnation=2), ledger=heard(seen(2, incarnation=2, state=JOINING))),
         machine.shrink_after_a_loss,
         proposes(2, (0, 1), reason="node 2 (host2) is lost: restarted as incarnation 2"),
+    ),
+    Case(
+        "a loss is answered before anybody new is taken in",
+        at_row(0, OPEN, Part.NONE, iteration=2, trouble_since=NOW),
+        sees(joins=started(3), ledger=heard(seen(2, state="left"), seen(3, state=JOINING))),
+        machine.shrink_after_a_loss,
+        proposes(
+            2,
+            (0, 1),
+            start=(2, OPEN),
+            reason="node 2 (host2) is lost: it was stopped by hand or ended in an error; "
+            f"last in {place(OPEN, 2)}",
+        ),
     ),
     Case(
         "a row with work for each begins with it",

@@ -61,6 +61,12 @@ def test_where_a_member_was_last(
     assert place == (Position(*expected) if expected else None)
 
 
+def test_one_whose_news_is_of_an_older_generation_was_at_least_where_this_one_starts() -> None:
+    here = at_row(0, OPEN, iteration=2, generation=generation(start=(2, OPEN)))
+    assert last_place(situation(here), gone(at=(1, MERGE))) == Position(2, OPEN)
+    assert last_place(situation(here), gone(at=(0, 0))) is None
+
+
 def test_who_is_in_no_generation_knows_heartbeats_alone() -> None:
     assert last_place(situation(waiting(0)), gone(at=(1, MERGE))) == Position(1, MERGE)
     assert last_place(situation(waiting(0)), gone(at=None)) is None
@@ -81,14 +87,14 @@ def test_lost_members_in_the_journal() -> None:
     assert lost_as_fields(at, [gone(at=None, age=None)]) == [
         {**known, "why": "silent", **nowhere, "beat_age_s": None}
     ]
-    assert lost_as_fields(at, [gone(at=(1, MERGE), age=15.00049)]) == [
+    assert lost_as_fields(at, [gone(at=(1, MERGE), age=15.12351)]) == [
         {
             **known,
             "why": "silent; last in iteration 1, phase 3 merge",
             "iteration": 1,
             "phase": 3,
             "phase_name": "merge",
-            "beat_age_s": 15.0,
+            "beat_age_s": 15.124,
         }
     ]
 

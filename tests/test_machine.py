@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from core_builders import asked_to_stop
@@ -18,7 +19,7 @@ from core_cases import Case
 from core_joining import ANY_STAGE, JOINING_ROWS
 from core_running import HERE, RUNNING_ROWS, released
 
-from fsbarrier.protocol import machine
+from fsbarrier.protocol import facts, machine, membership, rows, state
 from fsbarrier.protocol.machine import Rule, step
 from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import Stage
@@ -76,3 +77,16 @@ def test_the_page_is_up_to_date() -> None:
     command = [sys.executable, str(Path(state_diagram.__file__)), "--check"]
     checked = subprocess.run(command, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
+
+
+RECORDS = {
+    kind
+    for module in (facts, membership, rows, state)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and is_dataclass(kind)
+}
+
+
+@pytest.mark.parametrize("kind", sorted(RECORDS, key=lambda kind: kind.__name__))
+def test_what_the_core_remembers_is_never_changed_in_place(kind: Any) -> None:
+    assert kind.__dataclass_params__.frozen and "__slots__" in vars(kind)

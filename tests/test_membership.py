@@ -102,6 +102,8 @@ def test_the_first_members_watch_all_and_all_watch_them() -> None:
     left_out = {rank: left_to_others(generation, rank, 2) for rank in generation.ranks}
     assert left_out == {2: set(), 3: set(), 5: {8, 13}, 8: {5, 13}, 13: {5, 8}}
     assert left_to_others(generation, 13, 5) == left_to_others(None, 13, 2) == frozenset()
+    turned = Generation(1, members[::-1], 2, Position(1, 0), "start")
+    assert left_to_others(turned, 5, 2) == {8, 13}
 
 
 # --- what one look after another tells -----------------------------------------------------------------------------------------
@@ -165,6 +167,7 @@ def test_a_counter_that_moves_is_a_sign_of_life(
         ([(0.0, 0.0, {0: beat(5)}), (9.0, 10.0, {0: beat(6)})], True, 1.0),  # heard all the same
         ([(0.0, 5.0, {0: beat(5)})], True, 5.0),  # the first look of all
         ([(0.0, 3.0, {0: beat(5)})], False, 3.0),
+        ([(10.0, 12.0, {0: beat(5)})], False, 2.0),
     ],
 )
 def test_the_time_for_which_this_node_was_blind_is_no_silence(
@@ -183,6 +186,8 @@ def test_silence_is_never_paused_into_the_future() -> None:
     assert ledger.seen[0].since == 2.0 + 6.5
     again = Ledger({0: seen(0, ago=1.0)}, looked_at=NOW - 50.0).observe({}, NOW, NOW, BLIND_S)
     assert again.seen[0].since == NOW
+    silent = Ledger({0: seen(0, ago=60.0)}, looked_at=NOW - 50.0).observe({}, NOW, NOW, BLIND_S)
+    assert silent.seen[0].since == NOW - 10.0
 
 
 def test_being_blind_pauses_what_is_left_to_others_too() -> None:
@@ -259,6 +264,7 @@ LEFT = "it was stopped by hand or ended in an error"
         (heard(seen(2, ago=15.0), unsure={2: NOW}), {}, "no heartbeat for 15.0 s", 15.0),
         (heard(seen(2, ago=15.0), unsure={1: NOW + 9.0}), {}, "no heartbeat for 15.0 s", 15.0),
         (heard(seen(2, state="left"), unsure={2: NOW + 9.0}), {}, LEFT, 0.0),
+        (heard(seen(2, ago=-1.0, state="left")), {}, LEFT, 0.0),  # heard after the time that is asked for
     ],
 )
 def test_who_is_lost_and_why(

@@ -47,7 +47,7 @@ def test_a_generation_cannot_go_on_in_a_later_row(resume: str) -> None:
         Table("mine", rows)
 
 
-@pytest.mark.parametrize("names", [("x", "b", "b"), ("a", "x", "b"), ("a", "b", "x")])
+@pytest.mark.parametrize("names", [("x", "b", "b"), ("a", "x", "b"), ("a", "b", "x"), ("x", "b", "y")])
 def test_a_slice_names_rows(names: tuple[str, str, str]) -> None:
     with pytest.raises(UsageError, match="program mine, slice part: no row is called 'x'"):
         Table("mine", ROWS, (Slice("part", *names),))

@@ -142,6 +142,7 @@ def test_a_verdict_rides_in_it_and_nobody_need_be_left() -> None:
         (2, 2, 0, "given up after 3 attempts"),
         (1, 0, 1, ""),
         (0, 0, 0, "given up after 1 attempt\n"),
+        (1, 1, 0, "given up after 2 attempts\n"),
     ],
 )
 def test_a_program_is_tried_again_as_often_as_allowed(
@@ -185,6 +186,12 @@ def test_the_lowest_rank_that_came_says_what_is_asked_for() -> None:
     made = first_of_session(situation(waiting(2), View(joins=joins, ledger=waiters(1, 2)["ledger"])), found)
     assert (made.members, made.leader, made.created_by) == ((member(1), member(2)), 1, 2)
     assert (made.until, made.choices, made.start) == (5, {"rl_phase": "rollout"}, Position(1, OPEN))
+
+
+def test_members_stand_in_order_in_whichever_their_starts_were_seen() -> None:
+    view = View(joins=started(2, 0, 1), ledger=waiters(2, 1, 0)["ledger"])
+    made = first_of_session(situation(waiting(1), view), left_off())
+    assert (made.ranks, made.leader) == ((0, 1, 2), 0)
 
 
 def test_where_its_record_is_not_seen_nothing_is_asked_for() -> None:
@@ -281,7 +288,13 @@ def test_where_a_session_begins(
 
 @pytest.mark.parametrize("span", [WHOLE, ROLLOUTS, UPDATES])
 def test_a_run_without_any_generation_begins_with_iteration_1(span: tuple[int, int]) -> None:
-    assert opening(left_off(7, UPDATE, of=0, span=(0, 0)), span, TABLE) == Position(1, span[0])
+    for before in ((0, 0), span):
+        assert opening(left_off(7, UPDATE, of=0, span=before), span, TABLE) == Position(1, span[0])
+
+
+def test_a_program_without_slices_tells_nothing_of_what_was_made() -> None:
+    table: Table[object] = Table("plain", (Row(0, "a"), Row(1, "b")))
+    assert opening(left_off(7, 0, of=3, span=(0, 0)), (0, 1), table) == Position(1, 0)
 
 
 @pytest.mark.parametrize(
