@@ -1,8 +1,8 @@
 """The shared directory in memory: one Disk, and for each host a Client with that host's caches and troubles.
 
 A Client has the five verbs of fsbarrier.rundir.record_store.Store and answers like PosixStore on a mount that misbehaves: listings and
-contents may be old, absences may be remembered, an error may be raised although the work was done. For speed a record stays the
-object that was written; only a loss of power that tears it turns it into bytes.
+contents may be old, absences may be remembered, an error may be raised although the work was done. A record stays the object that
+was written, for speed; it becomes bytes only where a loss of power tears it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class SimPath(str):
 
     __slots__ = ()
 
-    # Schedules ask for the same paths again and again.
     @lru_cache(maxsize=4096)  # noqa: B019
     def __truediv__(self, name: str) -> SimPath:
         return SimPath(name if name[:1] == "/" else f"{self}/{name}")
@@ -57,7 +56,6 @@ def as_record(content: Content, cls: type[R]) -> R | None:
     return found
 
 
-# Schedules read the same litter again and again.
 @lru_cache(maxsize=256)
 def _decoded(data: bytes, cls: Any) -> Any:
     try:
@@ -214,8 +212,7 @@ class Habits:
         return self.listing_s + self.content_s
 
 
-#: Makes an error when it is to be raised. A ready exception in a local variable would form a cycle with its traceback's frame, and
-#: keep the whole schedule alive until the garbage collector comes.
+#: Makes an error. A ready one in a local variable would form a cycle with its frame, and keep all that the frame knows alive.
 Failure = Callable[[], BaseException]
 #: (verb, path) -> an error to raise after the work was done. It may raise instead, or take its time.
 Alarm = Callable[[str, str], Failure | None]
@@ -226,9 +223,8 @@ class Client:
 
     def __init__(self, disk: Disk, host: str, habits: Habits) -> None:
         self.disk, self.host, self.habits = disk, host, habits
-        # operations in this look
+        # The operations of the look under way are counted. From number `alarm_at` on, `alarm` decides what becomes of each.
         self.done = 0
-        # From this operation of a look on, `alarm` decides what becomes of each.
         self.alarm_at = sys.maxsize
         self.alarm: Alarm = lambda verb, path: None
         # on rows (invariant I12)
