@@ -11,7 +11,7 @@ from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import Recovered, View
 
 
-def next_number(view: View, at_least: int = 0) -> int:
+def next_number(view: View, at_least: int) -> int:
     """The number of the next generation: after the newest, and after those whose records nobody can read."""
     return max(view.newest.number if view.newest else 0, view.void, at_least) + 1
 
