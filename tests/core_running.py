@@ -167,21 +167,28 @@ RUNNING_ROWS = [
     ),
     # --- a seal
     Case(
-        "behind a seal the lowest rank goes on at once",
-        at_row(0, ROLL_OUT, Part.ANNOUNCED, generation=generation(attempt=1)),
+        "whoever sees a seal notes when",
+        at_row(1, ROLL_OUT, Part.ANNOUNCED),
         sees(leaders_fact=SEAL, arrived=ALL),
         machine.go_on_behind_a_seal,
-        proposes(2, start=(1, ASSIGN), reason="node 2 ended the one before", attempt=1),
+        (),
         {"trouble_since": NOW},
     ),
     Case(
-        "the others leave that to it",
-        at_row(1, ROLL_OUT, Part.ANNOUNCED),
+        "behind a seal the lowest rank goes on at once",
+        at_row(0, ROLL_OUT, Part.ANNOUNCED, generation=generation(attempt=1), trouble_since=NOW),
+        sees(leaders_fact=SEAL, arrived=ALL),
+        machine.go_on_behind_a_seal,
+        proposes(2, start=(1, ASSIGN), reason="node 2 ended the one before", attempt=1),
+    ),
+    Case(
+        "the others leave that to it until their turn, and do not forget since when they wait",
+        at_row(1, ROLL_OUT, Part.ANNOUNCED, trouble_since=NOW - 3.9),
         sees(leaders_fact=SEAL, arrived=ALL),
         None,
     ),
     Case(
-        "one that thought that something was wrong for as long as its turn takes goes on too",
+        "rank 1 goes on where the lowest has not, once its turn has come",
         at_row(1, ROLL_OUT, Part.ANNOUNCED, trouble_since=NOW - 4.0),
         sees(leaders_fact=SEAL),
         machine.go_on_behind_a_seal,
@@ -309,7 +316,14 @@ RUNNING_ROWS = [
     Case("one member is not there yet", HERE, released(arrived=frozenset({0, 1})), None),
     Case("a stranger is no member", HERE, released(arrived=frozenset({0, 1, 7})), None),
     Case("the leader's fact is not there yet", HERE, sees(arrived=ALL), None),
-    Case("where a seal is in its stead, nobody passes", HERE, sees(arrived=ALL, leaders_fact=SEAL), None),
+    Case(
+        "where a seal is in its stead, nobody passes",
+        HERE,
+        sees(arrived=ALL, leaders_fact=SEAL),
+        machine.go_on_behind_a_seal,
+        (),
+        {"trouble_since": NOW},
+    ),
     Case("who is not done itself does not pass", at_row(1, ROLL_OUT), released(), None),
     passes(
         "a barrier that all have reached is passed, however silent its members",
@@ -430,7 +444,6 @@ RUNNING_ROWS = [
             attempt=1,
             decisions={"merge": decided(0, {})},
         ),
-        {"trouble_since": NOW},
     ),
     Case(
         "also one that thought that somebody was lost a moment ago",
@@ -479,13 +492,25 @@ RUNNING_ROWS = [
         proposes(
             2, start=(1, ASSIGN), reason=f"again: node 0 (host0), {place(ROLL_OUT)}: no memory", attempt=1
         ),
-        {"trouble_since": NOW},
     ),
     Case(
         "a higher rank leaves it to the lowest",
-        at_row(1, ROLL_OUT, failed_since=NOW - 9.0),
+        at_row(1, ROLL_OUT, failed_since=NOW - 3.9),
         sees(failed=failed(1)),
         None,
+    ),
+    Case(
+        "and has it tried again where the lowest has not, once its turn has come",
+        at_row(1, ROLL_OUT, failed_since=NOW - 4.0),
+        sees(failed=failed(1)),
+        machine.try_again_after_a_failure,
+        proposes(
+            2,
+            start=(1, ASSIGN),
+            reason=f"again: node 1 (host1), {place(ROLL_OUT)}: no memory",
+            attempt=1,
+            created_by=1,
+        ),
     ),
     Case(
         "the last retry is one more try",
@@ -495,7 +520,6 @@ RUNNING_ROWS = [
         proposes(
             2, start=(1, ASSIGN), reason=f"again: node 1 (host1), {place(ROLL_OUT)}: no memory", attempt=2
         ),
-        {"trouble_since": NOW},
     ),
     Case(
         "after the last retry the run ends, with what the program said last",
@@ -511,7 +535,6 @@ RUNNING_ROWS = [
                 f"node 1 (host1), {place(ROLL_OUT)}: no memory; given up after 3 attempts\n  | one\n  | two",
             ),
         ),
-        {"trouble_since": NOW},
     ),
     Case(
         "tries are counted anew in the next iteration",
@@ -521,7 +544,6 @@ RUNNING_ROWS = [
         proposes(
             2, start=(2, ASSIGN), reason=f"again: node 1 (host1), {place(ROLL_OUT, 2)}: no memory", attempt=1
         ),
-        {"trouble_since": NOW},
     ),
     # --- a lost node
     Case(

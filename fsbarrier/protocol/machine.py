@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from fsbarrier.protocol.facts import SEALED, Fact, Generation, Member, Position, Verdict
+from fsbarrier.protocol.facts import Fact, Generation, Member, Position, Verdict
 from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
 from fsbarrier.protocol.membership import occupied
 from fsbarrier.protocol.rows import Row
@@ -266,17 +266,20 @@ def go_on_behind_a_seal(at: Situation) -> Step | None:
 
     The seal lies under the name of the leader's fact about this row, so that nobody can pass the row any more (node/resume.py).
     """
-    fact = at.view.leaders_fact
-    if fact is None or fact.status != SEALED or at.gone:
+    seal = at.seal
+    if seal is None or at.gone:
         return None
-    why, attempt = f"node {fact.rank} ended the one before", failed_tries(at.generation, at.position)
-    return _propose_in_turn(at, successor(at, at.generation.members, why, attempt=attempt))
+    if at.node.trouble_since is None:
+        return replace(at.node, trouble_since=at.now), NOTHING
+    why, attempt = f"node {seal.rank} ended the one before", failed_tries(at.generation, at.position)
+    proposal = successor(at, at.generation.members, why, attempt=attempt)
+    return _propose_in_turn(at, proposal, at.node.trouble_since)
 
 
 def release(at: Situation) -> Step | None:
     """Every member is done with this row, and the leader's fact tells what was decided: on to the next row."""
     fact = at.view.leaders_fact
-    if fact is None or fact.status == SEALED or at.node.part is not Part.ANNOUNCED:
+    if fact is None or at.seal is not None or at.node.part is not Part.ANNOUNCED:
         return None
     generation, position = at.generation, at.position
     if not at.view.arrived.issuperset(generation.ranks):
@@ -348,12 +351,12 @@ def try_again_after_a_failure(at: Situation) -> Step | None:
     later = at.node.failed_since + at.rules.limits.stagger_s / 2
     if not all(at.view.ledger.heard(m, later) for m in at.generation.members if m.rank != at.node.rank):
         return None
-    return _propose_in_turn(at, another_try(at))
+    return _propose_in_turn(at, another_try(at), at.node.failed_since)
 
 
 def forget_a_false_alarm(at: Situation) -> Step | None:
     """A member that seemed to be lost was heard again."""
-    if at.node.trouble_since is None or at.gone:
+    if at.node.trouble_since is None or at.gone or at.seal is not None:
         return None
     return replace(at.node, trouble_since=None), NOTHING
 
@@ -397,23 +400,23 @@ def _answer_the_loss(at: Situation, members: Sequence[Member], verdict: Verdict 
     reason, attempt = lost_as_text(at, at.gone), failed_tries(at.generation, at.position)
     proposal = successor(at, members, reason, verdict=verdict, attempt=attempt)
     if at.node.trouble_since is not None:
-        return _propose_in_turn(at, proposal)
+        return _propose_in_turn(at, proposal, at.node.trouble_since)
     lost = Note("node_lost", {"lost": lost_as_fields(at, at.gone)})
-    _, actions = _propose_in_turn(at, proposal) or (at.node, NOTHING)
+    _, actions = _propose_in_turn(at, proposal, at.now) or (at.node, NOTHING)
     return replace(at.node, trouble_since=at.now), (lost, *actions)
 
 
-def _propose_in_turn(at: Situation, proposal: Generation) -> Step | None:
-    """Propose at once if this is the lowest living rank; wait `stagger_s` for each living rank below it.
+def _propose_in_turn(at: Situation, proposal: Generation, since: float) -> Step | None:
+    """Propose at once if this is the lowest living rank; from `since` on, wait `stagger_s` for each living rank below it.
 
     Example: node 3 dies, and nodes 0, 1 and 2 notice it in the same second. Node 0 proposes, and the others see its generation
     before their turn comes. If node 0 hangs, node 1 proposes. Safety does not depend on the order: only one node can create the
     record. None while it is not this node's turn, so that its own work goes on meanwhile.
     """
     below = sum(1 for member in at.living if member.rank < at.node.rank)
-    if at.now - at.trouble_since < below * at.rules.limits.stagger_s:
+    if at.now - since < below * at.rules.limits.stagger_s:
         return None
-    return replace(at.node, trouble_since=at.trouble_since), (Propose(proposal),)
+    return at.node, (Propose(proposal),)
 
 
 # --- RUNNING: this node's own work in its row, up to its published fact ----------------------------------------------------

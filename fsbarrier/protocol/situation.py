@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fsbarrier.protocol.facts import Generation, Member, Position
+from fsbarrier.protocol.facts import SEALED, Fact, Generation, Member, Position
 from fsbarrier.protocol.membership import Loss, live_joiners, losses
 from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.state import Node, Rules, View
@@ -60,6 +60,12 @@ class Situation:
         """The members of the newest generation beside this rank."""
         newest = self.view.newest
         return [m for m in newest.members if m.rank != self.node.rank] if newest is not None else []
+
+    @property
+    def seal(self) -> Fact | None:
+        """The seal under the name of the leader's fact about this row, if one lies there: this generation was ended."""
+        fact = self.view.leaders_fact
+        return fact if fact is not None and fact.status == SEALED else None
 
     # --- who lives ---
 
