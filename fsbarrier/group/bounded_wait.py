@@ -20,14 +20,14 @@ class Awaited:
 
 
 class BoundedWait:
-    """A wait that ends after `timeout_s`. Time in which this process did not run itself does not count: it must first see what
-    it missed."""
+    """A wait that ends after `timeout_s`. Time in which this process was stopped itself does not count: before it gives up, it must
+    look for what came meanwhile."""
 
     def __init__(self, threads: MemberThreads, timeout_s: float, what: str) -> None:
-        """`what` is waited for, in the messages."""
+        """`what`: the call that waits, for messages."""
         self._threads, self._timeout_s, self._what = threads, timeout_s, what
         self._left_s = timeout_s
-        #: for so long the looking thread has not finished a look
+        #: seconds since the looking thread last finished a look
         self._unseen_s = 0.0
 
     def for_news(self) -> None:

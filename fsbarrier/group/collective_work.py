@@ -1,4 +1,4 @@
-"""The work of a group's member in a row: there is none but that its caller contributes a value."""
+"""The work of a group's member in a row: to wait until its caller contributes a value."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fsbarrier.protocol.state import Node, Part, WorkReport
 
 @dataclass
 class CollectiveWork:
-    """Runs an agent's work: that of a row is done once the caller has contributed to it.
+    """The WorkRunner of a group: the work of a row is done once the caller has contributed to it.
 
-    A contribution names its generation, for the caller may still contribute to one that the looking thread has just left.
+    A contribution names its generation, because the caller may contribute to one that the looking thread has just left.
     """
 
     contributed: tuple[int, Position, Payload] | None = None

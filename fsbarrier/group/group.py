@@ -1,4 +1,4 @@
-"""A barrier group for anybody's own scripts, on the same core as the daemon and named as torch.distributed names things.
+"""A barrier group for your own scripts: the same core as the daemon, with the names of torch.distributed.
 
     with fsbarrier.join("/shared/group", node_rank=1, num_nodes=3, timeout_s=600) as group:
         config = group.broadcast(config, src=0)
@@ -6,7 +6,7 @@
         sizes = group.all_gather(len(mine))
 
 Each collective is a row with one number, passed by all members of the current generation; what they exchange is JSON. A background
-thread beats and looks at the directory, so that a node that computes for an hour is not taken for dead. After PeerLost the
+thread beats and looks at the directory, so that the others do not take a node that computes for an hour for dead. After PeerLost the
 living call `regroup()` and go on as the next generation. Standard library and the light dependencies only. See docs/group.md.
 """
 
@@ -58,14 +58,14 @@ class Group:
         earlier_beats: Mapping[int, Beat],
     ) -> None:
         self._paths, self._join = agent.observer.paths, agent.join
-        # Here it is only read and listed with: what the observer knows belongs to the looking thread.
+        # The caller's thread only lists and reads files with it. What it has learned belongs to the looking thread.
         self._observer = agent.observer
         self._timeout_s = timeout_s
         self._threads = MemberThreads(agent, work, beat_s, earlier_beats)
         #: the generation that the caller knows of, and the row of its next collective there
         self._entered: Generation | None = None
         self._position = Position(1, 0)
-        #: what was contributed to that row while its collective has not ended, and how it failed
+        #: what this node contributed to that row, until its collective ends, and how that failed
         self._unfinished: Payload | None = None
         self._failure: NodeError | None = None
         self._left = False
@@ -113,7 +113,7 @@ class Group:
         return self._object_of(src, generation, position, call)
 
     def regroup(self) -> None:
-        """Go on as the next generation: the living, and whoever waits to join. Every member calls it, after PeerLost or as one.
+        """Go on as the next generation: the living members and the nodes that wait to join. Every living member must call it.
 
         Returns once this node is in it; the first to call makes it. Raises Fenced, BarrierTimeout, StoreError.
         """
@@ -129,7 +129,7 @@ class Group:
         self._enter(now)
 
     def leave(self) -> None:
-        """End this membership; the others are told. Safe to call twice. Never raises."""
+        """End this membership and tell the others. Safe to call twice. Never raises."""
         self._leave("")
 
     def __enter__(self) -> Self:
@@ -159,11 +159,10 @@ class Group:
         self._enter(first)
 
     def _check_same_arguments(self) -> None:
-        """All must have joined with the same arguments: the members of this generation; before there is one, all who are here.
+        """All must have joined with the same arguments: the members of this generation or, before there is one, all nodes here.
 
-        Earlier sessions leave their records behind. Who is here has joined since this node looked first, or has beaten since
-        before this node announced itself: a node that refuses this one's arguments leaves at once, and its last heartbeat may be
-        the first of it that is seen here.
+        Earlier sessions leave their joins behind, so only a node counts as here that joined or wrote a heartbeat after this node's
+        first look. One heartbeat is enough: a node that refuses this one's arguments leaves at once, and may write only one.
         """
         snapshot, threads = self._threads.snapshot, self._threads
         generation = snapshot.node.generation
@@ -218,7 +217,7 @@ class Group:
         elif self._unfinished == mine:
             self._threads.look_often()
         else:
-            # What the others may have read already cannot be taken back: it is that collective again, or regroup().
+            # The others may have read what this node contributed. So it must repeat that collective, or regroup().
             raise self._failure or RuntimeError(
                 f"node {self.node_rank}: {self._unfinished['call']} no. {position.iteration} was interrupted: "
                 "call it again, or regroup()"
@@ -247,7 +246,7 @@ class Group:
         lost = next((one for one in snapshot.missing if one.lost_because), None)
         if snapshot.failure is not None or node.generation is None or (here and lost is None):
             return False
-        # All facts are there: then the row was passed by everybody but those who gave up before the last fact came.
+        # All facts are there, so the others may have passed this row before they went on. This node passes it too.
         if self._all_there(generation, position):
             return True
         if here and lost is not None:
@@ -297,7 +296,7 @@ class Group:
         host = next(m.host for m in generation.members if m.rank == rank)
         began, dead_s = time.monotonic(), self._threads.rules.limits.dead_s
         try:
-            # The fact is there; it may just be written once more.
+            # The fact is there. Its writer may be writing it once more at this moment (REPEAT_S), so try again.
             value = retry(lambda: self._observer.must_read(path, Fact).value, within_s=dead_s)
         except OSError as error:
             what = f"what node {rank} ({host}) gave cannot be read: {path}: {error}"
@@ -310,9 +309,9 @@ class Group:
         return json.loads(value["obj"])
 
     def _remove_old_facts(self, generation: Generation, position: Position) -> None:
-        """Remove what nobody reads again: whoever came to this row had ended the one before it (invariant I9).
+        """Remove facts that nobody reads again: whoever came to this row had ended the one before it (invariant I9).
 
-        Each member takes its own fact away, and the leader the folder one row later, when all have done so.
+        Each member removes its own fact. The leader removes the folder one row later, when all have done so.
         """
         start, before = generation.start.iteration, position.iteration - 1
         with contextlib.suppress(OSError):

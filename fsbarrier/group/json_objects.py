@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-#: As JSON. A record that holds it, quoted, stays below the longest that is read.
+#: The longest JSON text. Quoted inside a record it stays below the longest record that nodes read.
 MAX_OBJECT_BYTES = 24 * 1024 * 1024
 
 
 def to_json(obj: Any) -> str:
-    """`obj` as JSON. Raises TypeError, ValueError: what cannot be sent fails here, on the node that sends it."""
+    """`obj` as JSON. Raises TypeError, ValueError, so that an object that cannot be sent fails on the sender."""
     hint = "a group exchanges JSON data: None, bool, int, float, str, lists, and dicts with str keys"
     try:
         text = json.dumps(obj, separators=(",", ":"))

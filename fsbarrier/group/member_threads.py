@@ -23,15 +23,15 @@ from fsbarrier.retry import Backoff
 
 #: while a caller waits
 PAUSES = Backoff(FIRST_PAUSE_S, 0.05)
-#: Hints help as long as few members share a host: each arrival wakes all of them, N x N wake-ups a barrier.
+#: Up to so many nodes use hints. If many members share a host, each arrival wakes all of them: N x N wake-ups a barrier.
 HINTED_NODES = 16
-#: what a last heartbeat may take on a filesystem that hangs
+#: how long the last heartbeat may take on a filesystem that hangs
 LEAVE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class MissingMember:
-    """A member that is waited for: the seconds without news of it, and why it will not come ("" while it may)."""
+    """A member that has not come yet: the seconds without news of it, and why it will not come ("" while it may)."""
 
     member: Member
     silent_s: float
@@ -62,7 +62,7 @@ class MemberThreads:
         """`earlier_beats`: each rank's last heartbeat from before this node announced itself."""
         self.beat_s = beat_s
         self.root, self.here, self.rules = agent.observer.paths.root, agent.join, agent.rules
-        #: the starts that were there before this node looked again, and their heartbeats: they may be long gone
+        #: the joins and heartbeats that this node's first look found; those nodes may be long gone
         self.earlier_joins, self.earlier_beats = dict(agent.observer.joins), earlier_beats
         self.snapshot = Snapshot(agent.node, time.monotonic())
         #: notified when a new snapshot shows something new
@@ -102,7 +102,7 @@ class MemberThreads:
         self._wake.set()
 
     def look_rarely(self) -> None:
-        """No caller waits, so there is nothing to be quick for."""
+        """No caller waits, so that looking seldom is enough."""
         self._caller_waits = False
 
     def leave(self, why: str) -> None:
@@ -133,7 +133,7 @@ class MemberThreads:
             except FsbarrierError as error:
                 failure = self._fenced(str(error))
             except Exception as error:
-                # A fault of ours must not look like waiting.
+                # Hand a bug of ours to the caller, who would otherwise wait for ever.
                 failure = FsbarrierError(f"node {self._agent.node.rank}: internal error: {error!r}")
                 failure.__cause__ = error
             self._show(before, now, failure)
@@ -141,7 +141,7 @@ class MemberThreads:
             self._polling.pause(PAUSES if self._caller_waits else idle, busy=busy, hints=hints)
 
     def _show(self, before: Snapshot, now: float, failure: FsbarrierError | None) -> None:
-        """Let the caller see what was seen, and wake it up if there is anything new."""
+        """Show the caller what this look saw, and wake it up if anything is new."""
         agent, ledger = self._agent, self._agent.observer.ledger
         news = agent.node != before.node or ledger != before.ledger or failure is not None
         missing, joiners, joins = before.missing, before.joiners, before.joins
@@ -150,7 +150,7 @@ class MemberThreads:
             live = live_joiners(joins, ledger, now, self.rules.limits)
             members = agent.node.generation.ranks if agent.node.generation is not None else ()
             joiners = tuple(rank for rank in sorted(live) if rank not in members)
-            # Where this fails, the next look meets the same filesystem.
+            # If this fails, the next look meets the same filesystem.
             with contextlib.suppress(OSError):
                 missing = self._missing(now)
         snapshot = Snapshot(agent.node, now, ledger, joins, missing, joiners, failure)
@@ -192,7 +192,7 @@ class MemberThreads:
         return None
 
     def _fenced(self, message: str) -> Fenced:
-        """The others went on without this node: they had not heard of it for at least this node's longest silence."""
+        """The others went on without this node. Its age is this node's last gap between two heartbeats, which they saw as silence."""
         here, newest = self.here, self._agent.observer.joins.get(self._agent.node.rank)
         written_at, gap_s = self._last_beat
         silent_s = max(gap_s, time.monotonic() - written_at)
@@ -206,11 +206,11 @@ class MemberThreads:
             failure = self.snapshot.failure
             last = self._leaving.is_set() or failure is not None
             if isinstance(failure, Fenced):
-                # Nobody listens to a start that was superseded.
+                # A newer start has this rank, or the others went on: nobody reads this start's heartbeat any more.
                 return
             if last and self._agent.exit is None:
                 self._agent.exit = Exit(0, "left", "left")
-            # Where this fails, the looking thread meets the same filesystem, and tells the caller.
+            # If this fails, the looking thread meets the same filesystem, and tells the caller.
             with contextlib.suppress(OSError):
                 beat = self._agent.beat()
                 store.put(paths.beat(beat.rank, beat.incarnation), beat)

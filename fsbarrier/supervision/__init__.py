@@ -1,1 +1,1 @@
-"""Programs that we start: watched, ended with all their processes, none outliving its daemon; and the files they talk by."""
+"""Starts programs, watches them and ends all their processes, so that none outlives its daemon; and the files of that contract."""

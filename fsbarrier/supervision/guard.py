@@ -45,7 +45,7 @@ else:
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-# The program's grace where such a signal comes from outside, not from the daemon.
+# The program's grace if such a signal reaches the guard from outside and not from the daemon.
 GRACE_S = 5.0
 # The grace of what is left when the main program has ended by itself.
 LEFTOVERS_GRACE_S = 0.5
@@ -131,7 +131,7 @@ class Guard:
                 return False
 
     def read_commands(self) -> bool:
-        """Obey the commands from above; False when there is nobody any more who could give one."""
+        """Obey the commands from above; False once the process above has ended."""
         try:
             data = os.read(self.lifeline, 4096)
         except OSError:
@@ -157,7 +157,7 @@ class Guard:
                 # A stopped program would not see the first signal.
                 os.killpg(self.child, signal.SIGCONT)
         except OSError:
-            # It is gone, and `end_leftovers` comes; or it has become another user's.
+            # It is gone, and `end_leftovers` follows; or it runs as another user now.
             pass
 
     def end_leftovers(self) -> None:
@@ -240,7 +240,7 @@ def main() -> int:
         try:
             os.write(lifeline, line.encode() + b"\n")
         except OSError:
-            # The daemon is not there to listen any more.
+            # The daemon has ended.
             pass
 
     def leave_the_log() -> None:

@@ -1,4 +1,4 @@
-"""What outlives a daemon in spite of all: the processes of a program whose daemon and both guards were killed at once.
+"""Ends what the guards could not: the processes of a program whose daemon and both guards were killed at once.
 
 While a program runs, its daemon keeps a record of the tree in a private folder of this machine. The next start of any
 program by the same user ends what is left of recorded trees whose daemon is dead. Every process is known by its pid,
@@ -28,7 +28,7 @@ KILL_S = 5.0
 # Pauses between two rounds of killing. A killed process is gone in a millisecond, unless it hangs in the kernel.
 ROUNDS = Backoff(0.001, 0.5)
 
-# Taken once in the life of a process, and kept.
+# The first `end_orphans` of a process takes this lock, and keeps it.
 _swept = threading.Lock()
 
 
@@ -68,7 +68,7 @@ def _end_recorded(path: Path) -> dict[int, int]:
     record, here = json.loads(path.read_bytes()), _here()
     tree = {int(pid): int(start) for pid, start in record["tree"]}
     hit: dict[int, int] = {}
-    # After a reboot nothing of it can be left, and only the record is to go.
+    # After a reboot no process of it can be left: only remove the record.
     if record["here"]["boot"] == here["boot"]:
         # In another container the numbers mean other processes. And a living daemon looks after its own.
         if record["here"] != here or processes.alive(dict([record["daemon"]])):
@@ -104,7 +104,7 @@ def kill_tree(tree: Mapping[int, int], deadline_s: float, *, session: int = 0) -
 
 
 def _here() -> dict[str, str]:
-    """What a pid and a start time are relative to."""
+    """Where a pid and a start time are valid: this boot, this pid namespace."""
     return {
         "boot": boot_id(),
         "pid_namespace": os.readlink("/proc/self/ns/pid"),

@@ -156,7 +156,8 @@ class Child:
         """
         with self._lock:
             if self.poll() is None:
-                with contextlib.suppress(OSError):  # the guards are ending already
+                # An error means that the guards are ending already.
+                with contextlib.suppress(OSError):
                     self._socket.sendall(b"stop %f\n" % max(grace_s, 0.0))
                 # Somebody may have stopped the guard.
                 self._guard.send_signal(signal.SIGCONT)
@@ -197,13 +198,13 @@ class Child:
         """Hand the program to the guard and wait until it runs. Raises StartFailed."""
         deadline = time.monotonic() + START_S
         self._socket.settimeout(START_S)
-        # An error means that the guard ended or hangs; what it reports, or does not, says more.
+        # An error means that the guard has ended or hangs. The loop below finds out which, and says so.
         with contextlib.suppress(OSError):
             self._socket.sendall(program)
         self._socket.setblocking(False)
         while not self.pid and self._start_failure is None and self._exit_code is None:
             if time.monotonic() >= deadline:
-                # By this an inner guard ends everything.
+                # Without the socket and the outer guard, an inner guard ends everything below it.
                 self._socket.close()
                 self._guard.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -225,7 +226,7 @@ class Child:
         raise StartFailed(message, 127 if missing else 126)
 
     def _read_reports(self) -> None:
-        """Take in what the guards have said since."""
+        """Read what the guards have reported since the last call."""
         while True:
             try:
                 data = self._socket.recv(4096)

@@ -1,4 +1,4 @@
-"""The contract between a daemon and a worker program, in one place: three JSON files in a folder that is theirs alone.
+"""The contract between a daemon and a worker program: three JSON files in a folder that only they use.
 
     spec.json      The daemon writes it before it starts `PROGRAM --spec spec.json`: what to do, the resolved settings,
                    and in "progress" and "result" the paths of the other two files.
@@ -71,7 +71,7 @@ class WorkerFiles:
 
 
 def read_progress(path: Path) -> JsonObject | None:
-    """What the running program last said of itself; None where it has said nothing that can be passed on."""
+    """The progress that the running program last wrote; None if there is none that can be read."""
     try:
         return _read_object(path, MAX_PROGRESS_BYTES)
     except (OSError, ValueError):
@@ -86,7 +86,7 @@ def read_result(path: Path, program: str) -> JsonObject:
         raise ProgramFailed(f"{program} ended well but left no result") from None
     except (OSError, ValueError) as error:
         raise ProgramFailed(f"{program} ended well but left a bad result: {error}") from None
-    # Under this name the daemon itself hands on what goes to the journal.
+    # The daemon itself uses this name for lines of the journal. A program must not write there.
     result.pop("events", None)
     return result
 
@@ -155,7 +155,7 @@ def run_worker(main: Callable[[JsonObject, Settings, Progress], JsonObject | Non
     signal.signal(signal.SIGTERM, signals.end)
     settings = Settings.from_json(spec["settings"])
     files.set_shared_group(settings.shared_group)
-    # Libraries write files too, and know nothing of our modes.
+    # Libraries write files too, and do not know the modes that the run asks for.
     os.umask(0o007 if settings.shared_group else 0o077)
     try:
         result = main(spec, settings, Progress(Path(spec["progress"])))
@@ -163,7 +163,7 @@ def run_worker(main: Callable[[JsonObject, Settings, Progress], JsonObject | Non
         print(error, file=sys.stderr, flush=True)
         return error.exit_code if error.exit_code == 2 else 1
     except OSError as error:
-        # Libraries raise OSError for their own troubles too; such a one has no errno, and its traceback is of use.
+        # Libraries raise OSError for errors of their own too. Those have no errno, and their traceback helps.
         if error.errno is None:
             raise
         print(f"{error.filename or 'a file'}: {error.strerror}", file=sys.stderr, flush=True)
