@@ -16,7 +16,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from fsbarrier import files, run_command
 from fsbarrier.data import rankfiles
@@ -43,7 +43,7 @@ def aggregate(
     parts: Sequence[Part],
     out: Path,
     *,
-    metadata: dict[str, Any],
+    metadata: dict[str, object],
     expected: Collection[int] | None,
     keep: int | None = None,
     allow_partial: bool = False,
@@ -94,12 +94,7 @@ def main(args: argparse.Namespace) -> int:
     if not found:
         where = " or ".join(str(RunPaths(log_path).trajectories(split)) for split in chosen)
         raise UsageError(f"no rank left a file of iteration {args.iteration} in {where}")
-    outcome: dict[str, Any] = {
-        "log_path": str(log_path),
-        "iteration": args.iteration,
-        "dry_run": args.dry_run,
-        "splits": {split: {"files": [_file_json(item) for item in items]} for split, items in found.items()},
-    }
+    splits: dict[str, dict[str, object]] = {}
     if not args.json:
         for split, items in found.items():
             _print_table(split, args.iteration, items)
@@ -114,15 +109,16 @@ def main(args: argparse.Namespace) -> int:
             dry_run=args.dry_run,
         )
         merged = merge_with_bar(request)
-        outcome["splits"][split].update(merged.as_json())
+        splits[split] = {"files": [_file_json(item) for item in items], **merged.as_json()}
         if not args.json:
             _print_outcome(split, merged)
     if args.json:
-        print(json.dumps(outcome, indent=2))
+        outcome = {"log_path": str(log_path), "iteration": args.iteration, "dry_run": args.dry_run}
+        print(json.dumps({**outcome, "splits": splits}, indent=2))
     return 0
 
 
-def _file_json(item: FoundFile) -> dict[str, Any]:
+def _file_json(item: FoundFile) -> dict[str, object]:
     scan = item.scan
     return {
         "path": str(item.path),

@@ -6,7 +6,6 @@ import importlib.util
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from fsbarrier.errors import UsageError
 from fsbarrier.program import Program
@@ -62,7 +61,7 @@ def load_module(name: str) -> ModuleType:
 class _LeavesNothing(SourceFileLoader):
     """Writes no __pycache__ beside other people's files."""
 
-    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+    def set_data(self, path: str, data: object, *, _mode: int = 0o666) -> None:
         pass
 
 

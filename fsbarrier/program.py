@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.facts import Join, Member, Payload
@@ -17,6 +17,7 @@ from fsbarrier.protocol.rows import Row, Slice, Table
 from fsbarrier.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
+    from fsbarrier.rundir.runrecord import TaskSource
     from fsbarrier.settings.sections import Settings
 
 #: the phases of an RL iteration, by number: what status and the journal promise to show
@@ -64,7 +65,7 @@ class Command:
 
     argv: tuple[str, ...]
     log: str
-    spec: Mapping[str, Any] = field(default_factory=dict)
+    spec: Payload = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     result: bool = True
     extra: Payload = field(default_factory=dict)
@@ -178,7 +179,7 @@ class Context:
     run_id: str
     paths: RunPaths
     settings: Settings
-    tasks: Mapping[str, Any]
+    tasks: Mapping[str, TaskSource]
     model: Path | None
     node_rank: int
     incarnation: int
@@ -250,7 +251,7 @@ class Context:
         """The members' weights, in the order of `members`."""
         return tuple(self.settings.rank_weights[rank] for rank in self.ranks)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """The fields that every worker program's spec begins with; the run's settings are added where it is written."""
         return {
             "run_id": self.run_id,
@@ -266,7 +267,7 @@ class Context:
             "incarnation": self.incarnation,
         }
 
-    def worker(self, name: str, log: str, **fields: Any) -> Command:
+    def worker(self, name: str, log: str, **fields: object) -> Command:
         """A command that runs `fsbarrier.workers.<name>` with a spec of the identity and `fields`."""
         argv = (self.python, "-m", f"fsbarrier.workers.{name}", "--spec", "{spec}")
         return Command(argv, log, spec={**self.identity(), **fields})

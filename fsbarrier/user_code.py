@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_file
 
 
-def load_named(setting: str, value: str) -> Any:
+def load_named(setting: str, value: str) -> object:
     """What `value` ("path/file.py:name") names; files beside it can be imported by it. `setting` is for messages.
 
     Raises UsageError where the file is missing, fails while it is loaded, or does not define the name.

@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fsbarrier.errors import UsageError
 from fsbarrier.program import (
@@ -31,7 +30,7 @@ from fsbarrier.program import (
     Work,
 )
 from fsbarrier.protocol.assign import sample_tasks, split_by_weight
-from fsbarrier.protocol.facts import Payload
+from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.settings.sections import RolloutSettings
 
@@ -51,7 +50,7 @@ def assign_train(ctx: Context) -> Work:
     return Value(share_out_train(ctx, sampled, keep=settings.tasks if settings.oversample > 1 else None))
 
 
-def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -> dict[str, Any]:
+def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -> dict[str, object]:
     """Train tasks to ranks, those that the last iteration cut off first. Of more than `keep` groups the merge keeps so many."""
     carried = carried_over(ctx) if ctx.settings.rollout.carry_over else []
     again = set(carried)
@@ -66,7 +65,7 @@ def carried_over(ctx: Context) -> list[int]:
     return list(cut_off)
 
 
-def share_out(ctx: Context, split: str, wanted: list[int]) -> dict[str, Any]:
+def share_out(ctx: Context, split: str, wanted: list[int]) -> dict[str, object]:
     """Tasks to ranks by weight, less those whose groups an earlier attempt at this iteration left whole on disk.
 
     `fixed_shares` says why each node does its own share and no more; "" where those that run out take over from the slowest.
@@ -110,7 +109,7 @@ def rollout(ctx: Context, split: str, assigned: Payload | None, settings: Rollou
     return Steps((ServeWeights(policy.model, policy.version, ctx.threads), command))
 
 
-def share_of(ctx: Context, split: str, assigned: Payload) -> dict[str, Any]:
+def share_of(ctx: Context, split: str, assigned: Payload) -> dict[str, object]:
     """What a rollout program is told of its share: where it begins, what it may take over, when it may end, where results go."""
     settings, rank = ctx.settings.rollout, ctx.node_rank
     ends_early = split == "train" and settings.completion_threshold < 1
@@ -195,7 +194,7 @@ def earlier_merges(ctx: Context) -> list[str]:
 
 
 def tasks_cut_off(
-    ctx: Context, wanted: list[int], parts: list[dict[str, Any]], reports: Mapping[int, Payload]
+    ctx: Context, wanted: list[int], parts: list[JsonObject], reports: Mapping[int, Payload]
 ) -> list[int]:
     """What is in no part because the phase was ended before. Anything else that is missing, the merge will refuse to go without."""
     done = {task for part in parts for task in part["tasks"]}
@@ -350,7 +349,7 @@ def update(ctx: Context) -> Work:
     return Command(argv, "update.log", spec={**ctx.identity(), **spec}, env=env, extra=known, event=event)
 
 
-def fill(word: str, values: dict[str, Any]) -> str:
+def fill(word: str, values: dict[str, object]) -> str:
     """A word of the user's trainer command with its placeholders filled in; `{spec}` is left for later."""
     for name, value in values.items():
         word = word.replace("{" + name + "}", "" if value is None else str(value))

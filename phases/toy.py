@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fsbarrier.loader import load_module
 from fsbarrier.program import RL_SLICES, Command, Context, Phase, Program, Steps, Value, Work
@@ -49,7 +48,7 @@ def rollout(ctx: Context, split: str, assigned: Payload | None) -> Work:
     return toy(ctx, "rollout", "rollout.log", **rl.share_of(ctx, split, assigned), speed=speed)
 
 
-def toy(ctx: Context, do: str, log: str, **fields: Any) -> Command:
+def toy(ctx: Context, do: str, log: str, **fields: object) -> Command:
     return ctx.worker("toy", log, do=do, seconds=ctx.settings.toy.phase_s, **fields)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from fsbarrier.aggregate import merge_with_bar
 from fsbarrier.commands import flags
@@ -14,6 +13,7 @@ from fsbarrier.data.mergeranks import RanksRequest
 from fsbarrier.data.rankfiles import FoundFile
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.maintenance import recovery
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir import heartbeats, runrecord
 from fsbarrier.rundir.names import SPLITS
 
@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
         refuse_if_live(log_path, record.settings.coordination.beat_s)
     found = recovery.inspect(log_path, args.iteration)
     aside = [item for item in found if item.state.in_the_way]
-    outcome: dict[str, Any] = {
+    outcome: JsonObject = {
         "log_path": str(log_path),
         "iteration": args.iteration,
         "dry_run": args.dry_run,
@@ -79,7 +79,7 @@ def refuse_if_live(log_path: Path, beat_s: float) -> None:
         )
 
 
-def _file_json(item: FoundFile) -> dict[str, Any]:
+def _file_json(item: FoundFile) -> dict[str, object]:
     return {
         "path": str(item.path),
         "split": item.split,
@@ -92,10 +92,10 @@ def _file_json(item: FoundFile) -> dict[str, Any]:
 
 def merge(
     log_path: Path, split: str, found: list[FoundFile], args: argparse.Namespace, *, dry_run: bool
-) -> dict[str, Any]:
+) -> JsonObject:
     """What became, or would become, of one split's merged file; "refused" says why nothing would. Raises StoreError, OSError."""
     gone = recovery.gone(log_path, split, args.iteration, found)
-    outcome: dict[str, Any] = {"split": split, "gone": [str(path) for path in gone]}
+    outcome: JsonObject = {"split": split, "gone": [str(path) for path in gone]}
     usable = {item.path for item in found if not item.state.in_the_way}
     # Looked for again: what has been put aside since is no fallback for anything.
     ranks = [item for item in rankfiles.find(log_path, split, args.iteration) if item.path in usable]
@@ -124,7 +124,7 @@ def merge(
     return outcome
 
 
-def as_text(outcome: dict[str, Any], found: list[FoundFile]) -> str:
+def as_text(outcome: JsonObject, found: list[FoundFile]) -> str:
     lines = [f"iteration {outcome['iteration']} in {outcome['log_path']}"]
     for item in found:
         who = "merged" if item.node_rank is None else f"node {item.node_rank}"
@@ -145,7 +145,7 @@ def as_text(outcome: dict[str, Any], found: list[FoundFile]) -> str:
     return "\n".join(lines)
 
 
-def _merged_as_text(split: dict[str, Any]) -> list[str]:
+def _merged_as_text(split: JsonObject) -> list[str]:
     name, lines = split["split"], []
     missing = f", {len(split['missing'])} tasks missing" if split.get("missing") else ""
     if split.get("expected"):

@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fsbarrier.data.mergecopy import Piece, copy_pieces
 from fsbarrier.data.mergeplan import (
@@ -170,7 +169,7 @@ class _Merge:
         self,
         request: MergeRequest,
         plan: Plan,
-        metadata: dict[str, Any],
+        metadata: dict[str, object],
         on_progress: OnProgress | None,
     ) -> None:
         self.plan, self.metadata, self.on_progress = plan, metadata, on_progress

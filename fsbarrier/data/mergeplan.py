@@ -8,11 +8,11 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fsbarrier import __version__
 from fsbarrier.data.shardscan import GroupEntry, ShardScan, mean_reward, scan_shard
 from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.protocol.facts import JsonObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class MergeRequest:
 
     parts: tuple[Part, ...]
     out: Path
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
     #: The task indices that must be there; groups of others are left out. None: not known.
     expected: tuple[int, ...] | None = None
     #: Of more groups only the first so many whose rewards differ, in the order of `expected`, filled up with others.
@@ -44,7 +44,7 @@ class MergeRequest:
     allow_partial: bool = False
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> MergeRequest:
+    def from_spec(cls, spec: JsonObject) -> MergeRequest:
         """The request that a daemon left for the worker."""
         parts = [
             Part(
@@ -166,7 +166,7 @@ def _left_out(groups: Sequence[GroupEntry], keep: int) -> tuple[tuple[int, ...],
     return tuple(useful[keep:]), tuple(others[max(0, keep - len(useful)) :])
 
 
-def merged_metadata(request: MergeRequest, plan: Plan, damaged: Sequence[str]) -> dict[str, Any]:
+def merged_metadata(request: MergeRequest, plan: Plan, damaged: Sequence[str]) -> dict[str, object]:
     """The metadata of the result: those of the request, and what the merge knows itself. Raises UsageError."""
     groups = plan.by_task
     full = {
@@ -186,7 +186,7 @@ def merged_metadata(request: MergeRequest, plan: Plan, damaged: Sequence[str]) -
         "created_by": f"fsbarrier {__version__}",
     }
     try:
-        plain: dict[str, Any] = json.loads(json.dumps(full))
+        plain: dict[str, object] = json.loads(json.dumps(full))
     except (TypeError, ValueError) as error:
         raise UsageError(f"the metadata to store is not plain JSON: {error}") from None
     return plain

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from fsbarrier.data import rankfiles
 from fsbarrier.data.merge import AggregateReport, OnProgress, merge, scan_merged
@@ -49,9 +48,9 @@ class RanksMerged:
     expected: int | None
     missing: tuple[int, ...]
     report: AggregateReport | None
-    would_merge: dict[str, Any] | None = None
+    would_merge: dict[str, object] | None = None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         report = None if self.report is None else asdict(self.report)
         would = {} if self.would_merge is None else {"would_merge": self.would_merge}
         return {"report": report, **would, "expected": self.expected, "missing": list(self.missing)}

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from fsbarrier.data.mergeplan import Part
 from fsbarrier.data.shardscan import NotOurs, ShardScan, scan_shard
@@ -63,7 +62,7 @@ class FoundFile:
     duplicates: int = 0
 
     @property
-    def header(self) -> dict[str, Any]:
+    def header(self) -> dict[str, object]:
         return self.scan.header if self.scan else {}
 
     @property
@@ -210,10 +209,10 @@ def groups_to_keep(found: Iterable[FoundFile]) -> int | None:
     return next((count for count in counts if isinstance(count, int) and count > 0), None)
 
 
-def common_metadata(found: Sequence[FoundFile], split: str, iteration: int) -> dict[str, Any]:
+def common_metadata(found: Sequence[FoundFile], split: str, iteration: int) -> dict[str, object]:
     """What the files agree on: run_id, policy_version, an original's metadata; and the newest generation."""
     headers = [item.header for item in found if item.mergeable]
-    metadata: dict[str, Any] = {"split": split, "iteration": iteration, "by_hand": True}
+    metadata: dict[str, object] = {"split": split, "iteration": iteration, "by_hand": True}
     for name in ("run_id", "policy_version", "original_metadata"):
         values = {repr(header[name]): header[name] for header in headers if name in header}
         if len(values) == 1:

@@ -16,11 +16,12 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fsbarrier.data.torchpickle import FormatError
 from fsbarrier.data.torchzip import HEADER_MAX, ROOT, Entry, parse_header, read_at, read_directory
 from fsbarrier.errors import StoreError
+from fsbarrier.protocol.facts import JsonObject
 
 SHARD_JSON = ROOT + "shard.json"
 MERGE_JSON = ROOT + "merge.json"
@@ -72,7 +73,7 @@ class ShardScan:
 
     path: Path
     #: what the ShardWriter was given; a merged file's metadata
-    header: dict[str, Any]
+    header: JsonObject
     groups: tuple[GroupEntry, ...]
     valid_bytes: int
     torn_bytes: int
@@ -217,7 +218,7 @@ class _Scanner:
 
     def __init__(self, fd: int, size: int, verify: bool) -> None:
         self.fd, self.size, self.verify = fd, size, verify
-        self.header: dict[str, Any] = {}
+        self.header: JsonObject = {}
         self.start: list[Entry] = []
         self.groups: list[GroupEntry] = []
         self.damaged: list[str] = []
@@ -292,17 +293,8 @@ def read_group(fd: int, entry: Entry, storages: tuple[Entry, ...]) -> GroupEntry
     try:
         if described["storages"] != found:
             raise FormatError(f"group {key} has other storages than it was written with")
-        offset = storages[0].offset if storages else entry.offset
-        return GroupEntry(
-            **_described(described),
-            offset=offset,
-            length=entry.end - offset,
-            key=key,
-            storages=storages,
-            body_offset=entry.data_offset,
-            body_length=body_length,
-            body_crc=int(described["body_crc"]),
-        )
+        body = (entry.data_offset, body_length, int(described["body_crc"]))
+        return _group_entry(described, key, storages, body, entry.offset, entry.end)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise FormatError(f"the description of group {key} lacks {error}") from None
 
@@ -333,38 +325,50 @@ def _scan_merged(path: Path, fd: int, size: int, verify: bool) -> ShardScan:
     return ShardScan(path, metadata, groups, size, 0, True, bad, merged=True, fingerprint=fingerprint)
 
 
-def _merged_group(record: dict[str, Any], entries: dict[str, Entry]) -> GroupEntry:
+def _merged_group(record: JsonObject, entries: dict[str, Entry]) -> GroupEntry:
     storages = tuple(entries[DATA + name] for name in record["storages"])
     body_offset, body_length, body_crc = (int(number) for number in record["body"])
     pickle = entries[DATA_PKL]
     if body_offset < pickle.data_offset or body_length < 0 or body_offset + body_length > pickle.end:
         raise ValueError("a group outside data.pkl")
-    offset = storages[0].offset if storages else body_offset
-    end = storages[-1].end if storages else body_offset + body_length
-    return GroupEntry(
-        **_described(record),
-        offset=offset,
-        length=end - offset,
-        key=str(record["key"]),
-        storages=storages,
-        body_offset=body_offset,
-        body_length=body_length,
-        body_crc=body_crc,
+    return _group_entry(
+        record,
+        str(record["key"]),
+        storages,
+        (body_offset, body_length, body_crc),
+        body_offset,
+        storages[-1].end if storages else body_offset + body_length,
     )
 
 
-def _described(record: dict[str, Any]) -> dict[str, Any]:
-    """What a group's description says in a rank's file and in a merged one alike. Raises KeyError, ValueError, …"""
-    return {
-        "task_index": int(record["task_index"]),
-        "task_id": str(record["task_id"]),
-        "trajectories": int(record["trajectories"]),
-        "reward_sum": float(record["reward_sum"]),
-        "signal": bool(record.get("signal", True)),
-    }
+def _group_entry(
+    described: JsonObject,
+    key: str,
+    storages: tuple[Entry, ...],
+    body: tuple[int, int, int],
+    start: int,
+    end: int,
+) -> GroupEntry:
+    """A group from its description, which a rank's file and a merged one write alike; it begins at `start` where it has no storages.
+
+    `body`: offset, length and CRC-32 of its pickled body. Raises KeyError, ValueError and the like for a bad description.
+    """
+    offset = storages[0].offset if storages else start
+    return GroupEntry(
+        int(described["task_index"]),
+        str(described["task_id"]),
+        int(described["trajectories"]),
+        offset,
+        end - offset,
+        key,
+        float(described["reward_sum"]),
+        storages,
+        *body,
+        bool(described.get("signal", True)),
+    )
 
 
-def parse_shard_json(data: bytes) -> dict[str, Any]:
+def parse_shard_json(data: bytes) -> JsonObject:
     """The first entry of a rank's file: format, prefix, header. Raises FormatError."""
     record = parse_json(data, "shard.json")
     if record.get("format") != FORMAT:
@@ -374,7 +378,7 @@ def parse_shard_json(data: bytes) -> dict[str, Any]:
     return record
 
 
-def parse_json(data: bytes, what: str) -> dict[str, Any]:
+def parse_json(data: bytes, what: str) -> JsonObject:
     """A JSON object. Raises FormatError."""
     try:
         value = json.loads(data)

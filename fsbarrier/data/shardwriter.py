@@ -12,10 +12,9 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fsbarrier import __version__
 from fsbarrier.data.shardscan import (
@@ -46,6 +45,7 @@ from fsbarrier.data.torchzip import (
 from fsbarrier.data.trajectory import REQUIRED
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.files import fsync_dir, open_new
+from fsbarrier.protocol.facts import Payload
 
 CREATED_BY = f"fsbarrier {__version__}"
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -74,7 +74,7 @@ class ShardWriter:
     Raises UsageError (other file, bad prefix or header), StoreError (the filesystem failed).
     """
 
-    def __init__(self, path: Path, *, prefix: str, header: dict[str, Any]) -> None:
+    def __init__(self, path: Path, *, prefix: str, header: dict[str, object]) -> None:
         if not _PREFIX.fullmatch(prefix):
             raise UsageError(f"{path}: the prefix {prefix!r} is not 1 to 64 letters, digits, dots, dashes")
         self.path = path
@@ -92,7 +92,7 @@ class ShardWriter:
             )
         except (TypeError, ValueError) as error:
             raise UsageError(f"{path}: the header is not plain JSON: {error}") from None
-        self._header: dict[str, Any] = json.loads(text)["header"]
+        self._header: dict[str, object] = json.loads(text)["header"]
         self._start, start = first_entries({SHARD_JSON: text.encode(), **TORCH_FILES})
         try:
             try:
@@ -125,7 +125,7 @@ class ShardWriter:
     def reward_mean(self) -> float | None:
         return mean_reward(self._groups)
 
-    def append_group(self, task_index: int, trajectories: Sequence[Mapping[str, Any]]) -> GroupEntry:
+    def append_group(self, task_index: int, trajectories: Sequence[Payload]) -> GroupEntry:
         """Write all trajectories of one task (data/trajectory.py says what is in one); durable on return.
 
         Raises UsageError (a field that is missing or not a plain value; nothing is written), StoreError (the filesystem
@@ -146,7 +146,7 @@ class ShardWriter:
             self._groups.append(group)
             return group
 
-    def finish(self, metadata: dict[str, Any]) -> ShardInfo:
+    def finish(self, metadata: dict[str, object]) -> ShardInfo:
         """Complete the file, so that torch.load opens it. A second call changes nothing.
 
         `metadata` (plain values) is what the file's "metadata" holds, beside counts. Raises UsageError, StoreError.
@@ -224,7 +224,7 @@ class ShardWriter:
             self._broken = f"{self.path}: unusable after a failed flush ({error.strerror})"
             raise StoreError(f"{self.path}: cannot {what}: {error.strerror or error}") from error
 
-    def _finish(self, metadata: dict[str, Any]) -> None:
+    def _finish(self, metadata: dict[str, object]) -> None:
         full = {
             **self._header,
             **metadata,
@@ -259,7 +259,7 @@ class ShardWriter:
 
 
 def pickle_entry(
-    metadata: dict[str, Any], groups: Iterable[GroupEntry], offset: int
+    metadata: dict[str, object], groups: Iterable[GroupEntry], offset: int
 ) -> tuple[Entry, bytes, bytes]:
     """data.pkl, to be written at `offset`, and what stands in it before and after the bodies of the groups.
 
@@ -279,7 +279,7 @@ def commit_entry(fd: int, group: GroupEntry) -> Entry:
 
 
 def _group_bytes(
-    key: str, offset: int, task_index: int, trajectories: Sequence[Mapping[str, Any]]
+    key: str, offset: int, task_index: int, trajectories: Sequence[Payload]
 ) -> tuple[GroupEntry, bytearray]:
     """The entries of one group as they will lie in the file from `offset`."""
     pickler = GroupPickler(key)

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from fsbarrier import files
 from fsbarrier.data import rankfiles
@@ -41,7 +41,7 @@ COLUMNS = {
 }
 
 # A trajectory, maybe without its arrays.
-Row = Mapping[str, Any]
+Row = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def export(found: Iterable[Path], out: Path, *, tokens: bool = True) -> Exported
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = files.temporary_beside(out)
     open_writer: Callable[[Path], _Writer] = _JsonLines if out.suffix == ".jsonl" else _Parquet
-    used, count, seen = [], 0, set[tuple[Any, ...]]()
+    used, count, seen = [], 0, set[tuple[object, ...]]()
     try:
         with contextlib.closing(open_writer(temporary)) as writer:
             for path in found:
@@ -133,7 +133,7 @@ def export(found: Iterable[Path], out: Path, *, tokens: bool = True) -> Exported
     return Exported(out, count, tuple(used))
 
 
-def _rows(path: Path, seen: set[tuple[Any, ...]]) -> Iterator[Row]:
+def _rows(path: Path, seen: set[tuple[object, ...]]) -> Iterator[Row]:
     scan = scan_shard(path)
     for note in scan.damaged:
         raise UsageError(f"{path}: {note}; merge what is whole by hand (fsbarrier aggregate)")
@@ -183,7 +183,7 @@ class _Parquet:
         self._table = pyarrow.Table
         self._stream = os.fdopen(files.open_new(path), "wb")
         self._writer = parquet.ParquetWriter(self._stream, self._schema, compression="zstd")
-        self._held: list[dict[str, Any]] = []
+        self._held: list[dict[str, object]] = []
 
     def add(self, row: Row) -> None:
         made = {name: _cell(row.get(name), kind) for name, kind in COLUMNS.items() if name != "other"}
@@ -205,7 +205,7 @@ class _Parquet:
         self._stream.close()
 
 
-def _cell(value: Any, kind: str) -> Any:
+def _cell(value: object, kind: str) -> object:
     if value is None:
         return None
     if kind == "json":
@@ -213,5 +213,5 @@ def _cell(value: Any, kind: str) -> Any:
     return value.tolist() if isinstance(value, array) else value
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return value.tolist() if isinstance(value, array) else str(value)

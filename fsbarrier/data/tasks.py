@@ -41,6 +41,7 @@ class Task:
     index: int
     task_id: str
     prompt: str | tuple[Message, ...]
+    #: the user's own, as the file has it
     answer: Any
     metadata: Mapping[str, Any]
 
@@ -106,7 +107,7 @@ def _checked(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, T
 # --- rows -----------------------------------------------------------------------------------------------------------------
 
 
-def _rows(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
+def _rows(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Mapping[str, object] | None]]:
     """Each row with its index; None for one that is not wanted."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"{path}: a task file must end in {' or '.join(SUFFIXES)}")
@@ -116,7 +117,9 @@ def _rows(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Mapp
         raise UsageError(f"{path}: cannot be read: {error.strerror or _first_line(error)}") from None
 
 
-def _json_rows(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
+def _json_rows(
+    path: Path, wanted: frozenset[int] | None
+) -> Iterator[tuple[int, Mapping[str, object] | None]]:
     empty: int | None = None
     with path.open("rb") as stream:
         for index, line in enumerate(stream):
@@ -129,7 +132,7 @@ def _json_rows(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int,
             yield index, None if wanted is not None and index not in wanted else _parsed(path, index, line)
 
 
-def _parsed(path: Path, index: int, line: bytes) -> Mapping[str, Any]:
+def _parsed(path: Path, index: int, line: bytes) -> Mapping[str, object]:
     try:
         row = json.loads(line)
     except UnicodeDecodeError:
@@ -148,7 +151,7 @@ def _parsed(path: Path, index: int, line: bytes) -> Mapping[str, Any]:
 
 def _parquet_rows(
     path: Path, wanted: frozenset[int] | None
-) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
+) -> Iterator[tuple[int, Mapping[str, object] | None]]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -174,7 +177,7 @@ def _parquet_rows(
 # --- one task -------------------------------------------------------------------------------------------------------------
 
 
-def _task(path: Path, index: int, row: Mapping[str, Any]) -> Task:
+def _task(path: Path, index: int, row: Mapping[str, object]) -> Task:
     rest = dict(row)
     if rest.get("prompt") is None:
         known = ", ".join(map(str, row)) or "none"
@@ -190,7 +193,7 @@ def _task(path: Path, index: int, row: Mapping[str, Any]) -> Task:
     return Task(index, str(task_id), prompt, plain(answer), metadata)
 
 
-def _prompt(path: Path, index: int, value: Any) -> str | tuple[Message, ...]:
+def _prompt(path: Path, index: int, value: object) -> str | tuple[Message, ...]:
     if isinstance(value, str):
         if not value:
             raise _wrong(path, index, "prompt is empty")
@@ -214,7 +217,7 @@ def _prompt(path: Path, index: int, value: Any) -> str | tuple[Message, ...]:
     return tuple(messages)
 
 
-def _answer(path: Path, index: int, rest: dict[str, Any]) -> Any:
+def _answer(path: Path, index: int, rest: dict[str, object]) -> object:
     own, model = rest.pop("answer", _MISSING), rest.get("reward_model")
     if own in (None, _MISSING) and isinstance(model, Mapping) and "ground_truth" in model:
         return model["ground_truth"]
@@ -224,7 +227,7 @@ def _answer(path: Path, index: int, rest: dict[str, Any]) -> Any:
     raise _wrong(path, index, f"has no field answer, nor reward_model.ground_truth (its fields: {known})")
 
 
-def plain(value: Any, depth: int = 0) -> Any:
+def plain(value: object, depth: int = 0) -> object:
     """The value as trajectories keep it: JSON's types only; what parquet has beyond them (dates, bytes, decimals) as text.
 
     Raises RecursionError for one that is nested more deeply than they may be.
@@ -258,7 +261,7 @@ def _place(path: Path, index: int) -> str:
     return f"{path}, row {index}" if path.suffix == ".parquet" else f"{path}, line {index + 1}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 

@@ -44,7 +44,7 @@ class GroupPickler:
         self._memo: dict[object, int] = {}
         self._pending: dict[str, list[int]] = {}
 
-    def add(self, trajectory: Mapping[str, Any]) -> None:
+    def add(self, trajectory: Mapping[str, object]) -> None:
         """Append one trajectory. Raises UsageError naming the field whose value is not plain."""
         self._value(trajectory, "trajectory", 0)
         self._out += b"a"
@@ -64,7 +64,7 @@ class GroupPickler:
                 struct.pack_into("<i", out, place, count)
         return bytes(out)
 
-    def _value(self, value: Any, where: str, depth: int) -> None:
+    def _value(self, value: object, where: str, depth: int) -> None:
         out = self._out
         if depth > MAX_DEPTH:
             raise UsageError(f"{where}: nested more than {MAX_DEPTH} deep")
@@ -162,7 +162,7 @@ class GroupPickler:
         out += b")RtR"
 
 
-def file_pickle(metadata: dict[str, Any]) -> tuple[bytes, bytes]:
+def file_pickle(metadata: dict[str, object]) -> tuple[bytes, bytes]:
     """What goes before and after the joined bodies to make `{"trajectories": [bodies], "metadata": metadata}`."""
     pickler = GroupPickler("")
     pickler._text("metadata")

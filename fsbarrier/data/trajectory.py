@@ -7,7 +7,9 @@ A trajectory of N tokens has three arrays of length N side by side: `token_ids`,
 from __future__ import annotations
 
 from array import array
-from typing import Any, Required, TypedDict
+from typing import Required, TypedDict
+
+from fsbarrier.protocol.facts import JsonObject
 
 REQUIRED = ("task_id", "sample", "reward", "policy_version", "node_rank")
 
@@ -18,7 +20,7 @@ class Sampled(TypedDict, total=False):
     # --- what people read ---
 
     #: every turn, the prompt's included
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     #: the last answer
     text: str
 
@@ -40,7 +42,7 @@ class Sampled(TypedDict, total=False):
     #: where each segment begins in the three arrays. A new one begins where the agent changed what had been said before.
     segments: list[int]
     #: the messages of each segment but the last
-    earlier_messages: list[list[dict[str, Any]]]
+    earlier_messages: list[list[JsonObject]]
 
 
 class Trajectory(Sampled, total=False):
@@ -84,11 +86,11 @@ class Trajectory(Sampled, total=False):
     #: seconds: generate_s, episode_s, reward_s
     timings: dict[str, float]
     #: the task's other fields and its `answer`; where something went wrong `agent_error`, `reward_error` or `error`
-    metadata: dict[str, Any]
+    metadata: JsonObject
 
 
 class TrajectoryFile(TypedDict):
     """What `torch.load` and `load` give of a finished or merged file."""
 
     trajectories: list[Trajectory]
-    metadata: dict[str, Any]
+    metadata: JsonObject

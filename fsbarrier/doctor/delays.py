@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fsbarrier import files
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check, Findings, Times, shown
@@ -153,7 +152,7 @@ def measure(meeting: Meeting) -> tuple[Delays, dict[int, Message]]:
             thread.join()
 
 
-def _thread(work: Callable[..., None], *arguments: Any) -> threading.Thread:
+def _thread(work: Callable[..., None], *arguments: object) -> threading.Thread:
     thread = threading.Thread(target=work, args=arguments, daemon=True)
     thread.start()
     return thread

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from fsbarrier import files
 from fsbarrier.doctor import delays, mount_options, probes, races, readers, verdict
@@ -15,6 +14,7 @@ from fsbarrier.doctor.connections import Door, opened, reached
 from fsbarrier.doctor.findings import OK, REFUSED, About, Check, NodeFindings, Report
 from fsbarrier.doctor.interruption import Interruption
 from fsbarrier.doctor.meeting import Meeting
+from fsbarrier.doctor.messages import Message
 from fsbarrier.errors import StoreError, TooFewNodes
 from fsbarrier.host.addresses import candidate_addresses
 from fsbarrier.host.identity import boot_id, host_name
@@ -118,7 +118,7 @@ def together(
     return _conclude(path, messages)
 
 
-def _examine(path: Path, mount: Mount, meeting: Meeting) -> dict[int, dict[str, Any]]:
+def _examine(path: Path, mount: Mount, meeting: Meeting) -> dict[int, Message]:
     """This node's part, and what all the nodes said in the end, as JSON."""
     loopback = meeting.on_one_host
     addresses = ("127.0.0.1",) if loopback else tuple(candidate_addresses())
@@ -151,7 +151,7 @@ def _examine(path: Path, mount: Mount, meeting: Meeting) -> dict[int, dict[str, 
     return meeting.exchange_last("findings", asdict(findings))
 
 
-def _conclude(path: Path, messages: dict[int, dict[str, Any]]) -> Report:
+def _conclude(path: Path, messages: dict[int, Message]) -> Report:
     findings = {rank: NodeFindings.of(message) for rank, message in messages.items()}
     fresher = "; ".join(dict.fromkeys(node.about.mount.fresher for node in findings.values()))
     checks = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
 
+from fsbarrier.doctor.messages import Message
 from fsbarrier.host.mounts import Mount
 
 
@@ -113,7 +113,7 @@ class NodeFindings:
     reached: Mapping[str, Sequence[str]]
 
     @classmethod
-    def of(cls, message: Mapping[str, Any]) -> NodeFindings:
+    def of(cls, message: Message) -> NodeFindings:
         """From what `asdict` and JSON made of one."""
         about = message["about"]
         return cls(
@@ -141,14 +141,14 @@ class Report:
     stale_s: float
     timeouts: Mapping[str, float]
     checks: tuple[Check, ...]
-    nodes: tuple[Mapping[str, Any], ...] = ()
-    measured: Mapping[str, Any] = field(default_factory=dict)
+    nodes: tuple[Mapping[str, object], ...] = ()
+    measured: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def refused(self) -> tuple[Check, ...]:
         return tuple(check for check in self.checks if check.level == REFUSED)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """For programs: `fit` says whether the directory can carry a run."""
         return {
             "path": self.path,

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from fsbarrier.doctor.interruption import Interruption
-from fsbarrier.doctor.messages import wait_for
+from fsbarrier.doctor.messages import Message, wait_for
 from fsbarrier.doctor.roll_call import LINGER_S, Lobby, Visitor, visitor_of
 from fsbarrier.errors import BarrierTimeout, PeerLost, StoreError, TooFewNodes
 from fsbarrier.group import Group, join
@@ -48,7 +48,7 @@ class Meeting:
         #: the tokens of those that were lost on the way
         self._lost: set[str] = set()
         self._begin = time.monotonic()
-        self._found_at_start: dict[Path, Any] = {}
+        self._found_at_start: dict[Path, object] = {}
 
     @property
     def token(self) -> str:
@@ -86,7 +86,7 @@ class Meeting:
                 dead_s=SILENT_S,
             )
 
-    def exchange(self, name: str, message: Any) -> dict[int, Any]:
+    def exchange(self, name: str, message: object) -> dict[int, Message]:
         """Say something (JSON data), and hear what every node says at this point.
 
         Raises TooFewNodes naming who fell silent, StoreError where the filesystem does not carry the group.
@@ -95,7 +95,7 @@ class Meeting:
         with self._naming_the_lost(name):
             return dict(zip(self._group.members, self._group.all_gather(message), strict=True))
 
-    def exchange_last(self, name: str, message: Any) -> dict[int, Any]:
+    def exchange_last(self, name: str, message: object) -> dict[int, Message]:
         """The same, for the last time: nobody leaves before all have heard it. One that has left looks lost to whoever has not."""
         heard = self.exchange(name, message)
         with contextlib.suppress(TooFewNodes, StoreError):
@@ -170,9 +170,9 @@ class Meeting:
             elif not busy:
                 path.unlink(missing_ok=True)
 
-    def _of_others(self) -> dict[Path, Any]:
+    def _of_others(self) -> dict[Path, object]:
         """What doctors have put here, with what changes while they live. Raises OSError."""
-        found: dict[Path, Any] = {}
+        found: dict[Path, object] = {}
         # Nobody has been here, or the last one is just taking a folder away.
         with contextlib.suppress(FileNotFoundError):
             for folder in self.folder.iterdir():

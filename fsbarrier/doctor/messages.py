@@ -8,15 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.retry import Backoff
 
 #: quick at first, since most of these waits are what the doctor measures
 PAUSES = Backoff(0.0005, 0.02)
 
 T = TypeVar("T")
-Message = dict[str, Any]
+Message = JsonObject
 
 
 def wait_for(look: Callable[[], T | None], deadline: float, stop: threading.Event | None = None) -> T | None:
@@ -34,7 +35,7 @@ def wait_for(look: Callable[[], T | None], deadline: float, stop: threading.Even
     return None
 
 
-def pack(message: Mapping[str, Any]) -> bytes:
+def pack(message: Mapping[str, object]) -> bytes:
     """A message as a file: its digest, then JSON."""
     body = json.dumps(message).encode()
     return hashlib.sha256(body).hexdigest().encode() + b"\n" + body

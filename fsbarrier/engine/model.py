@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fsbarrier.errors import ProgramFailed
 
@@ -16,7 +15,7 @@ from fsbarrier.errors import ProgramFailed
 MAX_HEADER_BYTES = 100 << 20
 
 # A configuration as transformers writes it; which keys it has depends on the model.
-Config = Mapping[str, Any]
+Config = Mapping[str, object]
 # The shape of each tensor in the weight files.
 Shapes = dict[str, list[int]]
 
@@ -133,7 +132,7 @@ def _number(config: Config, name: str, otherwise: int) -> int:
     return value if isinstance(value, int) and value > 0 else otherwise
 
 
-def _json_object(file: Path) -> dict[str, Any]:
+def _json_object(file: Path) -> dict[str, object]:
     try:
         value = json.loads(file.read_bytes())
     except OSError as error:

@@ -95,14 +95,14 @@ class Group:
         """Return once every member has called it. Raises PeerLost, BarrierTimeout, Fenced, StoreError."""
         self._collective({"call": "barrier()"})
 
-    def all_gather(self, obj: Any) -> list[Any]:
+    def all_gather(self, obj: object) -> list[Any]:
         """Every member's object (JSON data), in the order of `members`. Raises as `barrier`; TypeError, ValueError for an object
         that cannot be sent."""
         call = "all_gather()"
         generation, position = self._collective({"call": call, "obj": to_json(obj)})
         return [self._object_of(rank, generation, position, call) for rank in generation.ranks]
 
-    def broadcast(self, obj: Any = None, src: int = 0) -> Any:
+    def broadcast(self, obj: object = None, src: int = 0) -> Any:
         """The object of node rank `src` (JSON data), on every member. Raises as `all_gather`, and ValueError for a `src` that is no
         member."""
         if src not in self.members:

@@ -9,7 +9,7 @@ from typing import Any
 MAX_OBJECT_BYTES = 24 * 1024 * 1024
 
 
-def to_json(obj: Any) -> str:
+def to_json(obj: object) -> str:
     """`obj` as JSON. Raises TypeError, ValueError, so that an object that cannot be sent fails on the sender."""
     hint = "a group exchanges JSON data: None, bool, int, float, str, lists, and dicts with str keys"
     try:
@@ -28,7 +28,7 @@ def to_json(obj: Any) -> str:
     return text
 
 
-def _survives(obj: Any, back: Any) -> bool:
+def _survives(obj: object, back: Any) -> bool:
     """Whether an object came back from JSON as it was; tuples may come back as lists."""
     if isinstance(obj, dict):
         return obj.keys() == back.keys() and all(_survives(value, back[key]) for key, value in obj.items())

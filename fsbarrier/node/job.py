@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fsbarrier.errors import StoreError
-from fsbarrier.protocol.facts import Payload
+from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.retry import retry
 from fsbarrier.supervision.worker_contract import read_progress
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # What a piece of work gives: JSON values, of which "events" are lines for the journal.
-Result = dict[str, Any]
+Result = JsonObject
 
 # For how long a job retries what it reads in the shared directory while that fails.
 DIRECTORY_S = 15.0

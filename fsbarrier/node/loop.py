@@ -7,9 +7,9 @@ nothing is left to do. It has no clock, no thread and no process of its own: tim
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from fsbarrier.errors import Fenced
 from fsbarrier.node.observer import Observer
@@ -236,7 +236,7 @@ class NodeLoop:
             value = {k: v for k, v in value.items() if k != "events"}
             fact = replace(fact, value=value)
         self._put(fact, now)
-        told: dict[str, Any] = {"work_s": round(fact.work_s, 6)}
+        told: dict[str, object] = {"work_s": round(fact.work_s, 6)}
         if value:
             told |= {key: value[key] for key in ("error", "exit_code", "log") if key in value}
         self.record("work_finished" if done else "work_failed", node, told)
@@ -291,7 +291,7 @@ class NodeLoop:
         members, known = node.generation.members, self._suspected
         silent = silent_members(members, node.rank, ledger, node.since, now, self.rules.limits.suspect_s)
         for member in members if silent or known else ():
-            told: dict[str, Any] = {"suspect": member.rank, "host": member.host}
+            told: dict[str, object] = {"suspect": member.rank, "host": member.host}
             if member in silent:
                 if member not in known and ledger.state(member) not in ("finished", "stopped"):
                     known.add(member)
@@ -301,7 +301,7 @@ class NodeLoop:
                 self.record("node_recovered", node, told)
 
 
-def place(node: Node, position: Position | None, rules: Rules) -> dict[str, Any]:
+def place(node: Node, position: Position | None, rules: Rules) -> dict[str, object]:
     """Where a node is, in the fields that heartbeats and the journal share."""
     return dict(
         zip(("generation", "iteration", "phase", "phase_name"), _place(node, position, rules), strict=True)
@@ -315,6 +315,6 @@ def _place(node: Node, position: Position | None, rules: Rules) -> tuple[int, in
     return node.generation.number, position.iteration, position.phase, name
 
 
-def summary(value: Mapping[str, Any], limit: int = 400) -> dict[str, Any]:
+def summary(value: Payload, limit: int = 400) -> dict[str, object]:
     """A decision as the journal shows it: long lists and texts are replaced by their size."""
     return {k: v if len(str(v)) <= limit else f"<{type(v).__name__} of {len(v)}>" for k, v in value.items()}

@@ -11,13 +11,14 @@ import json
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fsbarrier.protocol.facts import (
     Beat,
     Fact,
     Generation,
     Join,
+    JsonObject,
     Member,
     Position,
     R,
@@ -33,11 +34,14 @@ MAX_BYTES = 64 * 1024 * 1024
 SMALL_BYTES = 8 * 1024
 
 
+T = TypeVar("T")
+
+
 class CorruptRecord(Exception):
     """The bytes are not a whole record of the expected kind. Readers treat such a file as not there yet."""
 
 
-_KINDS: dict[str, type[Any]] = {
+_KINDS: dict[str, type[Record]] = {
     "join": Join,
     "beat": Beat,
     "generation": Generation,
@@ -45,12 +49,11 @@ _KINDS: dict[str, type[Any]] = {
     "stop": StopRequest,
 }
 
-
 _NAMES = {cls: name for name, cls in _KINDS.items()}
 _DECODER = json.JSONDecoder()
 
 
-def _plain(item: Any) -> dict[str, Any]:
+def _plain(item: object) -> dict[str, object]:
     """A record, or one that is nested in it, as its fields."""
     return {name: getattr(item, name) for name in _SHAPES[type(item)].types}
 
@@ -71,13 +74,13 @@ def _header(kind: str, body: bytes) -> bytes:
 def decode(data: bytes, cls: type[R]) -> R:
     """The record in `data`. Raises CorruptRecord for anything but a whole record of this kind."""
     kind = _NAMES[cls]
-    found: R | str = _decode_small(data, kind) if len(data) <= SMALL_BYTES else _decode(data, kind)
-    if isinstance(found, str):
-        raise CorruptRecord(found)
-    return found
+    found = _decode_small(data, kind) if len(data) <= SMALL_BYTES else _decode(data, kind)
+    if isinstance(found, cls):
+        return found
+    raise CorruptRecord(found)
 
 
-def _decode(data: bytes, expected: str) -> Any:
+def _decode(data: bytes, expected: str) -> Record | str:
     """The record, or what is wrong with it."""
     header, _, body = data.partition(b"\n")
     if len(data) > MAX_BYTES:
@@ -106,7 +109,7 @@ _decode_small = lru_cache(maxsize=1024)(_decode)
 
 # --- from JSON to records ---------------------------------------------------------------------------------------------------
 
-Convert = Callable[[Any], Any]
+Convert = Callable[[Any], object]
 _PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 _NONE = type(None)
 _LIMIT = 2**62
@@ -117,21 +120,21 @@ def _types(annotation: str) -> tuple[type, ...]:
     return (*_PLAIN.get(base, (dict,)), *((_NONE,) if annotation.endswith("| None") else ()))
 
 
-def _decisions(value: Any) -> Any:
+def _decisions(value: JsonObject) -> JsonObject:
     for entry in value.values():
         if type(entry["iteration"]) is not int or not isinstance(entry["value"], dict):
             raise CorruptRecord("not a decision")
     return value
 
 
-def _texts(value: Any) -> tuple[str, ...]:
+def _texts(value: list[object]) -> tuple[object, ...]:
     if not all(type(item) is str for item in value):
         raise CorruptRecord("texts expected")
     return tuple(value)
 
 
 #: fields that are no plain values: what JSON has for them, and what is made of it
-_NESTED: dict[tuple[type[Any], str], tuple[tuple[type, ...], Convert]] = {
+_NESTED: dict[tuple[type, str], tuple[tuple[type, ...], Convert]] = {
     (Generation, "members"): ((list,), lambda v: tuple(_build(Member, item) for item in v)),
     (Generation, "start"): ((dict,), lambda v: _build(Position, v)),
     (Generation, "verdict"): ((dict, _NONE), lambda v: None if v is None else _build(Verdict, v)),
@@ -158,10 +161,10 @@ def _shape(cls: type[Any]) -> _Shape:
     )
 
 
-_SHAPES = {cls: _shape(cls) for cls in (*_KINDS.values(), Member, Position, Verdict)}
+_SHAPES: dict[type, _Shape] = {cls: _shape(cls) for cls in (*_KINDS.values(), Member, Position, Verdict)}
 
 
-def _build(cls: type[Any], body: Any) -> Any:
+def _build(cls: type[T], body: object) -> T:
     types, needed, converts = _SHAPES[cls]
     if not isinstance(body, dict) or not needed <= body.keys():
         raise CorruptRecord("not an object, or a field is missing")
@@ -174,7 +177,7 @@ def _build(cls: type[Any], body: Any) -> Any:
         if name in body:
             body[name] = convert(body[name])
     built = cls(**body)
-    if cls is Generation:
+    if isinstance(built, Generation):
         _check_generation(built)
     return built
 

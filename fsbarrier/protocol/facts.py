@@ -12,8 +12,11 @@ from typing import Any, TypeVar
 #: the status of a fact that ends its generation; see Fact
 SEALED = "sealed"
 
-#: plain JSON data: what a phase's work gave, what a generation adopts
+#: A JSON object that is only read: what a phase's work gave, what a generation adopts. Its fields are its program's own.
 Payload = Mapping[str, Any]
+
+#: A JSON object as `json.loads` gives it. Whoever reads it knows its fields, or refuses it.
+JsonObject = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position, Verdict
 from fsbarrier.protocol.rows import Table
@@ -117,7 +116,7 @@ def with_decision(
     old = decisions.get(name)
     if old is not None and old["iteration"] >= iteration:
         old = old.get("before")
-    entry: dict[str, Any] = {"iteration": iteration, "value": value}
+    entry: dict[str, object] = {"iteration": iteration, "value": value}
     if old is not None:
         entry["before"] = {"iteration": old["iteration"], "value": old["value"]}
     return {**decisions, name: entry}

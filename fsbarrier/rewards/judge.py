@@ -10,7 +10,6 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import httpx
 
@@ -68,14 +67,14 @@ class Judge:
         """How long one question may take at most, once it is asked."""
         return self.tries * self.settings.timeout_s + (self.tries - 1) * LONGEST_PAUSE_S
 
-    async def ask(self, question: str | Sequence[Mapping[str, Any]], **options: Any) -> str:
+    async def ask(self, question: str | Sequence[Mapping[str, object]], **options: object) -> str:
         """The judge's answer to a text or to chat messages. `options` go into the request (temperature is 0 where none is given)."""
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
         body = {"model": self.settings.model, "temperature": 0, **options, "messages": messages}
         async with self._free:
             return await asked_again(lambda: self._ask_once(body), after=_Again, tries=self.tries)
 
-    async def _ask_once(self, body: Mapping[str, Any]) -> str:
+    async def _ask_once(self, body: Mapping[str, object]) -> str:
         try:
             # httpx limits the time between two pieces of an answer; this limits the whole request.
             async with asyncio.timeout(self.settings.timeout_s):

@@ -22,13 +22,15 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.rewards.score import Messages, Score
 
 if TYPE_CHECKING:
     from fsbarrier.rewards.judge import Judge
+
+T = TypeVar("T")
 
 #: calls of a plain function at once
 THREADS = 8
@@ -61,9 +63,9 @@ class FunctionReward:
             score = Score(0.0, error=f"{self.name}: {type(error).__name__}: {error}")
         return replace(score, seconds=time.monotonic() - started)
 
-    async def _call(self, task: Task, response: str, messages: Messages | None) -> Any:
+    async def _call(self, task: Task, response: str, messages: Messages | None) -> object:
         prompt = task.prompt if isinstance(task.prompt, str) else task.messages
-        metadata: dict[str, Any] = {"task_id": task.task_id, **task.metadata}
+        metadata: dict[str, object] = {"task_id": task.task_id, **task.metadata}
         if messages is not None:
             metadata["messages"] = [dict(message) for message in messages]
         more = {} if self.judge is None else {"judge": self.judge}
@@ -75,9 +77,9 @@ class FunctionReward:
         # A plain function may hand on the coroutine of another one.
         return await asyncio.wait_for(value, self.timeout_s) if inspect.isawaitable(value) else value
 
-    def _read(self, value: Any) -> Score:
+    def _read(self, value: object) -> Score:
         """What the function gave, as a Score."""
-        rest: dict[str, Any] = {}
+        rest: dict[str, object] = {}
         if isinstance(value, Mapping):
             rest = {str(key): inner for key, inner in value.items() if key != "reward"}
             value = value.get("reward")
@@ -103,9 +105,9 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-async def _in_thread(call: Callable[[], Any]) -> Any:
+async def _in_thread(call: Callable[[], T]) -> T:
     """Call it in a daemon thread: one that never returns cannot keep this program from ending, as a pool's would."""
-    future: Future[Any] = Future()
+    future: Future[T] = Future()
     # A call that has begun cannot be taken back: whoever stops waiting does not disturb the thread.
     future.set_running_or_notify_cancel()
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsbarrier.data.tasks import plain
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.episode import Episode, Segment, Trajectory
 from fsbarrier.rollouts.samples import EngineGone, Message, Refusal, Sample
 from fsbarrier.rollouts.sampling import NEUTRAL, Sampler
@@ -43,7 +44,7 @@ class Reply:
     prompt_tokens: int
 
     @property
-    def tool_calls(self) -> list[dict[str, Any]]:
+    def tool_calls(self) -> list[JsonObject]:
         """As OpenAI gives them: [{"id", "type": "function", "function": {"name", "arguments" (JSON text)}}]."""
         return list(self.message.get("tool_calls", ()))
 
@@ -84,16 +85,16 @@ class Client:
         return {**own, **NEUTRAL, "n": 1, "logit_bias": {}}
 
     def trajectory(
-        self, *, reward: float | None = None, text: str | None = None, **metadata: Any
+        self, *, reward: float | None = None, text: str | None = None, **metadata: object
     ) -> Trajectory:
         """What `run` gives back."""
         return Trajectory(reward, text, metadata)
 
     async def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Reply:
@@ -140,7 +141,7 @@ class Client:
                 suffix = await self._sampler.tokens(prompt=prompt)
             sample = await self._sample(segment, suffix, max_tokens, stop)
             segment.text = prompt + sample.text
-            message = {"role": "assistant", "content": sample.text}
+            message: Message = {"role": "assistant", "content": sample.text}
             segment.history = [*segment.history, {"role": "user", "content": rest}, message]
         return self._reply(segment, sample, message)
 
@@ -265,7 +266,7 @@ def finished(client: Client, returned: Trajectory, *, error: str | None, seconds
     )
 
 
-def tool_calls(text: str) -> list[dict[str, Any]]:
+def tool_calls(text: str) -> list[JsonObject]:
     """The calls that a text makes; what is no JSON object with a name makes none."""
     calls = []
     for match in _CALL.finditer(text):
@@ -281,7 +282,7 @@ def tool_calls(text: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _plain_message(message: Mapping[str, Any]) -> Message:
+def _plain_message(message: Mapping[str, object]) -> Message:
     """As JSON has it, without what is empty: clients differ in what they leave out."""
     kept = {str(name): plain(value) for name, value in message.items() if value or value == 0}
     return {"content": "", **kept}

@@ -14,13 +14,13 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import uvicorn
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.agent_client import Client, Reply, TurnFailed
 from fsbarrier.rollouts.samples import EngineGone, Refusal
 
@@ -127,7 +127,7 @@ def _error_response(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "code": status}}, status)
 
 
-async def _asked(request: Request) -> dict[str, Any]:
+async def _asked(request: Request) -> JsonObject:
     """The JSON object that a request's body holds; an empty body counts as an empty one."""
     body = bytearray()
     async for piece in request.stream():
@@ -143,7 +143,7 @@ async def _asked(request: Request) -> dict[str, Any]:
     return asked
 
 
-async def _turn(client: Client, asked: dict[str, Any], *, chat: bool) -> dict[str, object]:
+async def _turn(client: Client, asked: JsonObject, *, chat: bool) -> dict[str, object]:
     """One request as a turn of the episode."""
     for name, value in client.sampling.items():
         if asked.get(name) not in (None, value):
@@ -155,7 +155,7 @@ async def _turn(client: Client, asked: dict[str, Any], *, chat: bool) -> dict[st
     if asked.get("stream"):
         raise _Error(400, "answers are not streamed to agents: leave stream out")
     stop = asked.get("stop") or ()
-    known: dict[str, Any] = {
+    known: JsonObject = {
         "max_tokens": asked.get("max_completion_tokens") or asked.get("max_tokens"),
         "stop": [stop] if isinstance(stop, str) else stop,
     }

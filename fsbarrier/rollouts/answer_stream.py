@@ -6,10 +6,11 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.openai_http import may_pass, refusal_text
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.samples import Again, Emit, EngineGone, Group, Refusal, Sample
 
 
@@ -33,7 +34,7 @@ class _Piece:
     finish_reason: str | None
 
     @classmethod
-    def read(cls, choice: dict[str, Any]) -> Self:
+    def read(cls, choice: JsonObject) -> Self:
         """Raises KeyError, TypeError or ValueError where the server is no vLLM that tells of tokens."""
         token_ids = choice["token_ids"] or []
         logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]] if token_ids else []

@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 from fsbarrier.data.trajectory import Sampled
 from fsbarrier.rollouts.samples import Group, Message, Sample
@@ -46,7 +45,7 @@ class Trajectory:
 
     reward: float | None = None
     text: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

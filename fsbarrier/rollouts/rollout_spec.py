@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from fsbarrier.data.shardwriter import ShardInfo
+from fsbarrier.protocol.facts import Payload
 from fsbarrier.rollouts.claims import Claims, remove_old
 from fsbarrier.rollouts.early_end import EarlyEnd
 
@@ -54,7 +55,7 @@ class Assignment:
     checkpoint: Path
 
     @classmethod
-    def from_spec(cls, spec: Mapping[str, Any]) -> Self:
+    def from_spec(cls, spec: Payload) -> Self:
         return cls(
             origin=Origin(**{name: spec[name] for name in Origin.__slots__}),
             incarnation=spec["incarnation"],

@@ -5,14 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Sampled
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.protocol.facts import JsonObject
 
 #: one chat message, as JSON has it
-Message = dict[str, Any]
+Message = JsonObject
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Sample:
     seconds: float
     error: str | None = None
     reward: float | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def messages(self) -> list[Message] | None:

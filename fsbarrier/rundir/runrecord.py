@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import fsbarrier
 from fsbarrier import files
 from fsbarrier.errors import StoreError, TooFewNodes, UsageError
 from fsbarrier.host.identity import user_at_host
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.retry import Backoff
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
@@ -39,6 +40,15 @@ TEXTS = ("run_id", "created", "created_by", "version", "settings_digest")
 PER_START = frozenset({"iterations", "log_path", "coordination.join_timeout_s", "rl_phase", "rollout_split"})
 
 
+class TaskSource(TypedDict):
+    """The task file of one split as a run began with it. As JSON, for programs read it too (`ctx.tasks["train"]["count"]`)."""
+
+    path: str
+    count: int
+    #: empty while the built-in task is yet to be made
+    sha256: str
+
+
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """A run as all its nodes know it.
@@ -53,7 +63,7 @@ class RunRecord:
     version: str
     settings: Settings
     settings_digest: str
-    tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tasks: Mapping[str, TaskSource] = field(default_factory=dict)
     model: str | None = None
     log_path: Path = Path()
 
@@ -75,7 +85,7 @@ class _Torn(ValueError):
 
 
 def new(
-    log_path: Path, settings: Settings, *, tasks: Mapping[str, Mapping[str, Any]], model: str | None
+    log_path: Path, settings: Settings, *, tasks: Mapping[str, TaskSource], model: str | None
 ) -> RunRecord:
     """A record for a run that starts now. Nothing is written."""
     now = datetime.now(UTC)
@@ -128,7 +138,7 @@ def encode(record: RunRecord) -> bytes:
     return json.dumps({**body, "digest": _digest(body)}, indent=2).encode() + b"\n"
 
 
-def _digest(body: Mapping[str, Any]) -> str:
+def _digest(body: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -225,7 +235,7 @@ def decode(data: bytes, log_path: Path) -> RunRecord:
     claimed = body.pop("digest", None)
     if claimed != _digest(body):
         raise _Torn("torn or edited: its digest does not fit (settings of a run cannot be changed by hand)")
-    texts: dict[str, Any] = {name: body.get(name) for name in TEXTS}
+    texts: JsonObject = {name: body.get(name) for name in TEXTS}
     if not all(isinstance(text, str) for text in texts.values()):
         raise _Torn("not a run's record (fields are missing)")
     if not isinstance(body.get("settings"), dict) or not isinstance(body.get("tasks"), dict):
@@ -276,15 +286,15 @@ def check_tasks(record: RunRecord) -> None:
             )
 
 
-def look_up(nested: Mapping[str, Any], key: str) -> Any:
+def look_up(nested: Mapping[str, object], key: str) -> object:
     """The value of a dotted name, None where there is none."""
-    value: Any = nested
+    value: object = nested
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     if isinstance(value, list | tuple):
         return ",".join(_plain(item) for item in value)
     if isinstance(value, float):

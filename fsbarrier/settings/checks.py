@@ -7,6 +7,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import ErrorDetails
+
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sources import ChosenValue
 
@@ -36,7 +38,7 @@ _MEANING = {
 
 
 def one_line(
-    errors: Sequence[Mapping[str, Any]], known: Collection[str], chosen: Mapping[str, ChosenValue]
+    errors: Sequence[ErrorDetails], known: Collection[str], chosen: Mapping[str, ChosenValue]
 ) -> str:
     """The first of a validation's errors in one line, in the words of whoever chose the value."""
     first = errors[0]
@@ -58,7 +60,7 @@ def one_line(
     return f"{source}: {meaning}{where}, got {_shown(value)}{more}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     text = (

@@ -35,15 +35,15 @@ def known_names() -> dict[str, Kind]:
     return names
 
 
-def _hints(section: type[Section]) -> dict[str, Any]:
+def _hints(section: type[Section]) -> dict[str, object]:
     return get_type_hints(section, include_extras=True)
 
 
-def _kind(hint: Any) -> Kind:
+def _kind(hint: object) -> Kind:
     optional, inner = NoneType in get_args(hint), hint
     if optional:
         inner = get_args(hint)[0]
-    traits: list[Any] = []
+    traits: list[object] = []
     if get_origin(inner) is Annotated:
         inner, *traits = get_args(inner)
     if any(isinstance(trait, ShellWords) for trait in traits):
@@ -59,7 +59,7 @@ def _kind(hint: Any) -> Kind:
 
 
 def resolve(
-    chosen: Iterable[ChosenValue], defaults: Mapping[str, Any] | None = None, *, cross_checks: bool = True
+    chosen: Iterable[ChosenValue], defaults: Mapping[str, object] | None = None, *, cross_checks: bool = True
 ) -> Settings:
     """The settings that `defaults` (dotted names), then `chosen` make; later ones win. Raises UsageError.
 
@@ -70,9 +70,10 @@ def resolve(
     for item in by_key.values():
         _check_name(item, known)
     values = {**(defaults or {}), **{key: item.value for key, item in by_key.items()}}
-    if "rank_weights" not in values and isinstance(values.get("num_nodes"), int):
+    num_nodes = values.get("num_nodes")
+    if "rank_weights" not in values and isinstance(num_nodes, int):
         # A mistyped number of nodes must not fill the memory before it is refused.
-        values["rank_weights"] = [1.0] * min(values["num_nodes"], 100_000)
+        values["rank_weights"] = [1.0] * min(num_nodes, 100_000)
     settings = _validated(_nest(values), known, by_key)
     if cross_checks:
         check(settings, by_key)
@@ -86,7 +87,7 @@ def checked(settings: Settings) -> Settings:
 
 
 def _validated(
-    nested: Mapping[str, Any], known: Mapping[str, Kind], chosen: Mapping[str, ChosenValue]
+    nested: Mapping[str, object], known: Mapping[str, Kind], chosen: Mapping[str, ChosenValue]
 ) -> Settings:
     try:
         model = _settings_model().model_validate(nested)
@@ -121,7 +122,7 @@ def _for_pydantic(hint: Any) -> Any:
     return _model(hint) if isinstance(hint, type) and issubclass(hint, Section) else hint
 
 
-def _trait(trait: Bounds | ShellWords) -> Any:
+def _trait(trait: Bounds | ShellWords) -> object:
     if isinstance(trait, ShellWords):
         return BeforeValidator(trait.convert)
     return Field(**{name: bound for name, bound in asdict(trait).items() if bound is not None})
@@ -136,14 +137,15 @@ def _check_name(item: ChosenValue, known: Mapping[str, Kind]) -> None:
     raise UsageError(f"{item.source}: unknown setting{nearest(item.key, known)}")
 
 
-def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
+def _nest(values: Mapping[str, object]) -> dict[str, object]:
+    nested: dict[str, object] = {}
     for key, value in values.items():
         *tables, name = key.split(".")
         inner = nested
         for table in tables:
-            inner = inner.setdefault(table, {})
-            if not isinstance(inner, dict):
+            below = inner.setdefault(table, {})
+            if not isinstance(below, dict):
                 raise UsageError(f"{key}: {table} is a value, so it has nothing inside")
+            inner = below
         inner[name] = value
     return nested

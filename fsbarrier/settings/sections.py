@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fsbarrier.protocol import timing
 from fsbarrier.settings.value_types import (
@@ -31,8 +31,10 @@ from fsbarrier.settings.value_types import (
     Words,
 )
 
+T = TypeVar("T")
 
-def setting(default: Any, description: str) -> Any:
+
+def setting(default: T, description: str) -> T:
     """A setting's default and what it means; its type and limits are its annotation."""
     return field(default=default, metadata={"description": description})
 
@@ -43,7 +45,7 @@ class Section:
     __slots__ = ()
 
     @classmethod
-    def from_json(cls, nested: Mapping[str, Any]) -> Self:
+    def from_json(cls, nested: object) -> Self:
         """What `as_json` gave, read again. Values are taken as they are: they were checked when somebody chose them.
 
         Another version of fsbarrier may have written it: names that this one does not know are left out, and what it did not know
@@ -61,14 +63,14 @@ class Section:
                 values[item.name] = tuple(value) if isinstance(value, list) else value
         return cls(**values)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """As a run's record and the specs of programs hold them: nested tables of plain values."""
         # The slots of a dataclass are its fields. The simulator asks for this at every simulated program, and fields() is slow.
         names: tuple[str, ...] = self.__slots__
         return {name: _plain(getattr(self, name)) for name in names}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Section):
         return value.as_json()
     return list(value) if isinstance(value, tuple) else value
@@ -366,7 +368,7 @@ class Settings(Section):
         return not self.debug_mode and self.engine.url is None
 
     @property
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> dict[str, object]:
         """What node 0 chooses anew for all nodes at each start."""
         return {"rl_phase": self.rl_phase, "rollout_split": self.rollout_split}
 

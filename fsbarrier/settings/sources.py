@@ -11,7 +11,6 @@ import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fsbarrier.errors import UsageError
 
@@ -40,7 +39,7 @@ class ChosenValue:
     """One value that somebody chose: the dotted name, the value, and how to name its source in a message."""
 
     key: str
-    value: Any
+    value: object
     source: str
 
     @property
@@ -60,7 +59,7 @@ class Kind:
     optional: bool = False
 
 
-def parse_text(text: str, kind: Kind | None) -> Any:
+def parse_text(text: str, kind: Kind | None) -> object:
     """The value that `text` stands for, for a setting of this kind; None for `kind`: free-form."""
     shape = kind.shape if kind else "free"
     stripped = text.strip()
@@ -119,9 +118,9 @@ def from_file(path: Path, known: Mapping[str, Kind]) -> list[ChosenValue]:
     return [ChosenValue(key, value, f"{path}: {key}") for key, value in flatten(content, known).items()]
 
 
-def flatten(content: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def flatten(content: Mapping[str, object], known: Collection[str]) -> dict[str, object]:
     """Nested tables as dotted names; a table that is itself a setting's value stays whole, save `custom`."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for name, value in content.items():
         if isinstance(value, Mapping) and (name not in known or name == "custom"):
             flat.update({f"{name}.{leaf}": inner for leaf, inner in value.items()})

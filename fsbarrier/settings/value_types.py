@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +23,17 @@ class Bounds:
 class ShellWords:
     """The setting may be written as a command line or as a list of words; `convert` turns either into what the setting holds."""
 
-    convert: Callable[[Any], Any]
+    convert: Callable[[object], object]
 
 
-def _split_words(value: Any) -> Any:
+def _split_words(value: object) -> object:
     return tuple(shlex.split(value)) if isinstance(value, str) else value
 
 
-def _join_words(value: Any) -> Any:
-    listed = isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
-    return shlex.join(value) if listed else value
+def _join_words(value: object) -> object:
+    if isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
+        return shlex.join(value)
+    return value
 
 
 Count = Annotated[int, Bounds(ge=1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.protocol.state import Node, Part
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fsbarrier.sim.process import Process
 
 FOREVER = float("inf")
-Waiting = Generator[float, None, dict[str, Any]]
+Waiting = Generator[float, None, dict[str, object]]
 
 
 @dataclass

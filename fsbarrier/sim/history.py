@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fsbarrier.protocol.facts import Fact, Generation, Join, Payload, Record
 from fsbarrier.protocol.state import Node
@@ -64,7 +64,7 @@ class Merged:
     iteration: int
     generation: int
     policy_version: int
-    adopted: tuple[Mapping[str, Any], ...]
+    adopted: tuple[Payload, ...]
     entries: tuple[Entry, ...]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from fsbarrier.errors import Fenced
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer, Paces
-from fsbarrier.protocol.facts import Join
+from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.state import Exit, Node, Stage
+from fsbarrier.rundir.record_store import Store
 from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
 from fsbarrier.sim.history import Event
 from fsbarrier.sim.interruptible import Strand
@@ -62,7 +63,7 @@ class Process:
         self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
         rarely_s = RARELY * world.beat_s
         paces = Paces(rarely_s, rarely_s, BLIND * world.beat_s, watchers=world.watchers)
-        self.observer = Observer(cast(Any, client), PATHS, world.program, paces)
+        self.observer = Observer(cast(Store, client), PATHS, world.program, paces)
         self.work = SimWork(world, self)
         join = Join(
             rank,
@@ -74,7 +75,7 @@ class Process:
             world.setup.iterations,
             time=f"p{number}",
         )
-        self.agent = NodeLoop(cast(Any, client), self.observer, world.rules, self.work, join, self._record)
+        self.agent = NodeLoop(cast(Store, client), self.observer, world.rules, self.work, join, self._record)
 
     @property
     def clock(self) -> float:
@@ -242,7 +243,7 @@ class Process:
         if len(self._beats) <= 2:
             world.first_beat(self._beat_path, file)
 
-    def _record(self, event: str, node: Node, fields: Any) -> None:
+    def _record(self, event: str, node: Node, fields: Payload) -> None:
         world = self.world
         world.history.events.append(Event(world.now, self.number, event, node, fields, self.ticked_at))
         if event == "phase_started":

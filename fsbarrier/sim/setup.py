@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
-from typing import Any, cast
+from typing import cast
 
 from fsbarrier.loader import load_program
 from fsbarrier.program import Program
@@ -24,7 +25,7 @@ from fsbarrier.sim import faults
 from fsbarrier.sim.store import Disk, Habits, SimPath
 
 ROOT = SimPath("/run")
-PATHS = RunPaths(cast(Any, ROOT))
+PATHS = RunPaths(cast(Path, ROOT))
 
 
 @dataclass(frozen=True)

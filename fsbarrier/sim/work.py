@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.program import (
@@ -25,7 +26,7 @@ from fsbarrier.program import (
     Value,
     Work,
 )
-from fsbarrier.protocol.facts import Payload
+from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node, Part, WorkReport
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.sim.artifacts import FOREVER, Meeting, PartFile, Piece, Waiting
@@ -34,6 +35,7 @@ from fsbarrier.sim.setup import PATHS
 from fsbarrier.sim.store import SimPath
 
 if TYPE_CHECKING:
+    from fsbarrier.rundir.runrecord import TaskSource
     from fsbarrier.sim.process import Process
     from fsbarrier.sim.world import World
 
@@ -42,7 +44,9 @@ GENERATIONS = cast(SimPath, PATHS.generations)
 GROUP_BYTES = 100
 # after a filesystem's error while a piece of work is being prepared
 RETRY_S = 0.5
-TASKS = {split: {"path": f"/data/{split}", "count": 6} for split in SPLITS}
+TASKS: dict[str, TaskSource] = {
+    split: {"path": f"/data/{split}", "count": 6, "sha256": ""} for split in SPLITS
+}
 
 
 class SimWork:
@@ -72,7 +76,7 @@ class SimWork:
     def progress(self) -> Payload:
         return {}
 
-    def ended(self, piece: Piece, ok: bool, value: dict[str, Any]) -> None:
+    def ended(self, piece: Piece, ok: bool, value: dict[str, object]) -> None:
         """A piece of work has ended: report it."""
         piece.alive = False
         if not ok:
@@ -125,7 +129,7 @@ class SimWork:
             case Value(value):
                 return dict(value)
             case Steps(works):
-                merged: dict[str, Any] = {}
+                merged: JsonObject = {}
                 for one in works:
                     merged |= yield from self._do(one, context, piece)
                 return merged
@@ -215,7 +219,7 @@ class SimWork:
         )
         return {"stamp": merged.stamp, "groups": len(entries)}
 
-    def _taken(self, sources: list[dict[str, Any]]) -> list[Entry]:
+    def _taken(self, sources: list[JsonObject]) -> list[Entry]:
         """For each task, the first group of it in a source that is asked for this task."""
         taken: dict[int, Entry] = {}
         for source in sources:
@@ -302,7 +306,7 @@ class SimWork:
             paths=observer.paths,
             settings=self.world.settings,
             tasks=TASKS,
-            model=cast(Any, "/model"),
+            model=cast(Path, "/model"),
             node_rank=node.rank,
             incarnation=node.incarnation,
             members=generation.members,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from fsbarrier import files
 from fsbarrier.data import demo_tasks
@@ -19,7 +18,7 @@ from fsbarrier.loader import load_program
 from fsbarrier.program import Program
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.rundir.runrecord import RunRecord, TaskSource
 from fsbarrier.settings.resolve import checked, resolve
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import ChosenValue
@@ -38,7 +37,7 @@ class Request:
     worker: int | None = None
     resume: bool = False
     dry_run: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def _create(
     return Start(record, settings, 0, settings.iterations, created=True, mount=mount)
 
 
-def _defaults(request: Request, typed: Settings, program: Program) -> tuple[Mapping[str, Any], bool]:
+def _defaults(request: Request, typed: Settings, program: Program) -> tuple[Mapping[str, object], bool]:
     """What lies below the chosen values; with neither data nor a model that is the built-in task's settings."""
     has_data, has_model = typed.data_path is not None, typed.model is not None
     needs_data = "data" in program.needs and typed.rl_phase != "update"
@@ -167,13 +166,13 @@ def _check_own(settings: Settings, program: Program, environ: Mapping[str, str])
 
 def _inputs(
     settings: Settings, program: Program, environ: Mapping[str, str], is_demo: bool
-) -> tuple[dict[str, dict[str, Any]], str | None]:
+) -> tuple[dict[str, TaskSource], str | None]:
     """The task files and the model folder, checked; those of the built-in task are yet to be made."""
     splits = preflight.needed_splits(settings) if "data" in program.needs else ()
     data_path = Path(settings.data_path) if settings.data_path else None
     if is_demo:
         counts = {"train": demo_tasks.TRAIN_TASKS, "test": demo_tasks.TEST_TASKS}
-        tasks = {
+        tasks: dict[str, TaskSource] = {
             split: {"path": f"{data_path}/{split}.jsonl", "count": counts[split], "sha256": ""}
             for split in splits
         }
@@ -210,13 +209,13 @@ def _join(
         preflight.check_agent(settings.rollout.agent)
     runrecord.check_tasks(record)
     until = typed.iterations if "iterations" in chosen else settings.iterations
-    settings = replace(settings, **_choices(chosen, typed, settings))
+    settings = _with_choices(chosen, typed, settings)
     _check_slice(settings, program)
     return Start(record, settings, rank.value if rank else 0, until, created=False, mount=mount)
 
 
-def _choices(chosen: Mapping[str, ChosenValue], typed: Settings, recorded: Settings) -> dict[str, Any]:
-    """What this start chooses anew. Raises UsageError for a split of something that is not rolled out."""
+def _with_choices(chosen: Mapping[str, ChosenValue], typed: Settings, recorded: Settings) -> Settings:
+    """The run's settings with what this start chooses anew. Raises UsageError for a split of something that is not rolled out."""
     rl_phase, split = recorded.rl_phase, recorded.rollout_split
     if "rl_phase" in chosen:
         rl_phase, split = typed.rl_phase, None
@@ -224,7 +223,7 @@ def _choices(chosen: Mapping[str, ChosenValue], typed: Settings, recorded: Setti
         split = typed.rollout_split
     if split is not None and rl_phase != "rollout":
         raise UsageError(f"--rollout-split {split}: only with --rl-phase rollout")
-    return {"rl_phase": rl_phase, "rollout_split": split}
+    return replace(recorded, rl_phase=rl_phase, rollout_split=split)
 
 
 def _with_models_folder(

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fsbarrier.engine import model
 from fsbarrier.engine.command import Plan, argv
@@ -157,7 +156,7 @@ def _server(folder: Path, threads: int, settings: Settings) -> list[str]:
     return [shlex.join(words)]
 
 
-def expected(work: Work) -> dict[str, Any]:
+def expected(work: Work) -> dict[str, object]:
     """What the work's result would be, as far as it is known beforehand."""
     match work:
         case Value(value):

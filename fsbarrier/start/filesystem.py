@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from fsbarrier import files
 from fsbarrier.doctor import delays, examine
@@ -39,7 +38,7 @@ def admit(log_path: Path, *, write: bool) -> Report:
     return report
 
 
-def limits(report: Report, given: Mapping[str, Any]) -> dict[str, float]:
+def limits(report: Report, given: Mapping[str, object]) -> dict[str, float]:
     """Longer timeouts where this filesystem is known to show things late, unless some were given; else none."""
     if report.stale_s < delays.FRESH_S or any(name in given for name in LIMITS):
         return {}

@@ -15,10 +15,11 @@ import shlex
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsbarrier import files
 from fsbarrier.errors import UsageError
+from fsbarrier.rundir.runrecord import TaskSource
 from fsbarrier.settings.sources import ChosenValue, nearest
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def needed_splits(settings: Settings) -> tuple[str, ...]:
     )
 
 
-def read_tasks(data_path: Path, splits: Collection[str], reward: str) -> dict[str, dict[str, Any]]:
+def read_tasks(data_path: Path, splits: Collection[str], reward: str) -> dict[str, TaskSource]:
     """Split -> {"path", "count", "sha256"}; every line is checked, its answer for what `reward` can judge by.
 
     Raises UsageError naming file and line number.
@@ -187,7 +188,7 @@ def read_tasks(data_path: Path, splits: Collection[str], reward: str) -> dict[st
     from fsbarrier.data import tasks  # can read parquet: not for commands that need no tasks
     from fsbarrier.rewards.kinds import check_answers
 
-    found = {}
+    found: dict[str, TaskSource] = {}
     for split in splits:
         path = _task_file(data_path, split)
         read = tasks.read_tasks(path)

@@ -20,13 +20,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsbarrier import files
 from fsbarrier.errors import FsbarrierError, ProgramFailed
+from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision import signals
 
@@ -38,9 +39,6 @@ MAX_RESULT_BYTES = 16 * 1024 * 1024
 MAX_NESTING = 100
 # The program shows its progress at most this often.
 SHOW_S = 0.2
-
-# What a spec, a result or a progress holds differs from program to program: JSON values by name.
-JsonObject = dict[str, Any]
 
 # --- the daemon's side ---
 
@@ -63,7 +61,7 @@ class WorkerFiles:
     def result(self) -> Path:
         return self.folder / "result.json"
 
-    def write_spec(self, spec: Mapping[str, Any]) -> None:
+    def write_spec(self, spec: Payload) -> None:
         """Make the folder and leave the spec in it. Raises OSError."""
         files.make_dirs(self.folder)
         complete = {**spec, "result": str(self.result), "progress": str(self.progress)}
@@ -127,7 +125,7 @@ class Progress:
     def __init__(self, path: Path | None) -> None:
         self._path, self._shown_at = path, 0.0
 
-    def show(self, done: int, total: int, unit: str, *, last: bool = False, **fields: Any) -> None:
+    def show(self, done: int, total: int, unit: str, *, last: bool = False, **fields: object) -> None:
         """Say how far the work is, unless that was said a moment ago. `fields`: reward_mean, tokens_per_s, note."""
         now = time.monotonic()
         if self._path is None or (now - self._shown_at < SHOW_S and not last):

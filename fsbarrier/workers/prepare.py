@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.settings.sections import Settings
-from fsbarrier.supervision.worker_contract import JsonObject, Progress, run_worker
+from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.training import replay
 from fsbarrier.training.advantages import counted_reward, weigh_group
 from fsbarrier.training.batch import TrainingSequence, minibatches, sequences_of, write_batch

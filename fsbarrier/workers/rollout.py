@@ -23,6 +23,7 @@ from fsbarrier import files
 from fsbarrier.data.tasks import Task, read_tasks
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.kinds import check_answers, open_reward
 from fsbarrier.rollouts.agents import AgentSampler, load_agent
 from fsbarrier.rollouts.counts import Counts, CountsProgress
@@ -33,7 +34,7 @@ from fsbarrier.rollouts.rollout_spec import Assignment
 from fsbarrier.rollouts.samples import Group
 from fsbarrier.rollouts.sampling import Sampler, Server
 from fsbarrier.settings.sections import Settings
-from fsbarrier.supervision.worker_contract import JsonObject, Progress, run_worker
+from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.trajectories import GroupEntry, ShardWriter
 
 #: prompts times samples: see sampling.py

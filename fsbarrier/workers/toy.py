@@ -16,11 +16,12 @@ from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rollouts.rollout_spec import Assignment, Origin
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
-from fsbarrier.supervision.worker_contract import JsonObject, Progress, run_worker
+from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.trajectories import ShardWriter
 
 #: how often a waiting phase shows progress

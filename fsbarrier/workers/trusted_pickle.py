@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fsbarrier.errors import FsbarrierError
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.trajectories import ShardWriter
 
 # Tasks of different ranks never count as the same: the original spreads the attempts at one task over the ranks.
@@ -29,17 +30,17 @@ TYPECODES = {torch.int32: "i", torch.float32: "f", torch.uint8: "B", torch.int64
 class Unknown:
     """Stands for an object of a class that is not installed here; takes any state."""
 
-    def __new__(cls, *_: Any, **__: Any) -> Unknown:
+    def __new__(cls, *_: object, **__: object) -> Unknown:
         return super().__new__(cls)
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
 
 class LenientUnpickler(pickle.Unpickler):
     """The ordinary unpickler, but a class that cannot be imported becomes a subclass of Unknown."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         try:
             return super().find_class(module, name)
         except (ImportError, AttributeError):
@@ -62,16 +63,16 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _load(stream: Any, **options: Any) -> Any:
+def _load(stream: Any, **options: Any) -> object:
     return LenientUnpickler(stream, **options).load()
 
 
-def convert(loaded: Any, target: Path, rank: int) -> None:
+def convert(loaded: object, target: Path, rank: int) -> None:
     """Write what was loaded as a finished rank file."""
     if not isinstance(loaded, dict) or not isinstance(loaded.get("trajectories"), list):
         raise ValueError('it does not hold {"trajectories": [...], "metadata": {...}}')
     metadata = json.loads(json.dumps(plain(loaded.get("metadata") or {}), default=list))
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[JsonObject]] = {}
     for number, item in enumerate(loaded["trajectories"]):
         # The original leaves None where a task gave nothing.
         if item:
@@ -88,9 +89,9 @@ def convert(loaded: Any, target: Path, rank: int) -> None:
         writer.finish({})
 
 
-def trajectory(item: Any, rank: int, number: int) -> dict[str, Any]:
+def trajectory(item: object, rank: int, number: int) -> JsonObject:
     """One trajectory with the fields that every trajectory has."""
-    record: dict[str, Any] = dict(item) if isinstance(item, dict) else {"steps": item}
+    record: JsonObject = dict(item) if isinstance(item, dict) else {"steps": item}
     steps = record.get("steps")
     last = steps[-1] if isinstance(steps, list) and steps and isinstance(steps[-1], dict) else {}
     reward = last.get("reward")
@@ -107,13 +108,13 @@ def trajectory(item: Any, rank: int, number: int) -> dict[str, Any]:
     return record
 
 
-def _task(step: Any) -> dict[str, Any]:
+def _task(step: object) -> dict[str, object]:
     observation = step.get("observation") if isinstance(step, dict) else None
     task = observation.get("task") if isinstance(observation, dict) else None
     return task if isinstance(task, dict) else {}
 
 
-def plain(value: Any, depth: int = 0) -> Any:
+def plain(value: object, depth: int = 0) -> object:
     """`value` as plain values and flat arrays; what has neither form becomes its repr."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -136,7 +137,7 @@ def plain(value: Any, depth: int = 0) -> Any:
     return {"class": f"{type(value).__module__}.{type(value).__qualname__}", **fields}
 
 
-def _plain_tensor(tensor: torch.Tensor) -> Any:
+def _plain_tensor(tensor: torch.Tensor) -> object:
     tensor = tensor.detach().cpu()
     if tensor.dim() == 0:
         return tensor.item()

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from fsbarrier.errors import FsbarrierError
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.settings.sections import Settings
-from fsbarrier.supervision.worker_contract import JsonObject, Progress, run_worker
+from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.failures import explained, tell_torchrun
 from fsbarrier.training.optimizer_step import Sums, train
