@@ -20,10 +20,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fsbarrier import files
 from fsbarrier.errors import FsbarrierError, ProgramFailed
@@ -39,6 +39,8 @@ MAX_RESULT_BYTES = 16 * 1024 * 1024
 MAX_NESTING = 100
 # The program shows its progress at most this often.
 SHOW_S = 0.2
+
+Spec = TypeVar("Spec")
 
 # --- the daemon's side ---
 
@@ -142,9 +144,10 @@ class Progress:
         files.write_atomic(self._path, json.dumps(shown | fields).encode())
 
 
-def run_worker(main: Callable[[JsonObject, Settings, Progress], JsonObject | None]) -> int:
+def run_worker(main: Callable[[Spec, Settings, Progress], Mapping[str, object] | None]) -> int:
     """Read the spec, run `main(spec, settings, progress)`, leave its result; gives the exit code.
 
+    A program may declare the spec as a TypedDict of the fields that it reads; nothing checks the file, since our own phases wrote it.
     `main` returns None in a process that leaves no result: of the many processes of one update, one does.
     """
     parser = argparse.ArgumentParser()

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from fsbarrier.errors import UsageError
-from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.training import replay
@@ -29,7 +29,20 @@ class Seen:
     reward: float = 0.0
 
 
-def main(spec: JsonObject, settings: Settings, progress: Progress) -> JsonObject:
+class PrepareSpec(TypedDict):
+    """What this program reads of its spec."""
+
+    run_id: str
+    iteration: int
+    generation: int
+    policy_version: int
+    #: what the batch is drawn from, this iteration's merged file first
+    merged: list[str]
+    #: the file to write
+    batch: str
+
+
+def main(spec: PrepareSpec, settings: Settings, progress: Progress) -> dict[str, object]:
     named = [Path(path) for path in spec["merged"]]
     seed = f"{settings.rollout.seed}:{spec['iteration']}"
     drawing = replay.draws(settings.update)
@@ -49,7 +62,12 @@ def main(spec: JsonObject, settings: Settings, progress: Progress) -> JsonObject
     sequences = [sequence for group in chosen for sequence in group]
     steps = minibatches(len(sequences), settings.trainer.minibatch, settings.trainer.epochs, seed=seed)
     out = Path(spec["batch"])
-    metadata = {key: spec[key] for key in ("run_id", "iteration", "generation", "policy_version")}
+    metadata = {
+        "run_id": spec["run_id"],
+        "iteration": spec["iteration"],
+        "generation": spec["generation"],
+        "policy_version": spec["policy_version"],
+    }
     write_batch(out, sequences, steps, metadata)
     return {
         "batch": str(out),
@@ -64,7 +82,7 @@ def main(spec: JsonObject, settings: Settings, progress: Progress) -> JsonObject
 
 
 def teaching_groups(
-    merged: Path, spec: JsonObject, settings: Settings, seen: Seen, progress: Progress
+    merged: Path, spec: PrepareSpec, settings: Settings, seen: Seen, progress: Progress
 ) -> Iterator[list[TrainingSequence]]:
     """The sequences of each group of a file from which there is something to learn."""
     if not merged.exists():

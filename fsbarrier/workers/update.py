@@ -10,11 +10,11 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 
 from fsbarrier.errors import FsbarrierError
-from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.training.batch import TrainingBatch
@@ -26,7 +26,20 @@ from fsbarrier.training.trainer import Trainer
 NO_SIGNAL = "no group had a signal to learn from: the weights are unchanged"
 
 
-def main(spec: JsonObject, settings: Settings, progress: Progress) -> JsonObject | None:
+class UpdateSpec(TypedDict):
+    """What this program reads of its spec."""
+
+    batch: str
+    #: the folder of the policy to be trained, and the trainer state that belongs to it; None: the optimizer begins anew
+    model: str
+    trainer_state: str | None
+    policy_version: int
+    #: where the new policy is saved
+    out: str
+    new_policy_version: int
+
+
+def main(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, object] | None:
     # A handler in Python would wait for the collective under way. Whatever is half written has no manifest.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
@@ -43,7 +56,7 @@ def main(spec: JsonObject, settings: Settings, progress: Progress) -> JsonObject
     return result
 
 
-def update(spec: JsonObject, settings: Settings, progress: Progress) -> JsonObject | None:
+def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, object] | None:
     """This process's part of the update; the result from one process of each node."""
     processes = Processes(settings.trainer)
     batch = TrainingBatch.load(Path(spec["batch"]))
@@ -80,7 +93,7 @@ def update(spec: JsonObject, settings: Settings, progress: Progress) -> JsonObje
     }
 
 
-def metrics(totals: Sums, batch: TrainingBatch, settings: Settings) -> JsonObject:
+def metrics(totals: Sums, batch: TrainingBatch, settings: Settings) -> dict[str, object]:
     """What people see of the update: means over its tokens, and over its steps."""
     tokens, steps = max(1, totals.tokens), max(1, len(batch.steps))
     return {
