@@ -1,6 +1,6 @@
 """fsbarrier: synchronous multi-node RL post-training over a shared directory, one command per node.
 
-For scripts of one's own there is the primitive that the runs are built on: `fsbarrier.join` (see fsbarrier/group/group.py).
+Your own scripts can use what the runs are built on: `fsbarrier.join` (see fsbarrier/group/group.py).
 """
 
 from typing import TYPE_CHECKING, Any

@@ -35,7 +35,7 @@ __all__ = ["AggregateReport", "Part", "Progress", "aggregate", "iter_trajectorie
 
 SUMMARY = "merge what the ranks saved in one iteration, finished or not, into one file"
 EXAMPLE = "fsbarrier aggregate --log-path runs/default --iteration 5 --dry-run"
-#: bytes; a smaller merge is over before a bar is drawn
+#: bytes; a smaller merge ends before a bar could be drawn
 BAR_FROM = 64 << 20
 
 
@@ -151,7 +151,7 @@ def _bar(name: str) -> Iterator[OnProgress]:
     task = bar.add_task(name, total=None)
 
     def show(done: Progress) -> None:
-        # Only now it is known how much there is.
+        # Only now the total is known.
         if done.bytes_total >= BAR_FROM:
             bar.start()
             bar.update(task, completed=done.bytes, total=done.bytes_total)
@@ -208,7 +208,7 @@ def _print_outcome(split: str, merged: RanksMerged) -> None:
 
 def work(spec_file: Path) -> int:
     """Merge as the spec says, write the report as its result; gives the exit code."""
-    # Unwinds, so that no half-written file stays behind.
+    # On SIGTERM, end by an exception, so that no half-written file stays behind.
     signal.signal(signal.SIGTERM, signals.end)
     try:
         spec = json.loads(spec_file.read_text())

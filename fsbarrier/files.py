@@ -14,7 +14,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-#: what a mount that is there and does not work answers; the next moment it may
+#: errors of a mount that is there but fails; a moment later it may work
 FAILING = frozenset({errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENXIO})
 
 _modes = {"file": 0o600, "dir": 0o700}
@@ -42,7 +42,7 @@ def make_dirs(path: Path) -> None:
             os.mkdir(directory, _modes["dir"])
             os.chmod(directory, _modes["dir"])
         except FileExistsError:
-            # Where it "exists" and cannot be seen, this host remembers its absence: it is there.
+            # If it "exists" but cannot be seen, this host still remembers its absence. It is there.
             if directory.exists() and not directory.is_dir():
                 raise
 
@@ -51,7 +51,7 @@ def open_new(path: Path, more_flags: int = 0) -> int:
     """Create `path` exclusively with the run's file mode and give a descriptor for writing. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | more_flags
     fd = os.open(path, flags, _modes["file"])
-    # Only a wider mode can have been narrowed by the umask.
+    # The umask can only have narrowed a mode that is wider than the default.
     if _modes["file"] != 0o600:
         os.fchmod(fd, _modes["file"])
     return fd
@@ -68,7 +68,7 @@ def open_append(path: Path) -> int:
 def temporary_beside(path: Path) -> Path:
     """A name that nobody else uses, in the directory of `path`: for what is to take the name of `path` once it is whole.
 
-    It begins with a dot, so whoever lists the directory passes over it.
+    It begins with a dot, so that readers who list the directory skip it.
     """
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
 
@@ -89,7 +89,7 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
 def create_exclusive(path: Path, data: bytes, *, durable: bool = True) -> bool:
     """Put `data` at `path` unless something is there already; True where `path` now holds *our* file.
 
-    A hard link decides who is first. What is there afterwards says who was, never the error code: an NFS server may answer
+    A hard link decides who is first. Look at the file afterwards to learn who was, never at the error code: an NFS server may answer
     EEXIST to a request that it carried out itself, and some filesystems answer EPERM to the loser of a race. Where a filesystem
     has no hard links, the final name itself is created exclusively. Raises OSError for anything else.
     """
@@ -132,7 +132,7 @@ def _look(path: Path) -> os.stat_result | None:
 
 
 def _create_in_place(path: Path, data: bytes, durable: bool) -> bool:
-    """The same without hard links. Between creation and the last byte the record is torn, and readers take it for not there yet.
+    """The same without hard links. Until the last byte is written the record is torn, and readers treat it as not there yet.
 
     A process that dies in between leaves it torn. Nobody removes it: a process that only seemed dead may still complete it.
     """
@@ -171,7 +171,7 @@ def _fill(fd: int, data: bytes, durable: bool) -> None:
 
 
 def fsync_dir(path: Path) -> None:
-    """Make the names in `path` durable; filesystems that have no such thing (NFS) are content without."""
+    """Make the names in `path` durable; does nothing on filesystems without such a call (NFS)."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -189,7 +189,7 @@ def sha256_file(path: Path) -> str:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give `source` a second name, replacing what is there in one step; a copy where hard links are not to be had. Raises OSError."""
+    """Give `source` a second name, replacing what is there in one step; a copy where the filesystem has no hard links. Raises OSError."""
     temporary = temporary_beside(target)
     try:
         try:
@@ -200,6 +200,6 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.replace(temporary, target)
     finally:
         with contextlib.suppress(OSError):
-            # It is still there after a success, too, where both were names of one file: then renaming does nothing.
+            # Renaming one name of a file to another name of it does nothing, so the temporary name may still be there after a success.
             os.unlink(temporary)
     fsync_dir(target.parent)

@@ -52,7 +52,8 @@ def load_module(name: str) -> ModuleType:
         return load_file(path, f"fsbarrier_program_{path.stem}")
     except UsageError:
         raise
-    except Exception as error:  # whatever a user's file raises is the user's to see, in one line
+    # Whatever the user's file raises, the user sees it in one line.
+    except Exception as error:
         raise UsageError(
             f"--program {name}: {path} cannot be loaded: {type(error).__name__}: {error}"
         ) from None

@@ -1,6 +1,6 @@
 """Requests to a server with an OpenAI-compatible address (vLLM, a judge): what its errors mean, and when to ask again.
 
-The one home for patience over HTTP; patience with the shared directory is another matter, as no coroutine waits there.
+Retries over HTTP live here, for coroutines. Retries of the shared directory live in retry.py, for threads.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ async def asked_again(
 ) -> T:
     """What `request` gives; where it raises `after` it is tried again, `tries` times in all or until `within_s` have passed.
 
-    The pauses are random and grow, so that many who were turned away together do not come back together. Raises the last failure.
+    The pauses are random and grow, so that many refused requests do not come back all at once. Raises the last failure.
     """
-    # Not at the top: the daemon needs the functions below, and is quick to start.
+    # Not at the top: the daemon needs only the functions below, and must start fast.
     from tenacity import (
         AsyncRetrying,
         retry_if_exception_type,
@@ -45,7 +45,7 @@ async def asked_again(
         reraise=True,
     )
 
-    # A coroutine function of our own: tenacity would call a lambda without waiting for what it gives.
+    # This must be a coroutine function: tenacity would not await what a lambda gives.
     async def attempt() -> T:
         return await request()
 

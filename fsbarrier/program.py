@@ -194,13 +194,14 @@ class Context:
     joins: Mapping[int, Join] = field(default_factory=dict)
     #: results of all members in an earlier phase of this generation and iteration: phase name -> node rank -> payload
     reports: Callable[[str], Mapping[int, Payload]] = field(default=lambda _: {})
-    #: the number of the newest generation, freshly looked up; to be asked before anything is done that others see
+    #: the number of the newest generation, freshly looked up; call it before anything becomes visible to others
     newest: Callable[[], int] = field(default=lambda: 0)
     #: part files of this iteration that are on disk: split -> parts, oldest generation first
     inventory: Callable[[str], tuple[PartOnDisk, ...]] = field(default=lambda _: ())
     #: why nodes must not take over tasks of each other on this mount; "" where they may
     claims_unsafe: Callable[[], str] = field(default=lambda: "")
-    accelerators: int = 0  # on this node
+    # on this node
+    accelerators: int = 0
     cpus: int = 1
 
     @property
@@ -223,7 +224,8 @@ class Context:
         """The newest published policy; the run's model as version 0 before the first."""
         published = self.latest("weights_publish")
         if published is not None:
-            folder = self.paths.root / published["folder"]  # an absolute path stays what it is
+            # `/` keeps an absolute path as it is.
+            folder = self.paths.root / published["folder"]
             return Policy(published["policy_version"], folder / "model", folder / "trainer")
         if self.model is None:
             raise UsageError(f"phase {self.phase.name}: this program needs a model, and the run has none")

@@ -1,4 +1,4 @@
-"""Trying again: what is pending, or what a shared filesystem refuses for a moment, may be there at the next look."""
+"""Trying again: what is not there yet, or what a shared filesystem refuses for a moment, may be there at the next look."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Backoff:
             pause_s = self.after(pause_s)
 
 
-#: for so long a filesystem's failure is taken for one that passes, and so long are the pauses between two tries
+#: how long a failing filesystem is tried again, and the pauses between two tries
 PASSING_S = 1.5
 PAUSES = Backoff(0.02, 0.5, factor=2.0)
 
@@ -59,6 +59,6 @@ def retry(
             left_s = failing_since + within_s - now
             if left_s <= 0 or (errnos is not None and error.errno not in errnos):
                 raise
-            # The last pause is cut short, so that one more try is made when the time is up.
+            # Cut the last pause short, so that one more try comes when the time is up.
             if idle.wait(min(next(pauses), left_s)):
                 raise

@@ -47,7 +47,7 @@ def run(name: str, arguments: Sequence[str], find_command: Callable[[str], Comma
     except KeyboardInterrupt:
         return EXIT_SIGINT
     except BrokenPipeError:
-        # The reader (head, less) has seen enough.
+        # The reader of our output (head, less) has ended.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
@@ -77,7 +77,7 @@ def parse(command: Command, name: str, arguments: Sequence[str]) -> argparse.Nam
         description=command.SUMMARY,
         epilog=f"example:\n  {command.EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        # a shortened flag could mean another one in the next version
+        # A shortened flag could mean another flag in the next version.
         allow_abbrev=False,
     )
     command.add_arguments(parser)
@@ -100,7 +100,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(re.sub(r"^argument (-[^:/]*?)(/[^:]*)?: ", r"\1: ", message))
 
     def _with_values_joined(self, arguments: Sequence[str]) -> list[str]:
-        """`--flag -1,2` as `--flag=-1,2`: argparse takes the value for a flag, and its message would be beside the point."""
+        """`--flag -1,2` as `--flag=-1,2`: else argparse takes the value for a flag, and its message misleads."""
         joined: list[str] = []
         for argument in arguments:
             before = joined[-1] if joined else ""
@@ -124,7 +124,7 @@ def save_traceback(args: argparse.Namespace | None) -> Path | str:
         log_path = preflight.absolute(said) if said else preflight.default_log_path(os.environ)
         folders.insert(0, RunPaths(log_path).logs)
     for folder in folders:
-        # No such run, or not writable: the next one.
+        # There is no such run, or it cannot be written: try the next folder.
         with contextlib.suppress(OSError):
             fd, name = tempfile.mkstemp(prefix="fsbarrier-error-", suffix=".txt", dir=folder)
             with os.fdopen(fd, "w", encoding="utf-8") as stream:

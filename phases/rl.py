@@ -196,7 +196,7 @@ def earlier_merges(ctx: Context) -> list[str]:
 def tasks_cut_off(
     ctx: Context, wanted: list[int], parts: list[JsonObject], reports: Mapping[int, Payload]
 ) -> list[int]:
-    """What is in no part because the phase was ended before. Anything else that is missing, the merge will refuse to go without."""
+    """The tasks that no part holds because the phase ended early. If any other task is missing, the merge fails."""
     done = {task for part in parts for task in part["tasks"]}
     left = [task for task in wanted if task not in done]
     enough = ctx.settings.rollout.completion_threshold * len(wanted)

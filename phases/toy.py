@@ -13,7 +13,8 @@ from fsbarrier.loader import load_module
 from fsbarrier.program import RL_SLICES, Command, Context, Phase, Program, Steps, Value, Work
 from fsbarrier.protocol.facts import Payload
 
-rl = load_module("rl")  # what this file does not say anew is the default program's
+# This program takes from the default one whatever it does not define itself.
+rl = load_module("rl")
 
 
 def all_tasks(ctx: Context) -> list[int]:

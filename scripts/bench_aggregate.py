@@ -80,7 +80,8 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
             times[name].append(timed(work))
             shutil.rmtree(copies, ignore_errors=True)
             merged.unlink(missing_ok=True)
-            os.sync()  # what one leaves to be written must not slow the next
+            # What one measurement leaves to be written must not slow the next.
+            os.sync()
     for name, taken in times.items():
         middle = statistics.median(taken)
         print(f"{name:15} {middle:7.3f} s  {megabytes / middle:7.0f} MB/s  (fastest {min(taken):.3f} s)")

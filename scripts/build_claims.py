@@ -67,7 +67,8 @@ class Progress:
 
     def _write(self, text: str, last: bool = False) -> None:
         line = self.what + text
-        if self.live:  # a line that wraps could not be overwritten
+        # The next line overwrites this one, which works only if it does not wrap.
+        if self.live:
             line = line[: shutil.get_terminal_size().columns - len("fsbarrier setup: ") - 1]
         end = "" if self.live and not last else "\n"
         print(f"{self._start()}{line}", end=end, file=sys.stderr, flush=True)
@@ -229,7 +230,8 @@ class Owner:
     def _run(self) -> None:
         while not self.ended.wait(BEAT_S):
             self.beat += 1
-            with contextlib.suppress(OSError):  # a full disk shows in the step that fills it
+            # On a full disk the step that fills it fails, and says so.
+            with contextlib.suppress(OSError):
                 self.write()
 
     def end(self) -> None:
@@ -253,7 +255,8 @@ def building(folder: Path, content: str) -> Iterator[Owner]:
         (folder / ".failed").write_text(f"on {socket.gethostname()}: {error}\n")
         _empty(folder, keep={".failed", "setup.log"})
         raise
-    except BaseException:  # interrupted: whoever waits may go on at once
+    # The build was interrupted. Without the folder, whoever waits for it can go on at once.
+    except BaseException:
         owner.end()
         shutil.rmtree(folder, ignore_errors=True)
         raise

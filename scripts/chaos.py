@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
-LINE_S = 0.5  # how often the live line is drawn
-END_S = 300.0  # what settling and stopping may take
+# How often the live line is drawn.
+LINE_S = 0.5
+# How long settling and stopping may take.
+END_S = 300.0
 #: nodes up to which a beat of so many seconds is easy for one core: each daemon looks, beats and parses its peers' beats
 BEATS = ((8, 0.2), (16, 0.5), (64, 2.0))
 
@@ -38,7 +40,8 @@ class Node:
     def __init__(self, rank: int, argv: list[str], folder: Path) -> None:
         self.rank, self.argv, self.folder = rank, argv, folder
         self.process: subprocess.Popen[bytes] | None = None
-        self.due: tuple[float, str] | None = None  # when it is to be started again, or to go on
+        # when to start it again or let it go on
+        self.due: tuple[float, str] | None = None
 
     @property
     def state(self) -> str:
@@ -120,7 +123,8 @@ class Chaos:
         alive = [node for node in self.nodes if node.state == "alive"]
         how, whom = self.dice.choice(("kill", "kill", "blink", "pause", "all")), self.dice.random()
         if len(alive) <= max(1, len(self.nodes) // 2):
-            return  # enough are down
+            # Enough nodes are down.
+            return
         if how == "all" and self.dice.random() < 0.8:
             how = "kill"
         back = now + self.dice.uniform(0.0, 2.0) * self.dead_s
@@ -179,7 +183,8 @@ class Chaos:
         """All go on or are started again; once a generation holds them all, or time is up, the run is asked to stop."""
         self.bring_back(float("inf"))
         for node in self.nodes:
-            if node.state == "dead":  # it ended by itself: wrong, and told later by its exit code
+            # A dead node ended by itself, which is wrong: `ends` reports its exit code.
+            if node.state == "dead":
                 print(f"node {node.rank} had ended by itself\n{node.said()}", flush=True)
         self.show("settled" if self.wait_for_all() else "NOT settled")
         print(flush=True)
@@ -240,7 +245,8 @@ def main() -> int:
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=arguments.path))
     chaos = Chaos(arguments, folder)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end what was started here, too
+    # SIGTERM also ends what was started here.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         chaos.start()
         chaos.strike(arguments.minutes * 60)

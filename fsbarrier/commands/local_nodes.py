@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from fsbarrier.start.begin import Start
     from fsbarrier.supervision.supervisor import Child
 
-#: A daemon needs a second or two to end its own programs; what is left after this many seconds is killed.
+#: A daemon needs a second or two to end its own programs. After this many seconds it is killed.
 GRACE_S = 15.0
 #: Environment variables in which a launcher may have said which node *this* process is.
 _LAUNCHERS = ("NODE_RANK", "RANK", "WORLD_SIZE", "NNODES", "NUM_NODES")
-#: Of several exit codes the one nearest to the cause: too few nodes, for one, is mostly what came of another's failure.
+#: Of several exit codes, the first in this list is nearest to the cause: too few nodes, say, is mostly the result of another failure.
 _NEAREST_CAUSE = (2, 4, 3, 1, 5, 6)
 
 
@@ -105,7 +105,7 @@ def _follow(log_path: Path, children: Mapping[int, Child]) -> None:
     codes = {rank: child.poll() for rank, child in children.items()}
     _stop({rank: child for rank, child in children.items() if codes[rank] is None})
     for rank, code in codes.items():
-        # why a daemon refused or crashed stands in its output only: the journal does not know
+        # Only its own output says why a daemon refused or crashed; the journal does not know.
         if code in (EXIT_INTERNAL, UsageError.exit_code):
             say(f"node {rank}: {' | '.join(children[rank].last_log_lines(1))}")
     _print_summary(log_path)
@@ -142,7 +142,7 @@ def _stop(children: Mapping[int, Child]) -> None:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """While this lasts the first SIGINT, SIGTERM or SIGHUP raises Interrupted; the end then is under way, and more change nothing."""
+    """While this lasts the first SIGINT, SIGTERM or SIGHUP raises Interrupted; later ones change nothing, since the end is under way."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         for each in ENDING:

@@ -119,7 +119,8 @@ def new_lines(path: Path, offset: int) -> tuple[list[str], int]:
     try:
         with path.open("rb") as stream:
             if stream.seek(0, os.SEEK_END) < offset:
-                offset = 0  # somebody cut the log
+                # Somebody cut the log.
+                offset = 0
             stream.seek(offset)
             data = stream.read()
     except OSError:

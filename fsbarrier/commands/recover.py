@@ -97,7 +97,7 @@ def merge(
     gone = recovery.gone(log_path, split, args.iteration, found)
     outcome: JsonObject = {"split": split, "gone": [str(path) for path in gone]}
     usable = {item.path for item in found if not item.state.in_the_way}
-    # Looked for again: what has been put aside since is no fallback for anything.
+    # Look again: files that were put aside meanwhile must not be merged.
     ranks = [item for item in rankfiles.find(log_path, split, args.iteration) if item.path in usable]
     if not ranks:
         return outcome

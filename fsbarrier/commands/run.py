@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace, chosen: tuple[ChosenValue, ...]) -> int:
-    """The built-in task on three nodes of this machine; an unfinished demo is gone on with."""
+    """The built-in task on three nodes of this machine; an unfinished demo goes on."""
     from fsbarrier.commands import local_nodes
     from fsbarrier.data.demo_tasks import DEMO_SETTINGS
 

@@ -21,7 +21,7 @@ from fsbarrier.sim.world import World
 
 SUMMARY = "Run the protocol's own code under faults, in virtual time: one schedule a seed, each checked against the invariants."
 EXAMPLE = "fsbarrier simulate --nodes 8 --seeds 10000"
-#: How many of the seeds that broke an invariant are printed with what they broke.
+#: So many of the seeds that broke an invariant are printed, with what they broke.
 SHOWN = 10
 
 

@@ -12,7 +12,8 @@ from fsbarrier.rundir.stop_requests import request_stop
 from fsbarrier.view.amounts import ranks
 
 SUMMARY = "Ask all nodes of a run to end: at the next start of an iteration, or at once with --now. It can be started again."
-BEATS = 1.5  # so long a heartbeat may take to show that a node is alive
+# For so many beats `stop` watches a heartbeat to see whether a node is alive.
+BEATS = 1.5
 EXAMPLE = "fsbarrier stop --log-path runs/default --now"
 
 

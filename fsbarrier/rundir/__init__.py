@@ -1,1 +1,1 @@
-"""The run directory: every name in it, who made the run, records, heartbeats, the journal, checkpoints, and what is removed when."""
+"""The run directory: every name in it, who made the run, records, heartbeats, the journal, checkpoints, clean-up."""

@@ -89,7 +89,7 @@ def verify(folder: Path) -> Manifest:
 
 
 def publish_link(log_path: Path, folder: Path) -> Path:
-    """Make <log-path>/model.pt name `folder`/model, in one step; a copy where symbolic links are not to be had. Raises OSError."""
+    """Make <log-path>/model.pt name `folder`/model, in one step; a copy where the filesystem has no symbolic links. Raises OSError."""
     target, served = folder / "model", RunPaths(log_path).served_model
     temporary = files.temporary_beside(served)
     try:
@@ -97,7 +97,7 @@ def publish_link(log_path: Path, folder: Path) -> Path:
     except OSError:
         shutil.copytree(target, temporary)
     if served.is_dir() and not served.is_symlink():
-        # A copy from before: a folder cannot be replaced in one step.
+        # A copy from an earlier version is in the way, and no filesystem replaces a folder in one step.
         old = served.with_name(f".{served.name}.{secrets.token_hex(6)}.old")
         os.rename(served, old)
         os.rename(temporary, served)
@@ -121,7 +121,7 @@ def retain(log_path: Path, keep: int, current: Path) -> list[Path]:
     for version, folder in folders:
         if version not in spared and version < _version(current) and folder != current:
             with contextlib.suppress(OSError):
-                # The manifest goes first: what is half removed must not look complete.
+                # Remove the manifest first, so that a half-removed folder does not look complete.
                 (folder / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(folder)
                 removed.append(folder)

@@ -1,7 +1,7 @@
 """Heartbeats as others read them: daemons, views, and guards that ask whether a node is alive before they do something.
 
-Each start of a node replaces one file again and again, with a counter that grows. A heartbeat's age is nowhere in it, for clocks
-of two hosts cannot be compared: a node lives while its counter is seen to move.
+Each start of a node replaces one file again and again, with a counter that grows. The file holds no time, since the clocks of two
+hosts may differ: a node lives while others see its counter move.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOOK_S = 0.05
 
 @dataclass
 class HeartbeatReader:
-    """Reads the heartbeats in `folder` as often as it is asked; only what is new in the listing is sorted in."""
+    """Reads the heartbeats in `folder` again and again. It parses each name in the listing only once."""
 
     store: Store
     folder: Path
@@ -35,7 +35,7 @@ class HeartbeatReader:
     ) -> Iterator[tuple[StartName, Beat | None]]:
         """For each rank its newest start, and the newest of its starts' heartbeats that can be read (None: not one).
 
-        `wanted` says of a rank's newest start whether to read that rank at all. Raises OSError.
+        `wanted` gets a rank's newest start and says whether to read that rank. Raises OSError.
         """
         self._list()
         for starts in self._starts.values():

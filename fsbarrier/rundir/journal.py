@@ -19,10 +19,10 @@ from fsbarrier.rundir.names import JOURNAL
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
 
-#: Bytes of one journal that are read at a time. A line that is longer is passed over.
+#: Bytes of one journal that a reader takes at a time. It skips a longer line.
 BLOCK_BYTES = 16 * 1024 * 1024
 
-#: An event's own fields before anybody looked at them: values of any type, by name.
+#: An event's own fields, unchecked: values of any type, by name.
 Fields = Mapping[str, object]
 
 
@@ -203,7 +203,7 @@ def read_events(log_path: Path) -> list[Event]:
 
 
 class Journal:
-    """Appends events of one incarnation of one node. A line is written at once and whole; it is not waited for on disk."""
+    """Appends events of one incarnation of one node. Each line is written at once and whole, but not flushed to disk."""
 
     def __init__(self, path: Path, *, run_id: str, node_rank: int) -> None:
         files.make_dirs(path.parent)

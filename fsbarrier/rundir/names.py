@@ -1,8 +1,8 @@
 """Every name under the run directory, in both directions: what builds a name also reads it.
 
 A kind of name is one template: `GENERATION.build(12)` is "gen-000012.json", and `GENERATION.parse("gen-000012.json")` is 12.
-Anything else that lies in a directory (an editor's backup, a temporary file, a stranger's) parses as None and is passed over.
-Where each name lies is said in fsbarrier/rundir/paths.py.
+Any other name in a directory (an editor's backup, a temporary file) parses as None, and readers skip it.
+fsbarrier/rundir/paths.py says where each name lies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 SPLITS = ("train", "test")
 
-# No counter of ours ever has more digits, and Python refuses to read numbers of thousands of digits.
+# Longer numbers are not ours, and Python refuses to read numbers of thousands of digits.
 _MOST_DIGITS = 18
 
 
@@ -48,7 +48,7 @@ class Name(Generic[T]):
 
 
 def _group(spec: str) -> str:
-    """What a field of a template may look like in a name: exactly what building writes, so "gen-12.json" is none of ours."""
+    """What a field of a template may look like in a name: exactly what `build` writes, so that "gen-12.json" does not match."""
     if spec in ("", "s"):
         return r"(\w+)" if spec else ""
     width = int(spec[:-1] or 1)
@@ -129,7 +129,7 @@ def _merged_by(split: str, iteration: int, generation: int) -> TrajectoryName:
 TRAJECTORIES_FOLDER = Name("{:s}_trajectories", str)
 MERGED = Name("{:s}_trajectories.pt.iteration{:d}", TrajectoryName)
 MERGED_BY = Name(f"{MERGED.template}.g{{:04d}}", _merged_by)
-#: only the original of this program leaves such a file, beside the rank's checkpoint
+#: a file that only the program after which this one was modelled leaves, beside the rank's checkpoint
 RANK_FALLBACK = Name(f"{MERGED.template}_rank_{{:d}}", TrajectoryName)
 RANK_CHECKPOINT = Name(f"{RANK_FALLBACK.template}.checkpoint", TrajectoryName)
 PART = Name(f"{RANK_CHECKPOINT.template}.g{{:04d}}i{{:04d}}.part", TrajectoryName)

@@ -1,4 +1,4 @@
-"""Where everything lies under the run directory. How each name looks is said in fsbarrier/rundir/names.py."""
+"""Where everything lies under the run directory. fsbarrier/rundir/names.py says what each name looks like."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RunPaths:
         return self.trajectories(split) / names.MERGED.build(split, iteration)
 
     def merged_by(self, split: str, iteration: int, generation: int) -> Path:
-        """The same as one generation made it: no other one, woken up late, can put its own in its place."""
+        """The same with the generation in its name, so that an older generation that wakes up late cannot replace it."""
         return self.trajectories(split) / names.MERGED_BY.build(split, iteration, generation)
 
     def rank_checkpoint(self, split: str, iteration: int, rank: int) -> Path:

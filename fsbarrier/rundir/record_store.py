@@ -15,7 +15,7 @@ from fsbarrier import files
 from fsbarrier.protocol.codec import CorruptRecord, decode, encode
 from fsbarrier.protocol.facts import R, Record
 
-#: what a reader meets while a name is being replaced under it; everything else that goes wrong is raised
+#: errors that a reader may get while a writer replaces the file; every other error is raised
 REPLACED = frozenset({errno.ENOENT, errno.ESTALE})
 
 
@@ -28,7 +28,7 @@ class Store(Protocol):
     def names(self, directory: Path) -> list[str]:
         """The names in a directory, freshly listed, without temporary ones; empty if it is not there.
 
-        An error is never an empty answer: whoever goes on with a run must not take "cannot be listed" for "nothing there".
+        A failure raises and never gives an empty list: a node that resumes a run would take "cannot be listed" for "nothing there".
         """
 
     def read(self, path: Path, cls: type[R]) -> R | None:
@@ -75,7 +75,7 @@ class PosixStore:
 
 
 class LenientStore(PosixStore):
-    """For those who only look on: what cannot be listed or read now is passed over. Nothing may be decided from what it shows."""
+    """For views: it skips what cannot be listed or read now, so that no decision may rest on what it shows."""
 
     def names(self, directory: Path) -> list[str]:
         try:

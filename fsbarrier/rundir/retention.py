@@ -1,4 +1,4 @@
-"""Removes what old iterations left, at the one place where nothing of them is needed any more: once their update is published."""
+"""Removes what old iterations left. Called once an update is published, when nobody needs them any more."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """run.json: who made a run, with which settings, tasks and model. Written once, by node 0; every node works from it.
 
 Plain JSON that people can read. Its field "digest" is the SHA-256 of all the others, so that a torn, edited or foreign file is
-recognised. What a later start says must agree with it, except for PER_START. Standard library only: every command reads it.
+recognised. A later start must not contradict it, except in PER_START. Standard library only: every command reads it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def publish(record: RunRecord) -> RunRecord:
         files.make_dirs(record.log_path)
         won = files.create_exclusive(record.paths.record, encode(record))
     except OSError as error:
-        # Leave nothing behind. A folder that somebody uses by now is not empty and stays.
+        # Leave nothing behind. `rmdir` spares a folder that somebody uses by now, as it is not empty.
         for folder in made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -146,7 +146,7 @@ def _digest(body: Mapping[str, object]) -> str:
 
 
 def exists(log_path: Path) -> bool:
-    """Whether a run's record lies in `log_path`, asked by listing: a name that was looked up in vain is remembered by NFS."""
+    """Whether a run's record lies in `log_path`, by listing it: an NFS client would remember a name that it looked up in vain."""
     try:
         return RunPaths(log_path).record.name in os.listdir(log_path)
     except (FileNotFoundError, NotADirectoryError):
@@ -168,7 +168,7 @@ def load(log_path: Path) -> RunRecord:
 def wait(log_path: Path, timeout_s: float, *, on_wait: Callable[[str], None] | None = None) -> RunRecord:
     """The record of the run in `log_path`, once node 0 has made it; looks more and more rarely, at most every 0.25 s.
 
-    `on_wait` is told once whom this node waits for. Raises TooFewNodes after `timeout_s`, UsageError for a bad record.
+    `on_wait` is called once with whom this node waits for. Raises TooFewNodes after `timeout_s`, UsageError for a bad record.
     """
     begin, announced, torn_since = time.monotonic(), False, None
     idle, pauses = threading.Event(), iter(Backoff(0.001, 0.25))
@@ -255,7 +255,7 @@ def decode(data: bytes, log_path: Path) -> RunRecord:
 def check_contradictions(record: RunRecord, chosen: Mapping[str, ChosenValue], settings: Settings) -> None:
     """Raises UsageError, showing both values, for the first of `chosen` that the record contradicts.
 
-    `settings`: what `chosen` alone makes, so that values are compared by what they mean and not by how they were written.
+    `settings`: what `chosen` alone makes, so that equal values that were written differently agree.
     """
     stated, recorded = settings.as_json(), record.settings.as_json()
     for key, item in chosen.items():

@@ -1,7 +1,7 @@
 """From what a person typed to a run that can begin: settings, rank, record. Used by `run` and `launch`.
 
 Node 0 resolves and checks everything, then makes run.json. Every other start, of any node, takes the record and
-may only repeat what it says. Up to there nothing has been started and, if anything was wrong, nothing is left behind.
+may only repeat what it says. Until then nothing is started and, if anything was wrong, nothing is left behind.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Start:
 
 
 def begin(request: Request, say: Say = lambda line: None) -> Start:
-    """Decide which node this is and give it the run's record, made or found. `say` is told what takes long.
+    """Decide which node this is and give it the run's record, made or found. `say` is called with what takes long.
 
     Raises UsageError for everything that is wrong, TooFewNodes where node 0 does not come.
     """
     chosen = {item.key: item for item in preflight.with_absolute_paths(request.chosen)}
-    # A mistyped value is refused first, before this node waits for another one or looks at any file.
+    # Refuse a mistyped value first, before this node waits for another one or looks at any file.
     typed = resolve(chosen.values(), cross_checks=False)
     log_path = Path(typed.log_path) if typed.log_path else preflight.default_log_path(request.environ)
     preflight.check_log_path(log_path)
@@ -115,18 +115,18 @@ def _create(
         return Start(record, settings, 0, settings.iterations, created=False, mount=mount)
     files.set_shared_group(settings.shared_group)
     if is_demo:
-        # Made last, when all the rest is right: whatever was refused before has left nothing behind.
+        # Make the record last, when all the rest is right, so that a refused start leaves nothing behind.
         demo_folder.make(demo, preflight.cache_folder(request.environ), say)
         record = replace(record, tasks=preflight.read_tasks(demo, tuple(tasks), settings.reward.kind))
     published = runrecord.publish(record)
     if published.run_id != record.run_id:
-        # Another process was first, and its record counts.
+        # Another process made the record first, and its record counts.
         return _join(request, chosen, typed, published, mount)
     return Start(record, settings, 0, settings.iterations, created=True, mount=mount)
 
 
 def _defaults(request: Request, typed: Settings, program: Program) -> tuple[Mapping[str, object], bool]:
-    """What lies below the chosen values; with neither data nor a model that is the built-in task's settings."""
+    """The defaults below the chosen values: without data and a model, the built-in task's settings."""
     has_data, has_model = typed.data_path is not None, typed.model is not None
     needs_data = "data" in program.needs and typed.rl_phase != "update"
     needs_model = "model" in program.needs
@@ -153,7 +153,7 @@ def _check_slice(settings: Settings, program: Program) -> None:
 
 
 def _check_own(settings: Settings, program: Program, environ: Mapping[str, str]) -> None:
-    """What belongs to the user beside data and model."""
+    """Check what else the user brings, beside data and model."""
     if "data" in program.needs:
         preflight.check_reward(settings.reward.kind)
         preflight.check_judge(settings, environ)

@@ -38,7 +38,7 @@ def _make(folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder.parent}: cannot be made: {error.strerror or error}") from None
-    # In the foreground: its progress bar is the user's, and Ctrl-C reaches it too.
+    # Run it in the foreground, so that the user sees its progress bar and Ctrl-C reaches it.
     python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
     code = subprocess.run([*python, "-m", "fsbarrier.workers.demo_model", "--out", str(folder)]).returncode
     if code < 0:
@@ -54,7 +54,7 @@ def _make(folder: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """`target` appears in one step, with the run's permissions; whoever is second finds it there."""
+    """`target` appears in one step, with the run's permissions; a process that comes second finds it there."""
     files.make_dirs(target.parent)
     staging = files.temporary_beside(target)
     try:

@@ -93,7 +93,7 @@ def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, 
         works = {rank: [row.each(replace(context, node_rank=rank))] if row.each else [] for rank in ranks}
         reports = {rank: expected(work) for rank, own in works.items() for work in own}
         if row.leader:
-            # As in a run, the leader's work comes after that of all the others and sees their results.
+            # As in a run, the leader's work comes after the others' and sees their results.
             work = row.leader(replace(context, reports=partial(_reports, reports)))
             works[0].append(work)
             reports[0] = {**reports.get(0, {}), **expected(work)}

@@ -21,7 +21,7 @@ LIMITS = ("coordination.beat_s", "coordination.suspect_s", "coordination.dead_s"
 def admit(log_path: Path, *, write: bool) -> Report:
     """What this node can tell in a moment of the filesystem under `log_path`, which need not exist yet. `write`: try it too.
 
-    Raises StoreError where it cannot carry a run or fails, UsageError where it is not for this user to write.
+    Raises StoreError where it cannot carry a run or fails, UsageError where this user may not write.
     """
     try:
         report = retry(lambda: examine.short(log_path, write=write), errnos=files.FAILING)

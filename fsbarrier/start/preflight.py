@@ -51,7 +51,7 @@ def default_log_path(environ: Environ) -> Path:
 
 
 def cache_folder(environ: Environ) -> Path:
-    """Where what can be made again is kept for the next run."""
+    """The folder for what a later run can use again, and could make anew."""
     clone = checkout()
     if clone is not None and os.access(clone, os.W_OK):
         return clone / ".cache"
@@ -185,7 +185,8 @@ def read_tasks(data_path: Path, splits: Collection[str], reward: str) -> dict[st
         raise UsageError(
             f"--data-path {data_path}: {'not a folder' if data_path.exists() else 'no such folder'}"
         )
-    from fsbarrier.data import tasks  # can read parquet: not for commands that need no tasks
+    # Not at the top: this can load a parquet library, which commands without tasks need not wait for.
+    from fsbarrier.data import tasks
     from fsbarrier.rewards.kinds import check_answers
 
     found: dict[str, TaskSource] = {}

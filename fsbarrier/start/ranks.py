@@ -120,7 +120,7 @@ class Launcher:
     applies: Callable[[Environ, int | None], bool] = lambda environ, num_nodes: True
 
 
-#: the first that says a rank is believed
+#: in this order: the first that gives a rank counts
 LAUNCHERS = (
     Launcher("NODE_RANK", ("NNODES", "NUM_NODES")),
     Launcher("RANK", ("WORLD_SIZE",), _rank_counts_nodes),
@@ -130,5 +130,5 @@ LAUNCHERS = (
     Launcher("DSTACK_NODE_RANK", ("DSTACK_NODES_NUM",)),
     Launcher("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), _one_mpi_task_a_node),
 )
-#: who said the rank -> the variables that may say how many nodes there are
+#: the variable that gave the rank -> those that may give the number of nodes
 COUNTS = {"--master": ("NNODES",), **{launcher.rank: launcher.counts for launcher in LAUNCHERS}}

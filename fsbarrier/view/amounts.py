@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
-#: Of more node ranks than this only the first are named.
+#: Of a longer list of node ranks only this many are named.
 MOST_RANKS = 6
 TICKS = "▁▂▃▄▅▆▇█"
 

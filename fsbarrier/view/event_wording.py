@@ -10,7 +10,7 @@ from fsbarrier.view.phase_names import LONG
 
 #: phases shorter than this, in seconds, end without a line
 WORTH_S = 1.0
-#: how the reason of a generation begins that tries a failed program once more
+#: the beginning of the reason of a generation that tries a failed program again
 AGAIN = "again: "
 
 
@@ -59,7 +59,7 @@ def _generation(event: Event) -> str:
     nodes = ", ".join(map(str, members)) if isinstance(members, list) else "?"
     leader, reason = event.integer("leader"), event.text("reason")
     why = " (another try)" if reason.startswith(AGAIN) else f" ({reason})"
-    # that a node is lost has a line of its own
+    # The lost node already has a line of its own.
     if reason in ("", "start") or " is lost: " in reason:
         why = ""
     return f"generation {event.generation}: nodes {nodes}; leader {_or_unknown(leader)}{why}"

@@ -1,6 +1,6 @@
 """What a run's journals tell besides times: rewards, updates, who was lost, what failed, how it ended. Pure.
 
-Several nodes report the same thing (a lost node, a new generation); here it is kept once.
+Several nodes report the same thing (a lost node, a new generation); the history keeps it once.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from fsbarrier.rundir.journal import Event, lost_nodes
 
-#: so frequent that only their times are kept (fsbarrier/view/timings.py)
+#: events so frequent that only their times are kept (fsbarrier/view/timings.py)
 FREQUENT = frozenset({"phase_started", "phase_finished", "work_finished", "iteration_finished", "decision"})
 #: events that carry a phase's results
 RESULTS = frozenset({"rolled_out", "evaluated", "updated"})
-#: reports of one thing by several nodes lie less than this apart, in seconds
+#: two reports of the same thing within so many seconds count as one, by several nodes
 SAME_S = 30.0
 #: how many of the newest events are kept
 MAX_EVENTS = 20_000
@@ -138,7 +138,7 @@ class History:
                 self.losses.append(Loss(event.at, event.generation, node.node_rank, node.why, seen_at))
 
     def _is_news(self, event: Event) -> bool:
-        """Whether nobody reported this just before."""
+        """Whether no other node has reported the same within the last seconds."""
         key = (event.name, event.generation, *_subject(event))
         before = self._last_report.get(key)
         self._last_report[key] = event.at if before is None else max(before, event.at)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 #: Seconds between two looks at the run.
 FRAME_S = 0.25
 KEPT_ITERATIONS = 20
-#: An event that is older than this, in seconds, when the following of a run begins is no news; and one that comes again
-#: within it is the same one, reported by another node.
+#: In seconds. An event that was older when the view began is not shown. The same event again within this time is another node's
+#: report of it.
 RECENT_S = 10.0
 ENDED = frozenset({"finished", "stopped", "broken"})
-#: An end counts once it was seen for this long: a start right after one looks like it for a moment.
+#: An end counts only after so many seconds: for a moment, a session that begins anew still looks like the one that ended.
 LASTING_S = 1.0
 
 #: Shows the run as it is now, and the events that are new.
@@ -57,7 +57,7 @@ def follow(
     console = output or Console(highlight=False)
     reader = RunReader(log_path, keep=KEPT_ITERATIONS)
     watched = list(processes.values() if isinstance(processes, Mapping) else processes or ())
-    # of a run that was started here, everything from now on is news; of another one, what happened lately
+    # Of a run that was started here, show events from now on; of another run, also those of the last seconds.
     since = time.time() - (RECENT_S if processes is None else 0.0)
     view = _live(console, reader) if console.is_terminal else _plain(console, since)
     try:
@@ -112,11 +112,11 @@ def _plain(console: Console, since: float) -> Iterator[Show]:
     def show(status: RunStatus, fresh: Sequence[Event]) -> None:
         for event in fresh:
             text, line = event_text(event), event_line(event)
-            # all nodes go through all phases: the leader's reports are enough
+            # All nodes go through all phases, so the leader's reports are enough.
             of_another = event.name.startswith(("phase_", "iteration_")) and event.node_rank != status.leader
             if text is None or line is None or event.at < since or of_another:
                 continue
-            # reports of one silent node differ in how long it is silent
+            # Two reports of one silent node differ in how long it was silent.
             key = (event.generation, event.name if event.name == "node_suspected" else text)
             before = printed.get(key)
             printed[key] = event.at
@@ -139,7 +139,7 @@ def frame(status: RunStatus, reader: RunReader, width: int, height: int) -> Rend
     troubles = [*lines.waiting_line(status), *lines.problem_lines(status, width, 5)]
     rewards = lines.reward_lines(status.rewards, width, lines.reward_so_far(status))
     results = [*rewards, *lines.time_line(status.times, width)]
-    # the table gives way to everything but the events: they have what it leaves. 3: its head, and two rules
+    # The events get the lines that the table leaves, and all else comes before the table. 3: its head, and two rules.
     fixed = len(top) + len(troubles) + len(results) + 3
     table_rows = max(2, min(len(status.nodes), height - fixed - 4))
     most = table_rows if table_rows < len(status.nodes) else None

@@ -1,5 +1,5 @@
-"""One node as seen from outside. That it lives rests on its heartbeat's moving while we look, or on its process, where that
-runs on this host; no two hosts' clocks are compared for it.
+"""One node as seen from outside. It lives if its heartbeat moves while we look or, on this host, if its process is there. The clocks of
+two hosts are never compared for it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fsbarrier.protocol.membership import GONE
 from fsbarrier.view.run_reader import RunReader
 
-#: For so many beats a heartbeat is watched before it is said to stand still.
+#: A view watches a heartbeat for so many beats before it says that it stands still.
 WATCHED_BEATS = 1.5
 ALIVE = frozenset({"joining", "running"})
 
@@ -58,7 +58,7 @@ def node_status(reader: RunReader, rank: int, now: float) -> NodeStatus:
     alive = state in ALIVE or state == "suspected"
     _, iteration, phase, phase_name = _place(reader, rank)
     if state == "joining":
-        # where an earlier incarnation was says nothing about this one
+        # The place of an earlier incarnation says nothing about this one.
         iteration = 0
     waits = rank in reader.arrived
     progress = None
@@ -115,7 +115,7 @@ def _state(reader: RunReader, rank: int, now: float) -> str:
     age = reader.beat_age_s(rank, now)
     if age is not None and age < reader.record.settings.coordination.suspect_s:
         return living
-    # one that was in a generation and is not in the newest: the others went on without it
+    # It was in a generation and is not in the newest one: the others went on without it.
     left_behind = excluded and beat.incarnation <= reader.members.get(rank, 0)
     if left_behind or reader.process_gone(rank):
         return "lost"
@@ -127,7 +127,7 @@ def _log_folder(reader: RunReader, rank: int) -> str | None:
     join = reader.joins.get(rank)
     if join is None:
         return None
-    # a node that rejoined by itself, as another incarnation, keeps its first folder
+    # A node that rejoined by itself, as a new incarnation, keeps its first folder.
     for attempt in range(join.incarnation, max(0, join.incarnation - 20), -1):
         folder = reader.paths.node_logs(attempt, rank)
         if folder.is_dir():

@@ -1,4 +1,4 @@
-"""The table of the nodes, as `status` prints it and the live view shows it: who is where, how far, and how lately heard of."""
+"""The table of the nodes, as `status` prints it and the live view shows it: who is where, how far it is, and how old its heartbeat is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsbarrier.view.terminal_lines import STATE_STYLE, bar, line
 BAR_CELLS = (3, 30)
 #: Cells that are kept for the bar when it is decided what else fits beside it.
 KEPT_FOR_BAR = 6
-#: Where not all nodes fit, those in these states are shown before the others.
+#: If not all nodes fit, those in these states come first.
 TROUBLED_FIRST = {"lost": 0, "suspected": 0, "broken": 0, "left": 1, "absent": 1, "joining": 1}
 
 
@@ -38,7 +38,7 @@ def nodes_table(status: RunStatus, width: int, most: int | None = None) -> Rende
     table.add_column("beat", justify="right", no_wrap=True, min_width=4)
     host_width = min(16, max(cell_len(one_line(host)) for host in hosts)) + 1 if many_hosts else 0
     phase_width = max((min(21, len(_phase(status, node))) for node in nodes), default=10)
-    # what the other columns leave: node 5, state 10, beat 6, and a blank behind each
+    # What the other columns leave: node 5, state 10, beat 6, and a blank behind each.
     progress_width = max(10, width - 5 - host_width - 10 - max(10, phase_width) - 1 - 6)
     for node in nodes:
         state_style = "yellow" if node.activity == "waiting" else STATE_STYLE.get(node.state, "")
@@ -95,7 +95,7 @@ def progress_bar(progress: Fields, width: int) -> Text:
     if done is None or total is None or total <= 0:
         return line((note, "dim"))
     counted = f" {short(done)}/{short(total)}" if total >= 10_000 else f" {done:.0f}/{total:.0f}"
-    # each thing that may stand beside the bar: its long form, and a short one for narrow terminals
+    # What may stand beside the bar, in a long form and in a short one for narrow terminals.
     beside = []
     reward, speed = number(progress, "reward_mean"), number(progress, "tokens_per_s")
     if reward is not None:

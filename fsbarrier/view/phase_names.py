@@ -1,4 +1,4 @@
-"""The phases as people count and name them, whatever is known of a run. The only place where the views ask the program for it."""
+"""The phases as people count and name them. Only here do the views ask the program about its phases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def phase_name(index: int) -> str:
 def last_phase(rl_phase: str, seen: Mapping[int, str]) -> int | None:
     """The phase that ends an iteration of a run with this --rl-phase. `seen`: the phases that the run's journals name.
 
-    None where they are a program's own, of which nobody here knows how many there are.
+    None for a program with phases of its own, whose number the views do not know.
     """
     if any(name != phase_name(index) for index, name in seen.items()):
         return None

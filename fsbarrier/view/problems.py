@@ -10,7 +10,7 @@ from fsbarrier.view.run_reader import RunReader
 
 
 def problems(reader: RunReader, nodes: Sequence[NodeStatus], state: str) -> list[str]:
-    """What a person should know, the worst first; one line each. A line that begins with a blank is a program's own."""
+    """What a person should know, the worst first; one line each. A line that begins with a blank is a program's output."""
     found = []
     verdict = reader.newest.verdict if reader.newest is not None else None
     if verdict is not None and state == "broken":

@@ -1,4 +1,4 @@
-"""Reads a run directory again and again, for all who look on: status, the live view, the summary, the report. Writes nothing.
+"""Reads a run directory again and again, for the views: status, the live view, the summary, the report. Writes nothing.
 
 Each poll reads only what is new: the journals from where they were left, immutable records once, heartbeats always. A torn,
 foreign or vanishing file is passed over; it is never an error.
@@ -24,7 +24,7 @@ from fsbarrier.view.history import History
 from fsbarrier.view.phase_names import last_phase, phase_name
 from fsbarrier.view.timings import IterationTime, Span, SpanReader, iteration_times, rows
 
-#: A gap between two polls, in seconds, above which nobody's silence counts: it was this process that did not look.
+#: If more seconds lie between two polls, they count as nobody's silence: this process did not look.
 BLIND_S = 5.0
 
 
@@ -133,7 +133,7 @@ class RunReader:
         return max(0.0, now - seen.since) if seen is not None and seen.moved else None
 
     def watched_s(self, rank: int, now: float) -> float:
-        """Seconds for which a rank's heartbeat has not moved under our eyes, or not been there at all."""
+        """Seconds for which we watched a rank's heartbeat without seeing it move, or without finding it."""
         seen = self.ledger.seen.get(rank)
         if seen is None or self.beat(rank) is None:
             return max(0.0, now - self.joined_since.get(rank, now))
@@ -194,13 +194,13 @@ class RunReader:
 
     def _read_journals(self) -> list[Event]:
         fresh: list[Event] = []
-        # in a fixed order: of several nodes' reports of one thing, the first one read is kept
+        # Read in a fixed order, because of several nodes' reports of one thing the first one counts.
         for name in sorted(self._store.names(self.paths.events)):
             start = names.JOURNAL.parse(name)
             if start is None:
                 continue
             if name not in self._journals:
-                # a journal whose node's join cannot be read has a clock that nobody shares
+                # If the node's join cannot be read, take its clock for one that no other node shares.
                 clock = self._clocks.get(start) or f"journal {name}"
                 self._journals[name] = JournalReader(self.paths.events / name, clock), SpanReader()
             journal, spans = self._journals[name]
@@ -212,7 +212,7 @@ class RunReader:
         return sorted(fresh, key=lambda event: event.at)
 
     def _take(self, event: Event, spans: SpanReader) -> None:
-        """Let everybody have the event who makes something of it."""
+        """Hand the event to everything that keeps something of it."""
         ended = spans.feed(event)
         if ended is not None:
             self._spans.append(ended)

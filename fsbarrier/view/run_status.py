@@ -36,7 +36,8 @@ class Waiting:
 class RunStatus:
     """A run as it is now. `iterations`: the last one asked for; None: endless. `exit_code`: None while the run may go on."""
 
-    state: str  # running | stalled | finished | stopped | broken
+    # running | stalled | finished | stopped | broken
+    state: str
     run_id: str
     log_path: str
     program: str

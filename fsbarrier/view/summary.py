@@ -153,7 +153,7 @@ def _coordination(finished: Sequence[IterationTime], width: int) -> list[Text]:
 
 
 def _happened(reader: RunReader, width: int) -> list[Text]:
-    """What was out of the ordinary: nodes lost and back, programs that failed."""
+    """The unusual events: nodes lost and back, programs that failed."""
     events = []
     for event in reader.history.newest_events():
         usual = event.name == "generation_started" and event.text("reason") == "start"

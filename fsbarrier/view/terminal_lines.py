@@ -41,7 +41,7 @@ EVENT_STYLE = {
     "rolled_out": TRAIN,
     "generation_started": "bold",
 }
-#: What the height of a reward curve stands for at least, as a share of the largest reward: noise is not to look like a rise.
+#: The height of a reward curve stands for at least this share of the largest reward, so that noise does not look like a rise.
 LEAST_RANGE = 0.25
 
 
@@ -57,7 +57,7 @@ def bar(share: float, cells: int, style: str) -> Text:
 
 
 def spread(left: Text, right: Text, width: int) -> Text:
-    """Two texts at the ends of a line; the right one gives way."""
+    """Two texts at the ends of a line; if they do not fit, the right one is cut."""
     gap = width - cell_len(left.plain) - cell_len(right.plain)
     return left if gap < 2 or not right.plain else line(left, " " * gap, right)
 

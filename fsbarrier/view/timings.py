@@ -159,7 +159,7 @@ def _row(spans: Sequence[Span], following: Sequence[Span], exact: bool) -> Row:
 
     first = spans[0]
     began = max(on_axis(span, span.began_s) for span in spans)
-    # one has passed: then all were done with the row, even one that wrote no more
+    # One member passed the row, so all were done with it, even one whose journal ends before.
     passed = any(span.outcome == PASSED for span in spans)
     if passed and following:
         ended = max(on_axis(span, span.began_s) for span in following)
