@@ -57,7 +57,7 @@ def bar(share: float, cells: int, style: str) -> Text:
 
 
 def spread(left: Text, right: Text, width: int) -> Text:
-    """Two texts at the ends of a line; if they do not fit, the right one is cut."""
+    """Two texts at the ends of a line; without room for both, only the left one."""
     gap = width - cell_len(left.plain) - cell_len(right.plain)
     return left if gap < 2 or not right.plain else line(left, " " * gap, right)
 
