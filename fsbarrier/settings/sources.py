@@ -75,7 +75,8 @@ def parse_text(text: str, kind: Kind | None) -> object:
         stripped = f"[{stripped}]"
     try:
         return tomllib.loads(f"value = {stripped}")["value"] if "\n" not in stripped else text
-    except (ValueError, RecursionError):  # no TOML, nested too deeply, or a number of thousands of digits
+    except (ValueError, RecursionError):
+        # No TOML, nested too deeply, or a number of thousands of digits.
         return text
 
 
@@ -135,7 +136,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
     lowered = name.lower() if name.startswith("-") else name.lower().replace("-", "_")
     found = [candidate for candidate in candidates if candidate.rpartition(".")[2] == lowered][:3]
     found = found or difflib.get_close_matches(lowered, candidates, n=1, cutoff=0.6)
-    if not found:  # the right name in the wrong section
+    if not found:
+        # The right name in the wrong section.
         leaves = {candidate.rpartition(".")[2]: candidate for candidate in reversed(candidates)}
         leaf = lowered.rpartition(".")[2]
         found = [leaves[close] for close in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.75)]
