@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,32 @@ def test_what_a_member_gave_may_take_a_moment_to_be_read(
 
     monkeypatch.setattr(PosixStore, "read", late)
     assert alone.all_gather("x") == ["x"] and len(tries) == 4
+
+
+def test_the_same_call_after_a_failed_read_is_the_same_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, failing = PosixStore.read, threading.Event()
+
+    def unreadable(store: PosixStore, path: Path, cls: type[Any]) -> Any:
+        theirs = path.name == "node-0001.done" and threading.current_thread() is threading.main_thread()
+        return None if theirs and failing.is_set() else read(store, path, cls)
+
+    def other() -> list[list[str]]:
+        with fsbarrier.join(tmp_path, node_rank=1, num_nodes=2, **FAST) as group:
+            return [group.all_gather("first of 1"), group.all_gather("second of 1")]
+
+    monkeypatch.setattr(PosixStore, "read", unreadable)
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(other)
+        with fsbarrier.join(tmp_path, node_rank=0, num_nodes=2, **FAST) as group:
+            failing.set()
+            with pytest.raises(fsbarrier.StoreError, match=r"what node 1 .* gave cannot be read"):
+                group.all_gather("first of 0")
+            failing.clear()
+            assert group.all_gather("first of 0") == ["first of 0", "first of 1"]
+            assert group.all_gather("second of 0") == ["second of 0", "second of 1"]
+        assert gathered.result(60) == [["first of 0", "first of 1"], ["second of 0", "second of 1"]]
 
 
 # --- paths and arguments ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -93,14 +93,12 @@ class Group:
 
     def barrier(self) -> None:
         """Return once every member has called it. Raises PeerLost, BarrierTimeout, Fenced, StoreError."""
-        self._collective({"call": "barrier()"})
+        self._collective({"call": "barrier()"}, objects_of=())
 
     def all_gather(self, obj: object) -> list[Any]:
         """Every member's object (JSON data), in the order of `members`. Raises as `barrier`; TypeError, ValueError for an object
         that cannot be sent."""
-        call = "all_gather()"
-        generation, position = self._collective({"call": call, "obj": to_json(obj)})
-        return [self._object_of(rank, generation, position, call) for rank in generation.ranks]
+        return self._collective({"call": "all_gather()", "obj": to_json(obj)}, objects_of=self.members)
 
     def broadcast(self, obj: object = None, src: int = 0) -> Any:
         """The object of node rank `src` (JSON data), on every member. Raises as `all_gather`, and ValueError for a `src` that is no
@@ -109,8 +107,7 @@ class Group:
             raise ValueError(f"src={src} is not a member of generation {self.generation}: {self.members}")
         call = f"broadcast(src={src})"
         mine = {"call": call, "obj": to_json(obj)} if src == self.node_rank else {"call": call}
-        generation, position = self._collective(mine)
-        return self._object_of(src, generation, position, call)
+        return self._collective(mine, objects_of=(src,))[0]
 
     def regroup(self) -> None:
         """Go on as the next generation: the living members and the nodes that wait to join. Every living member must call it.
@@ -206,8 +203,12 @@ class Group:
 
     # --- collectives ---
 
-    def _collective(self, mine: Payload) -> tuple[Generation, Position]:
-        """Contribute to the next row and wait until it is passed: all members came, and what each contributed is there."""
+    def _collective(self, mine: Payload, objects_of: Sequence[int]) -> list[Any]:
+        """Contribute to the next row, wait until all members came to it, and read the objects of some of them.
+
+        The row has ended for this node only when all that is read. If a read fails, the same call comes back to this row: were it
+        to go on with the next one, each later call would be paired with another one of the other members.
+        """
         self._check_usable()
         generation, position = self._current, self._position
         name = f"{mine['call']} no. {position.iteration}"
@@ -226,6 +227,7 @@ class Group:
             wait = BoundedWait(self._threads, self._timeout_s, name)
             while not self._passed(generation, position, name):
                 wait.for_news()
+            found = [self._object_of(rank, generation, position, mine["call"]) for rank in objects_of]
         except NodeError as error:
             self._failure = error
             raise
@@ -234,7 +236,7 @@ class Group:
         self._unfinished = self._failure = None
         self._position = Position(position.iteration + 1, 0)
         self._remove_old_facts(generation, position)
-        return generation, position
+        return found
 
     def _passed(self, generation: Generation, position: Position, name: str) -> bool:
         """Whether all members have come to a row. Raises PeerLost where one will not."""
