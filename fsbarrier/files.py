@@ -12,6 +12,7 @@ import hashlib
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 #: errors of a mount that is there but fails; a moment later it may work
@@ -182,10 +183,18 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
-def sha256_file(path: Path) -> str:
-    """The SHA-256 of a file's content in hexadecimal. Raises OSError."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+#: how much of a long file is read between two chances to end that
+READ_BYTES = 1 << 20
+
+
+def sha256_file(path: Path, between_reads: Callable[[], None] = lambda: None) -> str:
+    """The SHA-256 of a file's content in hexadecimal. Raises OSError, and what `between_reads` raises: so a long check can be ended."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
+    with path.open("rb", buffering=0) as stream:
+        while size := stream.readinto(buffer):
+            digest.update(buffer[:size])
+            between_reads()
+    return digest.hexdigest()
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -11,13 +11,25 @@ from typing import Any, cast
 
 import pytest
 
+from fsbarrier import files
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.node import work_kinds
 from fsbarrier.node.job import Cancelled, Job, NodeUnfit, Workplace
 from fsbarrier.node.job_runner import JobRunner, failure
 from fsbarrier.node.worker_program import program_name
-from fsbarrier.program import Command, Context, OpenRendezvous, PublishFile, ServeWeights, Steps, Value, Work
+from fsbarrier.program import (
+    Command,
+    Context,
+    OpenRendezvous,
+    PublishFile,
+    PublishWeights,
+    ServeWeights,
+    Steps,
+    Value,
+    Work,
+)
 from fsbarrier.protocol.state import Node, Part
+from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
 
 WRITES_RESULT = "import json, sys; spec = json.load(open(sys.argv[1])); json.dump({'got': spec['n']}, open(spec['result'], 'w'))"
@@ -100,6 +112,49 @@ def test_an_older_generation_publishes_nothing(place: Workplace, tmp_path: Path)
     assert not (tmp_path / "public").exists()
     assert work_kinds.carry_out(publish, context(), Job(), place) == {}
     assert (tmp_path / "public").read_text() == "new"
+
+
+def policy(tmp_path: Path) -> PublishWeights:
+    folder = tmp_path / "checkpoints" / "policy-000001.g0001"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "weights").write_bytes(b"w" * 100)
+    checkpoints.write_manifest(folder, 1)
+    return PublishWeights(folder, 1, keep=3)
+
+
+def test_a_leader_that_wakes_late_does_not_move_the_model_back(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, verify, woken = policy(tmp_path), checkpoints.verify, context()
+
+    def check(*arguments: Any) -> Any:
+        # The others have gone on while this node checked its policy version.
+        monkeypatch.setattr(woken, "newest", lambda: 2)
+        return verify(*arguments)
+
+    monkeypatch.setattr(checkpoints, "verify", check)
+    with pytest.raises(ProgramFailed, match="generation 1 has ended"):
+        work_kinds.carry_out(publish, woken, Job(), place)
+    assert not (tmp_path / "model.pt").is_symlink()
+    assert work_kinds.carry_out(publish, context(newest=1), Job(), place)["policy_version"] == 1
+
+
+def test_checking_a_policy_version_can_be_cancelled(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, job, reads = policy(tmp_path), Job(), []
+
+    def cancelled_after_three() -> None:
+        reads.append(1)
+        if len(reads) == 3:
+            job.cancel.set()
+        Job.stop_if_cancelled(job)
+
+    monkeypatch.setattr(files, "READ_BYTES", 10)
+    monkeypatch.setattr(job, "stop_if_cancelled", cancelled_after_three)
+    with pytest.raises(Cancelled):
+        work_kinds.carry_out(publish, context(), job, place)
+    assert len(reads) == 3 and not (tmp_path / "model.pt").is_symlink()
 
 
 def test_what_the_engine_serves_with_is_kept_for_the_programs(place: Workplace, tmp_path: Path) -> None:

@@ -47,8 +47,7 @@ def carry_out(work: Work, context: Context, job: Job, workplace: Workplace) -> R
         case ProbeAddresses(addresses, port):
             return {"reached": reachable(addresses, port)}
         case PublishWeights():
-            _refuse_if_outdated(context, job)
-            return _publish_weights(work, workplace.log_path)
+            return _publish_weights(work, context, job, workplace.log_path)
         case PublishFile(source, name):
             _refuse_if_outdated(context, job)
             files.link_or_copy(source, name)
@@ -87,9 +86,11 @@ def _refuse_if_outdated(context: Context, job: Job) -> None:
         raise ProgramFailed(f"generation {context.generation} has ended; nothing of it is published any more")
 
 
-def _publish_weights(work: PublishWeights, log_path: Path) -> Result:
+def _publish_weights(work: PublishWeights, context: Context, job: Job, log_path: Path) -> Result:
     """Check the new policy version, point the run at it, then remove what is too old to be kept."""
-    checkpoints.verify(work.folder)
+    checkpoints.verify(work.folder, job.stop_if_cancelled)
+    # After the check, and not before it: a leader that was stopped in the middle may wake when others have published newer versions.
+    _refuse_if_outdated(context, job)
     checkpoints.publish_link(log_path, work.folder)
     checkpoints.retain(log_path, work.keep, work.folder)
     value = {"policy_version": work.policy_version, "folder": str(work.folder)}

@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,8 +72,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise ProgramFailed(f"{folder / MANIFEST} cannot be read: {error}") from None
 
 
-def verify(folder: Path) -> Manifest:
-    """Check every file of a policy version against its manifest. Raises ProgramFailed naming the first bad one."""
+def verify(folder: Path, between_reads: Callable[[], None] = lambda: None) -> Manifest:
+    """Check every file of a policy version against its manifest. Raises ProgramFailed naming the first bad one.
+
+    A real model takes minutes. `between_reads` is called all the while, and may end the check by raising.
+    """
     manifest = read_manifest(folder)
     if not any(name.startswith("model/") for name in manifest.files):
         raise ProgramFailed(f"{folder} has no model/ in its manifest")
@@ -81,7 +85,7 @@ def verify(folder: Path) -> Manifest:
         try:
             if path.stat().st_size != size:
                 raise ProgramFailed(f"{path} has {path.stat().st_size} bytes; {MANIFEST} says {size}")
-            if files.sha256_file(path) != digest:
+            if files.sha256_file(path, between_reads) != digest:
                 raise ProgramFailed(f"{path} differs from what {MANIFEST} says: it was changed or damaged")
         except OSError as error:
             raise ProgramFailed(f"{path}, listed in {MANIFEST}, cannot be read: {error}") from None

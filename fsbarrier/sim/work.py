@@ -155,8 +155,7 @@ class SimWork:
                 self.world.history.published.append(Published(str(name), stamp, shown))
                 return {}
             case PublishWeights():
-                yield from self._still_newest(context)
-                return (yield from self._publish(work, piece))
+                return (yield from self._publish(work, context, piece))
 
     def _stand_in(self, work: Command) -> Callable[[Command, Context, Piece], Waiting]:
         """The method that stands in for `python -m PROGRAM`."""
@@ -268,10 +267,11 @@ class SimWork:
             self.artifacts.checkpoints[spec["out"]] = (spec["new_policy_version"], context.generation)
         return {}
 
-    def _publish(self, work: PublishWeights, piece: Piece) -> Waiting:
+    def _publish(self, work: PublishWeights, context: Context, piece: Piece) -> Waiting:
         folder = str(work.folder)
         yield self.world.short()
         self._need(folder, piece)
+        yield from self._still_newest(context)
         self.artifacts.served = folder
         yield self.world.short()
         self.artifacts.retain(work.keep, folder)
