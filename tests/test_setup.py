@@ -164,7 +164,7 @@ def test_two_first_starts_at_once_share_one_setup(clone: Path, env: dict[str, st
 HOLD = """
 import sys, threading, pathlib
 sys.path.insert(0, sys.argv[1])
-import claims
+import build_claims as claims
 folder, mine = claims.claim(pathlib.Path(sys.argv[2]), lambda path: True, claims.Progress())
 with claims.building(folder, ""):
     print("holding", flush=True)
