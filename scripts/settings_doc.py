@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping
@@ -13,7 +12,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "settings.md"
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from generated_page import write_or_check  # noqa: E402
 
 from fsbarrier.rundir.runrecord import PER_START  # noqa: E402
 from fsbarrier.settings.sections import Section, Settings, sections  # noqa: E402
@@ -108,23 +109,5 @@ def bounds(limit: Bounds) -> list[str]:
     return [words[name].format(f"{bound:g}") for name, bound in found.items() if bound is not None]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 where the page is out of date"
-    )
-    check = parser.parse_args().check
-    wanted = page()
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == wanted:
-        return 0
-    if check:
-        print(
-            f"{PAGE.relative_to(ROOT)} is out of date: run `python scripts/settings_doc.py`", file=sys.stderr
-        )
-        return 1
-    PAGE.write_text(wanted, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page(), __doc__, "settings_doc.py"))

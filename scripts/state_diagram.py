@@ -6,7 +6,6 @@ node, and the actions that it asks for. tests/test_machine.py compares that with
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import sys
@@ -16,7 +15,9 @@ from typing import get_args
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "state-machine.md"
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from generated_page import write_or_check  # noqa: E402
 
 from fsbarrier.protocol import machine  # noqa: E402
 from fsbarrier.protocol.machine import DECIDED_BY_OTHERS, RULES, Rule  # noqa: E402
@@ -109,23 +110,5 @@ def table(stage: Stage) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 where the page is out of date"
-    )
-    check = parser.parse_args().check
-    wanted = page()
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == wanted:
-        return 0
-    if check:
-        print(
-            f"{PAGE.relative_to(ROOT)} is out of date: run `python scripts/state_diagram.py`", file=sys.stderr
-        )
-        return 1
-    PAGE.write_text(wanted, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page(), __doc__, "state_diagram.py"))
