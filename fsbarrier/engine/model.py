@@ -37,7 +37,7 @@ class ModelFolder:
     @property
     def max_positions(self) -> int | None:
         """The longest sequence in tokens; None where the configuration does not say, or scales it."""
-        text = _text_config(self.config)
+        text = text_config(self.config)
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else "?"
         longest = text.get("max_position_embeddings")
@@ -47,16 +47,16 @@ class ModelFolder:
     def cache_bytes_per_token(self) -> int:
         """What a token takes in the key-value cache, in 4-byte floats. Where the configuration says nothing of grouped heads it
         counts as without them, so this is an upper bound."""
-        text = _text_config(self.config)
-        layers, heads = _number(text, "num_hidden_layers", 32), _number(text, "num_attention_heads", 32)
-        width = _number(text, "head_dim", 0) or _number(text, "hidden_size", 4096) // max(1, heads)
-        return 2 * 4 * layers * _number(text, "num_key_value_heads", heads) * width
+        text = text_config(self.config)
+        layers, heads = number(text, "num_hidden_layers", 32), number(text, "num_attention_heads", 32)
+        width = number(text, "head_dim", 0) or number(text, "hidden_size", 4096) // max(1, heads)
+        return 2 * 4 * layers * number(text, "num_key_value_heads", heads) * width
 
 
 def inspect(path: Path) -> ModelFolder:
     """Look at the folder `path`; links are followed once, here. Raises ProgramFailed naming the file that is not right."""
     folder = path.resolve()
-    config = _json_object(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     shapes = _shapes(_weight_files(folder))
     parameters = sum(math.prod(shape) for shape in (shapes or {}).values())
     return ModelFolder(folder, config, _tied(config, shapes), _signature(config, shapes), parameters)
@@ -65,7 +65,7 @@ def inspect(path: Path) -> ModelFolder:
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = _json_object(index).get("weight_map")
+        names = read_json_object(index).get("weight_map")
         if not isinstance(names, Mapping):
             raise ProgramFailed(f"{index}: has no weight_map")
         files = [folder / name for name in sorted({str(name) for name in names.values()})]
@@ -107,7 +107,7 @@ def _shapes_in(file: Path) -> Shapes:
 
 def _tied(config: Config, shapes: Shapes | None) -> bool:
     """Whether the output head is the embedding. Silence means what the folder has: a head of its own, or none."""
-    said = config.get("tie_word_embeddings", _text_config(config).get("tie_word_embeddings"))
+    said = config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings"))
     if isinstance(said, bool):
         return said
     return shapes is None or not any(name.endswith("lm_head.weight") for name in shapes)
@@ -121,18 +121,20 @@ def _signature(config: Config, shapes: Shapes | None) -> str | None:
     return hashlib.sha256(json.dumps([relevant, shapes], sort_keys=True).encode()).hexdigest()
 
 
-def _text_config(config: Config) -> Config:
+def text_config(config: Config) -> Config:
     """The part that describes the text model, in a model that takes more than text."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
 
 
-def _number(config: Config, name: str, otherwise: int) -> int:
+def number(config: Config, name: str, otherwise: int) -> int:
+    """A whole number above 0 that the configuration has under `name`, else `otherwise`."""
     value = config.get(name)
     return value if isinstance(value, int) and value > 0 else otherwise
 
 
-def _json_object(file: Path) -> dict[str, object]:
+def read_json_object(file: Path) -> dict[str, object]:
+    """The object in a JSON file. Raises ProgramFailed."""
     try:
         value = json.loads(file.read_bytes())
     except OSError as error:
