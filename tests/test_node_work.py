@@ -125,14 +125,14 @@ def policy(tmp_path: Path) -> PublishWeights:
 def test_a_leader_that_wakes_late_does_not_move_the_model_back(
     place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish, verify, woken = policy(tmp_path), checkpoints.verify, context()
+    publish, check_sizes, woken = policy(tmp_path), checkpoints.check_sizes, context()
 
     def check(*arguments: Any) -> Any:
         # The others have gone on while this node checked its policy version.
         monkeypatch.setattr(woken, "newest", lambda: 2)
-        return verify(*arguments)
+        return check_sizes(*arguments)
 
-    monkeypatch.setattr(checkpoints, "verify", check)
+    monkeypatch.setattr(checkpoints, "check_sizes", check)
     with pytest.raises(ProgramFailed, match="generation 1 has ended"):
         work_kinds.carry_out(publish, woken, Job(), place)
     assert not (tmp_path / "model.pt").is_symlink()
@@ -142,7 +142,7 @@ def test_a_leader_that_wakes_late_does_not_move_the_model_back(
 def test_checking_a_policy_version_can_be_cancelled(
     place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish, job, reads = policy(tmp_path), Job(), []
+    folder, job, reads = policy(tmp_path).folder, Job(), []
 
     def cancelled_after_three() -> None:
         reads.append(1)
@@ -152,9 +152,47 @@ def test_checking_a_policy_version_can_be_cancelled(
 
     monkeypatch.setattr(files, "READ_BYTES", 10)
     monkeypatch.setattr(job, "stop_if_cancelled", cancelled_after_three)
+    served = engine_that_serves(place)
     with pytest.raises(Cancelled):
-        work_kinds.carry_out(publish, context(), job, place)
-    assert len(reads) == 3 and not (tmp_path / "model.pt").is_symlink()
+        work_kinds.carry_out(ServeWeights(folder / "model", 1), context(), job, place)
+    assert len(reads) == 3 and not served
+
+
+def engine_that_serves(place: Workplace) -> list[Path]:
+    """What the node's engine is told to serve from now on."""
+    served: list[Path] = []
+
+    def ensure(folder: Path, version: int, *, cancel: threading.Event) -> Any:
+        served.append(folder)
+        return SimpleNamespace(url="u", api_key="k", model="m", action="reloaded", seconds=1.0, note="")
+
+    place.engine = cast(Any, SimpleNamespace(threads=0, ensure=ensure))
+    return served
+
+
+def test_a_damaged_policy_version_is_never_served(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, served = policy(tmp_path).folder, engine_that_serves(place)
+    weights, serve = folder / "model" / "weights", ServeWeights(folder / "model", 1)
+    weights.write_bytes(b"w" * 99 + b"v")
+    with pytest.raises(ProgramFailed, match=r"weights differs from what MANIFEST\.json says"):
+        work_kinds.carry_out(serve, context(), Job(), place)
+    assert not served
+    weights.write_bytes(b"w" * 100)
+    work_kinds.carry_out(serve, context(), Job(), place)
+    # Read once, and not before every rollout.
+    monkeypatch.setattr(checkpoints, "verify", None)
+    work_kinds.carry_out(serve, context(), Job(), place)
+    assert served == [folder / "model"] * 2
+
+
+def test_a_policy_version_that_is_not_all_there_is_not_published(place: Workplace, tmp_path: Path) -> None:
+    publish = policy(tmp_path)
+    (publish.folder / "model" / "weights").write_bytes(b"w" * 99)
+    with pytest.raises(ProgramFailed, match=r"weights has 99 bytes; MANIFEST\.json says 100"):
+        work_kinds.carry_out(publish, context(), Job(), place)
+    assert not (tmp_path / "model.pt").is_symlink()
 
 
 def test_what_the_engine_serves_with_is_kept_for_the_programs(place: Workplace, tmp_path: Path) -> None:

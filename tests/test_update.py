@@ -106,11 +106,14 @@ def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
     work.update("v1")
     with pytest.raises(ProgramFailed, match="belongs to policy version 1, the model is version 4"):
         work.update("v5", version=5, before="v1")
-    (tmp_path / "v1" / "trainer" / "state.pt").write_bytes(b"torn")
-    with pytest.raises(ProgramFailed, match=r"state\.pt is no trainer state"):
+    (tmp_path / "v1" / "trainer" / "part-00000.safetensors").write_bytes(b"torn")
+    with pytest.raises(ProgramFailed, match=r"part-00000\.safetensors cannot be read"):
         work.update("v2", version=2, before="v1")
-    (tmp_path / "v1" / "trainer" / "state.pt").unlink()
-    with pytest.raises(ProgramFailed, match="No such file"):
+    (tmp_path / "v1" / "trainer" / "layout.json").unlink()
+    with pytest.raises(ProgramFailed, match=r"layout\.json, listed in MANIFEST\.json, cannot be read"):
+        work.update("v2", version=2, before="v1")
+    (tmp_path / "v1" / "trainer" / "state.pt").write_bytes(b"")
+    with pytest.raises(ProgramFailed, match=r"state\.pt is the trainer state of an older fsbarrier"):
         work.update("v2", version=2, before="v1")
 
 

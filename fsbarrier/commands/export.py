@@ -133,7 +133,7 @@ def find(record: RunRecord, wanted: int | None) -> tuple[int, Path, Mapping[str,
         folder = served if served in complete else complete[-1]
         assert folder is not None
         manifest = checkpoints.verify(folder)
-        digests = {name: digest for name, (_, digest) in manifest.files.items()}
+        digests = {name: digest.sha256 for name, digest in manifest.files.items()}
         known = {name.removeprefix("model/"): digests[name] for name in digests if name.startswith("model/")}
         return manifest.policy_version, folder / "model", known
     if not wanted and record.model is not None:

@@ -89,6 +89,8 @@ class Workplace:
     engine_access: Payload = field(default_factory=dict)
     # Left by OpenRendezvous: holds the port until torchrun is started, which takes it over.
     rendezvous: socket.socket | None = None
+    # The model folder that was compared with its manifest last.
+    checked_model: Path | None = None
     programs_started: int = 0
 
     def close_rendezvous(self) -> None:

@@ -70,10 +70,21 @@ def _serve_weights(work: ServeWeights, job: Job, workplace: Workplace) -> Result
     version = work.policy_version
     workplace.engine.threads = work.threads
     job.progress = {"note": f"engine: policy version {version}"}
+    _check_once(work.folder, job, workplace)
     info = workplace.engine.ensure(work.folder, version, cancel=job.cancel)
     workplace.engine_access = {"url": info.url, "api_key": info.api_key, "model": info.model}
     fields = {"engine_action": info.action, "engine_s": round(info.seconds, 3), "engine_note": info.note}
     return {**fields, "events": [{"event": "engine_ready", "serving": version, **fields}]}
+
+
+def _check_once(model: Path, job: Job, workplace: Workplace) -> None:
+    """Before its engine loads a policy version, this node compares it with its manifest; vLLM then reads it from the page cache.
+
+    The run's first model, and a model folder of the user's own, have no manifest.
+    """
+    if model != workplace.checked_model and (model.parent / checkpoints.MANIFEST).exists():
+        checkpoints.verify(model.parent, f"{model.name}/", job.stop_if_cancelled)
+        workplace.checked_model = model
 
 
 def _refuse_if_outdated(context: Context, job: Job) -> None:
@@ -87,8 +98,11 @@ def _refuse_if_outdated(context: Context, job: Job) -> None:
 
 
 def _publish_weights(work: PublishWeights, context: Context, job: Job, log_path: Path) -> Result:
-    """Check the new policy version, point the run at it, then remove what is too old to be kept."""
-    checkpoints.verify(work.folder, job.stop_if_cancelled)
+    """Check that the new policy version is all there, point the run at it, then remove what is too old to be kept.
+
+    Its content is read by the nodes that serve it, each before its engine loads it.
+    """
+    checkpoints.check_sizes(work.folder)
     # After the check, and not before it: a leader that was stopped in the middle may wake when others have published newer versions.
     _refuse_if_outdated(context, job)
     checkpoints.publish_link(log_path, work.folder)

@@ -15,39 +15,45 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.rundir.hashed_file import FileDigest, digest_of
 from fsbarrier.rundir.names import POLICY_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 
 MANIFEST = "MANIFEST.json"
+# How many files of a policy version one node reads at once.
+READERS = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a policy version's folder holds. `files`: relative name -> (bytes, SHA-256)."""
+    """What a policy version's folder holds, by the name relative to it."""
 
     policy_version: int
-    files: dict[str, tuple[int, str]]
+    files: Mapping[str, FileDigest]
 
 
 def write_manifest(folder: Path, policy_version: int) -> Manifest:
-    """Declare `folder` complete: flush and list every file in it. The last step of whoever makes one. Raises OSError."""
-    entries = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST):
-        with path.open("rb") as stream:
-            os.fsync(stream.fileno())
-        entries[path.relative_to(folder).as_posix()] = (path.stat().st_size, files.sha256_file(path))
-    for directory in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
+    """Declare `folder` complete: flush, read and list every file in it. For whoever did not hash what it wrote. Raises OSError."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    digests = {path.relative_to(folder).as_posix(): digest_of(path) for path in found}
+    return commit(folder, Manifest(policy_version, digests))
+
+
+def commit(folder: Path, manifest: Manifest) -> Manifest:
+    """Declare `folder` complete. All files that the manifest lists have been flushed; this is the last step. Raises OSError."""
+    for directory in (*(path for path in folder.rglob("*") if path.is_dir()), folder, folder.parent):
         files.fsync_dir(directory)
-    listed = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in entries.items()}
-    body = {"policy_version": policy_version, "files": listed}
+    listed = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in manifest.files.items()}
+    body = {"policy_version": manifest.policy_version, "files": listed}
     files.write_atomic(folder / MANIFEST, json.dumps(body, indent=1).encode(), durable=True)
-    return Manifest(policy_version, entries)
+    return manifest
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -55,7 +61,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         body = json.loads((folder / MANIFEST).read_bytes())
         listed = {
-            str(name): (int(item["bytes"]), str(item["sha256"])) for name, item in body["files"].items()
+            str(name): FileDigest(int(item["bytes"]), str(item["sha256"]))
+            for name, item in body["files"].items()
         }
         return Manifest(int(body["policy_version"]), listed)
     except FileNotFoundError:
@@ -72,24 +79,62 @@ def read_manifest(folder: Path) -> Manifest:
         raise ProgramFailed(f"{folder / MANIFEST} cannot be read: {error}") from None
 
 
-def verify(folder: Path, between_reads: Callable[[], None] = lambda: None) -> Manifest:
-    """Check every file of a policy version against its manifest. Raises ProgramFailed naming the first bad one.
+def check_sizes(folder: Path) -> Manifest:
+    """Every file of a policy version is there and as long as its manifest says; none is read.
 
-    A real model takes minutes. `between_reads` is called all the while, and may end the check by raising.
+    Raises ProgramFailed naming the first bad one.
     """
     manifest = read_manifest(folder)
     if not any(name.startswith("model/") for name in manifest.files):
         raise ProgramFailed(f"{folder} has no model/ in its manifest")
-    for name, (size, digest) in manifest.files.items():
+    for name, digest in manifest.files.items():
         path = folder / name
-        try:
-            if path.stat().st_size != size:
-                raise ProgramFailed(f"{path} has {path.stat().st_size} bytes; {MANIFEST} says {size}")
-            if files.sha256_file(path, between_reads) != digest:
-                raise ProgramFailed(f"{path} differs from what {MANIFEST} says: it was changed or damaged")
-        except OSError as error:
-            raise ProgramFailed(f"{path}, listed in {MANIFEST}, cannot be read: {error}") from None
+        with _reading(path):
+            size = path.stat().st_size
+        if size != digest.size:
+            raise ProgramFailed(f"{path} has {size} bytes; {MANIFEST} says {digest.size}")
     return manifest
+
+
+def verify(folder: Path, part: str = "", between_reads: Callable[[], None] = lambda: None) -> Manifest:
+    """Read what of a policy version is in `part` ("": all), several files at once, and compare it with the manifest.
+
+    Raises ProgramFailed naming a bad file. A real model takes a while: `between_reads` is called all the while by the threads that
+    read, and may end the check by raising.
+    """
+    manifest = check_sizes(folder)
+    chosen = {name: digest for name, digest in manifest.files.items() if name.startswith(part)}
+
+    def check(name: str) -> None:
+        path = folder / name
+        with _reading(path):
+            found = files.sha256_file(path, between_reads)
+        if found != chosen[name].sha256:
+            raise ProgramFailed(f"{path} differs from what {MANIFEST} says: it was changed or damaged")
+
+    with ThreadPoolExecutor(READERS) as threads:
+        for _ in threads.map(check, chosen):
+            pass
+    return manifest
+
+
+def check_file(folder: Path, name: str) -> None:
+    """The same for one file. Raises ProgramFailed."""
+    digest, path = read_manifest(folder).files.get(name), folder / name
+    if digest is None:
+        raise ProgramFailed(f"{path} is not in the {MANIFEST} beside it")
+    with _reading(path):
+        found = FileDigest(path.stat().st_size, files.sha256_file(path))
+    if found != digest:
+        raise ProgramFailed(f"{path} differs from what {MANIFEST} says: it was changed or damaged")
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ProgramFailed(f"{path}, listed in {MANIFEST}, cannot be read: {error}") from None
 
 
 def publish_link(log_path: Path, folder: Path) -> Path:

@@ -1,11 +1,10 @@
-"""Loading a policy for training and writing it for serving: plain Hugging Face folders, embeddings untied.
+"""Loading a policy for training from a plain Hugging Face folder, embeddings untied.
 
 Untied because an engine that reloads weights in place may keep the old output head of a tied model without saying so.
 """
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -13,12 +12,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from fsbarrier import files
 from fsbarrier.errors import UsageError
-
-# What is not copied from one model folder to the next: weights, and what is always written anew.
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-WRITTEN = frozenset({"config.json"})
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -60,20 +54,3 @@ def untie(model: PreTrainedModel) -> None:
     for name in ("_tied_weights_keys", "all_tied_weights_keys"):
         if shared and getattr(model, name, None):
             setattr(model, name, type(getattr(model, name))())
-
-
-def save(model: PreTrainedModel, source: Path, out: Path, dtype: torch.dtype) -> None:
-    """Write `model` to `out` in `dtype`, with the tokenizer and everything else that `source` has beside its weights."""
-    files.make_dirs(out)
-    state = {name: value.detach().to("cpu", dtype).contiguous() for name, value in model.state_dict().items()}
-    model.config.dtype = dtype
-    model.save_pretrained(out, state_dict=state, safe_serialization=True)
-    copy_beside(source, out)
-
-
-def copy_beside(source: Path, out: Path) -> None:
-    """Copy what is no weight and was not written anew."""
-    for path in source.iterdir():
-        there = (out / path.name).exists()
-        if path.is_file() and not there and path.name not in WRITTEN and not path.name.endswith(WEIGHTS):
-            shutil.copyfile(path, out / path.name)

@@ -6,27 +6,20 @@ A Trainer knows nothing of a batch, so it may outlive one; optimizer_step.py tra
 from __future__ import annotations
 
 import inspect
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fsbarrier import files
-from fsbarrier.errors import ProgramFailed
-from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import OptimizerSettings
-from fsbarrier.training import policy
+from fsbarrier.training import checkpoint_write, policy
+from fsbarrier.training.checkpoint_write import NewVersion
 from fsbarrier.training.micro_batch import MicroBatch
 from fsbarrier.training.processes import Processes
-from fsbarrier.training.tensor_file import load_tensors
-
-# The file in a policy version's folder "trainer" from which the next update goes on.
-STATE = "state.pt"
+from fsbarrier.training.trainer_state import TrainerState, restore
 
 
 @dataclass
@@ -63,7 +56,7 @@ class Trainer:
             model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
         )
         steps = (
-            0 if state_folder is None else _restore(state_folder / STATE, model, optimizer, policy_version)
+            0 if state_folder is None else restore(state_folder, trained(model), optimizer, policy_version)
         )
         model, optimizer = processes.accelerator.prepare(model, optimizer)
         model.train()
@@ -80,55 +73,21 @@ class Trainer:
         return logits
 
     def save(self, out: Path, *, model_folder: Path, policy_version: int) -> None:
-        """Leave the new policy version in `out`. Every process must call this; the main one writes, and the others wait, so that
-        all fail together. What the model's folder has beside its weights is copied. Raises ProgramFailed."""
-        accelerator = self.processes.accelerator
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            try:
-                self._write(out, model_folder, policy_version)
-            except (OSError, RuntimeError, SafetensorError) as error:
-                # Each library says in its own way that a disk is full.
-                raise ProgramFailed(f"{out}: cannot be saved: {str(error).splitlines()[0]}") from None
-        accelerator.wait_for_everyone()
-
-    def _write(self, out: Path, model_folder: Path, policy_version: int) -> None:
-        if (out / checkpoints.MANIFEST).exists():
-            raise ProgramFailed(f"{out} is a complete policy version already; nothing was written")
-        # Of an attempt that did not get as far as its manifest.
-        for leftover in ("model", "trainer"):
-            shutil.rmtree(out / leftover, ignore_errors=True)
+        """Leave the new policy version in `out`. Every process must call this, and writes its part; all fail together. What the model's
+        folder has beside its weights is copied. Raises ProgramFailed."""
         model = self.processes.accelerator.unwrap_model(self.model)
         dtype = self.processes.serving_dtype
-        policy.save(model, model_folder, out / "model", dtype)
-        # Weights that are served in less precision must not lose it from one update to the next.
-        exact = dtype is torch.float32
-        state = {
-            "optimizer": self.optimizer.optimizer.state_dict(),
-            "optimizer_steps": self.optimizer_steps,
-            "policy_version": policy_version,
-            "master": {} if exact else {k: v.cpu() for k, v in model.state_dict().items()},
-        }
-        files.make_dirs(out / "trainer")
-        torch.save(state, out / "trainer" / STATE)
-        checkpoints.write_manifest(out, policy_version)
+        state = TrainerState.of(
+            trained(model),
+            self.optimizer.optimizer,
+            self.optimizer_steps,
+            # Weights that are served in less precision must not lose it from one update to the next.
+            without_weights=dtype is torch.float32,
+        )
+        new = NewVersion(policy_version, model, model.state_dict(), dtype, model_folder, state)
+        checkpoint_write.save(out, new, self.processes.rank, self.processes.world)
 
 
-def _restore(
-    path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, policy_version: int
-) -> int:
-    """Go on from a trainer state, whatever the world size was then; gives the optimizer steps that were made."""
-    state = load_tensors(path, "trainer state")
-    try:
-        if state["policy_version"] != policy_version:
-            raise ValueError(
-                f"it belongs to policy version {state['policy_version']}, the model is version {policy_version}"
-            )
-        if state["master"]:
-            model.load_state_dict(state["master"])
-        optimizer.load_state_dict(state["optimizer"])
-        return int(state["optimizer_steps"])
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise ProgramFailed(
-            f"{path}: the trainer cannot go on from it: {str(error).splitlines()[0]}"
-        ) from None
+def trained(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The parameters that the optimizer changes, by name."""
+    return {name: one for name, one in model.named_parameters() if one.requires_grad}

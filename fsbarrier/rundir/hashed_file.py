@@ -1,0 +1,69 @@
+"""A new file that is hashed while it is written, so that nobody has to read it again in order to list it in a manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from fsbarrier import files
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """A file's length and the SHA-256 of its content, in hexadecimal."""
+
+    size: int
+    sha256: str
+
+
+class HashedFile:
+    """`with HashedFile(path) as file: file.write(...)`; afterwards `file.digest`, and the content has been flushed to the disk."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError, also where `path` exists."""
+        self.path = path
+        self._fd = files.open_new(path)
+        self._sha256, self._size = hashlib.sha256(), 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Raises OSError."""
+        view = memoryview(data).cast("B")
+        self._sha256.update(view)
+        self._size += len(view)
+        while view:
+            view = view[os.write(self._fd, view) :]
+
+    @property
+    def digest(self) -> FileDigest:
+        return FileDigest(self._size, self._sha256.hexdigest())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+
+
+def copy_hashed(source: Path, target: Path) -> FileDigest:
+    """Copy a file to a new name; gives what was written. Raises OSError."""
+    with source.open("rb") as stream, HashedFile(target) as copy:
+        shutil.copyfileobj(stream, copy, files.READ_BYTES)
+    return copy.digest
+
+
+def digest_of(path: Path) -> FileDigest:
+    """Flush a file that somebody else wrote, and read it. Raises OSError."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+    return FileDigest(path.stat().st_size, files.sha256_file(path))

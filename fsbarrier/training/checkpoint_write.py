@@ -1,0 +1,226 @@
+"""A new policy version, written by all processes at once: each byte once, hashed while it is written.
+
+    model/model-00001-of-00004.safetensors   whole layers in the serving precision; each file is one process's
+    trainer/part-00003.safetensors           of the fp32 weights and both moments, what process 3 holds
+    trainer/layout.json                      where in the whole tensors those parts lie
+
+A process flushes what it wrote; then all tell each other how it went; then one lists everything in the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from fsbarrier import files
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir.hashed_file import FileDigest, HashedFile, copy_hashed, digest_of
+from fsbarrier.training import safetensors_file
+from fsbarrier.training.slices import Shares, gather, local_part, parts_to_write, whole_tensor
+from fsbarrier.training.stored_tensors import StoredPart
+from fsbarrier.training.trainer_state import LAYOUT, Layout, TrainerState
+
+T = TypeVar("T")
+
+# No file of weights is larger, and files are not made smaller than this only to give every process one.
+LARGEST_FILE, SMALLEST_FILE = 5 << 30, 256 << 20
+# What is not copied from one model folder to the next: weights, and what is always written anew.
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+WRITTEN = frozenset({"config.json", "generation_config.json"})
+INDEX = "model.safetensors.index.json"
+FOLDERS = ("model", "trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class NewVersion:
+    """What is to be saved, as every process gives it: tensors are DTensors, or plain ones that all processes hold whole.
+
+    `weights`: what is served, in the order of the layers, to be written in `dtype`. `beside`: the folder whose tokenizer and other
+    small files are copied.
+    """
+
+    policy_version: int
+    model: PreTrainedModel
+    weights: Mapping[str, Tensor]
+    dtype: torch.dtype
+    beside: Path
+    trainer: TrainerState
+
+
+@dataclass
+class Written:
+    """What one process wrote: digests by the name in the folder, the file of each weight, the parts of the trainer's tensors."""
+
+    digests: dict[str, FileDigest] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, StoredPart] = field(default_factory=dict)
+
+
+def save(out: Path, version: NewVersion, rank: int, world: int) -> None:
+    """Leave a complete policy version in `out`. Every process must call this; all fail together. Raises ProgramFailed."""
+    _together(out, lambda: _begin(out) if rank == 0 else None)
+    written = _together(out, lambda: _write(out, version, rank, world))
+    _together(out, lambda: _commit(out, version, written) if rank == 0 else None)
+
+
+def _together(out: Path, act: Callable[[], T]) -> list[T]:
+    """Every process does its part; gives what each of them got. Where one fails, all raise its ProgramFailed."""
+    done: list[T] = []
+    failed = ""
+    try:
+        done = [act()]
+    except ProgramFailed as error:
+        failed = str(error)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # Each library says in its own way that a disk is full.
+        failed = f"{out}: cannot be saved: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    results = gather((failed, done))
+    for reason, _ in results:
+        if reason:
+            raise ProgramFailed(reason)
+    return [value for _, (value,) in results]
+
+
+def _begin(out: Path) -> None:
+    if (out / checkpoints.MANIFEST).exists():
+        raise ProgramFailed(f"{out} is a complete policy version already; nothing was written")
+    # Of an attempt that did not get as far as its manifest.
+    for leftover in FOLDERS:
+        shutil.rmtree(out / leftover, ignore_errors=True)
+    files.make_dirs(out)
+
+
+def _write(out: Path, version: NewVersion, rank: int, world: int) -> Written:
+    for name in FOLDERS:
+        files.make_dirs(out / name)
+    written = Written()
+    _write_weights(out, version, rank, world, written)
+    if rank == 0:
+        _write_beside(out, version, written)
+    _write_part(out, version.trainer, rank, world, written)
+    for name in FOLDERS:
+        files.fsync_dir(out / name)
+    return written
+
+
+def _write_weights(out: Path, version: NewVersion, rank: int, world: int, written: Written) -> None:
+    """All processes gather every weight, one after the other; whose file it belongs in keeps it, and writes it when all are there."""
+    planned = plan_weights(version.weights, version.dtype, world)
+    mine: dict[str, dict[str, Tensor]] = {file: {} for owner, file, _ in planned if owner == rank}
+    for _, file, names in planned:
+        for name in names:
+            whole = whole_tensor(version.weights[name], version.dtype)
+            if file in mine:
+                mine[file][name] = whole.to("cpu", copy=True) if whole.device.type != "cpu" else whole
+    for file, tensors in mine.items():
+        # transformers loads some architectures under other names than the folder has, and several tensors as one.
+        stored = revert_weight_conversion(version.model, tensors)
+        path = out / "model" / file
+        written.digests[f"model/{file}"], _ = safetensors_file.write(path, stored)
+        written.weights |= dict.fromkeys(stored, file)
+
+
+def plan_weights(
+    weights: Mapping[str, Tensor], dtype: torch.dtype, world: int
+) -> list[tuple[int, str, list[str]]]:
+    """The files of weights, in the order of the layers: which process writes each, its name, and the tensors in it.
+
+    A layer is never cut in two, and of tied weights the first is written.
+    """
+    sizes: dict[str, int] = {}
+    seen = set()
+    for name, tensor in weights.items():
+        local = local_part(tensor, rank=0, world=1).data
+        memory = (local.data_ptr(), local.numel())
+        if memory not in seen:
+            if local.numel():
+                seen.add(memory)
+            width = dtype.itemsize if tensor.is_floating_point() else tensor.element_size()
+            sizes[name] = tensor.numel() * width
+    limit = min(LARGEST_FILE, max(SMALLEST_FILE, sum(sizes.values()) // world))
+    contents: list[list[str]] = []
+    filled = 0
+    for _, layer in groupby(sizes, key=_layer):
+        names = list(layer)
+        size = sum(sizes[name] for name in names)
+        if not contents or filled + size > limit:
+            contents.append([])
+            filled = 0
+        contents[-1] += names
+        filled += size
+    shares, count, found = Shares(), len(contents), []
+    for number, names in enumerate(contents, start=1):
+        file = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+        found.append((shares.next(world, sum(sizes[name] for name in names)), file, names))
+    return found
+
+
+def _layer(name: str) -> str:
+    """What a weight belongs to that is not cut in two: its transformer block, else itself."""
+    block = re.match(r".*?\.\d+\.", name)
+    return block.group() if block else name
+
+
+def _write_beside(out: Path, version: NewVersion, written: Written) -> None:
+    """The configuration, and what the policy before had beside its weights."""
+    model = out / "model"
+    version.model.config.dtype = version.dtype
+    version.model.config.save_pretrained(model)
+    if version.model.generation_config is not None:
+        version.model.generation_config.save_pretrained(model)
+    for path in sorted(model.glob("*.json")):
+        written.digests[f"model/{path.name}"] = digest_of(path)
+    for path in sorted(version.beside.iterdir()):
+        known = path.name in WRITTEN or path.name.endswith(WEIGHTS)
+        if path.is_file() and not known:
+            written.digests[f"model/{path.name}"] = copy_hashed(path, model / path.name)
+
+
+def _write_part(out: Path, state: TrainerState, rank: int, world: int, written: Written) -> None:
+    mine = parts_to_write(state.tensors, rank, world)
+    if not mine:
+        return
+    file = f"part-{rank:05d}.safetensors"
+    data = {name: part.data for name, part in mine.items()}
+    written.digests[f"trainer/{file}"], checks = safetensors_file.write(out / "trainer" / file, data)
+    written.parts = {name: StoredPart(file, part.box, tuple(checks[name])) for name, part in mine.items()}
+
+
+def _commit(out: Path, version: NewVersion, written: list[Written]) -> None:
+    """What needs to know of all parts; the manifest is the last."""
+    digests: dict[str, FileDigest] = {}
+    weights: dict[str, str] = {}
+    parts: dict[str, list[StoredPart]] = {}
+    for one in written:
+        digests |= one.digests
+        weights |= one.weights
+        for name, part in one.parts.items():
+            parts.setdefault(name, []).append(part)
+    steps = version.trainer.optimizer_steps
+    layout = Layout(version.policy_version, steps, version.trainer.scalars, parts)
+    digests[f"trainer/{LAYOUT}"] = _write_bytes(out / "trainer" / LAYOUT, layout.encoded())
+    if len(set(weights.values())) > 1:
+        order = sorted(weights, key=lambda name: weights[name])
+        total = sum(digests[f"model/{file}"].size for file in set(weights.values()))
+        index = {"metadata": {"total_size": total}, "weight_map": {name: weights[name] for name in order}}
+        digests[f"model/{INDEX}"] = _write_bytes(out / "model" / INDEX, json.dumps(index, indent=1).encode())
+    checkpoints.commit(out, checkpoints.Manifest(version.policy_version, digests))
+
+
+def _write_bytes(path: Path, data: bytes) -> FileDigest:
+    with HashedFile(path) as file:
+        file.write(data)
+    return file.digest

@@ -1,0 +1,78 @@
+"""Writes a safetensors file tensor by tensor, hashed on the way. The library's own writer wants all of them in memory, and hashes nothing.
+
+Each tensor is a sequence of blocks of whole rows, and each block has a CRC-32, so that a process that reads only some rows can tell
+whether they are what was written.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fsbarrier.rundir.hashed_file import FileDigest, HashedFile
+
+BLOCK_BYTES = 16 << 20
+
+# The format's names of the types that weights and moments have.
+TYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
+
+
+def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[FileDigest, dict[str, list[int]]]:
+    """Write and flush a new file; gives its digest, and of each tensor the checksums of its blocks. Raises OSError."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        place = {"shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": TYPE_NAMES[tensor.dtype], **place}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    # The tensors begin at a multiple of eight.
+    encoded += b" " * (-len(encoded) % 8)
+    checks: dict[str, list[int]] = {}
+    with HashedFile(path) as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, tensor in tensors.items():
+            checks[name] = []
+            for block in _blocks(tensor):
+                view = bytes_of(block)
+                checks[name].append(zlib.crc32(view))
+                file.write(view)
+    return file.digest, checks
+
+
+def rows_of_a_block(shape: tuple[int, ...], element_size: int) -> int:
+    """How many rows of a tensor one block has; a tensor without dimensions is one row."""
+    return max(1, BLOCK_BYTES // max(1, element_size * prod(shape[1:])))
+
+
+def _blocks(tensor: Tensor) -> Iterator[Tensor]:
+    rows = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
+    size = rows_of_a_block(tuple(rows.shape), rows.element_size())
+    for first in range(0, rows.shape[0], size):
+        yield rows[first : first + size]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's bytes, wherever it lies."""
+    flat = tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())

@@ -1,0 +1,98 @@
+"""Tensors that several processes hold in parts: which part this process has, which it writes, and the whole of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor: where it begins in the whole, and its shape."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def overlap(self, other: Box) -> Box | None:
+        """What both cover; None where that is nothing."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        ends = zip(self.start, self.shape, other.start, other.shape, strict=True)
+        shape = tuple(min(a + n, b + m) - s for (a, n, b, m), s in zip(ends, start, strict=True))
+        return Box(start, shape) if all(size > 0 for size in shape) else None
+
+    def of(self, tensor: Tensor, start: tuple[int, ...]) -> Tensor:
+        """This part of `tensor`, which begins at `start` in the whole."""
+        places = zip(self.start, self.shape, start, strict=True)
+        return tensor[tuple(slice(own - begin, own - begin + size) for own, size, begin in places)]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """What this process holds of a tensor. `replicas` processes hold the same; this one is number `replica` of them."""
+
+    data: Tensor
+    box: Box
+    replica: int
+    replicas: int
+
+
+def local_part(tensor: Tensor, rank: int, world: int) -> LocalPart:
+    """This process's part of a DTensor, or of a plain tensor that all processes hold whole. It shares the tensor's memory."""
+    whole = tensor.detach()
+    if not isinstance(whole, DTensor):
+        return LocalPart(whole, Box((0,) * whole.dim(), tuple(whole.shape)), rank, world)
+    (chunk,) = whole.__create_chunk_list__()
+    replica, replicas = 0, 1
+    coordinate = whole.device_mesh.get_coordinate() or []
+    for number, placement, size in zip(coordinate, whole.placements, whole.device_mesh.shape, strict=True):
+        if placement.is_replicate():
+            replica, replicas = replica * size + number, replicas * size
+    return LocalPart(whole.to_local(), Box(tuple(chunk.offsets), tuple(chunk.sizes)), replica, replicas)
+
+
+def whole_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """All of a tensor, in `dtype` where it holds fractions. Every process must call this in the same order."""
+    found = tensor.detach()
+    if found.is_floating_point():
+        found = found.to(dtype)
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
+@dataclass
+class Shares:
+    """Deals out what one of several processes is to do, to whoever has least of it so far. All processes come to the same answer."""
+
+    loads: dict[int, list[int]] = field(default_factory=dict)
+
+    def next(self, processes: int, size: int) -> int:
+        load = self.loads.setdefault(processes, [0] * processes)
+        chosen = min(range(processes), key=load.__getitem__)
+        load[chosen] += size
+        return chosen
+
+
+def parts_to_write(tensors: Mapping[str, Tensor], rank: int, world: int) -> dict[str, LocalPart]:
+    """The parts that this process writes: every part of every tensor is written by exactly one process."""
+    shares, mine = Shares(), {}
+    for name, tensor in tensors.items():
+        part = local_part(tensor, rank, world)
+        writer = shares.next(part.replicas, tensor.numel() * tensor.element_size())
+        if part.replica == writer and part.data.numel():
+            mine[name] = part
+    return mine
+
+
+def gather(value: T) -> list[T]:
+    """What each process gave, by rank. Every process must call this."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    gathered: list[T] = [value] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, value)
+    return gathered

@@ -1,0 +1,133 @@
+"""Tensors in safetensors files, read in parts: a process reads the rows that it holds, and checks each block that it reads."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.training.safetensors_file import TYPES, bytes_of, rows_of_a_block
+from fsbarrier.training.slices import Box, local_part
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A part of a tensor in a file, where it has the tensor's name. `checks`: its blocks' CRC-32; none where nobody noted any."""
+
+    file: str
+    box: Box
+    checks: tuple[int, ...] = ()
+
+    def as_json(self) -> dict[str, object]:
+        box = {"start": self.box.start, "shape": self.box.shape}
+        return {"file": self.file, **box, "checks": self.checks}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        start, shape, checks = (tuple(int(one) for one in found[key]) for key in ("start", "shape", "checks"))
+        if len(start) != len(shape):
+            raise ValueError(f"a part has {len(shape)} dimensions and begins in {len(start)}")
+        return cls(str(found["file"]), Box(start, shape), checks)
+
+
+@dataclass
+class StoredTensors:
+    """The tensors of one folder, by name. Used in a `with`: files are opened when they are first needed, and closed at its end."""
+
+    folder: Path
+    parts: Mapping[str, list[StoredPart]]
+    _open: dict[str, Any] = field(default_factory=dict)
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @classmethod
+    def of_model(cls, folder: Path) -> Self:
+        """The weights of a Hugging Face folder. Raises ProgramFailed."""
+        parts: dict[str, list[StoredPart]] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with reading(path), safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (it is no mapping)
+                    shape = tuple(file.get_slice(name).get_shape())
+                    parts[name] = [StoredPart(path.name, Box((0,) * len(shape), shape))]
+        return cls(folder, parts)
+
+    def fill(self, name: str, target: Tensor) -> None:
+        """Read into `target` what this process holds of it (all of a plain tensor). Raises ProgramFailed."""
+        stored = self.parts.get(name, [])
+        part = local_part(target, rank=0, world=1)
+        ends = [
+            [begin + size for begin, size in zip(one.box.start, one.box.shape, strict=True)] for one in stored
+        ]
+        shape = tuple(map(max, zip(*ends, strict=True))) if ends else None
+        if shape != tuple(target.shape):
+            raise ProgramFailed(
+                f"{self.folder}: {name} has the shape {shape}, the model's is {tuple(target.shape)}"
+            )
+        missing = prod(part.box.shape)
+        for one in stored:
+            common = one.box.overlap(part.box)
+            for box, block in self._blocks(one, name, common) if common else ():
+                wanted = box.overlap(part.box)
+                if wanted:
+                    wanted.of(part.data, part.box.start).copy_(wanted.of(block, box.start))
+                    missing -= prod(wanted.shape)
+        if missing:
+            raise ProgramFailed(f"{self.folder}: {missing} numbers of {name} are not there")
+
+    def _blocks(self, part: StoredPart, name: str, common: Box) -> Iterator[tuple[Box, Tensor]]:
+        """The blocks of a part that have something of `common`, each with its place in the whole tensor."""
+        path = self.folder / part.file
+        with reading(path):
+            file = self._file(part.file)
+            rows = file.get_slice(name)
+            shape, size = part.box.shape, torch.empty(0, dtype=TYPES[rows.get_dtype()]).element_size()
+            if tuple(rows.get_shape()) != shape:
+                raise ProgramFailed(
+                    f"{path}: {name} has the shape {tuple(rows.get_shape())}, {shape} was written"
+                )
+            if not shape:
+                yield common, self._checked(part, name, 0, file.get_tensor(name))
+                return
+            first = common.start[0] - part.box.start[0]
+            step = rows_of_a_block(shape, size)
+            for number in range(first // step, -(-(first + common.shape[0]) // step)):
+                begin, end = number * step, min(shape[0], (number + 1) * step)
+                place = Box((part.box.start[0] + begin, *part.box.start[1:]), (end - begin, *shape[1:]))
+                yield place, self._checked(part, name, number, rows[begin:end])
+
+    def _checked(self, part: StoredPart, name: str, number: int, block: Tensor) -> Tensor:
+        if part.checks and zlib.crc32(bytes_of(block)) != part.checks[number]:
+            raise ProgramFailed(
+                f"{self.folder / part.file}: {name} is not what was written: the file was changed or damaged"
+            )
+        return block
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = self._stack.enter_context(safe_open(self.folder / name, framework="pt"))
+        return self._open[name]
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What goes wrong with a safetensors file names the file. Raises ProgramFailed."""
+    try:
+        yield
+    except (OSError, SafetensorError, LookupError, ValueError) as error:
+        raise ProgramFailed(
+            f"{path} cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        ) from None

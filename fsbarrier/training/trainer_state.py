@@ -1,0 +1,140 @@
+"""What an update goes on from beside the served weights: fp32 weights, the optimizer's moments, and how many steps were made.
+
+On disk it is the folder "trainer" of a policy version: safetensors files, and layout.json, which says which part of which tensor
+lies where. Nothing in it depends on how many processes wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.rundir import checkpoints
+from fsbarrier.training.stored_tensors import StoredPart, StoredTensors
+
+LAYOUT = "layout.json"
+FORMAT = "fsbarrier-trainer/1"
+# What versions of fsbarrier before this format left: one pickle.
+OLD_STATE = "state.pt"
+# The first part of the name under which a parameter itself is stored; its moments are stored under the optimizer's names for them.
+WEIGHT = "weight"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """As one process holds it. `tensors`: "exp_avg/model.norm.weight" and the like; `scalars`: what the optimizer counts."""
+
+    optimizer_steps: int
+    tensors: Mapping[str, Tensor]
+    scalars: Mapping[str, float]
+
+    @classmethod
+    def of(
+        cls,
+        parameters: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        optimizer_steps: int,
+        *,
+        without_weights: bool,
+    ) -> Self:
+        """`parameters`: those that are trained, by name. `without_weights`: what is served holds them to the last bit."""
+        tensors = {} if without_weights else {f"{WEIGHT}/{name}": one for name, one in parameters.items()}
+        scalars = {}
+        for name, parameter in parameters.items():
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, Tensor) and value.dim():
+                    tensors[f"{key}/{name}"] = value
+                else:
+                    scalars[f"{key}/{name}"] = float(value)
+        return cls(optimizer_steps, tensors, scalars)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What layout.json says."""
+
+    policy_version: int
+    optimizer_steps: int
+    scalars: Mapping[str, float]
+    parts: Mapping[str, list[StoredPart]]
+
+    def encoded(self) -> bytes:
+        tensors = {name: [part.as_json() for part in parts] for name, parts in self.parts.items()}
+        counts = {"policy_version": self.policy_version, "optimizer_steps": self.optimizer_steps}
+        return json.dumps(
+            {"format": FORMAT, **counts, "scalars": dict(self.scalars), "tensors": tensors}
+        ).encode()
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises ProgramFailed where it is not there, or is not what the policy version's manifest says."""
+        path = folder / LAYOUT
+        if (folder / OLD_STATE).exists() and not path.exists():
+            raise ProgramFailed(
+                f"{folder / OLD_STATE} is the trainer state of an older fsbarrier, which this one does not read: go on with that "
+                "version, or begin a new run from this policy's model folder (its optimizer begins anew)"
+            )
+        checkpoints.check_file(folder.parent, f"{folder.name}/{LAYOUT}")
+        try:
+            found = json.loads(path.read_bytes())
+            if found["format"] != FORMAT:
+                raise ValueError(f"its format is {found['format']}, this is for {FORMAT}")
+            parts = {
+                str(name): [StoredPart.from_json(part) for part in stored]
+                for name, stored in found["tensors"].items()
+            }
+            scalars = {str(name): float(value) for name, value in found["scalars"].items()}
+            return cls(int(found["policy_version"]), int(found["optimizer_steps"]), scalars, parts)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ProgramFailed(f"{path} is no layout of a trainer state: {error}") from None
+
+
+def restore(
+    folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, policy_version: int
+) -> int:
+    """Go on from a trainer state, whichever processes wrote it: this one reads its own parts. Gives the optimizer steps made so far.
+
+    Raises ProgramFailed naming the file that is damaged, lacks something, or belongs to another version.
+    """
+    layout = Layout.read(folder)
+    if layout.policy_version != policy_version:
+        raise ProgramFailed(
+            f"{folder}: the trainer cannot go on from it: it belongs to policy version {layout.policy_version}, "
+            f"the model is version {policy_version}"
+        )
+    known = set(parameters)
+    foreign = sorted({name.partition("/")[2] for name in (*layout.parts, *layout.scalars)} - known)
+    if foreign:
+        raise ProgramFailed(f"{folder}: it holds {foreign[0]}, which is no trained parameter of this model")
+    weights = {name: one for name, one in parameters.items() if f"{WEIGHT}/{name}" in layout.parts}
+    if weights and len(weights) < len(parameters):
+        lacking = min(known - set(weights))
+        raise ProgramFailed(f"{folder}: the trainer cannot go on from it: it lacks the weights of {lacking}")
+    entries: dict[str, list[str]] = {name: [] for name in parameters}
+    for one in (*layout.scalars, *layout.parts):
+        entries[one.partition("/")[2]].append(one.partition("/")[0])
+    with StoredTensors(folder, layout.parts) as stored:
+        for name, parameter in parameters.items():
+            before = optimizer.state.get(parameter, {})
+            state = {}
+            for key in entries[name]:
+                full, there = f"{key}/{name}", before.get(key)
+                if key == WEIGHT:
+                    stored.fill(full, parameter)
+                elif full in layout.scalars:
+                    device = there.device if isinstance(there, Tensor) else "cpu"
+                    state[key] = torch.tensor(layout.scalars[full], dtype=torch.float32, device=device)
+                else:
+                    # Where the optimizer has a place for it already, maybe on another device, that is filled.
+                    state[key] = torch.empty_like(parameter, requires_grad=False) if there is None else there
+                    stored.fill(full, state[key])
+            if state:
+                optimizer.state[parameter] = state
+    return layout.optimizer_steps
