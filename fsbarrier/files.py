@@ -197,8 +197,11 @@ def sha256_file(path: Path, between_reads: Callable[[], None] = lambda: None) ->
     return digest.hexdigest()
 
 
-def link_or_copy(source: Path, target: Path) -> None:
-    """Give `source` a second name, replacing what is there in one step; a copy where the filesystem has no hard links. Raises OSError."""
+def link_or_copy(source: Path, target: Path, last_look: Callable[[], None] = lambda: None) -> None:
+    """Give `source` a second name, replacing what is there in one step; a copy where the filesystem has no hard links.
+
+    `last_look` is called directly before that step (a copy takes long) and may refuse it by raising. Raises OSError, and what it raises.
+    """
     temporary = temporary_beside(target)
     try:
         try:
@@ -206,6 +209,7 @@ def link_or_copy(source: Path, target: Path) -> None:
         except OSError:
             shutil.copyfile(source, temporary)
             os.chmod(temporary, _modes["file"])
+        last_look()
         os.replace(temporary, target)
     finally:
         with contextlib.suppress(OSError):

@@ -155,10 +155,13 @@ Work = (
 
 @dataclass(frozen=True, slots=True)
 class PartOnDisk:
-    """A part file of this iteration: which groups it durably holds, in its first `valid_bytes` bytes."""
+    """A part file of this iteration: which groups it durably holds, in its first `valid_bytes` bytes.
+
+    `policy`: the policy that rolled them out, as `Context.policy_identity` names it.
+    """
 
     path: str
-    policy_version: int
+    policy: str
     valid_bytes: int
     tasks: tuple[int, ...]
 
@@ -218,6 +221,18 @@ class Context:
         """How many updates the policy that this iteration rolls out has had."""
         published = self.latest("weights_publish")
         return published["policy_version"] if published is not None else 0
+
+    @property
+    def policy_identity(self) -> str:
+        """What tells the policy of this iteration from any other, also from one of the same version: its folder and what is in it.
+
+        Example: a run is taken back to an earlier iteration. Then there are two policies of version 6, and what one rolled out must not
+        be taken for the other's.
+        """
+        published = self.latest("weights_publish")
+        if published is None:
+            return "start"
+        return f"{Path(published['folder']).name}:{published.get('digest', '')[:16]}"
 
     @property
     def policy(self) -> Policy:

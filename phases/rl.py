@@ -73,7 +73,7 @@ def share_out(ctx: Context, split: str, wanted: list[int]) -> dict[str, object]:
     missing, adopted = set(wanted), []
     for part in ctx.inventory(split):
         useful = [task for task in part.tasks if task in missing]
-        if useful and part.policy_version == ctx.policy_version:
+        if useful and part.policy == ctx.policy_identity:
             missing.difference_update(useful)
             adopted.append({"path": part.path, "valid_bytes": part.valid_bytes, "tasks": useful})
     shares = split_by_weight([task for task in wanted if task in missing], ctx.weights)
@@ -129,6 +129,7 @@ def share_of(ctx: Context, split: str, assigned: Payload) -> dict[str, object]:
         "prefix": f"{split}-g{ctx.generation:04d}n{rank:04d}i{ctx.incarnation:04d}",
         "checkpoint": str(ctx.paths.rank_checkpoint(split, ctx.iteration, rank)),
         "policy_version": ctx.policy_version,
+        "policy": ctx.policy_identity,
     }
 
 
@@ -154,7 +155,7 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
     cut_off = tasks_cut_off(ctx, assigned["wanted"], parts, reports)
     without = set(cut_off)
     merged = ctx.paths.merged_by(split, ctx.iteration, ctx.generation)
-    event = {"split": split, "policy_version": ctx.policy_version}
+    event = {"split": split, "policy_version": ctx.policy_version, "policy": ctx.policy_identity}
     known = {
         "merged": str(merged),
         "cut_off": cut_off,

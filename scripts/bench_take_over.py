@@ -118,6 +118,7 @@ def toy_spec(folder: Path, rank: int, shares: Sequence[Sequence[int]], **changes
         "generation": 1,
         "iteration": 1,
         "policy_version": 0,
+        "policy": "start",
         "grace_s": 0.0,
         "settings": Settings().as_json(),
         "tasks": list(shares[rank]),

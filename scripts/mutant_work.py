@@ -50,10 +50,15 @@ def stale_knowledge_trusted_for_absence(patch: Patch) -> None:
 def adopt_any_policy(patch: Patch) -> None:
     """parts are adopted whichever policy rolled them out"""
 
+    class AnyPolicy(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
     def inventory(self: Any, split: str, iteration: int) -> Any:
-        now = iteration - 1
         return tuple(
-            PartOnDisk(path, now if split == "train" else part.policy_version, 100, (part.groups[0][0],))
+            PartOnDisk(path, AnyPolicy(part.policy), 100, (part.groups[0][0],))
             for path, part in sorted(self.artifacts.parts.items())
             if part.split == split and part.groups
         )
@@ -88,7 +93,7 @@ def merge_all_that_parts_hold(patch: Patch) -> None:
         for path in (source["path"] for source in sources):
             part = self.artifacts.parts[path]
             for at, (task, _) in enumerate(part.groups):
-                found.append(Entry(task, path, at, part.generation, part.policy_version))
+                found.append(Entry(task, path, at, part.generation, part.policy))
         return found
 
     patch.setattr(SimWork, "_taken", taken)

@@ -495,6 +495,20 @@ def test_by_hand_leaves_out_other_runs(run: RunPaths, capsys: pytest.CaptureFixt
     assert len(load(run.merged("train", 5))["trajectories"]) == 18
 
 
+def test_by_hand_leaves_out_what_another_policy_rolled_out(
+    run: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run was taken back to an earlier iteration: policy 3 is another one since generation 9."""
+    write_part(
+        run.part("train", 5, 3, 9, 1), range(9), rank=3, generation=9, policy="policy-000003.g0008:ffff"
+    )
+    assert by_hand(run, "--json") == 0
+    assert sorted(states(capsys)) == ["growing", *["other policy"] * 4]
+    merged = load(run.merged("train", 5))
+    assert merged["metadata"]["policy"] == "policy-000003.g0008:ffff"
+    assert {record["node_rank"] for record in merged["trajectories"]} == {3}
+
+
 def test_by_hand_refuses_what_it_cannot_read(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
     part = run.part("train", 5, 3, 2, 1)
     part.write_bytes(run.part("train", 5, 2, 2, 1).read_bytes().replace(b'"run-1"', b'"run-2"'))

@@ -87,13 +87,30 @@ def test_shares_are_fixed_where_claims_are_unsafe_and_the_journal_says_so() -> N
     assert "events" not in assigned(context())
 
 
-@pytest.mark.parametrize("version", [0, 1])
-def test_adopted_groups_are_not_shared_out_again(version: int) -> None:
-    drawn = assigned(context())["wanted"]
-    part = PartOnDisk("p", version, 100, (drawn[2], 98, drawn[0]))
-    decision = assigned(context(inventory=lambda split: (part,)))
+FIRST = {"policy_version": 1, "folder": "/run/checkpoints/policy-000001.g0002", "digest": "ab" * 32}
+
+
+@pytest.mark.parametrize(
+    ("policy", "published", "adopted"),
+    [
+        ("start", None, True),
+        ("policy-000001.g0002:abababababababab", FIRST, True),
+        # the same version, made by another generation, or twice in one folder
+        ("policy-000001.g0001:abababababababab", FIRST, False),
+        ("policy-000001.g0002:cdcdcdcdcdcdcdcd", FIRST, False),
+        ("start", FIRST, False),
+        ("", None, False),
+    ],
+)
+def test_adopted_groups_are_not_shared_out_again(
+    policy: str, published: dict[str, object] | None, adopted: bool
+) -> None:
+    decisions = {"weights_publish": {"iteration": 1, "value": published}} if published else {}
+    drawn = assigned(context(decisions=decisions))["wanted"]
+    part = PartOnDisk("p", policy, 100, (drawn[2], 98, drawn[0]))
+    decision = assigned(context(decisions=decisions, inventory=lambda split: (part,)))
     left = [task for share in decision["shares"].values() for task in share]
-    if version == 0:
+    if adopted:
         assert decision["adopted"] == [{"path": "p", "valid_bytes": 100, "tasks": [drawn[2], drawn[0]]}]
         assert left == [drawn[1], drawn[3]]
     else:

@@ -87,13 +87,13 @@ def starts_too_far(history: History) -> None:
 
 def old_entry(history: History) -> None:
     merged = history.merges[0]
-    old = Entry(merged.entries[0].task, "elsewhere.part", 0, merged.generation - 1, merged.policy_version)
+    old = Entry(merged.entries[0].task, "elsewhere.part", 0, merged.generation - 1, merged.policy)
     history.merges[0] = replace(merged, entries=(old, *merged.entries[1:]))
 
 
 def other_policy(history: History) -> None:
     merged = history.merges[0]
-    history.merges[0] = replace(merged, policy_version=merged.policy_version + 1)
+    history.merges[0] = replace(merged, policy=f"{merged.policy} of another lineage")
 
 
 def other_merge_used(history: History) -> None:
@@ -106,6 +106,15 @@ def put_over_a_newer_one(history: History) -> None:
     train = next(merged for merged in history.merges if merged.split == "train")
     history.merges.append(replace(train, stamp=99, generation=1, entries=(), adopted=()))
     history.published.append(Published("/run/public", 99, ("gen-000001.json", "gen-000002.json")))
+
+
+def model_moved_under_a_newer_one(history: History) -> None:
+    shown = ("gen-000001.json", "gen-000002.json")
+    history.served.append(history.served[-1]._replace(version=2, generation=1, shown=shown))
+
+
+def model_moved_back(history: History) -> None:
+    history.served.append(history.served[0]._replace(version=0))
 
 
 def one_task_too_few(history: History) -> None:
@@ -178,6 +187,8 @@ def looked_up(history: History) -> None:
         ("I4", other_policy),
         ("I4", other_merge_used),
         ("I4", put_over_a_newer_one),
+        ("I4", model_moved_under_a_newer_one),
+        ("I4", model_moved_back),
         ("I5", task_twice),
         ("I5", task_lost),
         ("I5", one_task_too_few),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -137,6 +139,69 @@ def test_a_leader_that_wakes_late_does_not_move_the_model_back(
         work_kinds.carry_out(publish, woken, Job(), place)
     assert not (tmp_path / "model.pt").is_symlink()
     assert work_kinds.carry_out(publish, context(newest=1), Job(), place)["policy_version"] == 1
+
+
+def made(log_path: Path, version: int, generation: int) -> Path:
+    folder = log_path / "checkpoints" / f"policy-{version:06d}.g{generation:04d}"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "weights").write_bytes(b"%d" % version)
+    checkpoints.write_manifest(folder, version)
+    return folder
+
+
+@pytest.mark.parametrize("symlinks", [True, False])
+def test_the_model_never_goes_back_to_an_older_version(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, symlinks: bool
+) -> None:
+    if not symlinks:
+        monkeypatch.setattr(os, "symlink", lambda *_: (_ for _ in ()).throw(PermissionError(1, "none here")))
+    six, seven, again = made(tmp_path, 6, 2), made(tmp_path, 7, 2), made(tmp_path, 7, 3)
+    for folder, version in ((seven, 7), (again, 7)):
+        publish = PublishWeights(folder, version, keep=0)
+        assert work_kinds.carry_out(publish, context(), Job(), place)["folder"] == str(folder)
+    for folder, version in ((seven, 7), (six, 6)):
+        with pytest.raises(ProgramFailed, match=r"names policy-000007.g0003 already"):
+            work_kinds.carry_out(PublishWeights(folder, version, keep=0), context(), Job(), place)
+    assert (tmp_path / "model.pt" / "weights").read_bytes() == b"7"
+    # what was not published is not left lying either
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "model.pt"]
+
+
+@pytest.mark.parametrize("step", ["link", "copy", "retain", "old trajectories"])
+def test_the_last_look_is_directly_before_each_public_step(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """A node that sleeps before any of these steps finds a newer generation when it wakes up, and leaves them."""
+    woken, folder = context(), made(tmp_path, 1, 1)
+
+    def goes_on_without_us(module: Any, name: str) -> None:
+        before = getattr(module, name)
+
+        def act(*args: Any, **more: Any) -> Any:
+            result = before(*args, **more)
+            monkeypatch.setattr(woken, "newest", lambda: 2)
+            return result
+
+        monkeypatch.setattr(module, name, act)
+
+    work: Work = PublishWeights(folder, 1, keep=1, trained_on=1, keep_trajectories=1)
+    if step == "link":
+        goes_on_without_us(os, "symlink")
+    elif step == "copy":
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "none here")))
+        (tmp_path / "merged").write_text("new")
+        work = PublishFile(tmp_path / "merged", tmp_path / "public")
+        goes_on_without_us(shutil, "copyfile")
+    elif step == "retain":
+        goes_on_without_us(checkpoints, "publish_link")
+        monkeypatch.setattr(checkpoints, "retain", lambda *_: pytest.fail("deleted all the same"))
+    else:
+        goes_on_without_us(checkpoints, "retain")
+        monkeypatch.setattr(work_kinds.retention, "remove_old", lambda *_, **__: pytest.fail("deleted"))
+    with pytest.raises(ProgramFailed, match="generation 1 has ended"):
+        work_kinds.carry_out(work, woken, Job(), place)
+    assert not (tmp_path / "public").exists()
+    assert (tmp_path / "model.pt").exists() == (step in ("retain", "old trajectories"))
 
 
 def test_checking_a_policy_version_can_be_cancelled(

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.rollouts.rollout_spec import Assignment
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.trajectories import iter_trajectories, scan_shard
 
@@ -85,6 +87,7 @@ def make_spec(folder: Path, url: str, prompts: list[Any], **changes: Any) -> Pat
         "generation": 3,
         "iteration": 5,
         "policy_version": 4,
+        "policy": "policy-000004.g0002:0123456789abcdef",
         "split": "train",
         "tasks": list(range(len(prompts))),
         "shares": {"2": list(range(len(prompts)))},
@@ -426,3 +429,19 @@ def test_it_starts_without_what_takes_seconds_to_import() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_node_that_slept_leaves_its_finished_part_unpublished(tmp_path: Path) -> None:
+    """Its rank was started anew meanwhile: the public name belongs to what that start rolls out."""
+    spec = json.loads(make_spec(tmp_path, "http://127.0.0.1:1", ["a"]).read_text())
+    assignment = Assignment.from_spec(spec)
+    assignment.part.parent.mkdir(parents=True, exist_ok=True)
+    assignment.part.write_text("what it rolled out")
+    assignment.generations.mkdir(parents=True)
+    (assignment.generations / "gen-000004.json").write_text("")
+    with pytest.raises(ProgramFailed, match="generation 3 has ended"):
+        assignment.publish_part()
+    assert not assignment.checkpoint.exists()
+    (assignment.generations / "gen-000004.json").rename(assignment.generations / "gen-000003.json")
+    assignment.publish_part()
+    assert assignment.checkpoint.read_text() == "what it rolled out"

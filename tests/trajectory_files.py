@@ -60,6 +60,7 @@ def write_part(
     samples: int = 2,
     tokens: int = 12,
     run_id: str = "run-1",
+    policy: str = "policy-000003.g0001:0123456789abcdef",
 ) -> Path:
     """A rank's file with one group a task."""
     tasks = list(tasks)
@@ -70,6 +71,7 @@ def write_part(
         "iteration": 5,
         "split": "train",
         "policy_version": 3,
+        "policy": policy,
         "assigned": list(tasks if assigned is None else assigned),
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,8 @@ class FileState(Enum):
     #: another file holds the same, or more
     COPY = "copy"
     OTHER_RUN = "other run"
+    #: rolled out by another policy than the newest generation's, maybe of the same version
+    OTHER_POLICY = "other policy"
     #: not written by fsbarrier
     FOREIGN = "foreign"
     UNREADABLE = "unreadable"
@@ -106,7 +108,7 @@ def find(log_path: Path, split: str, iteration: int) -> list[FoundFile]:
             if (there.st_dev, there.st_ino) not in seen:
                 seen.add((there.st_dev, there.st_ino))
                 found.append(_look_at(path, split, name.rank))
-    found = _mark_fallbacks(_mark_copies(_mark_other_runs(found, log_path)))
+    found = _mark_other_policies(_mark_fallbacks(_mark_copies(_mark_other_runs(found, log_path))))
     found.sort(key=lambda item: (not item.mergeable, -item.generation, item.node_rank or 0, item.path.name))
     return list(_count_duplicates(found))
 
@@ -177,6 +179,22 @@ def _mark_fallbacks(found: list[FoundFile]) -> list[FoundFile]:
     ]
 
 
+def _mark_other_policies(found: list[FoundFile]) -> list[FoundFile]:
+    """What the newest generation rolled out says which policy this iteration is about; what another rolled out is none of it."""
+    known = [item for item in found if item.mergeable and "policy" in item.header]
+    if not known:
+        return found
+    newest = max(known, key=lambda item: item.generation).header["policy"]
+    return [
+        replace(
+            item, state=FileState.OTHER_POLICY, note=f"rolled out by {item.header['policy']}, not {newest}"
+        )
+        if item in known and item.header["policy"] != newest
+        else item
+        for item in found
+    ]
+
+
 def _count_duplicates(found: list[FoundFile]) -> Iterator[FoundFile]:
     seen: set[int] = set()
     for item in found:
@@ -210,10 +228,10 @@ def groups_to_keep(found: Iterable[FoundFile]) -> int | None:
 
 
 def common_metadata(found: Sequence[FoundFile], split: str, iteration: int) -> dict[str, object]:
-    """What the files agree on: run_id, policy_version, an original's metadata; and the newest generation."""
+    """What the files agree on: run_id, policy, an original's metadata; and the newest generation."""
     headers = [item.header for item in found if item.mergeable]
     metadata: dict[str, object] = {"split": split, "iteration": iteration, "by_hand": True}
-    for name in ("run_id", "policy_version", "original_metadata"):
+    for name in ("run_id", "policy_version", "policy", "original_metadata"):
         values = {repr(header[name]): header[name] for header in headers if name in header}
         if len(values) == 1:
             metadata[name] = next(iter(values.values()))

@@ -67,7 +67,7 @@ class ShardWriter:
 
     `prefix` must be unique among all files that will ever be merged together, as "g0003n0002i0004" (generation, node rank,
     incarnation). `header` is any JSON object and lies at the start of the file; aggregation by hand reads from it
-    `run_id node_rank generation iteration split policy_version` and `assigned` (this file's tasks) or `expected` (all).
+    `run_id node_rank generation iteration split policy_version policy` and `assigned` (this file's tasks) or `expected` (all).
 
     An existing file is resumed if its prefix and header are the same: its torn tail is cut off, `groups` lists what it
     holds, and writing goes on behind it. Any other existing file is refused.

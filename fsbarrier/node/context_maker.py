@@ -70,7 +70,7 @@ def parts_on_disk(folder: Path, split: str, iteration: int) -> tuple[PartOnDisk,
             continue
         scan = trajectories.scan_shard(path)
         if scan.groups:
-            version = int(scan.header.get("policy_version", -1))
+            policy = str(scan.header.get("policy", ""))
             tasks = tuple(group.task_index for group in scan.groups)
-            found.append(PartOnDisk(str(path), version, scan.valid_bytes, tasks))
+            found.append(PartOnDisk(str(path), policy, scan.valid_bytes, tasks))
     return tuple(found)

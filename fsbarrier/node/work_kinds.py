@@ -5,6 +5,7 @@ node/job_runner.py calls it in a thread; node/worker_program.py carries out the 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from fsbarrier import files
@@ -49,8 +50,7 @@ def carry_out(work: Work, context: Context, job: Job, workplace: Workplace) -> R
         case PublishWeights():
             return _publish_weights(work, context, job, workplace.log_path)
         case PublishFile(source, name):
-            _refuse_if_outdated(context, job)
-            files.link_or_copy(source, name)
+            files.link_or_copy(source, name, partial(_refuse_if_outdated, context, job))
             return {}
         case Command():
             return run_program(work, context, job, workplace)
@@ -88,7 +88,7 @@ def _check_once(model: Path, job: Job, workplace: Workplace) -> None:
 
 
 def _refuse_if_outdated(context: Context, job: Job) -> None:
-    """Just before this generation's result becomes visible to others, check that it is still the newest generation.
+    """The last look before the one step that makes this generation's result public: is it still the newest generation?
 
     Example: the leader's host sleeps for a minute, and the others go on as the next generation and publish new weights. When the
     old leader wakes up, it must not put its own weights in their place. Its failure then reaches nobody, and need not.
@@ -102,13 +102,18 @@ def _publish_weights(work: PublishWeights, context: Context, job: Job, log_path:
 
     Its content is read by the nodes that serve it, each before its engine loads it.
     """
-    checkpoints.check_sizes(work.folder)
-    # After the check, and not before it: a leader that was stopped in the middle may wake when others have published newer versions.
-    _refuse_if_outdated(context, job)
-    checkpoints.publish_link(log_path, work.folder)
-    checkpoints.retain(log_path, work.keep, work.folder)
-    value = {"policy_version": work.policy_version, "folder": str(work.folder)}
+    last_look = partial(_refuse_if_outdated, context, job)
+    manifest = checkpoints.check_sizes(work.folder)
+    checkpoints.publish_link(log_path, work.folder, last_look)
+    value = {
+        "policy_version": work.policy_version,
+        "folder": str(work.folder),
+        "digest": manifest.digest,
+    }
     events = [journal_line("weights_published", value)]
+    last_look()
+    checkpoints.retain(log_path, work.keep, work.folder)
+    last_look()
     removed = retention.remove_old(
         log_path, work.trained_on, batches=work.keep, trajectories=work.keep_trajectories
     )

@@ -7,10 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from fsbarrier import files
 from fsbarrier.data.shardwriter import ShardInfo
+from fsbarrier.errors import ProgramFailed
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.rollouts.claims import Claims, remove_old
 from fsbarrier.rollouts.early_end import EarlyEnd
+from fsbarrier.rundir.names import GENERATION
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.record_store import PosixStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +28,8 @@ class Origin:
     generation: int
     node_rank: int
     policy_version: int
+    #: which policy of that version, as `Context.policy_identity` names it
+    policy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,8 @@ class Assignment:
     prefix: str
     #: the name under which the finished part is known
     checkpoint: Path
+    #: where the records of all generations are
+    generations: Path
 
     @classmethod
     def from_spec(cls, spec: Payload) -> Self:
@@ -73,6 +82,7 @@ class Assignment:
             part=Path(spec["part"]),
             prefix=spec["prefix"],
             checkpoint=Path(spec["checkpoint"]),
+            generations=RunPaths(Path(spec["log_path"])).generations,
         )
 
     @property
@@ -117,6 +127,19 @@ class Assignment:
         assigned = {"assigned": list(self.tasks)} if self.fixed_shares else {}
         keep = {"keep": self.keep} if self.keep else {}
         return {**asdict(self.origin), **assigned, "expected": list(self.expected), **keep}
+
+    def publish_part(self) -> None:
+        """Give the finished part its public name. Raises OSError, ProgramFailed where a newer generation exists.
+
+        Example: this node's host slept, and its rank was started anew. The name belongs to what that start rolls out.
+        """
+
+        def last_look() -> None:
+            newest = max(GENERATION.parse_all(PosixStore().names(self.generations)), default=0)
+            if newest > self.origin.generation:
+                raise ProgramFailed(f"generation {self.origin.generation} has ended; {newest} is there")
+
+        files.link_or_copy(self.part, self.checkpoint, last_look)
 
     def result(
         self, info: ShardInfo, tasks: Sequence[int], claims: Claims, *, ended_early: bool

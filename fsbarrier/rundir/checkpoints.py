@@ -11,6 +11,7 @@ Folders are never renamed and never changed once their manifest is there. Standa
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -23,10 +24,12 @@ from pathlib import Path
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir.hashed_file import FileDigest, digest_of
-from fsbarrier.rundir.names import POLICY_FOLDER
+from fsbarrier.rundir.names import POLICY_FOLDER, MadeBy
 from fsbarrier.rundir.paths import RunPaths
 
 MANIFEST = "MANIFEST.json"
+#: in a copy of a model's folder: the name of the policy version that it was copied from
+COPIED_FROM = ".copied-from"
 # How many files of a policy version one node reads at once.
 READERS = 8
 
@@ -37,6 +40,16 @@ class Manifest:
 
     policy_version: int
     files: Mapping[str, FileDigest]
+
+    def encode(self) -> bytes:
+        """The bytes of its file."""
+        listed = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in self.files.items()}
+        return json.dumps({"policy_version": self.policy_version, "files": listed}, indent=1).encode()
+
+    @property
+    def digest(self) -> str:
+        """What tells this policy from any other: it stands for the content of all its files."""
+        return hashlib.sha256(self.encode()).hexdigest()
 
 
 def write_manifest(folder: Path, policy_version: int) -> Manifest:
@@ -50,9 +63,7 @@ def commit(folder: Path, manifest: Manifest) -> Manifest:
     """Declare `folder` complete. All files that the manifest lists have been flushed; this is the last step. Raises OSError."""
     for directory in (*(path for path in folder.rglob("*") if path.is_dir()), folder, folder.parent):
         files.fsync_dir(directory)
-    listed = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in manifest.files.items()}
-    body = {"policy_version": manifest.policy_version, "files": listed}
-    files.write_atomic(folder / MANIFEST, json.dumps(body, indent=1).encode(), durable=True)
+    files.write_atomic(folder / MANIFEST, manifest.encode(), durable=True)
     return manifest
 
 
@@ -137,23 +148,74 @@ def _reading(path: Path) -> Iterator[None]:
         raise ProgramFailed(f"{path}, listed in {MANIFEST}, cannot be read: {error}") from None
 
 
-def publish_link(log_path: Path, folder: Path) -> Path:
-    """Make <log-path>/model.pt name `folder`/model, in one step; a copy where the filesystem has no symbolic links. Raises OSError."""
-    target, served = folder / "model", RunPaths(log_path).served_model
+def publish_link(log_path: Path, folder: Path, last_look: Callable[[], None] = lambda: None) -> Path:
+    """Make <log-path>/model.pt name `folder`/model, in one step; a copy where the filesystem has no symbolic links.
+
+    `last_look` is called directly before that step (a copy takes long) and may refuse it by raising. Raises ProgramFailed where model.pt
+    names a newer policy version already, OSError.
+    """
+    served = RunPaths(log_path).served_model
     temporary = files.temporary_beside(served)
     try:
-        os.symlink(os.path.relpath(target, log_path), temporary)
-    except OSError:
-        shutil.copytree(target, temporary)
-    if served.is_dir() and not served.is_symlink():
-        # A copy from an earlier version is in the way, and no filesystem replaces a folder in one step.
-        old = served.with_name(f".{served.name}.{secrets.token_hex(6)}.old")
-        os.rename(served, old)
-        os.rename(temporary, served)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        os.replace(temporary, served)
+        _link_or_copy_folder(folder, temporary)
+        last_look()
+        _refuse_to_go_back(log_path, folder)
+        if served.is_dir() and not served.is_symlink():
+            # A copy from an earlier version is in the way, and no filesystem replaces a folder in one step.
+            old = served.with_name(f".{served.name}.{secrets.token_hex(6)}.old")
+            os.rename(served, old)
+            os.rename(temporary, served)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(temporary, served)
+    except BaseException:
+        _remove(temporary)
+        raise
     return served
+
+
+def _link_or_copy_folder(folder: Path, name: Path) -> None:
+    target = folder / "model"
+    try:
+        os.symlink(os.path.relpath(target, name.parent), name)
+    except OSError:
+        shutil.copytree(target, name)
+        (name / COPIED_FROM).write_text(folder.name)
+
+
+def _remove(link_or_folder: Path) -> None:
+    """Remove what was not published. If that fails it is left lying: its name begins with a dot, so readers skip it."""
+    with contextlib.suppress(OSError):
+        if link_or_folder.is_symlink():
+            link_or_folder.unlink()
+        elif link_or_folder.is_dir():
+            shutil.rmtree(link_or_folder)
+
+
+def _refuse_to_go_back(log_path: Path, folder: Path) -> None:
+    there, ours = served_policy(log_path), POLICY_FOLDER.parse(folder.name)
+    if there is not None and ours is not None and there > ours:
+        newer = POLICY_FOLDER.build(there.number, there.generation)
+        raise ProgramFailed(
+            f"{RunPaths(log_path).served_model} names {newer} already, which is newer than {folder.name}; it never goes back"
+        )
+
+
+def served_policy(log_path: Path) -> MadeBy | None:
+    """The policy version that model.pt names now; None where there is none, or where it was not made by a run. Raises OSError."""
+    served = RunPaths(log_path).served_model
+    # A fresh listing makes an NFS client look again at what the name stands for.
+    if served.name not in os.listdir(log_path):
+        return None
+    try:
+        name = Path(os.readlink(served)).parent.name if served.is_symlink() else _copied_from(served)
+    except FileNotFoundError:
+        return None
+    return POLICY_FOLDER.parse(name)
+
+
+def _copied_from(served: Path) -> str:
+    return (served / COPIED_FROM).read_text()
 
 
 def retain(log_path: Path, keep: int, current: Path) -> list[Path]:

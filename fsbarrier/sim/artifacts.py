@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.protocol.state import Node, Part
@@ -24,9 +24,17 @@ class PartFile:
     generation: int
     iteration: int
     split: str
-    policy_version: int
+    policy: str
     #: (task, when)
     groups: list[tuple[int, float]] = field(default_factory=list)
+
+
+class Checkpoint(NamedTuple):
+    """A policy version's folder. `digest`: what is in it, different for each that is ever made."""
+
+    version: int
+    generation: int
+    digest: str
 
 
 @dataclass
@@ -47,9 +55,7 @@ class Artifacts:
     # merged files from elsewhere, for runs that only update
     given: set[str] = field(default_factory=set)
     batches: set[str] = field(default_factory=set)
-    # folder -> (version, generation)
-    checkpoints: dict[str, tuple[int, int]] = field(default_factory=dict)
-    served: str = ""
+    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
     # name for people -> stamp of the merge there
     public: dict[str, int] = field(default_factory=dict)
     meetings: dict[tuple[str, str], Meeting] = field(default_factory=dict)
@@ -58,13 +64,11 @@ class Artifacts:
 
     def retain(self, keep: int, current: str) -> None:
         """Clean-up after a publication, as fsbarrier.rundir.checkpoints.retain does it."""
-        newest = self.checkpoints[current][0]
-        versions = sorted(
-            {version for version, _ in self.checkpoints.values() if version <= newest}, reverse=True
-        )
-        spared = {*versions[: max(keep, 2)], newest}
-        for folder, (version, _) in list(self.checkpoints.items()):
-            if version < newest and version not in spared:
+        newest = self.checkpoints[current].version
+        versions = {made.version for made in self.checkpoints.values() if made.version <= newest}
+        spared = {*sorted(versions, reverse=True)[: max(keep, 2)], newest}
+        for folder, made in list(self.checkpoints.items()):
+            if made.version < newest and made.version not in spared:
                 del self.checkpoints[folder]
 
 

@@ -50,7 +50,7 @@ class Entry(NamedTuple):
     part: str
     at: int
     generation: int
-    policy_version: int
+    policy: str
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Merged:
     split: str
     iteration: int
     generation: int
-    policy_version: int
+    policy: str
     adopted: tuple[Payload, ...]
     entries: tuple[Entry, ...]
 
@@ -81,6 +81,15 @@ class Published(NamedTuple):
 
     name: str
     stamp: int
+    shown: tuple[str, ...]
+
+
+class Served(NamedTuple):
+    """model.pt was made to name a policy version. `shown`: as in Published."""
+
+    folder: str
+    version: int
+    generation: int
     shown: tuple[str, ...]
 
 
@@ -133,6 +142,7 @@ class History:
     merges: list[Merged] = field(default_factory=list)
     used: list[Used] = field(default_factory=list)
     published: list[Published] = field(default_factory=list)
+    served: list[Served] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
     # process -> (time, rank)
     starts: dict[int, tuple[float, int]] = field(default_factory=dict)

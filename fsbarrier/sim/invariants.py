@@ -177,8 +177,8 @@ def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
     for merged in history.merges:
         adopted = {part["path"]: part for part in merged.adopted}
         for entry in merged.entries:
-            if entry.policy_version != merged.policy_version:
-                yield f"{merged.out}: task {entry.task} was rolled out by policy {entry.policy_version}"
+            if entry.policy != merged.policy:
+                yield f"{merged.out}: task {entry.task} was rolled out by policy {entry.policy}"
             if entry.generation == merged.generation:
                 continue
             part = adopted.get(entry.part)
@@ -190,11 +190,20 @@ def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
         assert generation is not None
         if used.stamp != _decided_merge(history, generation.number, found.iteration):
             yield f"node {used.node.rank} made a batch of {found.out}, not of the merge that was decided"
-    for put in history.published:
-        found = stamps[put.stamp]
-        newer = [n for n in history.generations if n > found.generation and f"gen-{n:06d}.json" in put.shown]
+    yield from _published_too_late(history, stamps)
+
+
+def _published_too_late(history: History, stamps: Mapping[int, Merged]) -> Iterator[str]:
+    """Nobody makes a result public where a newer generation was to be seen, and model.pt never goes back."""
+    public = [(put.name, stamps[put.stamp].generation, put.shown) for put in history.published]
+    public += [("model.pt", put.generation, put.shown) for put in history.served]
+    for name, generation, shown in public:
+        newer = [n for n in history.generations if n > generation and f"gen-{n:06d}.json" in shown]
         if newer:
-            yield f"{put.name} became generation {found.generation}'s where generation {max(newer)} was to be seen"
+            yield f"{name} became generation {generation}'s where generation {max(newer)} was to be seen"
+    for before, after in zip(history.served[:-1], history.served[1:], strict=True):
+        if (after.version, after.generation) < (before.version, before.generation):
+            yield f"model.pt went from {before.folder} back to {after.folder}"
 
 
 def _decided_merge(history: History, number: int, iteration: int) -> int | None:

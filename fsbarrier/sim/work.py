@@ -29,8 +29,8 @@ from fsbarrier.program import (
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node, Part, WorkReport
 from fsbarrier.rundir.names import SPLITS
-from fsbarrier.sim.artifacts import FOREVER, Meeting, PartFile, Piece, Waiting
-from fsbarrier.sim.history import Entry, Merged, Missing, Published, Used
+from fsbarrier.sim.artifacts import FOREVER, Checkpoint, Meeting, PartFile, Piece, Waiting
+from fsbarrier.sim.history import Entry, Merged, Missing, Published, Served, Used
 from fsbarrier.sim.setup import PATHS
 from fsbarrier.sim.store import SimPath
 
@@ -181,7 +181,7 @@ class SimWork:
     def _rollout(self, work: Command, context: Context, piece: Piece) -> Waiting:
         spec = work.spec
         self._need(spec["model"].removesuffix("/model") if spec["policy_version"] else "", piece)
-        part = PartFile(context.generation, context.iteration, spec["split"], spec["policy_version"])
+        part = PartFile(context.generation, context.iteration, spec["split"], spec["policy"])
         if spec["part"] in self.artifacts.parts:
             raise AssertionError(f"two writers of {spec['part']}")
         self.artifacts.parts[spec["part"]] = part
@@ -206,7 +206,7 @@ class SimWork:
             meta["split"],
             meta["iteration"],
             context.generation,
-            meta["policy_version"],
+            meta["policy"],
             tuple(adopted),
             tuple(entries),
         )
@@ -225,7 +225,7 @@ class SimWork:
             part, valid = self.artifacts.parts[source["path"]], source["valid_bytes"]
             for index, (task, _) in enumerate(part.groups[: None if valid is None else valid // GROUP_BYTES]):
                 if task in source["tasks"]:
-                    entry = Entry(task, source["path"], index, part.generation, part.policy_version)
+                    entry = Entry(task, source["path"], index, part.generation, part.policy)
                     taken.setdefault(task, entry)
         return [*taken.values()]
 
@@ -264,7 +264,9 @@ class SimWork:
             yield FOREVER
         piece.meeting = None
         if argv["--node-rank"] == "0":
-            self.artifacts.checkpoints[spec["out"]] = (spec["new_policy_version"], context.generation)
+            self.artifacts.stamps += 1
+            made = Checkpoint(spec["new_policy_version"], context.generation, str(self.artifacts.stamps))
+            self.artifacts.checkpoints[spec["out"]] = made
         return {}
 
     def _publish(self, work: PublishWeights, context: Context, piece: Piece) -> Waiting:
@@ -272,10 +274,13 @@ class SimWork:
         yield self.world.short()
         self._need(folder, piece)
         yield from self._still_newest(context)
-        self.artifacts.served = folder
+        shown = tuple(self.process.client.shown(GENERATIONS))
+        self.world.history.served.append(Served(folder, work.policy_version, context.generation, shown))
         yield self.world.short()
+        yield from self._still_newest(context)
+        digest = self.artifacts.checkpoints[folder].digest
         self.artifacts.retain(work.keep, folder)
-        return {"policy_version": work.policy_version, "folder": folder}
+        return {"policy_version": work.policy_version, "folder": folder, "digest": digest}
 
     def _still_newest(self, context: Context) -> Generator[float, None, None]:
         newest, since = None, self.world.now
@@ -331,5 +336,5 @@ class SimWork:
             if (part.split, part.iteration) == (split, iteration):
                 tasks = tuple(task for task, when in part.groups if when <= until)
                 if tasks:
-                    found.append(PartOnDisk(path, part.policy_version, len(tasks) * GROUP_BYTES, tasks))
+                    found.append(PartOnDisk(path, part.policy, len(tasks) * GROUP_BYTES, tasks))
         return tuple(found)

@@ -105,7 +105,7 @@ class Rollout:
                 await self.reward.close()
             info = writer.finish({**asdict(assignment.origin), "sampling": dict(self.sampling)})
             tasks = [group.task_index for group in writer.groups]
-        files.link_or_copy(part, assignment.checkpoint)
+        assignment.publish_part()
         await removing
         self.progress.write()
         seconds, counts = self.progress.seconds, self.counts

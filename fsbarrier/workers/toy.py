@@ -61,7 +61,7 @@ def rollout(spec: JsonObject, progress: Progress) -> JsonObject:
                 progress.show(done, done + left, "trajectories", last=not left, reward_mean=mean)
         info = writer.finish(asdict(assignment.origin))
         tasks = [group.task_index for group in writer.groups]
-    files.link_or_copy(assignment.part, assignment.checkpoint)
+    assignment.publish_part()
     return {
         **assignment.result(info, tasks, claims, ended_early=ended_early),
         "seconds": round(time.monotonic() - begin, 6),
