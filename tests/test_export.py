@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hub_stand_in import Hub
 
 from fsbarrier.cli import main
 from fsbarrier.rundir import checkpoints, runrecord
@@ -13,13 +18,20 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 
 
+def weights(text: str, name: str = "w") -> bytes:
+    """A safetensors file with one tensor, the bytes of `text`."""
+    place = {"dtype": "U8", "shape": [len(text)], "data_offsets": [0, len(text)]}
+    header = json.dumps({name: place}).encode()
+    return len(header).to_bytes(8, "little") + header + text.encode()
+
+
 def checkpoint(log_path: Path, version: int, generation: int, text: str, *, complete: bool = True) -> Path:
     folder = RunPaths(log_path).checkpoint(version, generation)
     (folder / "model").mkdir(parents=True)
     (folder / "trainer").mkdir()
     (folder / "model" / "config.json").write_text("{}")
-    (folder / "model" / "model.safetensors").write_text(text)
-    (folder / "trainer" / "state.pt").write_text("state")
+    (folder / "model" / "model.safetensors").write_bytes(weights(text))
+    (folder / "trainer" / "part-00000.safetensors").write_text("state")
     if complete:
         checkpoints.write_manifest(folder, version)
     return folder
@@ -30,7 +42,8 @@ def run(tmp_path: Path) -> Path:
     """A run with a first policy and versions 1 and 2, of which 2 was tried twice and 1 is what is served."""
     log_path, first = tmp_path / "run", tmp_path / "first"
     first.mkdir()
-    (first / "model.safetensors").write_text("zero")
+    (first / "config.json").write_text("{}")
+    (first / "model.safetensors").write_bytes(weights("zero"))
     runrecord.publish(runrecord.new(log_path, Settings(), tasks={}, model=str(first)))
     one = checkpoint(log_path, 1, 1, "one")
     checkpoint(log_path, 2, 1, "two, first try")
@@ -58,7 +71,7 @@ def test_the_policy_that_is_asked_for(
 ) -> None:
     to = tmp_path / "deep" / "out"
     assert export(run, to, "--json", *words) == 0
-    assert (to / "model.safetensors").read_text() == content
+    assert (to / "model.safetensors").read_bytes() == weights(content)
     told = json.loads(capsys.readouterr().out)
     assert (told["policy_version"], told["checked"]) == (version, version > 0)
     assert [path.name for path in to.parent.iterdir()] == ["out"]
@@ -68,7 +81,7 @@ def test_where_model_pt_is_a_copy(run: Path, tmp_path: Path) -> None:
     RunPaths(run).served_model.unlink()
     RunPaths(run).served_model.mkdir()
     assert export(run, tmp_path / "out") == 0
-    assert (tmp_path / "out" / "model.safetensors").read_text() == "two"
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights("two")
 
 
 def test_what_is_wrong(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +91,107 @@ def test_what_is_wrong(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "name a new folder" in capsys.readouterr().err
     assert export(run, tmp_path / "out", "--policy-version", "7") == 2
     assert "--policy-version 7: not on disk; there are 0, 1, 2" in capsys.readouterr().err
-    (RunPaths(run).checkpoint(1, 1) / "model" / "model.safetensors").write_text("eno")
+    (RunPaths(run).checkpoint(1, 1) / "model" / "model.safetensors").write_bytes(weights("eno"))
     assert export(run, tmp_path / "out") == 4
     assert "model.safetensors differs" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["policy.csv", "rows.json", "weights.safetensors"])
+def test_a_file_of_data_is_no_folder_to_make(
+    run: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(run, tmp_path / name) == 2
+    assert "trajectories go to a file that ends in .jsonl or .parquet" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+    assert export(run, tmp_path / "Qwen2.5-0.5B") == 0
+    assert export(run, tmp_path / "rows.jsonl", "--push", "me/mine") == 2
+    assert "--push: only for a policy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        (["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"], "2 files of weights"),
+        (["model.safetensors", "index"], "no file has the weight other"),
+        (["model-00001-of-00002.safetensors", "index"], "model-00002-of-00002.safetensors is missing"),
+    ],
+)
+def test_a_model_that_is_not_whole_is_not_exported(
+    run: Path, tmp_path: Path, files: list[str], missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a trainer of the user's own may leave: its manifest lists all that is there."""
+    folder = RunPaths(run).checkpoint(3, 3)
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text("{}")
+    for name in files:
+        if name == "index":
+            second = files[0].replace("00001-of", "00002-of")
+            listed = json.dumps({"weight_map": {"w": files[0], "other": second}})
+            (folder / "model" / "model.safetensors.index.json").write_text(listed)
+        else:
+            (folder / "model" / name).write_bytes(weights("x"))
+    checkpoints.write_manifest(folder, 3)
+    assert export(run, tmp_path / "out", "--policy-version", "3") == 4
+    assert missing in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def pushed(run: Path, to: Path, hub: Hub, *words: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: the client reads its environment once."""
+    argv = [sys.executable, "-m", "fsbarrier", "export", str(to), "--log-path", str(run), "--push", "me/mine"]
+    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1"}
+    env.pop("HF_HUB_OFFLINE", None)
+    return subprocess.run([*argv, *words], env=env, capture_output=True, text=True)
+
+
+def test_an_export_is_sent_to_a_hub(run: Path, tmp_path: Path) -> None:
+    with Hub() as hub:
+        done = pushed(run, tmp_path / "out", hub, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["pushed"] == f"{hub.url}/me/mine"
+    there = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert hub.repositories == {"me/mine": there} and there["model.safetensors"] == weights("one")
+    assert hub.made[0]["visibility"] == "private"
+
+
+def test_a_hub_that_refuses(run: Path, tmp_path: Path) -> None:
+    with Hub(refuse=403) as hub:
+        done = pushed(run, tmp_path / "out", hub)
+    assert done.returncode == 4 and "--push me/mine: " in done.stderr and "the folder is in" in done.stderr
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.torch
+def test_the_precision_that_is_asked_for(run: Path, tmp_path: Path) -> None:
+    """fp32 is what the trainer has and not what is served in bf16; transformers loads both."""
+    import torch
+    from trainer_bench import bench
+    from transformers import AutoModelForCausalLM
+
+    work = bench(tmp_path, trainer__dtype="bfloat16")
+    work.prepare()
+    work.update("v1")
+    folder = RunPaths(run).checkpoint(9, 1)
+    (tmp_path / "v1").rename(folder)
+    manifest = json.loads((folder / checkpoints.MANIFEST).read_text())
+    (folder / checkpoints.MANIFEST).write_text(json.dumps({**manifest, "policy_version": 9}))
+
+    def exported(*words: str) -> dict[str, Any]:
+        to = tmp_path / "-".join(("out", *words))
+        assert export(run, to, "--policy-version", "9", *words) == 0
+        model = AutoModelForCausalLM.from_pretrained(to)
+        assert (to / "tokenizer.json").exists()
+        return {"dtype": model.config.dtype, **model.state_dict()}
+
+    served, exact, rounded = exported(), exported("--dtype", "fp32"), exported("--dtype", "bf16")
+    assert (served["dtype"], exact["dtype"], rounded["dtype"]) == (
+        torch.bfloat16,
+        torch.float32,
+        torch.bfloat16,
+    )
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(exact[name].bfloat16(), served[name]) and torch.equal(rounded[name], served[name])
+    assert not torch.equal(exact[name], served[name].float())
+    (folder / "trainer" / "part-00000.safetensors").write_bytes(b"torn")
+    assert export(run, tmp_path / "torn", "--policy-version", "9", "--dtype", "fp32") == 4

@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
-from fsbarrier import files
 from fsbarrier.commands import flags
 from fsbarrier.data import tables
-from fsbarrier.errors import ProgramFailed, StoreError, UsageError
-from fsbarrier.rundir import checkpoints
+from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.maintenance import policy_export
 from fsbarrier.rundir.names import SPLITS
-from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.runrecord import RunRecord, load
+from fsbarrier.rundir.runrecord import load
 from fsbarrier.start import preflight
 
 SUMMARY = (
@@ -27,6 +22,20 @@ SUMMARY = (
     "as JSON lines or parquet."
 )
 EXAMPLE = "fsbarrier export ./my-model --policy-version 6; fsbarrier export ./five.parquet --iteration 5"
+# What a file of data ends in, and no model folder: whoever names such a target expects a table.
+DATA_SUFFIXES = (
+    ".csv",
+    ".tsv",
+    ".json",
+    ".txt",
+    ".xlsx",
+    ".arrow",
+    ".feather",
+    ".pt",
+    ".safetensors",
+    ".zip",
+    ".gz",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="V",
         type=flags.whole_number,
         help="which (default: what the run serves now; 0: the start)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp32"),
+        help="the weights' precision (default: as they are served; fp32: the trainer's own weights)",
+    )
+    parser.add_argument(
+        "--push",
+        metavar="REPO",
+        help="also send the folder to the Hugging Face hub (or $HF_ENDPOINT), as a private repository unless it is there",
     )
     rows = parser.add_argument_group("trajectories, to a .jsonl or .parquet file")
     rows.add_argument(
@@ -74,29 +93,37 @@ def main(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"{flag}: only for trajectories; name a file that ends in {' or '.join(tables.SUFFIXES)}"
             )
+    if target.suffix in DATA_SUFFIXES:
+        raise UsageError(
+            f"{target}: trajectories go to a file that ends in {' or '.join(tables.SUFFIXES)}, a policy to a folder"
+        )
     record = load(log_path)
     if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
         raise UsageError(f"{target}: is there already; name a new folder")
-    version, model, known = find(record, args.policy_version)
+    chosen = policy_export.find(record, args.policy_version)
     try:
-        copy(model, target, known)
+        policy_export.export(chosen, target, args.dtype)
     except OSError as error:
         raise StoreError(f"{error.filename or target}: {error.strerror or error}") from None
+    said = f"policy version {chosen.version} of run {record.run_id}"
+    pushed = policy_export.push(target, args.push, said) if args.push else None
     if args.json:
-        print(
-            json.dumps(
-                {"policy_version": version, "folder": str(target), "from": str(model), "checked": bool(known)}
-            )
-        )
+        told = {"policy_version": chosen.version, "folder": str(target), "from": str(chosen.model)}
+        print(json.dumps({**told, "checked": bool(chosen.digests), "pushed": pushed}))
     else:
-        print(f"policy version {version} of run {record.run_id} is in {target}")
+        print(f"{said} is in {target}{f' and at {pushed}' if pushed else ''}")
     return 0
 
 
 def export_table(args: argparse.Namespace, log_path: Path, target: Path) -> int:
     """Write trajectories as a table. Raises UsageError, StoreError."""
-    if args.policy_version is not None:
-        raise UsageError("--policy-version: only for a policy; name a folder")
+    for flag, given in (
+        ("--policy-version", args.policy_version is not None),
+        ("--dtype", args.dtype),
+        ("--push", args.push),
+    ):
+        if given:
+            raise UsageError(f"{flag}: only for a policy; name a folder")
     aside: list[str] = []
     if args.file:
         found = [preflight.absolute(path) for path in args.file]
@@ -115,65 +142,3 @@ def export_table(args: argparse.Namespace, log_path: Path, target: Path) -> int:
             print(f"left aside: {note}")
         print(f"{done.trajectories} trajectories of {len(done.files)} files are in {target}")
     return 0
-
-
-def find(record: RunRecord, wanted: int | None) -> tuple[int, Path, Mapping[str, str]]:
-    """A policy version: its number, its Hugging Face folder, and its files' SHA-256 by name (none for the first policy).
-
-    Raises UsageError where the run has no such version, ProgramFailed for a damaged one.
-    """
-    served = served_folder(record.log_path)
-    there = checkpoints.versions(record.log_path)
-    folders = [folder for version, folder in there if version == wanted] if wanted is not None else [served]
-    complete = [
-        folder for folder in folders if folder is not None and (folder / checkpoints.MANIFEST).is_file()
-    ]
-    # Of several attempts at one version the one that the run serves, else the newest.
-    if complete:
-        folder = served if served in complete else complete[-1]
-        assert folder is not None
-        manifest = checkpoints.verify(folder)
-        digests = {name: digest.sha256 for name, digest in manifest.files.items()}
-        known = {name.removeprefix("model/"): digests[name] for name in digests if name.startswith("model/")}
-        return manifest.policy_version, folder / "model", known
-    if not wanted and record.model is not None:
-        return 0, Path(record.model), {}
-    if wanted is None:
-        raise UsageError(
-            f"--log-path {record.log_path}: this run has no policy (program {record.settings.program})"
-        )
-    kept = ", ".join(str(version) for version in sorted({0, *(version for version, _ in there)}))
-    raise UsageError(
-        f"--policy-version {wanted}: not on disk; there are {kept} (checkpoint.keep says how many stay)"
-    )
-
-
-def served_folder(log_path: Path) -> Path | None:
-    """The policy version that the run points at; the newest complete one where it holds a copy instead of a link."""
-    served = RunPaths(log_path).served_model
-    if served.is_symlink():
-        target = Path(os.path.normpath(served.parent / os.readlink(served)))
-        return (
-            target.parent
-            if target.name == "model" and target.parent.parent == RunPaths(log_path).checkpoints
-            else None
-        )
-    complete = [
-        folder for _, folder in checkpoints.versions(log_path) if (folder / checkpoints.MANIFEST).is_file()
-    ]
-    return complete[-1] if complete else None
-
-
-def copy(model: Path, target: Path, known: Mapping[str, str]) -> None:
-    """Copy a model folder; `target` appears in one step, when all of it is there and right. Raises OSError, ProgramFailed."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = files.temporary_beside(target)
-    try:
-        shutil.copytree(model, staging)
-        for name, digest in known.items():
-            if files.sha256_file(staging / name) != digest:
-                raise ProgramFailed(f"{model / name}: changed while it was copied; try again")
-        files.fsync_dir(staging)
-        os.rename(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)

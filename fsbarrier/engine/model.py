@@ -33,6 +33,8 @@ class ModelFolder:
     tied: bool
     signature: str | None
     parameters: int
+    # None for weights that are no safetensors.
+    shapes: Shapes | None
 
     @property
     def max_positions(self) -> int | None:
@@ -59,7 +61,7 @@ def inspect(path: Path) -> ModelFolder:
     config = read_json_object(folder / "config.json")
     shapes = _shapes(_weight_files(folder))
     parameters = sum(math.prod(shape) for shape in (shapes or {}).values())
-    return ModelFolder(folder, config, _tied(config, shapes), _signature(config, shapes), parameters)
+    return ModelFolder(folder, config, _tied(config, shapes), _signature(config, shapes), parameters, shapes)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -118,7 +118,7 @@ def _write(out: Path, version: NewVersion, rank: int, world: int) -> Written:
 
 def _write_weights(out: Path, version: NewVersion, rank: int, world: int, written: Written) -> None:
     """All processes gather every weight, one after the other; whose file it belongs in keeps it, and writes it when all are there."""
-    planned = plan_weights(version.weights, version.dtype, world)
+    planned = plan_files(_sizes(version.weights, version.dtype), world)
     mine: dict[str, dict[str, Tensor]] = {file: {} for owner, file, _ in planned if owner == rank}
     for _, file, names in planned:
         for name in names:
@@ -133,13 +133,8 @@ def _write_weights(out: Path, version: NewVersion, rank: int, world: int, writte
         written.weights |= dict.fromkeys(stored, file)
 
 
-def plan_weights(
-    weights: Mapping[str, Tensor], dtype: torch.dtype, world: int
-) -> list[tuple[int, str, list[str]]]:
-    """The files of weights, in the order of the layers: which process writes each, its name, and the tensors in it.
-
-    A layer is never cut in two, and of tied weights the first is written.
-    """
+def _sizes(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
+    """How many bytes each weight takes on disk; of tied weights only the first is there."""
     sizes: dict[str, int] = {}
     seen = set()
     for name, tensor in weights.items():
@@ -150,6 +145,14 @@ def plan_weights(
                 seen.add(memory)
             width = dtype.itemsize if tensor.is_floating_point() else tensor.element_size()
             sizes[name] = tensor.numel() * width
+    return sizes
+
+
+def plan_files(sizes: Mapping[str, int], world: int) -> list[tuple[int, str, list[str]]]:
+    """The files of weights, in the order of the layers: which process writes each, its name, and the tensors in it.
+
+    A layer is never cut in two.
+    """
     limit = min(LARGEST_FILE, max(SMALLEST_FILE, sum(sizes.values()) // world))
     contents: list[list[str]] = []
     filled = 0
@@ -183,10 +186,15 @@ def _write_beside(out: Path, version: NewVersion, written: Written) -> None:
         version.model.generation_config.save_pretrained(model)
     for path in sorted(model.glob("*.json")):
         written.digests[f"model/{path.name}"] = digest_of(path)
-    for path in sorted(version.beside.iterdir()):
-        known = path.name in WRITTEN or path.name.endswith(WEIGHTS)
-        if path.is_file() and not known:
-            written.digests[f"model/{path.name}"] = copy_hashed(path, model / path.name)
+    copied = copy_beside(version.beside, model)
+    written.digests |= {f"model/{name}": digest for name, digest in copied.items()}
+
+
+def copy_beside(source: Path, out: Path) -> dict[str, FileDigest]:
+    """Copy what is no weight and not written anew from one model folder to another; gives what was copied. Raises OSError."""
+    names = [path.name for path in sorted(source.iterdir()) if path.is_file()]
+    chosen = [name for name in names if name not in WRITTEN and not name.endswith(WEIGHTS)]
+    return {name: copy_hashed(source / name, out / name) for name in chosen}
 
 
 def _write_part(out: Path, state: TrainerState, rank: int, world: int, written: Written) -> None:
@@ -212,12 +220,17 @@ def _commit(out: Path, version: NewVersion, written: list[Written]) -> None:
     steps = version.trainer.optimizer_steps
     layout = Layout(version.policy_version, steps, version.trainer.scalars, parts)
     digests[f"trainer/{LAYOUT}"] = _write_bytes(out / "trainer" / LAYOUT, layout.encoded())
-    if len(set(weights.values())) > 1:
-        order = sorted(weights, key=lambda name: weights[name])
-        total = sum(digests[f"model/{file}"].size for file in set(weights.values()))
-        index = {"metadata": {"total_size": total}, "weight_map": {name: weights[name] for name in order}}
-        digests[f"model/{INDEX}"] = _write_bytes(out / "model" / INDEX, json.dumps(index, indent=1).encode())
+    total = sum(digests[f"model/{file}"].size for file in set(weights.values()))
+    digests |= write_index(out / "model", weights, total)
     checkpoints.commit(out, checkpoints.Manifest(version.policy_version, digests))
+
+
+def write_index(model: Path, weights: Mapping[str, str], total: int) -> dict[str, FileDigest]:
+    """Say which weight is in which file, where there are several, of `total` bytes; gives what was written. Raises OSError."""
+    if len(set(weights.values())) < 2:
+        return {}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(weights)}
+    return {f"model/{INDEX}": _write_bytes(model / INDEX, json.dumps(index, indent=1).encode())}
 
 
 def _write_bytes(path: Path, data: bytes) -> FileDigest:

@@ -60,19 +60,36 @@ class StoredTensors:
         parts: dict[str, list[StoredPart]] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with reading(path), safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  (it is no mapping)
+                # In the order of the file, which is that of the layers.
+                for name in file.offset_keys():
                     shape = tuple(file.get_slice(name).get_shape())
                     parts[name] = [StoredPart(path.name, Box((0,) * len(shape), shape))]
         return cls(folder, parts)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The whole tensor's; None where nothing of it is stored."""
+        boxes = [part.box for part in self.parts.get(name, ())]
+        ends = [[begin + size for begin, size in zip(box.start, box.shape, strict=True)] for box in boxes]
+        return tuple(map(max, zip(*ends, strict=True))) if ends else None
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises ProgramFailed."""
+        part = self.parts[name][0]
+        with reading(self.folder / part.file):
+            return TYPES[self._file(part.file).get_slice(name).get_dtype()]
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """All of a tensor, in `dtype` where it holds fractions. Raises ProgramFailed."""
+        stored = self.dtype(name)
+        found = torch.empty(self.shape(name) or (), dtype=dtype if stored.is_floating_point else stored)
+        self.fill(name, found)
+        return found
 
     def fill(self, name: str, target: Tensor) -> None:
         """Read into `target` what this process holds of it (all of a plain tensor). Raises ProgramFailed."""
         stored = self.parts.get(name, [])
         part = local_part(target, rank=0, world=1)
-        ends = [
-            [begin + size for begin, size in zip(one.box.start, one.box.shape, strict=True)] for one in stored
-        ]
-        shape = tuple(map(max, zip(*ends, strict=True))) if ends else None
+        shape = self.shape(name)
         if shape != tuple(target.shape):
             raise ProgramFailed(
                 f"{self.folder}: {name} has the shape {shape}, the model's is {tuple(target.shape)}"

@@ -1,0 +1,159 @@
+"""A policy version of a run as a Hugging Face model folder of its own: found, copied or converted, checked, sent to a hub."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsbarrier import files
+from fsbarrier.engine import model as model_folder
+from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.runrecord import RunRecord
+
+# A file of weights whose name says how many there are.
+NUMBERED = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A policy version to be exported. `digests`: of what is in its model folder; none for the run's first model."""
+
+    version: int
+    model: Path
+    trainer: Path | None = None
+    digests: Mapping[str, FileDigest] = field(default_factory=dict)
+
+
+def find(record: RunRecord, wanted: int | None) -> Exported:
+    """The policy version that is asked for; None: what the run serves now.
+
+    Raises UsageError where the run has no such version, ProgramFailed for one that is not whole.
+    """
+    served = served_folder(record.log_path)
+    there = checkpoints.versions(record.log_path)
+    folders = [folder for version, folder in there if version == wanted] if wanted is not None else [served]
+    complete = [
+        folder for folder in folders if folder is not None and (folder / checkpoints.MANIFEST).is_file()
+    ]
+    # Of several attempts at one version the one that the run serves, else the newest.
+    if complete:
+        folder = served if served in complete else complete[-1]
+        assert folder is not None
+        manifest = checkpoints.check_sizes(folder)
+        digests = {
+            name.removeprefix("model/"): digest
+            for name, digest in manifest.files.items()
+            if name.startswith("model/")
+        }
+        state = any(name.startswith("trainer/") for name in manifest.files)
+        trainer = folder / "trainer" if state else None
+        return Exported(manifest.policy_version, folder / "model", trainer, digests)
+    if not wanted and record.model is not None:
+        return Exported(0, Path(record.model))
+    if wanted is None:
+        raise UsageError(
+            f"--log-path {record.log_path}: this run has no policy (program {record.settings.program})"
+        )
+    kept = ", ".join(str(version) for version in sorted({0, *(version for version, _ in there)}))
+    raise UsageError(
+        f"--policy-version {wanted}: not on disk; there are {kept} (checkpoint.keep says how many stay)"
+    )
+
+
+def served_folder(log_path: Path) -> Path | None:
+    """The policy version that the run points at; the newest complete one where it holds a copy instead of a link."""
+    served = RunPaths(log_path).served_model
+    if served.is_symlink():
+        target = Path(os.path.normpath(served.parent / os.readlink(served)))
+        return (
+            target.parent
+            if target.name == "model" and target.parent.parent == RunPaths(log_path).checkpoints
+            else None
+        )
+    complete = [
+        folder for _, folder in checkpoints.versions(log_path) if (folder / checkpoints.MANIFEST).is_file()
+    ]
+    return complete[-1] if complete else None
+
+
+def export(chosen: Exported, target: Path, dtype: str | None) -> None:
+    """Make `target`, which appears in one step, when all of it is there and right. `dtype`: bf16 or fp32; None: as it is served.
+
+    Raises OSError, ProgramFailed (something is damaged or missing), UsageError (that precision cannot be made).
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = files.temporary_beside(target)
+    try:
+        if dtype is None:
+            _copy(chosen, staging)
+        else:
+            # torch takes seconds to load, and a plain copy does without.
+            from fsbarrier.training.convert_model import DTYPES, convert
+
+            if chosen.digests:
+                checkpoints.verify(chosen.model.parent, "model/")
+            convert(chosen.model, chosen.trainer, staging, DTYPES[dtype])
+        check_whole(staging)
+        files.fsync_dir(staging)
+        os.rename(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _copy(chosen: Exported, out: Path) -> None:
+    if not chosen.digests:
+        shutil.copytree(chosen.model, out)
+    for name, digest in chosen.digests.items():
+        files.make_dirs((out / name).parent)
+        if copy_hashed(chosen.model / name, out / name) != digest:
+            path = chosen.model / name
+            raise ProgramFailed(
+                f"{path} differs from what {checkpoints.MANIFEST} says: it was changed or damaged"
+            )
+
+
+def check_whole(folder: Path) -> None:
+    """A model folder has all the weights that its own files speak of. Raises ProgramFailed naming what is missing."""
+    shapes = model_folder.inspect(folder).shapes
+    index = folder / "model.safetensors.index.json"
+    if shapes is None:
+        return
+    if index.is_file():
+        listed = model_folder.read_json_object(index).get("weight_map")
+        lacking = sorted(set(listed if isinstance(listed, Mapping) else ()) - set(shapes))
+        if lacking:
+            raise ProgramFailed(f"{folder}: no file has the weight {lacking[0]}, which {index.name} lists")
+    numbered = [match for path in folder.iterdir() if (match := NUMBERED.fullmatch(path.name))]
+    if numbered and len(numbered) != int(numbered[0].group(1)):
+        raise ProgramFailed(
+            f"{folder}: {len(numbered)} files of weights, where {numbered[0].group()} says how many there are"
+        )
+
+
+def push(folder: Path, repository: str, message: str) -> str:
+    """Send a model folder to a hub with Hugging Face's own client, which finds the token; gives the address.
+
+    The repository is made, private, where there is none. Raises ProgramFailed.
+    """
+    try:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError:
+        raise UsageError("--push: needs the package huggingface_hub, which is not installed here") from None
+    from httpx import HTTPError
+
+    try:
+        hub = HfApi()
+        made = hub.create_repo(repository, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message)
+        return str(made)
+    except (HfHubHTTPError, HTTPError, OSError, ValueError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ProgramFailed(f"--push {repository}: {first}; the folder is in {folder}") from None
