@@ -154,20 +154,32 @@ def test_minibatches_cover_each_epoch_once() -> None:
 @given(
     lengths=st.lists(st.integers(2, 50), min_size=1, max_size=40),
     world=st.integers(1, 5),
-    most=st.integers(1, 8),
+    most=st.none() | st.integers(1, 8),
     most_tokens=st.integers(1, 200),
+    packed=st.booleans(),
 )
 def test_a_plan_deals_out_every_trajectory_once(
-    lengths: list[int], world: int, most: int, most_tokens: int
+    lengths: list[int], world: int, most: int | None, most_tokens: int, packed: bool
 ) -> None:
     from fsbarrier.training.micro_batch import plan
 
-    planned = plan(list(range(len(lengths))), lengths, world, most=most, most_tokens=most_tokens)
+    planned = plan(
+        list(range(len(lengths))), lengths, world, most=most, most_tokens=most_tokens, packed=packed
+    )
     assert sorted(i for rank in planned for micro in rank for i in micro) == list(range(len(lengths)))
     assert len(planned) == world and len({len(rank) for rank in planned}) == 1
-    for micro in (micro for rank in planned for micro in rank):
-        assert len(micro) <= most
-        assert len(micro) <= 1 or len(micro) * max(lengths[i] for i in micro) <= most_tokens
+
+    def tokens(micro: list[int]) -> int:
+        of = [lengths[index] for index in micro]
+        return sum(of) if packed else len(of) * max(of, default=0)
+
+    for rank in planned:
+        for micro, following in zip(rank, [*rank[1:], []], strict=True):
+            assert len(micro) <= (most or len(micro))
+            assert len(micro) <= 1 or tokens(micro) <= most_tokens
+            # None ends while there is room for the next one.
+            if following and len(micro) != most:
+                assert tokens([*micro, following[0]]) > most_tokens
 
 
 def test_segments_are_sequences_of_their_own(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_resumed_trainer_does_what_one_that_never_stopped_does(tmp_path: Path)
     work.prepare()
     kept = Trainer.load(
         Processes(work.settings.trainer),
-        work.settings.optimizer,
+        work.settings,
         model_folder=tmp_path / "model",
         state_folder=None,
         policy_version=0,
@@ -96,7 +96,7 @@ def test_a_resumed_trainer_does_what_one_that_never_stopped_does(tmp_path: Path)
     work.update("fresh", version=2, before="v1", trainer_state=None)
 
     train(kept, TrainingBatch.load(tmp_path / "batch"), work.settings, tmp_path / "model")
-    assert largest_difference(work.weights("v2"), dict(kept.model.state_dict())) == 0
+    assert largest_difference(work.weights("v2"), dict(kept.model.causal.state_dict())) == 0
     assert largest_difference(work.weights("v2"), work.weights("fresh")) > 1e-5
 
 
@@ -242,13 +242,13 @@ def test_rejection_sampling_makes_successes_likelier(tmp_path: Path) -> None:
     assert work.prepare()["trajectories"] == 12
     work.update("v1")
     batch = TrainingBatch.load(tmp_path / "batch")
-    micro = MicroBatch.of(batch, list(range(12)), torch.device("cpu"))
+    micro = MicroBatch.of(batch, list(range(12)), torch.device("cpu"), packed=False)
     totals = []
     for name in ("model", "v1/model"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         with torch.no_grad():
-            logits = model(micro.tokens, attention_mask=micro.attention).logits
-        totals.append(float(token_log_probs(logits, micro.tokens, 1.0)[micro.mask].sum()))
+            logits = model(**micro.inputs).logits
+        totals.append(float(token_log_probs(logits, micro.inputs["input_ids"], 1.0)[micro.mask].sum()))
     assert totals[1] > totals[0] + 1
 
 

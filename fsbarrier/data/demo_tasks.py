@@ -40,7 +40,6 @@ DEMO_SETTINGS: Final[dict[str, str | int | float]] = {
     "optimizer.warmup_steps": 4,
     "trainer.epochs": 2,
     "trainer.minibatch": 512,
-    "trainer.micro_batch": 256,
     "trainer.dtype": "float32",
     "engine.dtype": "float32",
     "engine.max_model_len": 64,

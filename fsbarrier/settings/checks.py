@@ -118,8 +118,12 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
             f"{as_chosen(key)}: leaves no room for a prompt in {as_chosen('engine.max_model_len')}",
         )
     require(
-        s.trainer.micro_batch <= s.trainer.minibatch,
+        s.trainer.micro_batch is None or s.trainer.micro_batch <= s.trainer.minibatch,
         f"{as_chosen('trainer.micro_batch')}: must not be above {as_chosen('trainer.minibatch')}",
+    )
+    require(
+        s.trainer.attention != "flash_attention_2" or s.trainer.dtype != "float32",
+        f"{as_chosen('trainer.attention')}: computes in bfloat16 only, not in {as_chosen('trainer.dtype')}",
     )
     require(
         s.update.trajectories is None or s.rl_phase == "update",

@@ -204,7 +204,24 @@ class TrainerSettings(Section):
 
     epochs: Count = setting(2, "Passes over each iteration's batch.")
     minibatch: Count = setting(256, "Trajectories an optimizer step, over all nodes together.")
-    micro_batch: Count = setting(32, "Trajectories that one process takes through the model at a time.")
+    max_tokens_per_micro_batch: Count = setting(
+        8192, "Tokens that one process takes through the model at a time; a longer trajectory is alone."
+    )
+    micro_batch: Count | None = setting(
+        None, "Trajectories that one process takes through the model at a time, at most; none: any number."
+    )
+    max_logits_mb: Count = setting(
+        512, "What the logits of a micro-batch may take at once, in MiB; they are computed in slices."
+    )
+    gradient_checkpointing: bool | None = setting(
+        None,
+        "Compute each block's activations a second time instead of keeping them, which is slower by a third; none: on "
+        "accelerators.",
+    )
+    attention: Literal["sdpa", "flash_attention_2"] = setting(
+        "sdpa",
+        "PyTorch's own attention, or flash-attention where it is installed; with it micro-batches have no padding.",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "Precision; auto: bfloat16 on accelerators that have it, else float32."
     )

@@ -20,7 +20,9 @@ def explained(error: RuntimeError) -> Exception:
     """torch's error as one line that says what to do; `error` itself where it is none of those to be expected."""
     first = (str(error).splitlines() or [""])[0]
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in first:
-        hint = "lower trainer.micro_batch, or engine.gpu_memory_utilization if the engine stays"
+        hint = (
+            "lower trainer.max_tokens_per_micro_batch, or engine.gpu_memory_utilization if the engine stays"
+        )
         return ProgramFailed(f"out of memory: {first}; {hint}")
     if isinstance(error, torch.distributed.DistError) or any(word in first.lower() for word in PEER_GONE):
         return ProgramFailed(f"lost contact with the trainer on another node (its log says why): {first}")

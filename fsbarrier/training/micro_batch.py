@@ -1,4 +1,4 @@
-"""Micro-batches: which sequences of a minibatch run through the model at once, on which process, and padded how."""
+"""Micro-batches: which sequences of a minibatch run through the model at once, on which process, and padded or packed."""
 
 from __future__ import annotations
 
@@ -8,77 +8,84 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from fsbarrier.training.batch import TrainingBatch
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Padded on the right. tokens, attention, mask (bool), old: [batch, length]; weights, current (bool): [batch]."""
+    """What the model is run over, and what the loss needs of it.
 
-    tokens: Tensor
-    attention: Tensor
+    `inputs` are the model's arguments. Their input_ids hold the sequences below each other, padded on the right, or *packed*: one after
+    the other in a single row, which only an attention that keeps them apart may get. `wanted` (bool, like input_ids) are the tokens that
+    the policy sampled. For the loss: mask (bool), old [sequences, longest], padded in either case; weights, current (bool) [sequences].
+    """
+
+    inputs: dict[str, Tensor]
+    wanted: Tensor
     mask: Tensor
     old: Tensor
     weights: Tensor
     current: Tensor
 
     @classmethod
-    def of(cls, batch: TrainingBatch, indices: list[int], device: torch.device) -> Self:
-        """These sequences of a batch, padded to the longest of them."""
+    def of(cls, batch: TrainingBatch, indices: list[int], device: torch.device, *, packed: bool) -> Self:
+        """These sequences of a batch."""
         spans = [slice(int(batch.offsets[i]), int(batch.offsets[i + 1])) for i in indices]
-        length = max(span.stop - span.start for span in spans)
-        shape = (len(spans), length)
-        tokens = torch.zeros(shape, dtype=torch.int64)
-        attention = torch.zeros(shape, dtype=torch.int64)
-        mask = torch.zeros(shape, dtype=torch.bool)
-        old = torch.zeros(shape, dtype=torch.float32)
-        for row, span in enumerate(spans):
-            end = span.stop - span.start
-            tokens[row, :end] = batch.token_ids[span]
-            attention[row, :end] = 1
-            mask[row, :end] = batch.loss_mask[span].bool()
-            old[row, :end] = batch.logprobs[span]
+        tokens = [batch.token_ids[span].long() for span in spans]
+        sampled = [batch.loss_mask[span].bool() for span in spans]
+        mask = pad_sequence(sampled, batch_first=True)
         # Nothing predicts the first token.
         mask[:, 0] = False
+        old = pad_sequence([batch.logprobs[span] for span in spans], batch_first=True)
+        if packed:
+            # Positions that begin anew tell the attention where the next sequence begins.
+            positions = torch.cat([torch.arange(len(one)) for one in tokens])
+            inputs = {"input_ids": torch.cat(tokens)[None], "position_ids": positions[None]}
+            wanted = torch.cat([row[: len(one)] for row, one in zip(mask, tokens, strict=True)])[None]
+        else:
+            attention = pad_sequence([torch.ones_like(one) for one in tokens], batch_first=True)
+            inputs = {"input_ids": pad_sequence(tokens, batch_first=True), "attention_mask": attention}
+            wanted = mask
         chosen = torch.tensor(indices)
-        parts = (tokens, attention, mask, old, batch.weights[chosen], batch.current[chosen].bool())
-        return cls(*(part.to(device) for part in parts))
+        parts = (wanted, mask, old, batch.weights[chosen], batch.current[chosen].bool())
+        there = {name: value.to(device) for name, value in inputs.items()}
+        return cls(there, *(part.to(device) for part in parts))
 
-    def from_first_sampled(self) -> Self:
-        """Without the columns that no loss needs: the first column left predicts the first sampled token of any row."""
-        sampled = self.mask.any(dim=0).nonzero()
-        first = int(sampled[0]) if len(sampled) else self.tokens.shape[1] - 1
-        kept = slice(first - 1, None)
-        parts = (self.tokens, self.attention, self.mask, self.old)
-        tokens, attention, mask, old = (part[:, kept] for part in parts)
-        return type(self)(tokens, attention, mask, old, self.weights, self.current)
+    def placed(self, found: Tensor) -> Tensor:
+        """[sequences, longest]: what the model found for the wanted tokens, in their places for the loss; elsewhere 0."""
+        return torch.zeros_like(self.old).masked_scatter(self.mask, found)
 
 
 def plan(
-    indices: list[int], lengths: list[int], world: int, *, most: int, most_tokens: int
+    indices: list[int], lengths: list[int], world: int, *, most: int | None, most_tokens: int, packed: bool
 ) -> list[list[list[int]]]:
     """One minibatch's micro-batches: [rank][round] -> indices of sequences, in the same number of rounds for every rank.
 
     Dealt out by length, so that ranks get equal work and a micro-batch little padding. A micro-batch has at most `most`
-    sequences and, padding included, `most_tokens` tokens (always at least one sequence). A rank with nothing left has an
-    empty one. Every process computes the whole plan, so that nothing needs to be agreed on.
+    sequences (None: any number) and, with the padding that it has unless it is packed, `most_tokens` tokens (always at least one
+    sequence). A rank with nothing left has an empty one. Every process computes the whole plan, so that nothing needs to be agreed on.
     """
     dealt = sorted(indices, key=lambda index: (-lengths[index], index))
-    ranks = [_micro_batches(dealt[rank::world], lengths, most, most_tokens) for rank in range(world)]
+    ranks = [_micro_batches(dealt[rank::world], lengths, most, most_tokens, packed) for rank in range(world)]
     rounds = list(zip_longest(*ranks, fillvalue=[]))
     return [[list(one[rank]) for one in rounds] for rank in range(world)]
 
 
 def _micro_batches(
-    longest_first: list[int], lengths: list[int], most: int, most_tokens: int
+    longest_first: list[int], lengths: list[int], most: int | None, most_tokens: int, packed: bool
 ) -> list[list[int]]:
     found: list[list[int]] = []
+    tokens = 0
     for index in longest_first:
-        current = found[-1] if found else []
+        last = found[-1] if found else []
         # The first of a micro-batch is its longest, to which the others are padded.
-        if current and len(current) < most and (len(current) + 1) * lengths[current[0]] <= most_tokens:
-            current.append(index)
+        more = lengths[index] if packed or not last else lengths[last[0]]
+        if last and len(last) != most and tokens + more <= most_tokens:
+            last.append(index)
+            tokens += more
         else:
             found.append([index])
+            tokens = lengths[index]
     return found

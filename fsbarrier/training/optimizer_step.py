@@ -16,7 +16,7 @@ from fsbarrier.settings.sections import OptimizerSettings, Settings
 from fsbarrier.training import logprob_gap
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.logprob_gap import GapSums, LogprobGap
-from fsbarrier.training.losses import policy_loss, token_log_probs
+from fsbarrier.training.losses import policy_loss
 from fsbarrier.training.micro_batch import MicroBatch, plan
 from fsbarrier.training.trainer import Trainer
 
@@ -96,19 +96,19 @@ def accumulate(
         batch.lengths(),
         processes.world,
         most=settings.trainer.micro_batch,
-        most_tokens=trainer.max_tokens,
+        most_tokens=settings.trainer.max_tokens_per_micro_batch,
+        packed=trainer.packs,
     )[processes.rank]
     tokens = batch.sampled_tokens(indices)
     sums = torch.zeros(3, dtype=torch.float64, device=processes.device)
     for number, chosen in enumerate(mine, start=1):
-        whole = MicroBatch.of(batch, chosen or indices[:1].tolist(), processes.device)
-        micro = whole.from_first_sampled()
+        micro = MicroBatch.of(batch, chosen or indices[:1].tolist(), processes.device, packed=trainer.packs)
         mask = micro.mask if chosen else torch.zeros_like(micro.mask)
         # Gradients are averaged over the processes once, in the last backward pass.
         last = number == len(mine)
         with nullcontext() if last else processes.accelerator.no_sync(trainer.model):
-            logits = trainer.logits(whole, micro)
-            new = token_log_probs(logits, micro.tokens, settings.rollout.temperature)
+            found = trainer.model(micro.inputs, micro.wanted, settings.rollout.temperature)
+            new = micro.placed(found)
             part = policy_loss(settings.algorithm, new, micro.old, micro.weights, mask)
             # The average of the processes' gradients is to be the gradient of the mean over all their tokens.
             processes.accelerator.backward(part.loss * processes.world / tokens)

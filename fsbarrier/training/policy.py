@@ -13,15 +13,23 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from fsbarrier.errors import UsageError
+from fsbarrier.settings.sections import TrainerSettings
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The causal model in `folder`, untied and without dropout. Raises UsageError for one that cannot be loaded whole."""
+def load(folder: Path, settings: TrainerSettings) -> PreTrainedModel:
+    """The causal model in `folder`, in float32, untied and without dropout. Raises UsageError for one that cannot be loaded whole."""
     # It would fill the log.
     transformers.utils.logging.disable_progress_bar()
     try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        attention = attention_for(config, settings)
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            folder,
+            config=config,
+            attn_implementation=attention,
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"the model in {folder} cannot be loaded: {str(error).splitlines()[0]}") from None
@@ -31,7 +39,22 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         raise UsageError(f"the model in {folder} cannot be loaded: it lacks {missing}")
     untie(model)
     disable_dropout(model)
+    checkpointing = settings.gradient_checkpointing
+    if torch.cuda.is_available() if checkpointing is None else checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def attention_for(config: transformers.PretrainedConfig, settings: TrainerSettings) -> str:
+    """Which of transformers' attentions computes what the model's does. Raises UsageError for flash-attention where it is not there."""
+    if settings.attention == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
+        raise UsageError(
+            "trainer.attention=flash_attention_2: the package flash-attn, or a GPU for it, is not here; "
+            "install it, or choose trainer.attention=sdpa"
+        )
+    # PyTorch's scaled_dot_product_attention knows no cap on attention's scores, and transformers would leave it out.
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return "eager" if capped and settings.attention == "sdpa" else settings.attention
 
 
 def disable_dropout(model: PreTrainedModel) -> None:

@@ -19,9 +19,6 @@ from fsbarrier.settings.sections import TrainerSettings
 # accelerate's names of what this trainer does. Its environment variables can ask for sharding too; that would be half in effect,
 # for nothing here gathers parameters and optimizer state.
 DATA_PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")
-# How much of the memory one micro-batch's logits may take, in float32: on a CPU so many bytes, else one part in so many.
-LOGITS_BYTES_CPU = 512 << 20
-LOGITS_SHARE = 40
 
 
 class Processes:
@@ -64,12 +61,6 @@ class Processes:
     def serving_dtype(self) -> torch.dtype:
         """The precision in which weights are written for the engine."""
         return torch.float32 if self.dtype is torch.float32 else torch.bfloat16
-
-    def max_logits_bytes(self) -> int:
-        """How large one micro-batch's logits may become; they are the largest tensor of a step."""
-        if self.device.type != "cuda":
-            return LOGITS_BYTES_CPU
-        return int(torch.cuda.get_device_properties(self.device).total_memory) // LOGITS_SHARE
 
 
 def _dtype(wanted: str, on_cpu: bool) -> torch.dtype:

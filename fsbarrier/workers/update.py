@@ -65,7 +65,7 @@ def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str
     model_folder = Path(spec["model"])
     trainer = Trainer.load(
         processes,
-        settings.optimizer,
+        settings,
         model_folder=model_folder,
         state_folder=None if spec["trainer_state"] is None else Path(spec["trainer_state"]),
         policy_version=spec["policy_version"],

@@ -1,0 +1,134 @@
+"""Log-probabilities straight from the hidden states: the output head in slices of the vocabulary, so that its logits never exist at once.
+
+The head's slice is what is cast to the precision of the computation, never the whole of it; the backward pass computes each slice
+again, and with it this slice's gradient, whole and once. Nothing is added up over slices but what is as small as the hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+# What a logit takes while its slice is worked on: itself in float32, and one more like it.
+BYTES_PER_LOGIT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LogitScaling:
+    """What an architecture does to its logits: times `scale`, then bent to stay within ±`cap`."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """In place."""
+        if self.scale != 1:
+            logits.mul_(self.scale)
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
+
+    def slope(self, scaled: Tensor) -> Tensor | float:
+        """The derivative at what `apply_` gave."""
+        if self.cap is None:
+            return self.scale
+        return scaled.div(self.cap).square_().neg_().add_(1).mul_(self.scale)
+
+
+class LogProbHead(nn.Module):
+    """A model's output head. A module of its own, so that its weights can be sharded as one unit.
+
+    `linear`: the model's own head, which stays the model's too. `max_bytes`: what the logits may take at once.
+    """
+
+    def __init__(self, linear: nn.Linear, scaling: LogitScaling, max_bytes: int) -> None:
+        super().__init__()
+        self.linear = linear
+        self.scaling = scaling
+        self.max_bytes = max_bytes
+
+    def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        """float32 [n]: the log-probability of each target after its hidden state. hidden: [n, width]; targets: int64 [n]."""
+        device = hidden.device.type
+        weight = self.linear.weight
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        # A slice of the head is copied in its lower precision, and has a gradient.
+        entry = BYTES_PER_LOGIT * len(hidden) + 2 * weight.shape[1] * weight.element_size()
+        plan = _Plan(self.scaling, temperature, dtype, max(1, self.max_bytes // entry))
+        found: Tensor = _HeadLogProbs.apply(hidden, weight, self.linear.bias, targets, plan)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How one call of the head is computed: `width` entries of the vocabulary at a time."""
+
+    scaling: LogitScaling
+    temperature: float
+    dtype: torch.dtype
+    width: int
+
+    def slices(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+        """Each slice of the vocabulary, and its logits before the temperature, float32 [n, slice], for the caller to keep."""
+        hidden = hidden.to(self.dtype)
+        for start in range(0, len(weight), self.width):
+            entries = slice(start, min(start + self.width, len(weight)))
+            logits = torch.mm(hidden, weight[entries].to(self.dtype).T)
+            if bias is not None:
+                logits += bias[entries].to(self.dtype)
+            yield entries, self.scaling.apply_(logits.float())
+
+    def inside(self, targets: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
+        """Which targets lie in a slice, and where in it (the others: somewhere)."""
+        at = targets - entries.start
+        here = (at >= 0) & (targets < entries.stop)
+        return here, at.clamp(0, entries.stop - entries.start - 1)[:, None]
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan
+    ) -> Tensor:
+        # Of each row the largest logit so far, and the sum of all e ** (logit - largest).
+        largest = torch.full_like(targets, -torch.inf, dtype=torch.float32)
+        total, chosen = torch.zeros_like(largest), torch.zeros_like(largest)
+        for entries, logits in plan.slices(hidden, weight, bias):
+            logits.div_(plan.temperature)
+            here, at = plan.inside(targets, entries)
+            chosen = torch.where(here, logits.gather(1, at).squeeze(1), chosen)
+            before, largest = largest, torch.maximum(largest, logits.amax(1))
+            total *= torch.exp(before - largest)
+            total += logits.sub_(largest[:, None]).exp_().sum(1)
+        ctx.save_for_backward(hidden, weight, bias, targets, largest, total)
+        ctx.plan = plan
+        return chosen - largest - total.log()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, largest, total = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        to_hidden = torch.zeros_like(hidden, dtype=torch.float32) if wants_hidden else None
+        to_weight = torch.empty_like(weight) if wants_weight else None
+        to_bias = torch.empty_like(bias) if wants_bias else None
+        grad = (grad / plan.temperature)[:, None]
+        for entries, logits in plan.slices(hidden, weight, bias):
+            slope = plan.scaling.slope(logits)
+            here, at = plan.inside(targets, entries)
+            # d log p(target) / d logit is (is it the target) - p.
+            logits.div_(plan.temperature).sub_(largest[:, None]).exp_().mul_(-grad / total[:, None])
+            logits.scatter_add_(1, at, grad * here[:, None]).mul_(slope)
+            if to_bias is not None:
+                to_bias[entries] = logits.sum(0)
+            step = logits.to(plan.dtype)
+            if to_hidden is not None:
+                to_hidden += torch.mm(step, weight[entries].to(plan.dtype))
+            if to_weight is not None:
+                to_weight[entries] = torch.mm(step.T, hidden.to(plan.dtype))
+        to_hidden = None if to_hidden is None else to_hidden.to(hidden.dtype)
+        return to_hidden, to_weight, to_bias, None, None
