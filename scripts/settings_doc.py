@@ -17,7 +17,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from generated_page import write_or_check  # noqa: E402
 
 from fsbarrier.rundir.runrecord import PER_START  # noqa: E402
-from fsbarrier.settings.sections import Section, Settings, sections  # noqa: E402
+from fsbarrier.settings.section import Section  # noqa: E402
+from fsbarrier.settings.sections import Settings, sections  # noqa: E402
 from fsbarrier.settings.sources import FLAGS  # noqa: E402
 from fsbarrier.settings.value_types import Bounds  # noqa: E402
 

@@ -16,7 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.checks import check, one_line
-from fsbarrier.settings.sections import Section, Settings, sections
+from fsbarrier.settings.section import Section
+from fsbarrier.settings.sections import Settings, sections
 from fsbarrier.settings.sources import ChosenValue, Kind, nearest
 from fsbarrier.settings.value_types import Bounds, ShellWords
 
