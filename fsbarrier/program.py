@@ -6,13 +6,13 @@ carries out the work that the table's functions describe. Pure: these functions 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.errors import UsageError
-from fsbarrier.protocol.facts import Join, Member, Payload
+from fsbarrier.protocol.facts import Join, JsonObject, Member, Payload
 from fsbarrier.protocol.rows import Row, Slice, Table
 from fsbarrier.rundir.paths import RunPaths
 
@@ -164,6 +164,29 @@ class PartOnDisk:
     policy: str
     valid_bytes: int
     tasks: tuple[int, ...]
+    #: of these, the tasks in whose groups the reward or the agent failed
+    unjudged: frozenset[int] = frozenset()
+
+
+def adopt_parts(
+    parts: Sequence[PartOnDisk], wanted: Sequence[int]
+) -> tuple[list[JsonObject], list[JsonObject]]:
+    """What a decision takes over from parts on disk, each task from the first part that has it: groups to be merged as they are, and
+    groups that need a judgement first. A failure of the reward or the agent never passes for finished work, and a mended reward
+    counts for all."""
+    left = set(wanted)
+
+    def take(*, unjudged: bool) -> list[JsonObject]:
+        taken = []
+        for part in parts:
+            useful = [task for task in part.tasks if task in left and (task in part.unjudged) == unjudged]
+            if useful:
+                left.difference_update(useful)
+                taken.append({"path": part.path, "valid_bytes": part.valid_bytes, "tasks": useful})
+        return taken
+
+    adopted = take(unjudged=False)
+    return adopted, take(unjudged=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_file
+
+
+def code_file(function: Callable[..., object]) -> str | None:
+    """The file in which a function is written, where that is known."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code.co_filename if code else None
+
+
+def described_failure(error: BaseException, file: str | None) -> str:
+    """What a user's code raised, and where: the innermost line of the user's `file`, else of any.
+
+    The whole traceback goes to this program's log, once for each place.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == file] or frames
+    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    if place not in _shown:
+        _shown.add(place)
+        traceback.print_exception(error, file=sys.stderr)
+    return f"{type(error).__name__}: {error}{place}"
+
+
+#: the places whose traceback the log has
+_shown: set[str] = set()
 
 
 def load_named(setting: str, value: str) -> object:
@@ -25,7 +52,7 @@ def load_named(setting: str, value: str) -> object:
         module = load_file(file, f"fsbarrier_user_{setting.replace('.', '_')}")
     # Whatever the user's code raises.
     except Exception as error:
-        raise UsageError(f"{said}: {file} cannot be loaded: {type(error).__name__}: {error}") from None
+        raise UsageError(f"{said}: {file} cannot be loaded: {described_failure(error, str(file))}") from None
     found = getattr(module, name, None)
     if found is None:
         raise UsageError(f"{said}: {file} defines no {name}")

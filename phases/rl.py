@@ -28,6 +28,7 @@ from fsbarrier.program import (
     Steps,
     Value,
     Work,
+    adopt_parts,
 )
 from fsbarrier.protocol.assign import sample_tasks, split_by_weight
 from fsbarrier.protocol.facts import JsonObject, Payload
@@ -61,21 +62,18 @@ def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -
 def carried_over(ctx: Context) -> list[int]:
     """The tasks that were cut off at the end of the iteration before."""
     last = ctx.decisions.get("train_aggregate")
-    cut_off = last["value"].get("cut_off", ()) if last and last["iteration"] == ctx.iteration - 1 else ()
-    return list(cut_off)
+    return last["value"].get("cut_off", []) if last and last["iteration"] == ctx.iteration - 1 else []
 
 
 def share_out(ctx: Context, split: str, wanted: list[int]) -> dict[str, object]:
     """Tasks to ranks by weight, less those whose groups an earlier attempt at this iteration left whole on disk.
 
-    `fixed_shares` says why each node does its own share and no more; "" where those that run out take over from the slowest.
+    Groups that could not be judged are shared out too, to be judged again. `fixed_shares` says why each node does its own share
+    and no more; "" where those that run out take over from the slowest.
     """
-    missing, adopted = set(wanted), []
-    for part in ctx.inventory(split):
-        useful = [task for task in part.tasks if task in missing]
-        if useful and part.policy == ctx.policy_identity:
-            missing.difference_update(useful)
-            adopted.append({"path": part.path, "valid_bytes": part.valid_bytes, "tasks": useful})
+    parts = [part for part in ctx.inventory(split) if part.policy == ctx.policy_identity]
+    adopted, judge_again = adopt_parts(parts, wanted)
+    missing = set(wanted).difference(*(part["tasks"] for part in adopted))
     shares = split_by_weight([task for task in wanted if task in missing], ctx.weights)
     fixed = "rollout.take_over is off" if not ctx.settings.rollout.take_over else ctx.claims_unsafe()
     events = [{"event": "shares_fixed", "why": fixed}] if fixed and len(shares) > 1 else []
@@ -83,6 +81,7 @@ def share_out(ctx: Context, split: str, wanted: list[int]) -> dict[str, object]:
         "wanted": wanted,
         "shares": {str(rank): share for rank, share in zip(ctx.ranks, shares, strict=True)},
         "adopted": adopted,
+        "judge_again": judge_again,
         "fixed_shares": fixed,
         **({"events": events} if events else {}),
     }
@@ -123,6 +122,7 @@ def share_of(ctx: Context, split: str, assigned: Payload) -> dict[str, object]:
         "completion_threshold": settings.completion_threshold if ends_early else 1.0,
         "grace_s": settings.grace_s,
         "there": sum(len(part["tasks"]) for part in assigned["adopted"]),
+        "judge_again": assigned.get("judge_again", []),
         "expected": assigned["wanted"],
         "keep": assigned.get("keep"),
         "part": str(ctx.paths.part(split, ctx.iteration, rank, ctx.generation, ctx.incarnation)),
@@ -227,9 +227,9 @@ def evaluating(ctx: Context) -> Payload | None:
 
 def rollout_eval(ctx: Context) -> Work:
     """Every node, if decided: its share of the held-out tasks."""
-    own, train = ctx.settings.eval, ctx.settings.rollout
-    most = own.max_tokens or train.max_tokens
-    settings = replace(train, samples=own.samples, temperature=own.temperature, max_tokens=most)
+    # What is not set for evaluations is as in train rollouts.
+    own = {name: getattr(ctx.settings.eval, name) for name in SAMPLING_SETTINGS if name != "seed"}
+    settings = replace(ctx.settings.rollout, **{k: value for k, value in own.items() if value is not None})
     return rollout(ctx, "test", evaluating(ctx), settings)
 
 

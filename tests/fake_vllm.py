@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.reload(body)
             case "/reset_prefix_cache":
                 self.answer(200, {"success": not first_time("busy") if MODE.get("busy") else True})
+            case "/detokenize":
+                self.answer(200, {"prompt": "".join(map(chr, body["tokens"]))})
             case "/v1/completions":
                 self.complete(body)
             case _:
@@ -150,7 +153,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             late = sorted(enumerate(prompts), key=lambda item: "!" in item[1])
             for number, prompt in late:
-                self.group(number, prompt, body["n"])
+                self.group(number, prompt, body["n"], body.get("stop") or ())
             self.event("[DONE]")
             self.wfile.write(b"0\r\n\r\n")
         except ConnectionAbortedError:
@@ -162,7 +165,7 @@ class Handler(BaseHTTPRequestHandler):
             with LOCK:
                 serving["prompts"] -= len(prompts)
 
-    def group(self, number: int, prompt: str, samples: int) -> None:
+    def group(self, number: int, prompt: str, samples: int, stops: Sequence[str]) -> None:
         if "!500" in prompt:
             self.event({"error": {"message": "cannot", "type": "InternalServerError", "code": 500}})
             raise ConnectionAbortedError
@@ -185,9 +188,17 @@ class Handler(BaseHTTPRequestHandler):
             if "!abort" in prompt and first_time("abort"):
                 reason = "abort"
             tokens = [ord(letter) for letter in text] + ([END] if reason == "stop" else [])
+            stop = next((stop for stop in stops if stop in text), None)
+            said = text
+            if stop is not None:
+                # As vLLM does it: the tokens up to the one that completes the stop string are kept, here with one letter that this
+                # token says beyond it; the text ends before the string.
+                tokens = [ord(letter) for letter in text[: text.index(stop) + len(stop) + 1]]
+                said = text[: text.index(stop)]
             index = number * samples + sample
-            self.event({"choices": [self.choice(index, tokens[:1], text[:1], None, prompt)]})
-            self.event({"choices": [self.choice(index, tokens[1:], text[1:], reason, None)]})
+            self.event({"choices": [self.choice(index, tokens[:1], said[:1], None, prompt)]})
+            last = self.choice(index, tokens[1:], said[1:], reason, None)
+            self.event({"choices": [{**last, "stop_reason": stop}]})
             reason = "length" if "!long" in prompt else "stop"
 
     def choice(self, index: int, tokens: list[int], text: str, reason: str | None, prompt: str | None) -> Any:

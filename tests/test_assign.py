@@ -115,3 +115,18 @@ def test_adopted_groups_are_not_shared_out_again(
         assert left == [drawn[1], drawn[3]]
     else:
         assert decision["adopted"] == [] and left == drawn
+
+
+def test_a_group_without_a_judgement_is_not_adopted_but_judged_again() -> None:
+    drawn = assigned(context())["wanted"]
+    first = PartOnDisk("p", "start", 100, (drawn[0], drawn[1]), frozenset({drawn[1]}))
+    # Here the same task was judged; a second failure is of no use.
+    second = PartOnDisk("q", "start", 200, (drawn[1], drawn[2]), frozenset({drawn[2]}))
+    third = PartOnDisk("r", "start", 300, (drawn[2],), frozenset({drawn[2]}))
+    decision = assigned(context(inventory=lambda split: (first, second, third)))
+    assert decision["adopted"] == [
+        {"path": "p", "valid_bytes": 100, "tasks": [drawn[0]]},
+        {"path": "q", "valid_bytes": 200, "tasks": [drawn[1]]},
+    ]
+    assert decision["judge_again"] == [{"path": "q", "valid_bytes": 200, "tasks": [drawn[2]]}]
+    assert [task for share in decision["shares"].values() for task in share] == [drawn[2], drawn[3]]

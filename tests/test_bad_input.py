@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -40,6 +41,15 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "agent.py").write_text(
         agents + "class Plain:\n def run(self, task, client): pass\ndef f(): pass\n"
     )
+    (tmp_path / "imports.py").write_text("import no_such_module\ndef reward(a, b, c, d): pass\n")
+    (tmp_path / "exits.py").write_text("import os\ndef reward(a, b, c, d): pass\nos._exit(7)\n")
+    chat = tmp_path / "chat"
+    chat.mkdir()
+    messages = {"prompt": [{"role": "user", "content": "2+2="}], "answer": "4"}
+    for split in ("train", "test"):
+        (chat / f"{split}.jsonl").write_text(json.dumps(TASK) + "\n" + json.dumps(messages) + "\n")
+    shutil.copytree(model, tmp_path / "short")
+    (tmp_path / "short" / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 64}')
     (tmp_path / "raises.py").write_text("raise RuntimeError('no')\n")
     (tmp_path / "nothing.py").write_text("x = 1\n")
     (tmp_path / "bad.toml").write_text("[rollout\n")
@@ -236,6 +246,23 @@ CASES = {
     "judge without an address": (
         RL + "reward.kind=judge",
         ["reward.kind=judge", "give judge.url and judge.model"],
+    ),
+    "reward with a wrong signature": (
+        RL + "reward.kind=reward.py:reward",
+        ["a reward is called as reward(prompt, response, answer, metadata)", "too many positional arguments"],
+    ),
+    "reward whose file cannot be imported": (
+        RL + "reward.kind=imports.py:reward",
+        ["imports.py cannot be loaded", "ModuleNotFoundError", "no_such_module", "(imports.py, line 1)"],
+    ),
+    "reward whose file ends the program": (RL + "reward.kind=exits.py:reward", ["exit code 7"]),
+    "chat messages for a model without a template": (
+        "run --data-path chat --model model",
+        ["chat", "task 1", "has no chat template"],
+    ),
+    "answers longer than the model's positions": (
+        "run --data-path data --model short rollout.max_tokens=64",
+        ["rollout.max_tokens=64", "the model has 64 positions"],
     ),
     "function without its judge": (RL + "reward.kind=reward.py:judged", ["judge.url is not set"]),
     "judge's address": (

@@ -129,6 +129,10 @@ def run(spec: Path) -> Run:
     return finish(start(spec), spec)
 
 
+def prompts_asked(fake: Fake) -> int:
+    return sum(len(request["prompt"]) for request in fake.requests())
+
+
 def rolled_out(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """The trajectories of the part file by task, as they lie there."""
     groups: dict[int, list[dict[str, Any]]] = {}
@@ -395,13 +399,71 @@ def test_a_reward_of_ones_own_and_its_failures(tmp_path: Path, fake: Fake) -> No
     assert groups[0][0]["reward_parts"] == {"reward": 0.5, "length": 2.0}
     assert groups[0][0]["metadata"]["reward_info"] == {"by": "me"}
     assert [(item["valid"], item["reward"]) for item in groups[11]] == [(False, 0.0)] * SAMPLES
-    assert groups[11][0]["metadata"]["reward_error"] == "reward: ValueError: no\nd please"
+    assert groups[11][0]["metadata"]["reward_error"] == "reward: ValueError: no\nd please (mine.py, line 4)"
+    # Those that could not be judged are no part of the mean.
+    assert done.result["reward_mean"] == 0.5
 
     more = tmp_path / "more"
     more.mkdir()
     done = run(make_spec(more, fake.url, ["ab=", "dc=", "de="], **kind))
     assert done.code == 1
-    assert_one_line(done.stderr, "the reward failed for ", "of 12 trajectories", "ValueError: no d please")
+    last = done.stderr.splitlines()[-1]
+    assert "the reward failed for " in last and "of 12 trajectories" in last
+    assert "ValueError: no d please (mine.py, line 4)" in last
+    # The log has the traceback, once.
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_a_reward_that_always_raises_never_passes_for_finished_work(tmp_path: Path, fake: Fake) -> None:
+    """Each attempt is judged by the whole share: what an earlier one could not judge is judged again, and not sampled again."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("def reward(prompt, response, answer, metadata):\n    raise ValueError('bug')\n")
+    kind = {"reward.kind": f"{mine}:reward"}
+    prompts, tasks = ["ab="] * 8, list(range(8))
+    earlier: list[dict[str, Any]] = []
+    for attempt in range(3):
+        folder = tmp_path / f"attempt-{attempt}"
+        folder.mkdir()
+        done = run(make_spec(folder, fake.url, prompts, judge_again=earlier, prefix=f"g{attempt}", **kind))
+        assert done.code == 1
+        assert f"the reward failed for 4 of {8 * SAMPLES} trajectories" in done.stderr.splitlines()[-1]
+        part = folder / "trajectories" / "part"
+        scan = scan_shard(part)
+        # A group is judged as a whole.
+        assert scan.groups and all(group.unjudged == SAMPLES for group in scan.groups)
+        left = [
+            g.task_index for g in scan.groups if g.task_index not in {t for p in earlier for t in p["tasks"]}
+        ]
+        earlier.append({"path": str(part), "valid_bytes": scan.valid_bytes, "tasks": left})
+
+    mine.write_text("def reward(prompt, response, answer, metadata):\n    return len(response)\n")
+    folder, sampled = tmp_path / "mended", {task for part in earlier for task in part["tasks"]}
+    folder.mkdir()
+    asked = prompts_asked(fake)
+    done = run(make_spec(folder, fake.url, prompts, judge_again=earlier, prefix="g3", **kind))
+    assert done.code == 0 and done.result["reward_errors"] == 0
+    assert sorted(done.result["tasks"]) == tasks
+    assert prompts_asked(fake) - asked == len(tasks) - len(sampled)
+    for group in rolled_out(folder).values():
+        assert [item["reward"] for item in group] == [2.0] * SAMPLES
+        assert all(item["valid"] and "reward_error" not in item["metadata"] for item in group)
+
+
+def test_a_group_whose_agent_failed_or_whose_part_is_gone_is_sampled_again(
+    tmp_path: Path, fake: Fake
+) -> None:
+    first = tmp_path / "first"
+    first.mkdir()
+    run(make_spec(first, fake.url, ["ab=", "ba!400="]))
+    part = first / "trajectories" / "part"
+    size = part.stat().st_size
+    gone = {"path": str(tmp_path / "gone"), "valid_bytes": 9, "tasks": [0]}
+    refused = {"path": str(part), "valid_bytes": size, "tasks": [1]}
+    second = tmp_path / "second"
+    second.mkdir()
+    done = run(make_spec(second, fake.url, ["ab=", "ba="], judge_again=[gone, refused], prefix="g4"))
+    assert done.code == 0 and sorted(done.result["tasks"]) == [0, 1]
+    assert [item["reward"] for item in rolled_out(second)[1]] == [1.0] * SAMPLES
 
 
 @pytest.mark.parametrize(

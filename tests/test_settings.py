@@ -101,6 +101,11 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
         (["trainer.attention=flash_attention_2", "trainer.dtype=float32"], "computes in bfloat16 only"),
         (["rollout.temperature=0"], "rollout.temperature=0.0: greedy samples of a task are all alike"),
         (["rollout.samples=1"], "algorithm.loss=grpo compares the samples of a task"),
+        (
+            ["rollout.top_p=0.9"],
+            "rollout.top_p=0.9: train rollouts for algorithm.loss=grpo must be sampled from",
+        ),
+        (["rollout.top_k=2"], "for evaluations there is eval.top_k"),
         (["rollout.samples=0", "rollout.tasks=0"], "(and 1 more)"),
         (["hello"], "unexpected argument 'hello'; settings are written key=value"),
         (["num-nodes"], "unexpected argument 'num-nodes'; did you mean --num-nodes?"),

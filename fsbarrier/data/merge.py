@@ -67,6 +67,8 @@ class AggregateReport:
     left_out: int = 0
     #: of all groups, those left out included
     rolled_out_reward_mean: float | None = None
+    #: trajectories without a judgement: the reward or the agent failed. They count for no mean.
+    unjudged: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ def _report(plan: Plan, out: Path, size: int, damaged: list[str], *, already_don
         fingerprint=plan.fingerprint,
         left_out=len(plan.without_signal) + len(plan.surplus),
         rolled_out_reward_mean=plan.rolled_out_reward_mean,
+        unjudged=sum(group.unjudged for group in groups),
     )
 
 
@@ -275,6 +278,7 @@ class _Merge:
                 "trajectories": group.trajectories,
                 "reward_sum": group.reward_sum,
                 "signal": group.signal,
+                "unjudged": group.unjudged,
                 "key": group.key,
                 "storages": [storage.name.removeprefix(DATA) for storage in group.storages],
                 "body": [self.body_places[group.task_index], group.body_length, group.body_crc],

@@ -174,6 +174,7 @@ def merged_metadata(request: MergeRequest, plan: Plan, damaged: Sequence[str]) -
         "trajectories": sum(group.trajectories for group in groups),
         "groups": len(groups),
         "reward_mean": mean_reward(groups),
+        "unjudged": sum(group.unjudged for group in groups),
         "parts": [
             {"name": part.path.name, "bytes": scan.valid_bytes, "groups": len(scan.groups)}
             for part, scan in zip(request.parts, plan.scans, strict=True)

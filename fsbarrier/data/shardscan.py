@@ -61,6 +61,8 @@ class GroupEntry(NamedTuple):
     body_crc: int = 0
     #: whether its rewards differ; if not, there is nothing to learn from comparing them
     signal: bool = True
+    #: how many of its trajectories have no judgement: the reward or the agent failed
+    unjudged: int = 0
 
     @property
     def end(self) -> int:
@@ -97,10 +99,10 @@ class ShardScan:
 
 
 def mean_reward(groups: Iterator[GroupEntry] | tuple[GroupEntry, ...] | list[GroupEntry]) -> float | None:
-    """The mean over all trajectories of the groups, or None without any."""
+    """The mean over all trajectories of the groups that were judged, or None without any."""
     count, total = 0, 0.0
     for group in groups:
-        count += group.trajectories
+        count += group.trajectories - group.unjudged
         total += group.reward_sum
     return total / count if count else None
 
@@ -365,6 +367,7 @@ def _group_entry(
         storages,
         *body,
         bool(described.get("signal", True)),
+        int(described.get("unjudged", 0)),
     )
 
 

@@ -42,7 +42,7 @@ from fsbarrier.data.torchzip import (
     write_at,
     write_directory,
 )
-from fsbarrier.data.trajectory import REQUIRED
+from fsbarrier.data.trajectory import REQUIRED, is_judged
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.files import fsync_dir, open_new
 from fsbarrier.protocol.facts import Payload
@@ -291,7 +291,9 @@ def _group_bytes(
         entry = make_entry(f"{DATA}{key}-{code}", len(content), zlib.crc32(content), offset + len(data))
         data += header_bytes(entry) + content
         storages.append(entry)
-    reward_sum = float(sum(trajectory["reward"] for trajectory in trajectories))
+    unjudged = sum(not is_judged(trajectory) for trajectory in trajectories)
+    # What is not judged has the reward 0.
+    reward_sum = float(sum(trajectory["reward"] for trajectory in trajectories if is_judged(trajectory)))
     signal = len({float(trajectory["reward"]) for trajectory in trajectories}) > 1
     body_crc = zlib.crc32(body)
     described = {
@@ -300,6 +302,7 @@ def _group_bytes(
         "trajectories": len(trajectories),
         "reward_sum": reward_sum,
         "signal": signal,
+        "unjudged": unjudged,
         "body_crc": body_crc,
         "storages": [[entry.name.removeprefix(DATA), entry.size, entry.crc] for entry in storages],
     }
@@ -322,5 +325,6 @@ def _group_bytes(
         body_length=len(body),
         body_crc=body_crc,
         signal=signal,
+        unjudged=unjudged,
     )
     return group, data

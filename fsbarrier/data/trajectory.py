@@ -7,7 +7,8 @@ A trajectory of N tokens has three arrays of length N side by side: `token_ids`,
 from __future__ import annotations
 
 from array import array
-from typing import Required, TypedDict
+from collections.abc import Mapping
+from typing import Any, Required, TypedDict
 
 from fsbarrier.protocol.facts import JsonObject
 
@@ -87,6 +88,12 @@ class Trajectory(Sampled, total=False):
     timings: dict[str, float]
     #: the task's other fields and its `answer`; where something went wrong `agent_error`, `reward_error` or `error`
     metadata: JsonObject
+
+
+def is_judged(trajectory: Mapping[str, Any]) -> bool:
+    """Whether its reward is one: neither the reward nor the agent failed."""
+    metadata = trajectory.get("metadata")
+    return not (isinstance(metadata, Mapping) and {"reward_error", "agent_error"} & metadata.keys())
 
 
 class TrajectoryFile(TypedDict):

@@ -39,11 +39,7 @@ class ModelFolder:
     @property
     def max_positions(self) -> int | None:
         """The longest sequence in tokens; None where the configuration does not say, or scales it."""
-        text = text_config(self.config)
-        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else "?"
-        longest = text.get("max_position_embeddings")
-        return longest if isinstance(longest, int) and kind in ("default", None) else None
+        return max_positions(self.config)
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -53,6 +49,15 @@ class ModelFolder:
         layers, heads = number(text, "num_hidden_layers", 32), number(text, "num_attention_heads", 32)
         width = number(text, "head_dim", 0) or number(text, "hidden_size", 4096) // max(1, heads)
         return 2 * 4 * layers * number(text, "num_key_value_heads", heads) * width
+
+
+def max_positions(config: Config) -> int | None:
+    """As ModelFolder has it."""
+    text = text_config(config)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else "?"
+    longest = text.get("max_position_embeddings")
+    return longest if isinstance(longest, int) and kind in ("default", None) else None
 
 
 def inspect(path: Path) -> ModelFolder:

@@ -72,5 +72,6 @@ def parts_on_disk(folder: Path, split: str, iteration: int) -> tuple[PartOnDisk,
         if scan.groups:
             policy = str(scan.header.get("policy", ""))
             tasks = tuple(group.task_index for group in scan.groups)
-            found.append(PartOnDisk(str(path), policy, scan.valid_bytes, tasks))
+            unjudged = frozenset(group.task_index for group in scan.groups if group.unjudged)
+            found.append(PartOnDisk(str(path), policy, scan.valid_bytes, tasks, unjudged))
     return tuple(found)

@@ -7,7 +7,7 @@ them the phase fails.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,11 +49,30 @@ def open_reward(kind: str, *, timeout_s: float | None = None, judge: JudgeSettin
             return JudgeReward(_open_judge(kind, judge))
     if ":" not in kind:
         raise UsageError(f"reward.kind={kind}: must be {', '.join(KINDS)}, judge or path/file.py:function")
-    name, function = kind.rpartition(":")[2], load_named("reward.kind", kind)
+    name, function = kind.rpartition(":")[2], load_function(kind)
+    return FunctionReward(
+        name, function, timeout_s, _open_judge(kind, judge) if asks_judge(function) else None
+    )
+
+
+def load_function(kind: str) -> Callable[..., object]:
+    """The user's function that `kind` ("path/file.py:function") names. Raises UsageError, also where it cannot be called as rewards are."""
+    function = load_named("reward.kind", kind)
     if not callable(function):
-        raise UsageError(f"reward.kind={kind}: {name} is not a function")
-    asks = "judge" in inspect.signature(function).parameters
-    return FunctionReward(name, function, timeout_s, _open_judge(kind, judge) if asks else None)
+        raise UsageError(f"reward.kind={kind}: {kind.rpartition(':')[2]} is not a function")
+    judge = {"judge": None} if asks_judge(function) else {}
+    try:
+        inspect.signature(function).bind("prompt", "response", "answer", {}, **judge)
+    except TypeError as error:
+        raise UsageError(
+            f"reward.kind={kind}: a reward is called as reward(prompt, response, answer, metadata): {error}"
+        ) from None
+    return function
+
+
+def asks_judge(function: Callable[..., object]) -> bool:
+    """Whether the function wants the model of the settings `judge.*`."""
+    return "judge" in inspect.signature(function).parameters
 
 
 def _open_judge(kind: str, settings: JudgeSettings | None) -> Judge:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.rewards.score import Messages, Score
+from fsbarrier.user_code import code_file, described_failure
 
 if TYPE_CHECKING:
     from fsbarrier.rewards.judge import Judge
@@ -43,6 +44,7 @@ class FunctionReward:
         self, name: str, function: Callable[..., Any], timeout_s: float, judge: Judge | None = None
     ) -> None:
         self.name, self.function, self.judge = name, function, judge
+        self.file = code_file(function)
         self._is_async = inspect.iscoroutinefunction(function)
         # Waiting for its turn is not the function's time: no more run at once than the judge answers.
         self.timeout_s = timeout_s + (judge.patience_s if judge else 0.0)
@@ -60,7 +62,7 @@ class FunctionReward:
             score = Score(0.0, error=f"{self.name}: no reward within {self.timeout_s:g} s (reward.timeout_s)")
         # Whatever the user's code raises.
         except Exception as error:
-            score = Score(0.0, error=f"{self.name}: {type(error).__name__}: {error}")
+            score = Score(0.0, error=f"{self.name}: {described_failure(error, self.file)}")
         return replace(score, seconds=time.monotonic() - started)
 
     async def _call(self, task: Task, response: str, messages: Messages | None) -> object:

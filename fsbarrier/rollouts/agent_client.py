@@ -129,7 +129,8 @@ class Client:
         self, prompt: str, *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Reply:
         """The policy's continuation of a text, without a chat template. A prompt that begins with an earlier prompt and its answer goes
-        on from their tokens. Raises TurnFailed."""
+        on from their tokens; after an answer that ended at a stop string, which is not in its text, the prompt has that string too.
+        Raises TurnFailed."""
         async with self._turn() as hold:
             earlier = [s for s in self.segments if s.text and not s.busy and prompt.startswith(s.text)]
             if earlier:
@@ -140,7 +141,7 @@ class Client:
                 segment, rest = hold(self._new_segment()), prompt
                 suffix = await self._sampler.tokens(prompt=prompt)
             sample = await self._sample(segment, suffix, max_tokens, stop)
-            segment.text = prompt + sample.text
+            segment.text = prompt + await self._whole_text(sample)
             message: Message = {"role": "assistant", "content": sample.text}
             segment.history = [*segment.history, {"role": "user", "content": rest}, message]
         return self._reply(segment, sample, message)
@@ -227,6 +228,13 @@ class Client:
         self.generate_s += sample.seconds
         self.cut_off = self.cut_off or sample.finish_reason == "length"
         return sample
+
+    async def _whole_text(self, sample: Sample) -> str:
+        """What the tokens of an answer say: with the stop string, and with what its last token says beyond that."""
+        if sample.stop is None:
+            return sample.text
+        whole = await self._sampler.text_of(sample.token_ids)
+        return sample.text + sample.stop + whole.rpartition(sample.stop)[2]
 
     def _message(self, text: str, with_tools: bool) -> Message:
         calls = tool_calls(text) if with_tools else []

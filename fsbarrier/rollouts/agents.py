@@ -23,9 +23,13 @@ from fsbarrier.rollouts.episode import Episode, Trajectory
 from fsbarrier.rollouts.samples import Emit, Group
 from fsbarrier.rollouts.sampling import Sampler
 from fsbarrier.settings.sections import RolloutSettings
-from fsbarrier.user_code import load_named
+from fsbarrier.user_code import code_file, described_failure, load_named
 
 __all__ = ["AgentSampler", "Client", "Trajectory", "load_agent"]
+
+
+# How long an episode may last where no setting says so: an agent that waits for something that never comes would hold up every node.
+EPISODE_TIMEOUT_S = 3600.0
 
 
 class Agent(Protocol):
@@ -69,7 +73,9 @@ class AgentSampler:
         from fsbarrier.rollouts.agent_http import Endpoint
 
         self.make, self.samples, self.custom = make, sampler.server.samples, custom
-        self.turn_timeout_s, self.task_timeout_s = settings.turn_timeout_s, settings.task_timeout_s
+        self.file = code_file(getattr(make, "run", make))
+        self.turn_timeout_s = settings.turn_timeout_s
+        self.task_timeout_s = settings.task_timeout_s or EPISODE_TIMEOUT_S
         self._sampler, self._endpoint = sampler, Endpoint()
 
     async def __aenter__(self) -> Self:
@@ -105,9 +111,10 @@ class AgentSampler:
                     returned = _checked(await self.make().run(task, client))
             # Whatever the user's code raises.
             except Exception as failure:
-                error = f"{type(failure).__name__}: {failure}"
                 if limit.expired():
                     error = f"not finished within {self.task_timeout_s:g} s (rollout.task_timeout_s)"
+                else:
+                    error = described_failure(failure, self.file)
         # That is no failure of the agent, whatever the agent made of it.
         if client.engine_gone is not None:
             raise client.engine_gone

@@ -32,6 +32,7 @@ class _Piece:
     logprobs: list[float]
     prompt_ids: list[int] | None
     finish_reason: str | None
+    stop: str | None
 
     @classmethod
     def read(cls, choice: JsonObject) -> Self:
@@ -48,6 +49,8 @@ class _Piece:
             # It comes with the first piece of a prompt's samples.
             prompt_ids=choice.get("prompt_token_ids"),
             finish_reason=choice.get("finish_reason"),
+            # A number where a token ended it.
+            stop=reason if isinstance(reason := choice.get("stop_reason"), str) else None,
         )
 
 
@@ -117,6 +120,7 @@ class AnswerStream:
             logprobs=growing.logprobs,
             finish_reason=piece.finish_reason,
             seconds=time.monotonic() - self._begin,
+            stop=piece.stop,
         )
         self._finished[task] += 1
         if self._finished[task] == self.per_task:

@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.data.trajectory import Trajectory, is_judged
 from fsbarrier.rollouts.samples import Group
 from fsbarrier.supervision.worker_contract import SHOW_S, Progress
 
 #: what a result tells otherwise, or not at all
-NOT_IN_RESULT = {"groups", "trajectories", "reward_sum", "tokens"}
+NOT_IN_RESULT = {"groups", "trajectories", "reward_sum", "unjudged", "tokens"}
 #: what people are shown while it is not 0
 IN_NOTE = ("truncated", "refused", "timed_out", "reward_errors", "agent_errors")
 
@@ -24,6 +24,7 @@ class Counts:
     groups: int = 0
     trajectories: int = 0
     reward_sum: float = 0.0
+    unjudged: int = 0
     invalid: int = 0
     truncated: int = 0
     refused: int = 0
@@ -46,11 +47,19 @@ class Counts:
         self.prompt_tokens += trajectories[0]["prompt_tokens"] if trajectories else 0
         self.completion_tokens += sum(sample.sampled_tokens for sample in group.samples)
         for trajectory in trajectories:
-            self.reward_sum += trajectory["reward"]
+            judged = is_judged(trajectory)
+            self.reward_sum += trajectory["reward"] if judged else 0.0
+            self.unjudged += not judged
             self.invalid += not trajectory["valid"]
             self.truncated += trajectory["finish_reason"] == "length"
             self.reward_errors += "reward_error" in trajectory["metadata"]
             self.agent_errors += "agent_error" in trajectory["metadata"]
+
+    @property
+    def reward_mean(self) -> float | None:
+        """Of the trajectories that were judged."""
+        judged = self.trajectories - self.unjudged
+        return self.reward_sum / judged if judged else None
 
     def for_result(self) -> dict[str, int]:
         return {name: count for name, count in asdict(self).items() if name not in NOT_IN_RESULT}
@@ -88,7 +97,7 @@ class CountsProgress:
             self.total,
             "trajectories",
             last=True,
-            reward_mean=counts.reward_sum / counts.trajectories if counts.trajectories else None,
+            reward_mean=counts.reward_mean,
             tokens_per_s=round(counts.tokens / self.seconds, 1),
             note=counts.note(),
         )

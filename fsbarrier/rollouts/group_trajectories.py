@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import cast
 
+from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.score import Reward, Score
 from fsbarrier.rollouts.rollout_spec import Origin
 from fsbarrier.rollouts.samples import Group, Sample
@@ -17,6 +21,26 @@ async def judged_group(origin: Origin, group: Group, reward: Reward) -> list[Tra
         _trajectory(origin, group, number, sample, score)
         for number, (sample, score) in enumerate(zip(group.samples, scores, strict=True))
     ]
+
+
+async def judged_again(
+    origin: Origin, task: Task, group: Sequence[Trajectory], reward: Reward
+) -> list[Trajectory]:
+    """An earlier attempt's group, with a new judgement where there was none."""
+    return list(await asyncio.gather(*(_judged_again(origin, task, item, reward) for item in group)))
+
+
+async def _judged_again(origin: Origin, task: Task, item: Trajectory, reward: Reward) -> Trajectory:
+    metadata = dict(item["metadata"])
+    # It lies in this node's part now.
+    changed: dict[str, object] = {"node_rank": origin.node_rank, "generation": origin.generation}
+    if metadata.pop("reward_error", None) is not None:
+        # Only an episode has turns; its reward sees the whole conversation.
+        messages = item["messages"] if "turns" in item else None
+        score = await reward.score(task, item["text"], messages)
+        changed |= _judgement(score, metadata, sampled_well=item["finish_reason"] == "stop")
+        changed["timings"] = {**item["timings"], "reward_s": round(score.seconds, 6)}
+    return cast(Trajectory, {**item, **changed})
 
 
 def failed_group(origin: Origin, group: Group, samples: int) -> list[Trajectory]:
@@ -34,17 +58,29 @@ async def _score(reward: Reward, group: Group, sample: Sample) -> Score:
     return await reward.score(group.task, sample.text, sample.messages)
 
 
+def _judgement(score: Score, metadata: JsonObject, *, sampled_well: bool) -> dict[str, object]:
+    """The fields of a trajectory that its judgement decides; `metadata` are its other metadata."""
+    told = dict(metadata)
+    if score.info:
+        told["reward_info"] = dict(score.info)
+    if score.error is not None:
+        told["reward_error"] = score.error
+    valid = sampled_well and score.error is None
+    return {
+        # What was cut off or failed is never a success; what it would have been given stays in `reward_parts`.
+        "reward": score.reward if valid else min(0.0, score.reward),
+        "reward_parts": dict(score.parts),
+        "valid": valid,
+        "metadata": told,
+    }
+
+
 def _trajectory(origin: Origin, group: Group, number: int, sample: Sample, score: Score) -> Trajectory:
     task = group.task
-    valid = sample.finish_reason == "stop" and sample.error is None and score.error is None
     metadata = {**task.metadata, "answer": task.answer, **sample.metadata}
     if sample.error is not None:
         metadata["agent_error"] = sample.error
-    if score.info:
-        metadata["reward_info"] = dict(score.info)
-    if score.error is not None:
-        metadata["reward_error"] = score.error
-    return {
+    made = {
         "task_id": task.task_id,
         "task_index": task.index,
         "sample": number,
@@ -54,12 +90,9 @@ def _trajectory(origin: Origin, group: Group, number: int, sample: Sample, score
         "iteration": origin.iteration,
         "split": origin.split,
         "prompt": task.prompt if isinstance(task.prompt, str) else task.messages,
-        # What was cut off or failed is never a success; what it would have been given stays in `reward_parts`.
-        "reward": score.reward if valid else min(0.0, score.reward),
-        "reward_parts": dict(score.parts),
         **sample.record(group),
         "finish_reason": sample.finish_reason,
-        "valid": valid,
         "timings": {**sample.timings, "reward_s": round(score.seconds, 6)},
-        "metadata": metadata,
+        **_judgement(score, metadata, sampled_well=sample.finish_reason == "stop" and sample.error is None),
     }
+    return cast(Trajectory, made)

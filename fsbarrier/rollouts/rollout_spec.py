@@ -51,6 +51,8 @@ class Assignment:
     grace_s: float
     #: groups that an older generation did
     already: int
+    #: groups of an older generation in which the reward or the agent failed: parts with `path`, `valid_bytes`, `tasks`
+    judge_again: Sequence[Payload]
     #: the tasks of all nodes
     expected: Sequence[int]
     #: of more groups the merge keeps so many; None: all
@@ -77,6 +79,7 @@ class Assignment:
             completion_threshold=spec["completion_threshold"],
             grace_s=spec["grace_s"],
             already=spec["there"],
+            judge_again=spec.get("judge_again", ()),
             expected=spec["expected"],
             keep=spec["keep"],
             part=Path(spec["part"]),

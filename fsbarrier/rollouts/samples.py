@@ -20,7 +20,8 @@ class Sample:
     """One generation: what was sampled, exactly. An end token that was sampled is the last of `token_ids`.
 
     `logprobs` has a number for each token, under the distribution that was sampled from (vLLM's `processed_logprobs`).
-    `seconds`: from the request to its last token. An episode of an agent (episode.py) is one too, with more to tell: why it failed
+    `seconds`: from the request to its last token. `stop`: the stop string that ended it; its tokens are among `token_ids`, `text` ends
+    before it. An episode of an agent (episode.py) is one too, with more to tell: why it failed
     (`error`), the reward that the agent gave itself, metadata.
     """
 
@@ -32,6 +33,7 @@ class Sample:
     error: str | None = None
     reward: float | None = None
     metadata: Mapping[str, object] = field(default_factory=dict)
+    stop: str | None = None
 
     @property
     def messages(self) -> list[Message] | None:

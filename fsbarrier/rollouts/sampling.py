@@ -144,6 +144,17 @@ class Sampler:
         except Again as error:
             raise self._gone(error) from None
 
+    async def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens. Raises EngineGone, Refusal."""
+        body = {"model": self._model, "tokens": list(token_ids)}
+        try:
+            answer = await self._retried(lambda: self._json("POST", "/detokenize", body))
+            return str(answer["prompt"])
+        except Again as error:
+            raise self._gone(error) from None
+        except (KeyError, TypeError):
+            raise EngineGone(f"the engine at {self.url}/detokenize gives no text; is it vLLM?") from None
+
     # --- patience ---
 
     async def _asked(self, call: Callable[[], Awaitable[T]]) -> T:

@@ -138,3 +138,14 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
         not learns or s.algorithm.loss != "grpo" or s.rollout.samples > 1,
         f"{as_chosen('rollout.samples')}: {as_chosen('algorithm.loss')} compares the samples of a task; give 2 or more",
     )
+    # The engine's log-probabilities are of the cut-off distribution, the trainer's of the whole one: their ratio would be no ratio of
+    # two policies, and below 1 from the start.
+    for key, cut_off in (
+        ("rollout.top_p", s.rollout.top_p < 1),
+        ("rollout.top_k", s.rollout.top_k > 0),
+    ):
+        require(
+            not (learns and cut_off and s.algorithm.loss == "grpo"),
+            f"{as_chosen(key)}: train rollouts for {as_chosen('algorithm.loss')} must be sampled from the whole "
+            f"distribution, else the update is biased; for evaluations there is {key.replace('rollout', 'eval')}",
+        )

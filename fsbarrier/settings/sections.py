@@ -59,7 +59,8 @@ class RolloutSettings(Section):
     )
     task_timeout_s: Seconds | None = setting(
         None,
-        "Seconds after which a task that was begun counts as failed, with an agent each of its episodes; none: no limit.",
+        "Seconds after which a task that was begun counts as failed, with an agent each of its episodes; none: no limit, "
+        "with an agent an hour.",
     )
     turn_timeout_s: Seconds | None = setting(
         None, "Seconds that one answer to an agent may take; none: as long as the engine shows signs of life."
@@ -94,6 +95,10 @@ class EvalSettings(Section):
     tasks: CountOrZero = setting(0, "Test tasks an evaluation, always the same ones; 0: all.")
     samples: Count = setting(1, "Trajectories a test task.")
     temperature: NotNegative = setting(1.0, "Sampling temperature; 0: greedy.")
+    top_p: Fraction | None = setting(None, "Nucleus sampling; none: as `rollout.top_p`.")
+    top_k: Annotated[int, Bounds(ge=-1)] | None = setting(
+        None, "Sample among the k likeliest tokens, -1: all; none: as `rollout.top_k`."
+    )
     max_tokens: Count | None = setting(None, "Most tokens in one turn; none: as `rollout.max_tokens`.")
 
 

@@ -22,7 +22,7 @@ from fsbarrier.rundir.runrecord import RunRecord, TaskSource
 from fsbarrier.settings.resolve import checked, resolve
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import ChosenValue
-from fsbarrier.start import demo_folder, filesystem, preflight, ranks
+from fsbarrier.start import demo_folder, filesystem, model_folder, preflight, ranks, task_files
 
 Say = Callable[[str], None]
 
@@ -117,7 +117,7 @@ def _create(
     if is_demo:
         # Make the record last, when all the rest is right, so that a refused start leaves nothing behind.
         demo_folder.make(demo, preflight.cache_folder(request.environ), say)
-        record = replace(record, tasks=preflight.read_tasks(demo, tuple(tasks), settings.reward.kind))
+        record = replace(record, tasks=task_files.read_tasks(demo, tuple(tasks), settings.reward.kind))
     published = runrecord.publish(record)
     if published.run_id != record.run_id:
         # Another process made the record first, and its record counts.
@@ -158,6 +158,7 @@ def _check_own(settings: Settings, program: Program, environ: Mapping[str, str])
         preflight.check_reward(settings.reward.kind)
         preflight.check_judge(settings, environ)
         preflight.check_agent(settings.rollout.agent)
+        preflight.try_user_code(settings)
     if "model" in program.needs:
         preflight.check_engine(settings.engine, environ)
         preflight.check_replay(settings)
@@ -168,18 +169,22 @@ def _inputs(
     settings: Settings, program: Program, environ: Mapping[str, str], is_demo: bool
 ) -> tuple[dict[str, TaskSource], str | None]:
     """The task files and the model folder, checked; those of the built-in task are yet to be made."""
-    splits = preflight.needed_splits(settings) if "data" in program.needs else ()
+    splits = task_files.needed_splits(settings) if "data" in program.needs else ()
     data_path = Path(settings.data_path) if settings.data_path else None
     if is_demo:
         counts = {"train": demo_tasks.TRAIN_TASKS, "test": demo_tasks.TEST_TASKS}
-        tasks: dict[str, TaskSource] = {
+        made: dict[str, TaskSource] = {
             split: {"path": f"{data_path}/{split}.jsonl", "count": counts[split], "sha256": ""}
             for split in splits
         }
-        return tasks, settings.model
-    tasks = preflight.read_tasks(data_path, splits, settings.reward.kind) if data_path and splits else {}
-    model = str(preflight.find_model(settings.model, data_path, environ)) if settings.model else None
-    return tasks, model
+        return made, settings.model
+    model = model_folder.find_model(settings.model, data_path, environ) if settings.model else None
+    if model is not None:
+        model_folder.check_lengths(model, settings)
+    tasks: dict[str, TaskSource] = {}
+    if data_path and splits:
+        tasks = task_files.read_tasks(data_path, splits, settings.reward.kind, model=model)
+    return tasks, str(model) if model else None
 
 
 # --- every other start --------------------------------------------------------------------------------------------------
@@ -207,6 +212,7 @@ def _join(
         preflight.check_engine(settings.engine, request.environ)
         preflight.check_judge(settings, request.environ)
         preflight.check_agent(settings.rollout.agent)
+        preflight.try_user_code(settings)
     runrecord.check_tasks(record)
     until = typed.iterations if "iterations" in chosen else settings.iterations
     settings = _with_choices(chosen, typed, settings)
@@ -232,5 +238,5 @@ def _with_models_folder(
     """What was typed, a model's name turned into its folder as the record has it."""
     if typed.model is None or typed.model == record.model:
         return typed
-    folder = preflight.find_model(typed.model, Path(data_path) if data_path else None, environ)
+    folder = model_folder.find_model(typed.model, Path(data_path) if data_path else None, environ)
     return replace(typed, model=str(folder))

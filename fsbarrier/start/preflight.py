@@ -1,25 +1,26 @@
-"""What is checked before anything starts: run directory, model, task files, reward, trainer command.
+"""What is checked before anything starts: run directory, reward, agent, engine, trainer command.
 
-Each check raises UsageError with one line that names the flag, setting, file or line. Nothing is written, nothing imported
-that belongs to the user.
+The model is checked in model_folder.py, the tasks in task_files.py.
+
+Each check raises UsageError with one line that names the flag, setting, file or line. Nothing is written, and nothing that belongs
+to the user is imported into this process.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import os
 import re
 import shlex
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsbarrier import files
 from fsbarrier.errors import UsageError
-from fsbarrier.rundir.runrecord import TaskSource
 from fsbarrier.settings.sources import ChosenValue, nearest
 
 if TYPE_CHECKING:
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
 
 Environ = Mapping[str, str]
 FREE_BYTES = 16 * 1024 * 1024
+# How long the user's code may take to be imported: a large library on a slow filesystem takes minutes.
+TRY_CODE_S = 600.0
 REWARDS = ("exact", "numeric", "math", "judge")
 PLACEHOLDERS = (
     *("node_rank", "num_nodes", "master_addr", "master_port"),
     *("batch", "out", "model", "trainer_state", "spec"),
 )
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 # --- where things are ---------------------------------------------------------------------------------------------------
@@ -105,114 +107,6 @@ def check_log_path(path: Path) -> None:
         raise UsageError(f"--log-path {path}: the disk is full ({free / 1e6:.0f} MB free)")
 
 
-# --- model --------------------------------------------------------------------------------------------------------------
-
-
-def find_model(name: str, data_path: Path | None, environ: Environ) -> Path:
-    """The folder of a Hugging Face model: a path, a folder below the data path, or a name in a local Hugging Face cache."""
-    candidates = [absolute(name)]
-    if data_path is not None:
-        candidates.append(data_path / name)
-    for candidate in candidates:
-        if candidate.is_dir():
-            _check_model(name, candidate)
-            return candidate
-        if candidate.is_file():
-            raise UsageError(f"--model {name}: {candidate} is a file; give the folder with config.json")
-    for cache in _caches(data_path, environ):
-        snapshot = _cached(cache, name)
-        if snapshot is not None:
-            _check_model(name, snapshot)
-            return snapshot
-    looked = ", ".join(str(candidate) for candidate in candidates)
-    raise UsageError(
-        f"--model {name}: no such folder (looked at {looked}, and in the local Hugging Face cache); nothing is "
-        "downloaded: give a folder with config.json, weights and tokenizer"
-    )
-
-
-def _caches(data_path: Path | None, environ: Environ) -> list[Path]:
-    home = absolute(environ.get("HF_HOME") or "~/.cache/huggingface")
-    hub = environ.get("HF_HUB_CACHE")
-    return [absolute(hub) if hub else home / "hub", *([data_path, data_path / "hub"] if data_path else [])]
-
-
-def _cached(cache: Path, name: str) -> Path | None:
-    folder = cache / f"models--{name.replace('/', '--')}"
-    try:
-        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    snapshot = folder / "snapshots" / revision
-    return snapshot if revision and snapshot.is_dir() else None
-
-
-def _check_model(name: str, folder: Path) -> None:
-    def require(holds: bool, what: str) -> None:
-        if not holds:
-            raise UsageError(f"--model {name}: {folder} {what}; give a Hugging Face model folder")
-
-    config_file = folder / "config.json"
-    require(config_file.is_file(), "has no config.json")
-    try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--model {name}: {config_file} cannot be read: {error}") from None
-    require(isinstance(config, dict) and "model_type" in config, "has a config.json without a model_type")
-    weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
-    require(bool(weights), "has no weights (*.safetensors)")
-    require(any((folder / file).is_file() for file in _TOKENIZERS), "has no tokenizer")
-
-
-# --- data ---------------------------------------------------------------------------------------------------------------
-
-
-def needed_splits(settings: Settings) -> tuple[str, ...]:
-    """Which task files the phases of a run read."""
-    if settings.rl_phase == "update":
-        return ()
-    return {"train-only": ("train",), "eval-only": ("test",)}.get(
-        settings.rollout_split or "", ("train", "test")
-    )
-
-
-def read_tasks(data_path: Path, splits: Collection[str], reward: str) -> dict[str, TaskSource]:
-    """Split -> {"path", "count", "sha256"}; every line is checked, its answer for what `reward` can judge by.
-
-    Raises UsageError naming file and line number.
-    """
-    if not data_path.is_dir():
-        raise UsageError(
-            f"--data-path {data_path}: {'not a folder' if data_path.exists() else 'no such folder'}"
-        )
-    # Not at the top: this can load a parquet library, which commands without tasks need not wait for.
-    from fsbarrier.data import tasks
-    from fsbarrier.rewards.kinds import check_answers
-
-    found: dict[str, TaskSource] = {}
-    for split in splits:
-        path = _task_file(data_path, split)
-        read = tasks.read_tasks(path)
-        if read.count == 0:
-            raise UsageError(f"{path}: has no task")
-        check_answers(reward, read.tasks.values(), path)
-        found[split] = {"path": str(path), "count": read.count, "sha256": files.sha256_file(path)}
-    return found
-
-
-def _task_file(data_path: Path, split: str) -> Path:
-    there = [
-        path for path in (data_path / f"{split}.jsonl", data_path / f"{split}.parquet") if path.is_file()
-    ]
-    if len(there) == 2:
-        raise UsageError(f"--data-path {data_path}: has both {there[0].name} and {there[1].name}; keep one")
-    if not there:
-        raise UsageError(f"--data-path {data_path}: has no {split}.jsonl or {split}.parquet")
-    if not os.access(there[0], os.R_OK):
-        raise UsageError(f"{there[0]}: not readable for you")
-    return there[0]
-
-
 # --- reward, engine, trainer -------------------------------------------------------------------------------------------------
 
 
@@ -274,6 +168,28 @@ def check_agent(agent: str | None) -> None:
                 raise UsageError(
                     f"{said}: its method run is not async; an agent has `async def run(self, task, client)`"
                 )
+
+
+def try_user_code(settings: Settings) -> None:
+    """Load the user's reward function and agent as rollouts will, in a process of their own, so that a failing import or a wrong
+    signature is known before anything starts. Raises UsageError."""
+    kind, agent = settings.reward.kind, settings.rollout.agent
+    named = [*([f"reward={kind}"] if ":" in kind else []), *([f"agent={agent}"] if agent else [])]
+    if not named:
+        return
+    command = [sys.executable, "-m", "fsbarrier.rollouts.try_user_code", *named]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TRY_CODE_S
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"{' and '.join(named)}: loading this code took longer than {TRY_CODE_S:g} s; what does it do when it is imported?"
+        ) from None
+    if done.returncode != 0:
+        # The last line is the error; what the user's own code printed stands before it.
+        lines = done.stderr.strip().splitlines() or [f"its process ended with exit code {done.returncode}"]
+        raise UsageError(lines[-1] if done.returncode == 2 else f"{' and '.join(named)}: {lines[-1]}")
 
 
 def _defining(setting: str, value: str) -> ast.Module:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.data.trajectory import Trajectory, is_judged
 from fsbarrier.settings.sections import AlgorithmSettings
 
 # Keeps the division defined where all rewards are nearly the same.
@@ -22,7 +22,7 @@ def weigh_group(group: Sequence[Trajectory], algorithm: AlgorithmSettings) -> li
 
     A trajectory that nobody could judge is left out, and nothing is compared with it.
     """
-    judged = [trajectory for trajectory in group if was_judged(trajectory)]
+    judged = [trajectory for trajectory in group if is_judged(trajectory)]
     if algorithm.loss == "rft":
         return [(t, float(t["reward"])) for t in judged if t["valid"] and t["reward"] > 0]
     if not judged:
@@ -46,8 +46,3 @@ def counted_reward(trajectory: Trajectory) -> float:
     """A trajectory's reward; one that failed or was cut off never counts as a success, whatever its reward says."""
     reward = float(trajectory["reward"])
     return reward if trajectory["valid"] else min(reward, 0.0)
-
-
-def was_judged(trajectory: Trajectory) -> bool:
-    """Whether it is known how good it was: not where the reward or the agent failed, which is no fault of the policy."""
-    return not {"reward_error", "agent_error"} & trajectory.get("metadata", {}).keys()

@@ -111,6 +111,7 @@ def _rolled_out(event: Event) -> str:
     parts = [
         f"train reward {amount(reward)}" if reward is not None else "",
         f"{count} trajectories" if count is not None else "",
+        _unjudged(event),
         *(f"{groups} groups {what}" for name, what in unusual.items() if (groups := event.integer(name))),
     ]
     return f"iteration {event.iteration}: {_listed(parts) or 'rolled out'}{_policy(event)}"
@@ -118,7 +119,13 @@ def _rolled_out(event: Event) -> str:
 
 def _evaluated(event: Event) -> str:
     reward = amount(event.number("reward_mean"))
-    return f"iteration {event.iteration}: held-out reward {reward}{_policy(event)}"
+    unjudged = f" ({told})" if (told := _unjudged(event)) else ""
+    return f"iteration {event.iteration}: held-out reward {reward}{unjudged}{_policy(event)}"
+
+
+def _unjudged(event: Event) -> str:
+    count = event.integer("unjudged")
+    return f"{count} not judged: the reward or the agent failed" if count else ""
 
 
 def _updated(event: Event) -> str:

@@ -27,9 +27,10 @@ from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.kinds import check_answers, open_reward
 from fsbarrier.rollouts.agents import AgentSampler, load_agent
 from fsbarrier.rollouts.counts import Counts, CountsProgress
+from fsbarrier.rollouts.earlier_groups import EarlierGroups
 from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rollouts.engine_queue import EngineMetrics, EngineQueue
-from fsbarrier.rollouts.group_trajectories import failed_group, judged_group
+from fsbarrier.rollouts.group_trajectories import failed_group, judged_again, judged_group
 from fsbarrier.rollouts.rollout_spec import Assignment
 from fsbarrier.rollouts.samples import Group
 from fsbarrier.rollouts.sampling import Sampler, Server
@@ -67,6 +68,7 @@ class Rollout:
             self.per_request = 1
         task_file = read_tasks(Path(spec["task_file"]), assignment.within_reach)
         self.tasks = task_file.tasks
+        self.earlier_groups = EarlierGroups(assignment.judge_again)
         check_answers(settings.reward.kind, self.tasks.values(), task_file.path)
         self.reward = open_reward(
             settings.reward.kind, timeout_s=settings.reward.timeout_s, judge=settings.judge
@@ -75,6 +77,10 @@ class Rollout:
         self.ended_early = False
         # Tasks that were claimed, and groups that are being sampled.
         self.begun = self.being_sampled = 0
+        # Trajectories of the part file that an earlier start of this program could not judge.
+        self.unjudged_before = 0
+        # A phase may fail in `max_error_share` of its trajectories, and so each node in that share of what a node has on average.
+        self.average_share = len(assignment.expected) * self.samples / max(1, len(assignment.shares))
         self.counts = Counts()
         self.progress = CountsProgress(progress, len(assignment.tasks) * self.samples, self.counts)
         self.metrics = EngineMetrics(self.server.url, self.server.api_key)
@@ -147,6 +153,7 @@ class Rollout:
         if writer.finished:
             return
         there = {group.task_index for group in writer.groups}
+        self.unjudged_before = sum(group.unjudged for group in writer.groups)
         async with self._open_sampler() as sampler, self.metrics:
             looked = False
             try:
@@ -204,27 +211,37 @@ class Rollout:
     ) -> None:
         under_way = {task.index: task for task in batch}
 
-        def finished(group: Group, *, late: bool = False) -> None:
+        def finished(group: Group, *, late: bool = False, earlier: Sequence[Trajectory] = ()) -> None:
             del under_way[group.task.index]
             self.being_sampled -= 1
             self.slots.release()
-            tasks.create_task(self._judge_and_append(group, writer, late))
+            tasks.create_task(self._judge_and_append(group, writer, late, earlier))
 
+        for task in batch:
+            if earlier := await asyncio.to_thread(self.earlier_groups.trajectories_of, task.index):
+                finished(Group(task, [], ()), earlier=earlier)
         try:
             async with asyncio.timeout(self.task_timeout_s):
-                await sampler.sample(batch, finished)
+                if under_way:
+                    await sampler.sample(list(under_way.values()), finished)
         except TimeoutError:
             error = f"not finished within rollout.task_timeout_s={self.task_timeout_s:g}"
             for task in list(under_way.values()):
                 finished(Group(task, [], (), error), late=True)
 
-    async def _judge_and_append(self, group: Group, writer: ShardWriter, late: bool) -> None:
+    async def _judge_and_append(
+        self, group: Group, writer: ShardWriter, late: bool, earlier: Sequence[Trajectory]
+    ) -> None:
+        """`earlier`: the trajectories of the group, where an earlier attempt has sampled it."""
+        origin = self.assignment.origin
         if group.error is not None:
             why = "" if late else "the engine refuses it: "
             print(f"task {group.task.index}: {why}{group.error}", file=sys.stderr)
-            made = failed_group(self.assignment.origin, group, self.samples)
+            made = failed_group(origin, group, self.samples)
+        elif earlier:
+            made = await judged_again(origin, group.task, earlier, self.reward)
         else:
-            made = await judged_group(self.assignment.origin, group, self.reward)
+            made = await judged_group(origin, group, self.reward)
         # Not called off in the middle: whoever is cancelled here leaves the thread to write the whole group.
         append = asyncio.ensure_future(asyncio.to_thread(writer.append_group, group.task.index, made))
         self.writing.add(append)
@@ -237,13 +254,15 @@ class Rollout:
 
     def _give_up_early(self, group: Group, made: Sequence[Trajectory]) -> None:
         """Raises ProgramFailed once it is certain that the phase must fail."""
-        counts, settings, total = self.counts, self.settings, self.progress.total
+        counts, settings = self.counts, self.settings
+        total = round(max(self.progress.total, self.average_share))
         if counts.refused == counts.groups >= ALL_REFUSED:
             raise ProgramFailed(f"the engine refuses every prompt: {group.error}")
         for what, count, section, most in (
             ("reward", counts.reward_errors, "reward", settings.reward.max_error_share),
             ("agent", counts.agent_errors, "rollout", settings.rollout.max_error_share),
         ):
+            count += self.unjudged_before if count else 0
             if count > most * total:
                 reasons = [item["metadata"].get(f"{what}_error", "") for item in made]
                 last = " ".join(max(reasons, key=bool).split())

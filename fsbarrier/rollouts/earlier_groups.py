@@ -1,0 +1,44 @@
+"""Groups that an earlier attempt rolled out and could not judge: they need their rewards, and no new rollout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsbarrier.data.shardreader import read_trajectories
+from fsbarrier.data.shardscan import GroupEntry, reading, scan_shard
+from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.errors import FsbarrierError
+from fsbarrier.protocol.facts import Payload
+
+
+class EarlierGroups:
+    """Finds them in their part files. `parts` have `path`, `valid_bytes` and `tasks`, as a decision names them."""
+
+    def __init__(self, parts: Sequence[Payload]) -> None:
+        self._parts = {task: part for part in parts for task in part["tasks"]}
+        self._entries: dict[str, dict[int, GroupEntry]] = {}
+
+    def trajectories_of(self, task: int) -> list[Trajectory] | None:
+        """The group of a task; None where it must be rolled out: there is none, it cannot be read, or its agent or the engine failed."""
+        part = self._parts.get(task)
+        if part is None:
+            return None
+        path = Path(part["path"])
+        try:
+            group = self._groups(path, part["valid_bytes"])[task]
+            with reading(path) as fd:
+                found = read_trajectories(fd, group)
+        except (FsbarrierError, KeyError) as error:
+            print(f"task {task} is rolled out again: {path} cannot be read: {error}", file=sys.stderr)
+            return None
+        whole = all(item["finish_reason"] != "error" for item in found)
+        return found if whole else None
+
+    def _groups(self, path: Path, valid_bytes: int) -> dict[int, GroupEntry]:
+        groups = self._entries.get(str(path))
+        if groups is None:
+            scan = scan_shard(path, valid_bytes, verify=False)
+            groups = self._entries[str(path)] = {group.task_index: group for group in scan.groups}
+        return groups

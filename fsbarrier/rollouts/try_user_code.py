@@ -1,0 +1,30 @@
+"""Loads the user's code that rollouts will load, and does nothing else.
+
+`python -m fsbarrier.rollouts.try_user_code [reward=FILE.py:function] [agent=FILE.py:Class]`
+Exit code 2 and one line on stderr where it cannot be used; what the code itself prints may stand before that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from fsbarrier.errors import UsageError
+from fsbarrier.rewards.kinds import load_function
+from fsbarrier.rollouts.agents import load_agent
+
+
+def main(arguments: Sequence[str]) -> int:
+    loaders = {"reward": load_function, "agent": load_agent}
+    for argument in arguments:
+        what, _, value = argument.partition("=")
+        try:
+            loaders[what](value)
+        except UsageError as error:
+            print(f"\n{error}", file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

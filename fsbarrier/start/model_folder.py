@@ -1,0 +1,117 @@
+"""The model that a run begins with: where its folder is, and whether it fits the settings and the tasks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsbarrier.errors import UsageError
+from fsbarrier.start.preflight import absolute
+
+if TYPE_CHECKING:
+    from fsbarrier.data.tasks import Task
+    from fsbarrier.settings.sections import Settings
+
+Environ = Mapping[str, str]
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+
+
+def find_model(name: str, data_path: Path | None, environ: Environ) -> Path:
+    """The folder of a Hugging Face model: a path, a folder below the data path, or a name in a local Hugging Face cache."""
+    candidates = [absolute(name)]
+    if data_path is not None:
+        candidates.append(data_path / name)
+    for candidate in candidates:
+        if candidate.is_dir():
+            _check_model(name, candidate)
+            return candidate
+        if candidate.is_file():
+            raise UsageError(f"--model {name}: {candidate} is a file; give the folder with config.json")
+    for cache in _caches(data_path, environ):
+        snapshot = _cached(cache, name)
+        if snapshot is not None:
+            _check_model(name, snapshot)
+            return snapshot
+    looked = ", ".join(str(candidate) for candidate in candidates)
+    raise UsageError(
+        f"--model {name}: no such folder (looked at {looked}, and in the local Hugging Face cache); nothing is "
+        "downloaded: give a folder with config.json, weights and tokenizer"
+    )
+
+
+def _caches(data_path: Path | None, environ: Environ) -> list[Path]:
+    home = absolute(environ.get("HF_HOME") or "~/.cache/huggingface")
+    hub = environ.get("HF_HUB_CACHE")
+    return [absolute(hub) if hub else home / "hub", *([data_path, data_path / "hub"] if data_path else [])]
+
+
+def _cached(cache: Path, name: str) -> Path | None:
+    folder = cache / f"models--{name.replace('/', '--')}"
+    try:
+        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    snapshot = folder / "snapshots" / revision
+    return snapshot if revision and snapshot.is_dir() else None
+
+
+def _check_model(name: str, folder: Path) -> None:
+    def require(holds: bool, what: str) -> None:
+        if not holds:
+            raise UsageError(f"--model {name}: {folder} {what}; give a Hugging Face model folder")
+
+    config_file = folder / "config.json"
+    require(config_file.is_file(), "has no config.json")
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--model {name}: {config_file} cannot be read: {error}") from None
+    require(isinstance(config, dict) and "model_type" in config, "has a config.json without a model_type")
+    weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    require(bool(weights), "has no weights (*.safetensors)")
+    require(any((folder / file).is_file() for file in _TOKENIZERS), "has no tokenizer")
+
+
+def check_lengths(folder: Path, settings: Settings) -> None:
+    """Answers as long as the settings allow leave room for a prompt in what the model can read. Raises UsageError."""
+    from fsbarrier.engine.model import max_positions
+
+    most = max_positions(json.loads((folder / "config.json").read_bytes()))
+    for key, tokens in (
+        ("rollout.max_tokens", settings.rollout.max_tokens),
+        ("eval.max_tokens", settings.eval.max_tokens or 0),
+    ):
+        if most is not None and tokens >= most:
+            raise UsageError(
+                f"{key}={tokens}: leaves no room for a prompt, since the model has {most} positions "
+                f"(max_position_embeddings in {folder / 'config.json'})"
+            )
+
+
+def check_chat_template(folder: Path, tasks: Iterable[Task], path: Path) -> None:
+    """A model that is given chat messages has a chat template. Raises UsageError naming the first task that needs one."""
+    for task in tasks:
+        if not isinstance(task.prompt, str):
+            if not _has_chat_template(folder):
+                raise UsageError(
+                    f"{path}, task {task.index}: its prompt is chat messages, and {folder} has no chat template "
+                    "(chat_template.jinja, or chat_template in tokenizer_config.json); give the prompt as text, or the "
+                    "template of an instruct model"
+                )
+            return
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (
+        any((folder / name).is_file() for name in _CHAT_TEMPLATES)
+        or (folder / "additional_chat_templates").is_dir()
+    ):
+        return True
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))

@@ -1,0 +1,67 @@
+"""The task files of a run: which ones it reads, and whether every line of them can be used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsbarrier import files
+from fsbarrier.errors import UsageError
+from fsbarrier.rundir.runrecord import TaskSource
+from fsbarrier.start.model_folder import check_chat_template
+
+if TYPE_CHECKING:
+    from fsbarrier.settings.sections import Settings
+
+
+def needed_splits(settings: Settings) -> tuple[str, ...]:
+    """Which task files the phases of a run read."""
+    if settings.rl_phase == "update":
+        return ()
+    return {"train-only": ("train",), "eval-only": ("test",)}.get(
+        settings.rollout_split or "", ("train", "test")
+    )
+
+
+def read_tasks(
+    data_path: Path, splits: Collection[str], reward: str, *, model: Path | None = None
+) -> dict[str, TaskSource]:
+    """Split -> {"path", "count", "sha256"}; every line is checked, its answer for what `reward` can judge by, and its chat messages
+    for a `model` (None: any) that has no chat template.
+
+    Raises UsageError naming file and line number.
+    """
+    if not data_path.is_dir():
+        raise UsageError(
+            f"--data-path {data_path}: {'not a folder' if data_path.exists() else 'no such folder'}"
+        )
+    # Not at the top: this can load a parquet library, which commands without tasks need not wait for.
+    from fsbarrier.data import tasks
+    from fsbarrier.rewards.kinds import check_answers
+
+    found: dict[str, TaskSource] = {}
+    for split in splits:
+        path = _task_file(data_path, split)
+        read = tasks.read_tasks(path)
+        if read.count == 0:
+            raise UsageError(f"{path}: has no task")
+        check_answers(reward, read.tasks.values(), path)
+        if model is not None:
+            check_chat_template(model, read.tasks.values(), path)
+        found[split] = {"path": str(path), "count": read.count, "sha256": files.sha256_file(path)}
+    return found
+
+
+def _task_file(data_path: Path, split: str) -> Path:
+    there = [
+        path for path in (data_path / f"{split}.jsonl", data_path / f"{split}.parquet") if path.is_file()
+    ]
+    if len(there) == 2:
+        raise UsageError(f"--data-path {data_path}: has both {there[0].name} and {there[1].name}; keep one")
+    if not there:
+        raise UsageError(f"--data-path {data_path}: has no {split}.jsonl or {split}.parquet")
+    if not os.access(there[0], os.R_OK):
+        raise UsageError(f"{there[0]}: not readable for you")
+    return there[0]
