@@ -12,11 +12,11 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
-#: errors of a mount that is there but fails; a moment later it may work
-FAILING = frozenset({errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENXIO})
+from fsbarrier.retry import FAILING, until_seen
 
 _modes = {"file": 0o600, "dir": 0o700}
 
@@ -27,10 +27,15 @@ def set_shared_group(on: bool) -> None:
 
 
 def make_dirs(path: Path) -> None:
-    """Make `path` and its missing parents with the run's directory mode, whatever the umask.
+    """Make `path` and its missing parents with the run's directory mode, whatever the umask; afterwards this mount shows it.
 
     Raises OSError where the directory cannot be made; an existing one is left as it is.
     """
+    until_seen(lambda: try_to_make_dirs(path))
+
+
+def try_to_make_dirs(path: Path) -> None:
+    """The same without waiting. Raises FileNotFoundError while this mount hides what another node made, OSError."""
     missing = []
     current = path
     while not current.is_dir():
@@ -42,9 +47,15 @@ def make_dirs(path: Path) -> None:
         try:
             os.mkdir(directory, _modes["dir"])
             os.chmod(directory, _modes["dir"])
-        except FileExistsError:
-            # If it "exists" but cannot be seen, this host still remembers its absence. It is there.
-            if directory.exists() and not directory.is_dir():
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            # It may have been made although an error came back. If it "exists" and cannot be seen, another node made it, and this
+            # host still remembers its absence.
+            there = _look(directory)
+            if there is None and error.errno == errno.EEXIST:
+                raise FileNotFoundError(errno.ENOENT, "it is not to be seen yet", str(directory)) from None
+            if there is None or not stat.S_ISDIR(there.st_mode):
                 raise
 
 
@@ -62,8 +73,12 @@ def open_append(path: Path) -> int:
     """A descriptor that writes at the end of `path`, which is created with the run's file mode if need be. Raises OSError."""
     try:
         return open_new(path, os.O_APPEND)
-    except FileExistsError:
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        # It is there already, or was created although an error came back.
+        try:
+            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise error from None
 
 
 def temporary_beside(path: Path) -> Path:
@@ -76,45 +91,63 @@ def temporary_beside(path: Path) -> Path:
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Put `data` at `path` in one step, replacing what is there. `durable`: it also survives a power loss. Raises OSError."""
-    temporary = _write_temporary(path, data, durable)
+    rename(_write_temporary(path, data, durable), path)
+    if durable:
+        fsync_dir(path.parent)
+
+
+def rename(temporary: Path, path: Path) -> None:
+    """Give what was made under a name of `temporary_beside` its final name. If that fails, nothing is left. Raises OSError."""
     try:
         os.replace(temporary, path)
     except OSError:
-        with contextlib.suppress(OSError):
+        try:
             os.unlink(temporary)
+        except FileNotFoundError:
+            # An error came back although it was done: nobody else knows the temporary name, and it is gone.
+            if path.name in os.listdir(path.parent):
+                return
+        except OSError:
+            pass
         raise
-    if durable:
-        fsync_dir(path.parent)
 
 
 def create_exclusive(path: Path, data: bytes, *, durable: bool = True) -> bool:
     """Put `data` at `path` unless something is there already; True where `path` now holds *our* file.
 
-    A hard link decides who is first. Look at the file afterwards to learn who was, never at the error code: an NFS server may answer
-    EEXIST to a request that it carried out itself, and some filesystems answer EPERM to the loser of a race. Where a filesystem
-    has no hard links, the final name itself is created exclusively. Raises OSError for anything else.
+    A hard link decides who is first. After an error look at the file to learn who was, never at the error code: an NFS server may
+    answer EEXIST to a request that it carried out itself, and some filesystems answer EPERM to the loser of a race. Where a
+    filesystem has no hard links, the final name itself is created exclusively. Raises OSError for anything else.
     """
     temporary = _write_temporary(path, data, durable)
     try:
-        mine = os.stat(temporary)
-        failure: OSError | None = None
-        try:
-            os.link(temporary, path)
-        except OSError as error:
-            failure = error
-        there = _look(path)
+        won = _link(temporary, path, data)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-    if there is None:
-        if failure is None or failure.errno not in _NO_LINKS:
-            raise failure or OSError(errno.EIO, "a hard link was made and is not there", str(path))
+    if won is None:
         won = _create_in_place(path, data, durable)
-    else:
-        won = (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
     if won and durable:
         fsync_dir(path.parent)
     return won
+
+
+def _link(temporary: Path, path: Path, data: bytes) -> bool | None:
+    """Whether `path` now is a link to `temporary`, which holds `data`; None where the filesystem has no hard links. Raises OSError."""
+    try:
+        os.link(temporary, path)
+        return True
+    except OSError as error:
+        there, mine = _look(path), os.stat(temporary)
+        if there is None:
+            if error.errno in _NO_LINKS:
+                return None
+            raise
+        if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
+            return True
+        # The link may have been made although an error came back. sshfs gives each name of a file an identity of its own, so that
+        # only the content shows it.
+        return error.errno in FAILING and path.read_bytes() == data
 
 
 #: what says that a filesystem has no hard links (and, on some, that somebody else was first: then the name is there)
@@ -149,7 +182,16 @@ def _create_in_place(path: Path, data: bytes, durable: bool) -> bool:
 
 def _write_temporary(path: Path, data: bytes, durable: bool) -> Path:
     temporary = temporary_beside(path)
-    fd = open_new(temporary)
+    try:
+        fd = open_new(temporary)
+    except OSError as error:
+        # It may have been created although an error came back. Take another name, and leave nothing under this one.
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if error.errno not in FAILING:
+            raise
+        temporary = temporary_beside(path)
+        fd = open_new(temporary)
     try:
         _fill(fd, data, durable)
     except OSError:
@@ -204,15 +246,23 @@ def link_or_copy(source: Path, target: Path, last_look: Callable[[], None] = lam
     """
     temporary = temporary_beside(target)
     try:
-        try:
-            os.link(source, temporary)
-        except OSError:
-            shutil.copyfile(source, temporary)
-            os.chmod(temporary, _modes["file"])
+        _link_or_copy(source, temporary)
         last_look()
-        os.replace(temporary, target)
+        rename(temporary, target)
     finally:
         with contextlib.suppress(OSError):
             # Renaming one name of a file to another name of it does nothing, so the temporary name may still be there after a success.
             os.unlink(temporary)
     fsync_dir(target.parent)
+
+
+def _link_or_copy(source: Path, temporary: Path) -> None:
+    try:
+        os.link(source, temporary)
+        return
+    except OSError:
+        # If the link was made although an error came back, a copy would be written into the source: it needs a name that is free.
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+    with source.open("rb") as stream, open(open_new(temporary), "wb") as copy:
+        shutil.copyfileobj(stream, copy, READ_BYTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
@@ -31,8 +32,12 @@ class Backoff:
             pause_s = self.after(pause_s)
 
 
+#: errors of a mount that is there but fails; a moment later it may work
+FAILING = frozenset({errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENXIO})
 #: how long a failing filesystem is tried again, and the pauses between two tries
 PASSING_S = 1.5
+#: For so long a mount may hide what another node made: twice as long as an NFS client remembers by default that a name was absent.
+HIDDEN_S = 60.0
 PAUSES = Backoff(0.02, 0.5, factor=2.0)
 
 
@@ -62,3 +67,12 @@ def retry(
             # Cut the last pause short, so that one more try comes when the time is up.
             if idle.wait(min(next(pauses), left_s)):
                 raise
+
+
+def until_seen(operation: Callable[[], T], within_s: float = HIDDEN_S) -> T:
+    """What `operation` gives in directories that are there, although this mount may not show them yet.
+
+    Example: node 1 made coordination/ a second ago. Here it can neither be made (EEXIST) nor entered (ENOENT) until this mount looks
+    again. Errors that pass are tried again as `retry` does. Raises OSError.
+    """
+    return retry(lambda: retry(operation, errnos=FAILING), within_s=within_s, errnos={errno.ENOENT})

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, FsbarrierError, UsageError
+from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, FsbarrierError, StoreError, UsageError
+from fsbarrier.retry import FAILING
 from fsbarrier.settings.sources import nearest
 
 
@@ -51,6 +52,9 @@ def run(name: str, arguments: Sequence[str], find_command: Callable[[str], Comma
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in FAILING:
+            print(error_text(StoreError(f"the filesystem failed: {error}")), file=sys.stderr)
+            return StoreError.exit_code
         where = save_traceback(args)
         what = one_line(f"{type(error).__name__}: {error}")
         print(f"fsbarrier: internal error: {what} (traceback: {where})", file=sys.stderr)

@@ -27,6 +27,7 @@ FAST = (
     "coordination.beat_s=0.2",
     "coordination.suspect_s=1",
     "coordination.dead_s=2",
+    "coordination.outage_s=30",
     "toy.phase_s=0.1",
     "toy.tasks=24",
 )

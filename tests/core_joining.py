@@ -29,8 +29,58 @@ from core_builders import (
 from core_cases import ENDED, NOBODY, Case, ends, entered, goes_along, lost, over, proposes
 
 from fsbarrier.protocol import machine
+from fsbarrier.protocol.facts import Member
 from fsbarrier.protocol.membership import JOINING
 from fsbarrier.protocol.state import Action, Exit, Node, Note, Part, Recover, View
+
+#: node 2 was not there when nodes 0 and 1 were asked to stop, and did
+MISSED = replace(asked_to_stop(), alive=(Member(0, 1), Member(1, 1)))
+STOPPED = heard(seen(0, state="stopped"), seen(1, state="stopped"), ranks=())
+ASKED_BEFORE_IT_CAME = [
+    Case(
+        "it does not wait for those who were asked to stop before it came",
+        waiting(2, for_s=15.0),
+        sees(None, missed_stop=MISSED, ledger=STOPPED, joins=started(0, 1, 2)),
+        machine.end_with_a_stopped_start,
+        ends(
+            0,
+            "stopped",
+            "stopped before it came, as ann@host9 asked the others; start it again to begin anew",
+        ),
+        ENDED,
+    ),
+    Case(
+        "for a while they may be started again",
+        waiting(2, for_s=14.9),
+        sees(None, missed_stop=MISSED, ledger=STOPPED, joins=started(0, 1, 2)),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "once one of them is, this is another session",
+        waiting(2, for_s=15.0),
+        sees(
+            None,
+            missed_stop=MISSED,
+            ledger=STOPPED,
+            joins={**started(0, 2), **started(1, incarnation=2)},
+        ),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "those who ended otherwise may come back",
+        waiting(2, for_s=15.0),
+        sees(
+            None,
+            missed_stop=MISSED,
+            ledger=heard(seen(0, state="left"), ranks=()),
+            joins=started(0, 1, 2),
+        ),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+]
 
 TAKEN = "node 1 was started again on host1, process 7; this older one ends"
 HOLDING_ON = at_row(1, ROLL_OUT)
@@ -301,6 +351,7 @@ JOINING_ROWS = [
         sees(ledger=heard(seen(0, state="finished"))),
         machine.wait_to_be_admitted,
     ),
+    *ASKED_BEFORE_IT_CAME,
     Case(
         "not one that never saw it at work",
         back(1),

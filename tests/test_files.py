@@ -110,14 +110,93 @@ def test_other_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert os.listdir(tmp_path) == []
 
 
-def test_a_directory_that_is_there_and_not_seen_is_made(
+def test_a_directory_that_another_node_made_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another node made it, and this one's mount still says that it is absent."""
-    monkeypatch.setattr(Path, "is_dir", lambda self: self == tmp_path)
-    monkeypatch.setattr(Path, "exists", lambda self: self == tmp_path)
-    os.mkdir(tmp_path / "made")
-    files.make_dirs(tmp_path / "made")
+    """This mount still says that it is absent: neither made (EEXIST) nor entered (ENOENT), until it looks again."""
+    made, hidden, is_dir, look = tmp_path / "made", [3], Path.is_dir, files._look
+
+    def late(path: Path) -> bool:
+        hidden[0] -= path == made
+        return is_dir(path) and (path != made or hidden[0] < 0)
+
+    monkeypatch.setattr(Path, "is_dir", late)
+    monkeypatch.setattr(files, "_look", lambda path: look(path) if hidden[0] < 0 else None)
+    os.mkdir(made)
+    with pytest.raises(FileNotFoundError):
+        files.try_to_make_dirs(made)
+    files.make_dirs(made / "below")
+    assert hidden[0] < 0 and (made / "below").is_dir()
+
+
+def lose_replies(monkeypatch: pytest.MonkeyPatch, name: str, count: int = 1) -> None:
+    """The next `count` calls of `os.NAME` are done, and an error comes back."""
+    real, left = getattr(os, name), [count]
+
+    def call(*args: object, **kwargs: object) -> object:
+        result = real(*args, **kwargs)
+        if left[0] <= 0:
+            return result
+        left[0] -= 1
+        if name == "open":
+            os.close(result)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, name, call)
+
+
+def test_a_lost_reply_is_recognised_as_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        lose_replies(patch, "mkdir", 2)
+        files.try_to_make_dirs(tmp_path / "a" / "b")
+    for name in ("open", "replace"):
+        with monkeypatch.context() as patch:
+            lose_replies(patch, name)
+            files.write_atomic(tmp_path / "a" / name, b"content")
+    for name in ("open", "link"):
+        with monkeypatch.context() as patch:
+            lose_replies(patch, name)
+            assert files.create_exclusive(tmp_path / "a" / f"new-{name}", b"content")
+    for name in ("link", "replace"):
+        with monkeypatch.context() as patch:
+            lose_replies(patch, name)
+            files.link_or_copy(tmp_path / "a" / "open", tmp_path / "a" / f"second-{name}")
+    with monkeypatch.context() as patch:
+        lose_replies(patch, "open")
+        os.close(files.open_append(tmp_path / "a" / "log"))
+    contents = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir() if path.is_file()}
+    assert contents.pop("log") == b"" and set(contents.values()) == {b"content"}
+    assert contents.keys() == {"open", "replace", "new-open", "new-link", "second-link", "second-replace"}
+
+
+def test_a_rename_that_was_not_done_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.EIO, "not done")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="not done"):
+        files.write_atomic(tmp_path / "file", b"new")
+    with pytest.raises(OSError, match="not done"):
+        files.link_or_copy(tmp_path / "file", tmp_path / "second")
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_names_of_one_file_may_each_have_an_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sshfs: two hard links to one file look like two files. Success is told by `link` itself, a lost reply by the content."""
+    real = os.stat
+
+    def stat(path: object, **kwargs: object) -> os.stat_result:
+        found = [*real(path, **kwargs)]  # type: ignore[arg-type]
+        found[1] = hash(str(path))
+        return os.stat_result(found)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert files.create_exclusive(tmp_path / "record", b"first")
+    assert not files.create_exclusive(tmp_path / "record", b"second")
+    lose_replies(monkeypatch, "link")
+    assert files.create_exclusive(tmp_path / "other", b"mine")
 
 
 def test_a_file_in_place_of_a_directory_is_an_error(tmp_path: Path) -> None:

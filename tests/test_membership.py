@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from fsbarrier.protocol.membership import (
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.rundir.stop_requests import request_stop
 
 
 def joiners(states: list[str], *, incarnation: int = 2, seconds_ago: float = 0.0) -> dict[int, Member]:
@@ -402,28 +402,52 @@ def test_half_a_heartbeat_is_known_as_such(tmp_path: Path) -> None:
     assert (again.seen[1].beat.counter, again.unsure) == (3, {})
 
 
-def test_a_stop_that_is_asked_for_while_a_start_is_tried_again_is_heeded(tmp_path: Path) -> None:
-    """One that was there before is not: the run was started again after it."""
-
-    class Failing(PosixStore):
-        left = 1
-
-        def names(self, directory: Path) -> list[str]:
-            if directory.name == "joins" and self.left:
-                self.left -= 1
-                raise OSError(errno.EIO, "the server is away")
-            return super().names(directory)
-
-    paths = RunPaths(tmp_path)
-    PosixStore().make_dir(paths.stops)
-    PosixStore().put(paths.stops / "000001.json", StopRequest(True, "before"))
-    observer = Observer(Failing(), paths, PING)
-    with pytest.raises(OSError, match="away"):
+def test_a_stop_holds_for_the_starts_that_were_there(tmp_path: Path) -> None:
+    """A listing that is behind shows it late: then it must not end a later session. Nor must it be missed by whom it is meant for."""
+    paths, store = RunPaths(tmp_path), PosixStore()
+    runs = {rank: Observer(store, paths, PING, started_as=started) for rank, started in ((0, 3), (1, 2))}
+    for observer in runs.values():
         observer.prepare()
-    assert observer.stop is None
-    PosixStore().put(paths.stops / "000002.json", StopRequest(True, "meanwhile"))
-    observer.prepare()
-    assert observer.view(Node(0, 1, 0.0), 0.0).stop == StopRequest(True, "meanwhile")
+
+    def ask(number: int, alive: tuple[Member, ...], ended: tuple[Member, ...] = ()) -> StopRequest:
+        request = StopRequest(True, f"ann {number}", alive=alive, ended=ended)
+        store.put(paths.stop(number), request)
+        for observer in runs.values():
+            observer.hurry()
+        return request
+
+    def seen(rank: int) -> tuple[StopRequest | None, StopRequest | None]:
+        observer = runs[rank]
+        view = observer.view(Node(rank, 9, 0.0), 0.0)
+        return view.stop, view.missed_stop
+
+    ask(1, (Member(0, 2), Member(1, 1)))
+    assert seen(0) == seen(1) == (None, None), "both were started since"
+    missed = ask(2, (Member(0, 2),), (Member(1, 1),))
+    assert seen(0) == (None, None) and seen(1) == (None, missed), "node 1 came late to that session"
+    ours = ask(3, (Member(0, 3), Member(1, 5)))
+    assert seen(0)[0] == seen(1)[0] == ours, "node 1 rejoined as its fifth incarnation"
+    ask(4, (Member(0, 2),))
+    assert seen(0)[0] == ours, "its author's listing was behind"
+
+
+def test_a_stop_names_the_starts_that_its_author_sees(tmp_path: Path) -> None:
+    paths, store = RunPaths(tmp_path), PosixStore()
+    for folder in (paths.joins, paths.beats):
+        store.make_dir(folder)
+    paths.record.write_bytes(b"{}")
+    for rank, incarnation in ((0, 1), (0, 2), (1, 1), (2, 1)):
+        store.put(paths.join(rank, incarnation), Join(rank, incarnation, "a", 1, "boot"))
+    for beat in (
+        Beat(0, 1, 5, "a", 1, "left"),
+        Beat(1, 1, 5, "a", 1, "left"),
+        Beat(2, 3, 5, "a", 1, "running"),
+    ):
+        store.put(paths.beat(beat.rank, beat.incarnation), beat)
+    made = request_stop(tmp_path, now=True)
+    found = store.read(made, StopRequest)
+    assert found is not None and found.now
+    assert found.alive == (Member(0, 2), Member(2, 3)) and found.ended == (Member(1, 1),)
 
 
 def test_work_knows_the_joins_of_all_members(tmp_path: Path) -> None:

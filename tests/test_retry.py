@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fsbarrier.retry import Backoff, retry
+from fsbarrier.retry import Backoff, retry, until_seen
 
 
 def failing(times: int, number: int = errno.EIO) -> tuple[Callable[[], str], list[int]]:
@@ -58,4 +58,17 @@ def test_whoever_is_called_off_does_not_wait() -> None:
     cancel.set()
     with pytest.raises(OSError):
         retry(operation, within_s=60.0, cancel=cancel)
+    assert len(tries) == 1
+
+
+def test_what_is_hidden_is_waited_for_beyond_what_fails() -> None:
+    """A directory that another node made shows up late, while an error that stays for so long ends the wait."""
+    operation, tries = failing(5, errno.ENOENT)
+    assert until_seen(operation) == "done" and len(tries) == 6
+    operation, _ = failing(10**6, errno.ENOENT)
+    with pytest.raises(FileNotFoundError):
+        until_seen(operation, within_s=0.1)
+    operation, tries = failing(1, errno.EACCES)
+    with pytest.raises(PermissionError):
+        until_seen(operation)
     assert len(tries) == 1

@@ -19,6 +19,7 @@ import fsbarrier
 from fsbarrier import files
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check, Times
 from fsbarrier.host import accelerators
+from fsbarrier.retry import FAILING
 
 RACES, RACERS = 40, 4
 REPLACEMENTS = 300
@@ -117,7 +118,7 @@ def quick_races(scratch: Path, rounds: int = 16) -> Check:
 
     with ThreadPoolExecutor(2) as pool:
         wins = list(pool.map(run, (0, 1)))
-    lasting = [error for error in failures if error.errno not in files.FAILING]
+    lasting = [error for error in failures if error.errno not in FAILING]
     if lasting:
         return Check("exclusive create", REFUSED, str(lasting[0]), NEEDED)
     if failures and not any(map(sum, wins)):

@@ -34,7 +34,7 @@ from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.rows import Row, Table
 from fsbarrier.protocol.state import Rules
 from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
-from fsbarrier.retry import retry
+from fsbarrier.retry import retry, until_seen
 from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -350,7 +350,7 @@ def join(
         raise ValueError(f"{paths.root} is the directory of a run; give the group one of its own")
     alike = {"num_nodes": num_nodes, "beat_s": beat_s, "suspect_s": suspect_s, "dead_s": dead_s}
     here = Join(node_rank, 0, host_name(), os.getpid(), boot_id(), choices=alike)
-    limits = Limits(suspect_s, dead_s, 2 * beat_s, join_timeout_s=float("inf"))
+    limits = Limits(suspect_s, dead_s, 2 * beat_s, join_timeout_s=float("inf"), outage_s=dead_s)
     rules = Rules(_TABLE, num_nodes, on_node_failure="hold", limits=limits)
     members_s = min(0.05 * max(1.0, num_nodes / 16), beat_s / 2)
     paces = Paces(members_s, beat_s / 2, 1.5 * beat_s, eagerness(num_nodes), watchers=num_nodes)
@@ -358,9 +358,9 @@ def join(
     observer = Observer(store, paths, _TABLE, paces)
     agent = NodeLoop(store, observer, rules, work, here, lambda event, node, fields: None)
     try:
-        observer.prepare()
+        until_seen(observer.prepare, timeout_s)
         earlier_beats = observer.read_beats()[0]
-        agent.start(time.monotonic())
+        until_seen(lambda: agent.start(time.monotonic()), timeout_s)
     except OSError as error:
         message = f"node {node_rank}: cannot join the group at {path}: {error}"
         raise StoreError(message, node_rank, here.host, 0.0) from None

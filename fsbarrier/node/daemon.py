@@ -33,12 +33,12 @@ from fsbarrier.node.job_runner import JobRunner
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer, Paces, eagerness
 from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
-from fsbarrier.node.rank_lock import hold_rank
+from fsbarrier.node.rank_lock import RankLock, hold_rank
 from fsbarrier.program import Program
 from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Exit, Rules, Stage
-from fsbarrier.retry import Backoff, retry
+from fsbarrier.retry import Backoff, until_seen
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.sections import Settings
@@ -60,14 +60,14 @@ def run_node(record: RunRecord, settings: Settings, *, node_rank: int, until: in
     files.set_shared_group(settings.shared_group)
     with ExitStack() as stack:
         with _starting(record):
-            stack.enter_context(hold_rank(record.paths, node_rank, settings.coordination.beat_s))
+            lock = stack.enter_context(hold_rank(record, node_rank, settings.coordination.suspect_s))
             prefix = f"fsbarrier-{record.run_id[-8:]}-n{node_rank}-"
             # An earlier start that was killed left its folder. This one holds the rank, so nobody uses that any more.
             for killed in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
                 shutil.rmtree(killed, ignore_errors=True)
             work_dir = Path(tempfile.mkdtemp(prefix=prefix))
             stack.callback(shutil.rmtree, work_dir, ignore_errors=True)
-            daemon = Daemon(record, settings, node_rank, until, work_dir)
+            daemon = Daemon(record, settings, node_rank, until, work_dir, lock)
         stack.callback(daemon.close)
         with daemon.signals():
             return daemon.run()
@@ -86,21 +86,27 @@ class Daemon:
     """One incarnation of one node (it takes a new one by itself when it was fenced off and rejoins)."""
 
     def __init__(
-        self, record: RunRecord, settings: Settings, rank: int, until: int | None, work_dir: Path
+        self,
+        record: RunRecord,
+        settings: Settings,
+        rank: int,
+        until: int | None,
+        work_dir: Path,
+        lock: RankLock,
     ) -> None:
         """Look at the run directory, and make everything that this node needs. Raises OSError."""
-        self.record, self.settings = record, settings
+        self.record, self.settings, self._lock = record, settings, lock
         self._signal: int | None = None
         self._looked_at = time.monotonic()
         self._ended = threading.Event()
         program = load_program(settings.program)
         rules = make_rules(settings, program)
         observer = Observer(PosixStore(), record.paths, program, make_paces(settings))
-        retry(observer.prepare, errnos=files.FAILING)
+        until_seen(observer.prepare)
         attempt = 1 + (observer.joins[rank].incarnation if rank in observer.joins else 0)
         log_dir = record.paths.node_logs(attempt, rank)
         files.make_dirs(log_dir)
-        self.events = EventLog(record, rules, log_dir / "daemon.log")
+        self.events = until_seen(lambda: EventLog(record, rules, log_dir / "daemon.log"))
         self.engine = make_engine(settings, log_dir, work_dir, program.needs)
         self.workplace = Workplace(
             engine=self.engine,
@@ -108,6 +114,7 @@ class Daemon:
             log_dir=log_dir,
             log_path=record.log_path,
             stall_timeout_s=settings.coordination.stall_timeout_s,
+            outage_s=settings.coordination.outage_s,
         )
         wake = threading.Event()
         context = ContextMaker(record, settings, program, observer, len(accelerators.detect()))
@@ -132,13 +139,15 @@ class Daemon:
         """Join and loop to the end; gives the exit code. Raises StoreError (it cannot join)."""
         # The others do not know this start before it is announced, so that announcing it may be tried again.
         with _starting(self.record):
-            retry(lambda: self.agent.start(time.monotonic()), errnos=files.FAILING)
+            until_seen(lambda: self.agent.start(time.monotonic()))
         beats = threading.Thread(target=self._beat, name="beat", daemon=True)
         beats.start()
         try:
             self._loop()
         except (Fenced, StoreError) as error:
             self._leave(error.exit_code, str(error))
+        except OSError as error:
+            self._leave(StoreError.exit_code, f"node {self.agent.node.rank}: the filesystem failed: {error}")
         except Exception as error:
             self._leave(EXIT_INTERNAL, f"internal error: {type(error).__name__}: {error}")
             raise
@@ -189,7 +198,7 @@ class Daemon:
         A node whose loop hangs must not look alive, or the others would wait for it for ever. So the beats stop once the loop has
         not looked for `suspect_s` / 2. Half, because the others count its silence only from the last beat on.
         """
-        coordination = self.settings.coordination
+        coordination, noted = self.settings.coordination, 0
         while True:
             last = self._ended.is_set()
             silent_s = time.monotonic() - self._looked_at
@@ -197,6 +206,9 @@ class Daemon:
                 # If this fails, the loop meets the same filesystem and decides what follows.
                 with contextlib.suppress(OSError):
                     beat = self.agent.beat()
+                    if beat.incarnation != noted:
+                        noted = beat.incarnation
+                        self._lock.note_start(noted)
                     self.agent.store.put(self.record.paths.beat(beat.rank, beat.incarnation), beat)
             if last:
                 return
@@ -217,7 +229,9 @@ class Daemon:
 
     def close(self) -> None:
         self._polling.close()
-        self.events.close()
+        # On a filesystem that fails even this fails; how the node ended is decided.
+        with contextlib.suppress(OSError):
+            self.events.close()
 
 
 def make_rules(settings: Settings, program: Program) -> Rules:
@@ -236,6 +250,7 @@ def make_rules(settings: Settings, program: Program) -> Rules:
             stagger_s=2 * coordination.beat_s,
             join_timeout_s=coordination.join_timeout_s,
             rejoin_timeout_s=coordination.rejoin_timeout_s,
+            outage_s=coordination.outage_s,
         ),
     )
 

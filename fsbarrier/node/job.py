@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.facts import JsonObject, Payload
+from fsbarrier.protocol.timing import OUTAGE_S
 from fsbarrier.retry import retry
 from fsbarrier.supervision.worker_contract import read_progress
 
@@ -21,9 +22,6 @@ T = TypeVar("T")
 
 # What a piece of work gives: JSON values, of which "events" are lines for the journal.
 Result = JsonObject
-
-# For how long a job retries what it reads in the shared directory while that fails.
-DIRECTORY_S = 15.0
 
 
 class NodeUnfit(StoreError):
@@ -50,6 +48,8 @@ class EngineLike(Protocol):
 class Job:
     """One launch of a row's work. The node's loop cancels it and reads its progress; its thread does all else."""
 
+    # For how long it retries what it reads in the shared directory while that fails: as long as the node itself.
+    outage_s: float = OUTAGE_S
     cancel: threading.Event = field(default_factory=threading.Event)
     progress: Payload = field(default_factory=dict)
     # The file in which the program that runs now shows its progress.
@@ -65,9 +65,9 @@ class Job:
             self.progress = read_progress(self.progress_file) or self.progress
 
     def patiently(self, ask: Callable[[], T]) -> T:
-        """The answer of `ask`, which reads the shared directory; repeated for DIRECTORY_S while that fails. Raises OSError, Cancelled."""
+        """The answer of `ask`, which reads the shared directory; repeated for `outage_s` while that fails. Raises OSError, Cancelled."""
         try:
-            return retry(ask, within_s=DIRECTORY_S, cancel=self.cancel)
+            return retry(ask, within_s=self.outage_s, cancel=self.cancel)
         except OSError:
             self.stop_if_cancelled()
             raise
@@ -83,6 +83,8 @@ class Workplace:
     log_path: Path
     # After so long without a sign of life, the node ends a program.
     stall_timeout_s: float
+    # For so long a job tries to read the shared directory while that fails.
+    outage_s: float = OUTAGE_S
     # How long a program may take to end when its job is cancelled, before it is killed.
     grace_s: float = 2.0
     # Left by ServeWeights for the programs that talk to the engine: its address and key.

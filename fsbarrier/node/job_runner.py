@@ -43,7 +43,7 @@ class JobRunner:
     def launch(self, node: Node, part: Part) -> None:
         """Begin `part` of the work of the row that `node` is in."""
         self.cancel()
-        self._report, self._job = None, Job()
+        self._report, self._job = None, Job(self.workplace.outage_s)
         self._thread = threading.Thread(
             target=self._run, args=(node, part, self._job), name="work", daemon=True
         )

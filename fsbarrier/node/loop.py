@@ -106,8 +106,10 @@ class NodeLoop:
             incarnation += 1
             if self._announce(incarnation):
                 break
+        self.observer.started_as = incarnation
         self.node = Node(self.join.rank, incarnation, now, self.join.host, baseline=baseline)
-        self.record("node_joined", self.node, {"host": self.join.host, "pid": self.join.pid})
+        # The first look records it: a journal that cannot be written yet must not make this node join twice.
+        self._pending.append(Note("node_joined", {"host": self.join.host, "pid": self.join.pid}))
 
     def tick(self, now: float) -> bool:
         """Look once and do what follows from it. True if anything happened. Raises OSError when the filesystem fails.

@@ -7,7 +7,7 @@ a look at them is due. Immutable records are read once.
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from fsbarrier.protocol.facts import (
 from fsbarrier.protocol.membership import Ledger, left_to_others
 from fsbarrier.protocol.rows import Table
 from fsbarrier.protocol.state import WATCHING, Node, Part, Recovered, Stage, View, WorkReport
+from fsbarrier.protocol.stops import concerns, missed_by
 from fsbarrier.rundir.heartbeats import HeartbeatReader
 from fsbarrier.rundir.names import FACT, GENERATION, START, StartName
 from fsbarrier.rundir.paths import RunPaths
@@ -85,7 +86,8 @@ class Observer:
     newest: Generation | None = None
     joins: Mapping[int, Join] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
-    stop: StopRequest | None = None
+    #: the first incarnation of this process, once it has joined: which requests to stop are meant for it
+    started_as: int = 0
     recovered: Recovered | None = None
     void: int = 0
     _heartbeats: HeartbeatReader = field(init=False)
@@ -96,8 +98,7 @@ class Observer:
     _known_joins: list[str] = field(default_factory=list)
     #: names in joins/ that are read, or that are no joins
     _learnt: set[str] = field(default_factory=set)
-    #: the stop requests from before this start, which were meant for an earlier session
-    _old_stops: frozenset[str] | None = None
+    _stops: dict[str, StopRequest] = field(default_factory=dict)
     _members_due: float = _AT_ONCE
     _beats_due: float = _AT_ONCE
     _looked_at_all: float = _AT_ONCE
@@ -106,11 +107,9 @@ class Observer:
         self._heartbeats = HeartbeatReader(self.store, self.paths.beats)
 
     def prepare(self) -> None:
-        """Make the directories that will be listed, and note what was there before this start. Raises OSError; may be tried again."""
+        """Make the directories that will be listed, and look at what is there. Raises OSError; may be tried again."""
         for directory in (self.paths.joins, self.paths.beats, self.paths.generations, self.paths.stops):
             self.store.make_dir(directory)
-        if self._old_stops is None:
-            self._old_stops = frozenset(self.store.names(self.paths.stops))
         self.read_beats()
         self._look_at_members(None)
 
@@ -137,8 +136,13 @@ class Observer:
         self._look_around(node, now)
         row = self._look_at_row(node) if node.part in WATCHING else None
         arrived, failed, leaders_fact = row or (frozenset[int](), {}, None)
-        known = self.newest, self.void, self.joins, self.ledger, self.stop, self.recovered
+        stop, missed = self._newest_stop(node.rank, concerns), self._newest_stop(node.rank, missed_by)
+        known = self.newest, self.void, self.joins, self.ledger, stop, missed, self.recovered
         return View(*known, arrived, failed, leaders_fact, work)
+
+    def _newest_stop(self, rank: int, applies: Callable[[StopRequest, int, int], bool]) -> StopRequest | None:
+        found = [name for name, stop in self._stops.items() if applies(stop, rank, self.started_as)]
+        return self._stops[max(found)] if found else None
 
     def _look_around(self, node: Node, now: float) -> None:
         """Look at what is due beside the row. The loop calls `hurry` when the stage changes, since the pace changes with it."""
@@ -238,8 +242,8 @@ class Observer:
             if self._learnt.issuperset(names):
                 self._known_joins = names
         for name in self.store.names(self.paths.stops):
-            if name not in (self._old_stops or ()):
-                self.stop = self.store.read(self.paths.stops / name, StopRequest) or self.stop
+            if name not in self._stops and (stop := self.store.read(self.paths.stops / name, StopRequest)):
+                self._stops[name] = stop
 
     def _look_at_generations(self, names: list[str], now: float | None) -> bool:
         """Learn the newest of them that can be read; True if none is newer."""

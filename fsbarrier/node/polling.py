@@ -30,19 +30,19 @@ class Polling:
     def look(self, now: float) -> bool:
         """Let the agent look, decide and act once; True if there was something to do, so that more may follow at once.
 
-        A failing filesystem is tried again for `dead_s`: for so long the others do not yet take this node for lost.
-        Raises StoreError when it fails for longer, and whatever the agent raises except OSError.
+        A failing filesystem is tried again for `outage_s`: the others may take this node for lost meanwhile, but if it fails for all
+        of them, they go on together. Raises StoreError when it fails for longer, and whatever the agent raises except OSError.
         """
         try:
             busy = self._agent.tick(now)
         except OSError as error:
-            dead_s = self._agent.rules.limits.dead_s
+            outage_s = self._agent.rules.limits.outage_s
             self._failing_since = now if self._failing_since is None else self._failing_since
             failing_s = now - self._failing_since
-            if failing_s < dead_s:
+            if failing_s < outage_s:
                 return False
             rank, host = self._agent.node.rank, self._agent.join.host
-            message = f"node {rank}: {self._root} has failed for {dead_s:g} s: {error}"
+            message = f"node {rank}: {self._root} has failed for {outage_s:g} s: {error}"
             raise StoreError(message, rank, host, failing_s) from None
         self._failing_since = None
         return busy

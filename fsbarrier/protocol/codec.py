@@ -127,6 +127,10 @@ def _decisions(value: JsonObject) -> JsonObject:
     return value
 
 
+def _members(value: list[object]) -> tuple[Member, ...]:
+    return tuple(_build(Member, item) for item in value)
+
+
 def _texts(value: list[object]) -> tuple[object, ...]:
     if not all(type(item) is str for item in value):
         raise CorruptRecord("texts expected")
@@ -135,7 +139,9 @@ def _texts(value: list[object]) -> tuple[object, ...]:
 
 #: fields that are no plain values: what JSON has for them, and what is made of it
 _NESTED: dict[tuple[type, str], tuple[tuple[type, ...], Convert]] = {
-    (Generation, "members"): ((list,), lambda v: tuple(_build(Member, item) for item in v)),
+    (Generation, "members"): ((list,), _members),
+    (StopRequest, "alive"): ((list,), _members),
+    (StopRequest, "ended"): ((list,), _members),
     (Generation, "start"): ((dict,), lambda v: _build(Position, v)),
     (Generation, "verdict"): ((dict, _NONE), lambda v: None if v is None else _build(Verdict, v)),
     (Generation, "decisions"): ((dict,), _decisions),

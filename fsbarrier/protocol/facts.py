@@ -129,11 +129,16 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """Somebody asked the run to end: at the next safe point, or `now`."""
+    """Somebody asked the run to end: at the next safe point, or `now`. It holds for the starts that were there (protocol/stops.py):
+
+    `alive`, the newest start of each rank, or `ended`, where that start's last heartbeat said that it had ended.
+    """
 
     now: bool
     who: str
     time: str = ""
+    alive: tuple[Member, ...] = ()
+    ended: tuple[Member, ...] = ()
 
 
 Record = Join | Beat | Generation | Fact | StopRequest

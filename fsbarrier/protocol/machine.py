@@ -161,6 +161,21 @@ def end_when_too_late(at: Situation) -> Step | None:
     return _nothing_to_do(at, at.view.newest.until) if finished else None
 
 
+def end_with_a_stopped_start(at: Situation) -> Step | None:
+    """The others were asked to stop, and did, before this node came: it does not wait for them.
+
+    If one of them is started again within `dead_s`, this is a new session, and the request is none of its business.
+    """
+    request, joins = at.view.missed_stop, at.view.joins
+    if request is None or at.waited_s < at.rules.limits.dead_s:
+        return None
+    again = any(m.rank in joins and joins[m.rank].incarnation > m.incarnation for m in request.alive)
+    if again or not any(at.view.ledger.state(member) == "stopped" for member in request.alive):
+        return None
+    reason = f"stopped before it came, as {request.who} asked the others; start it again to begin anew"
+    return _end(at, 0, "stopped", reason)
+
+
 def look_where_the_run_was_left(at: Situation) -> Step | None:
     """No member lives: read from the newest generation's facts where it left the run, and read again when that is too long ago."""
     found, newest = at.view.recovered, at.view.newest.number if at.view.newest is not None else 0
@@ -494,6 +509,7 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
         stop_before_the_start,
         wait_to_be_admitted,
         end_when_too_late,
+        end_with_a_stopped_start,
         look_where_the_run_was_left,
         end_when_all_is_done,
         wait_for_all_nodes,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member
-from fsbarrier.protocol.timing import DEAD_S, JOIN_TIMEOUT_S, REJOIN_TIMEOUT_S, STAGGER_S, SUSPECT_S
+from fsbarrier.protocol.timing import DEAD_S, JOIN_TIMEOUT_S, OUTAGE_S, REJOIN_TIMEOUT_S, STAGGER_S, SUSPECT_S
 
 #: the state of a node that waits to be taken in, under the incarnation that its heartbeat names
 JOINING = "joining"
@@ -120,13 +120,14 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The timings of failure detection, in seconds."""
+    """The timings of failure detection, in seconds. `outage_s`: how long a node holds out while its own filesystem fails."""
 
     suspect_s: float = SUSPECT_S
     dead_s: float = DEAD_S
     stagger_s: float = STAGGER_S
     join_timeout_s: float = JOIN_TIMEOUT_S
     rejoin_timeout_s: float = REJOIN_TIMEOUT_S
+    outage_s: float = OUTAGE_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,9 @@ class View:
     void: int = 0
     joins: Mapping[int, Join] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
+    #: what this node was asked, and what the others were asked before it came (protocol/stops.py)
     stop: StopRequest | None = None
+    missed_stop: StopRequest | None = None
     recovered: Recovered | None = None
     arrived: frozenset[int] = frozenset()
     failed: Mapping[int, Fact] = field(default_factory=dict)

@@ -10,3 +10,6 @@ DEAD_S = 15.0
 STAGGER_S = 2 * BEAT_S
 JOIN_TIMEOUT_S = 1800.0
 REJOIN_TIMEOUT_S = 1800.0
+# For so long a node holds out while its filesystem fails, since by their own defaults servers come back by then: GlusterFS fails a
+# client for 42 s when a server is restarted, and an NFS server grants its clients 90 s after its start.
+OUTAGE_S = 120.0

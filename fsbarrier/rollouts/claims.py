@@ -22,7 +22,7 @@ from typing import TypeVar
 from fsbarrier import files
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.assign import lots
-from fsbarrier.retry import retry
+from fsbarrier.retry import until_seen
 from fsbarrier.rundir.names import CUT, DURABLE_COUNT, LOT
 
 T = TypeVar("T")
@@ -179,6 +179,6 @@ def remove_old(folder: Path, rank: int) -> None:
 def _retry(operation: Callable[[], T], path: Path, done: str) -> T:
     """What `operation` gives, once the filesystem does not fail. Raises StoreError."""
     try:
-        return retry(operation)
+        return until_seen(operation)
     except OSError as error:
         raise StoreError(f"{path}: cannot be {done}: {error.strerror or error}") from error

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fsbarrier.protocol.facts import Beat
 from fsbarrier.protocol.membership import GONE
+from fsbarrier.retry import FAILING, retry
 from fsbarrier.rundir.names import START, StartName
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore, Store
@@ -66,7 +67,7 @@ class HeartbeatReader:
 def read_beats(log_path: Path, rank: int | None = None) -> dict[int, Beat]:
     """The last heartbeat of each rank (of `rank` alone, if given) in a run; unreadable ones are left out. Raises OSError."""
     reader = HeartbeatReader(PosixStore(), RunPaths(log_path).beats)
-    found = reader.read(lambda newest: rank is None or newest.rank == rank)
+    found = retry(lambda: [*reader.read(lambda newest: rank is None or newest.rank == rank)], errnos=FAILING)
     return {start.rank: beat for start, beat in found if beat is not None}
 
 

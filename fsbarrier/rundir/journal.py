@@ -206,8 +206,8 @@ class Journal:
     """Appends events of one incarnation of one node. Each line is written at once and whole, but not flushed to disk."""
 
     def __init__(self, path: Path, *, run_id: str, node_rank: int) -> None:
-        files.make_dirs(path.parent)
-        self._fd = files.open_new(path)
+        files.try_to_make_dirs(path.parent)
+        self._fd = files.open_append(path)
         self._run_id, self._node_rank = run_id, node_rank
 
     def write(self, name: str, mono_s: float, place: Payload, fields: Payload) -> Event:

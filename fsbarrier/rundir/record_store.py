@@ -23,7 +23,7 @@ class Store(Protocol):
     """What the core needs of a shared directory. Every verb may raise OSError."""
 
     def make_dir(self, path: Path) -> None:
-        """Make a directory; one that exists is fine."""
+        """Make a directory; one that exists is fine. FileNotFoundError: another node made it, and this mount does not show it yet."""
 
     def names(self, directory: Path) -> list[str]:
         """The names in a directory, freshly listed, without temporary ones; empty if it is not there.
@@ -45,7 +45,7 @@ class PosixStore:
     """The store on a mounted filesystem."""
 
     def make_dir(self, path: Path) -> None:
-        files.make_dirs(path)
+        files.try_to_make_dirs(path)
 
     def names(self, directory: Path) -> list[str]:
         try:

@@ -24,7 +24,7 @@ from fsbarrier import files
 from fsbarrier.errors import StoreError, TooFewNodes, UsageError
 from fsbarrier.host.identity import user_at_host
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.retry import Backoff
+from fsbarrier.retry import FAILING, Backoff, retry, until_seen
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import ChosenValue
@@ -33,6 +33,8 @@ SCHEMA = 1
 MAX_BYTES = 16 * 1024 * 1024
 # A record is linked into place whole, so a mount that shows it torn for longer than this is broken.
 TORN_S = 5.0
+# the pauses between two looks at it
+LOOKS = Backoff(0.001, 0.25)
 
 TEXTS = ("run_id", "created", "created_by", "version", "settings_digest")
 
@@ -78,7 +80,11 @@ class RunRecord:
 
 
 class _Torn(ValueError):
-    """Not (yet) a whole record."""
+    """Not a whole record."""
+
+
+class _NotWholeYet(_Torn):
+    """The mount may show the rest of it in a moment."""
 
 
 # --- making -------------------------------------------------------------------------------------------------------------
@@ -105,17 +111,20 @@ def new(
 def publish(record: RunRecord) -> RunRecord:
     """Make the run directory and put the record there, durably; the record that counts is given back.
 
-    That is another one if somebody else was first. Raises UsageError where the directory cannot be made or written.
+    That is another one if somebody else was first. Raises UsageError where the directory cannot be made or written, StoreError
+    where its filesystem fails.
     """
     made = [folder for folder in (record.log_path, *record.log_path.parents) if not folder.exists()]
     try:
         files.make_dirs(record.log_path)
-        won = files.create_exclusive(record.paths.record, encode(record))
+        won = until_seen(lambda: files.create_exclusive(record.paths.record, encode(record)))
     except OSError as error:
         # Leave nothing behind. `rmdir` spares a folder that somebody uses by now, as it is not empty.
         for folder in made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
+        if error.errno in FAILING:
+            raise StoreError(f"--log-path {_shown(record.log_path)}: {error.strerror or error}") from None
         raise UsageError(
             f"--log-path {_shown(record.log_path)}: cannot be written: {error.strerror or error}"
         ) from None
@@ -148,7 +157,7 @@ def _digest(body: Mapping[str, object]) -> str:
 def exists(log_path: Path) -> bool:
     """Whether a run's record lies in `log_path`, by listing it: an NFS client would remember a name that it looked up in vain."""
     try:
-        return RunPaths(log_path).record.name in os.listdir(log_path)
+        return RunPaths(log_path).record.name in retry(lambda: os.listdir(log_path), errnos=FAILING)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
@@ -159,10 +168,7 @@ def load(log_path: Path) -> RunRecord:
     """The record of the run in `log_path`. Raises UsageError where there is none, or none that this version can read."""
     if not exists(log_path):
         raise UsageError(f"--log-path {_shown(log_path)}: no run there (no run.json); name a run's directory")
-    try:
-        return _read(log_path)
-    except _Torn as error:
-        raise UsageError(f"{_shown(RunPaths(log_path).record)}: {error}; use another --log-path") from None
+    return _read(log_path)
 
 
 def wait(log_path: Path, timeout_s: float, *, on_wait: Callable[[str], None] | None = None) -> RunRecord:
@@ -170,19 +176,11 @@ def wait(log_path: Path, timeout_s: float, *, on_wait: Callable[[str], None] | N
 
     `on_wait` is called once with whom this node waits for. Raises TooFewNodes after `timeout_s`, UsageError for a bad record.
     """
-    begin, announced, torn_since = time.monotonic(), False, None
-    idle, pauses = threading.Event(), iter(Backoff(0.001, 0.25))
+    begin, announced = time.monotonic(), False
+    idle, pauses = threading.Event(), iter(LOOKS)
     while True:
-        try:
-            if exists(log_path):
-                return _read(log_path)
-            torn_since = None
-        except _Torn as error:
-            torn_since = torn_since or time.monotonic()
-            if time.monotonic() - torn_since > TORN_S:
-                raise UsageError(
-                    f"{_shown(RunPaths(log_path).record)}: {error}; use another --log-path"
-                ) from None
+        if exists(log_path):
+            return _read(log_path)
         waited = time.monotonic() - begin
         if waited >= timeout_s:
             raise TooFewNodes(
@@ -198,15 +196,26 @@ def wait(log_path: Path, timeout_s: float, *, on_wait: Callable[[str], None] | N
 
 
 def _read(log_path: Path) -> RunRecord:
-    path = RunPaths(log_path).record
+    """The record that is listed in `log_path`, once this mount shows it whole. Raises UsageError, StoreError."""
+    path, torn_until = RunPaths(log_path).record, time.monotonic() + TORN_S
+    idle, pauses = threading.Event(), iter(LOOKS)
+    while True:
+        try:
+            return decode(retry(lambda: _read_bytes(path), errnos=FAILING), log_path)
+        except _Torn as error:
+            if not isinstance(error, _NotWholeYet) or time.monotonic() >= torn_until:
+                raise UsageError(f"{_shown(path)}: {error}; use another --log-path") from None
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        idle.wait(next(pauses))
+
+
+def _read_bytes(path: Path) -> bytes:
     try:
         with path.open("rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
+            return stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise _Torn("it was listed, but it is not there") from None
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    return decode(data, log_path)
+        raise _NotWholeYet("it was listed, but it is not there") from None
 
 
 def _unreadable(path: Path, error: OSError) -> Exception:
@@ -224,7 +233,7 @@ def decode(data: bytes, log_path: Path) -> RunRecord:
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
-        raise _Torn("torn, or not a run's record (no JSON)") from None
+        raise _NotWholeYet("torn, or not a run's record (no JSON)") from None
     if not isinstance(body, dict) or not isinstance(body.get("schema"), int):
         raise _Torn("not a run's record (no schema number)")
     if body["schema"] != SCHEMA:

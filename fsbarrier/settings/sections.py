@@ -274,6 +274,10 @@ class CoordinationSettings(Section):
     rejoin_timeout_s: Seconds = setting(
         timing.REJOIN_TIMEOUT_S, "Seconds that `--on-node-failure wait` waits for a lost node."
     )
+    outage_s: Seconds = setting(
+        timing.OUTAGE_S,
+        "Seconds that a node holds out while the shared directory fails, before it ends with exit code 3.",
+    )
     stall_timeout_s: Seconds = setting(1800.0, "Seconds without progress until a program counts as wedged.")
     retries: CountOrZero = setting(2, "How often a failed phase is tried again before exit code 4.")
     poll_max_s: Seconds = setting(0.05, "Longest pause between two looks at the shared directory.")

@@ -6,7 +6,7 @@ import errno
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from fsbarrier.protocol.facts import StopRequest
+from fsbarrier.protocol.facts import Member, StopRequest
 from fsbarrier.protocol.state import Exit
 from fsbarrier.sim.faults import Mishap, Strike
 from fsbarrier.sim.process import Process
@@ -139,5 +139,6 @@ def ask_to_stop(world: World, *, now: bool) -> None:
     world.history.stopped_at = world.now
     path = cast(SimPath, PATHS.stops / f"{len(world.history.writes):06d}.json")
     world.disk.make_dir(path.parent)
-    request = StopRequest(now, "operator")
+    alive = tuple(Member(p.rank, p.agent.node.incarnation) for p in world.processes if p.up and p.joined)
+    request = StopRequest(now, "operator", alive=alive)
     world.disk.watch(path, request, world.disk.write(path, request, "operator", True))

@@ -12,7 +12,7 @@ from fsbarrier.doctor import delays, examine
 from fsbarrier.doctor.findings import Report
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.host.identity import host_name
-from fsbarrier.retry import retry
+from fsbarrier.retry import FAILING, retry, until_seen
 from fsbarrier.rundir.paths import RunPaths
 
 LIMITS = ("coordination.beat_s", "coordination.suspect_s", "coordination.dead_s")
@@ -24,9 +24,9 @@ def admit(log_path: Path, *, write: bool) -> Report:
     Raises StoreError where it cannot carry a run or fails, UsageError where this user may not write.
     """
     try:
-        report = retry(lambda: examine.short(log_path, write=write), errnos=files.FAILING)
+        report = retry(lambda: examine.short(log_path, write=write), errnos=FAILING)
     except OSError as error:
-        if error.errno in files.FAILING:
+        if error.errno in FAILING:
             raise StoreError(f"--log-path {log_path}: {error.strerror}") from None
         raise UsageError(f"--log-path {log_path}: cannot be written: {error.strerror or error}") from None
     if report.refused:
@@ -51,7 +51,7 @@ def record(report: Report, paths: RunPaths, node_rank: int) -> None:
     body = json.dumps({"node_rank": node_rank, **about, **report.as_json()}, indent=2)
     path = paths.filesystem(node_rank)
     try:
-        retry(lambda: files.make_dirs(path.parent), errnos=files.FAILING)
-        retry(lambda: files.write_atomic(path, body.encode() + b"\n"), errnos=files.FAILING)
+        files.make_dirs(path.parent)
+        until_seen(lambda: files.write_atomic(path, body.encode() + b"\n"))
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror or error}") from None

@@ -28,6 +28,7 @@ import wire
 
 ROOT = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
+AT_EMPTY_PATH, STATX_INO, STATX_BTIME = 0x1000, 0x100, 0x800
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Inode:
     """A file that the kernel knows: held open by a path-only descriptor, so that it stays this file whatever its name does."""
 
     fd: int
-    key: tuple[int, int]
+    key: tuple[int, int | str]
     lookups: int = 0
 
 
@@ -60,13 +61,23 @@ class Client:
     links: bool = True
     exchange: bool = True
     exclusive: bool = True
+    #: so long after their creation by another client, directories are neither listed nor found
+    dirs_late_s: float = 0.0
+    #: so long after another client wrote to it, a file looks empty
+    data_late_s: float = 0.0
+    #: every name has an inode number of its own, so that two hard links to one file look like two files (libfuse's default)
+    path_inodes: bool = False
+    #: while this file exists, every request fails with EIO
+    dead_while: Path | None = None
     faults: dict[str, Fault] = field(default_factory=dict)
     generator: random.Random = field(default_factory=lambda: random.Random(0))
     inodes: dict[int, Inode] = field(default_factory=dict)
-    numbers: dict[tuple[int, int], int] = field(default_factory=dict)
+    numbers: dict[tuple[int, int | str], int] = field(default_factory=dict)
     listings: dict[int, tuple[float, list[tuple[bytes, int, int]]]] = field(default_factory=dict)
     opened: dict[int, list[tuple[bytes, int, int]]] = field(default_factory=dict)
     absent: dict[tuple[int, str], float] = field(default_factory=dict)
+    #: the files and directories that this client made or wrote, as `born` names them
+    own: set[tuple[int, int]] = field(default_factory=set)
     next_number: int = ROOT
 
     def __post_init__(self) -> None:
@@ -76,6 +87,8 @@ class Client:
         """The reply to one request; None where the kernel wants none."""
         _, opcode, unique, node, *_ = wire.IN_HEADER.unpack_from(request)
         body, name = request[wire.IN_HEADER.size :], wire.OPCODES.get(opcode, "")
+        if name not in wire.SILENT and self.dead_while is not None and self.dead_while.exists():
+            return wire.reply(unique, errno.EIO)
         handler = getattr(self, f"do_{name}", None)
         if name in wire.SILENT:
             if handler is not None:
@@ -108,7 +121,7 @@ class Client:
             self.absent.setdefault((node, name), time.monotonic() + self.negative_s)
             if self.negative_s <= 0:
                 raise
-            return wire.entry(0, None, self.negative_s, 0)
+            return wire.entry(0, b"", self.negative_s, 0)
 
     def do_forget(self, node: int, body: bytes) -> None:
         self._forget(node, struct.unpack_from("<Q", body)[0])
@@ -122,7 +135,7 @@ class Client:
         mode, name = struct.unpack_from("<I", body)[0], text(body[8:])
         self.absent.pop((node, name), None)
         os.mkdir(name, mode, dir_fd=self._fd(node))
-        self.listings.pop(node, None)
+        self._made(node, name)
         return self._entry(node, name)
 
     def do_mknod(self, node: int, body: bytes) -> bytes:
@@ -134,7 +147,7 @@ class Client:
     def do_symlink(self, node: int, body: bytes) -> bytes:
         name, target = (os.fsdecode(part) for part in body.split(b"\0")[:2])
         os.symlink(target, name, dir_fd=self._fd(node))
-        self.listings.pop(node, None)
+        self._made(node, name)
         return self._entry(node, name)
 
     def do_readlink(self, node: int, body: bytes) -> bytes:
@@ -160,6 +173,9 @@ class Client:
         self.listings.pop(node, None)
         self.listings.pop(target, None)
         self.absent.pop((target, os.fsdecode(new)), None)
+        if self.path_inodes and (number := self.numbers.pop((node, os.fsdecode(old)), None)) is not None:
+            self.numbers[target, os.fsdecode(new)] = number
+            self.inodes[number].key = target, os.fsdecode(new)
         return b""
 
     def do_rename2(self, node: int, body: bytes) -> bytes:
@@ -182,7 +198,7 @@ class Client:
     # --- files --------------------------------------------------------------------------------------------------------
 
     def do_getattr(self, node: int, body: bytes) -> bytes:
-        return wire.attribute_reply(os.fstat(self._fd(node)), self.attr_s)
+        return wire.attribute_reply(self._attributes(node), self.attr_s)
 
     def do_setattr(self, node: int, body: bytes) -> bytes:
         valid, _, _, size, _, atime, mtime, _, atime_ns, mtime_ns, _, mode, _, uid, gid, _ = (
@@ -219,7 +235,7 @@ class Client:
         if not self.exclusive:
             flags &= ~os.O_EXCL
         fd = os.open(name, flags | os.O_CREAT | os.O_CLOEXEC, mode, dir_fd=self._fd(node))
-        self.listings.pop(node, None)
+        self._made(node, name)
         return self._entry(node, name) + wire.OPENED.pack(fd, 0, 0)
 
     def do_open(self, node: int, body: bytes) -> bytes:
@@ -228,7 +244,7 @@ class Client:
 
     def do_read(self, node: int, body: bytes) -> bytes:
         fd, offset, size = struct.unpack_from("<2QI", body)
-        return os.pread(fd, size, offset)
+        return b"" if self._is_late(fd) else os.pread(fd, size, offset)
 
     def do_write(self, node: int, body: bytes) -> bytes:
         fd, offset, size = struct.unpack_from("<2QI", body)
@@ -274,6 +290,8 @@ class Client:
         found = [(b".", node, stat.S_IFDIR >> 12), (b"..", node, stat.S_IFDIR >> 12)]
         with os.scandir(self._proc(node)) as entries:
             for item in entries:
+                if self.dirs_late_s and item.is_dir(follow_symlinks=False) and self._is_late_path(item.path):
+                    continue
                 kind = stat.S_IFDIR if item.is_dir(follow_symlinks=False) else stat.S_IFREG
                 kind = stat.S_IFLNK if item.is_symlink() else kind
                 found.append((os.fsencode(item.name), item.inode(), kind >> 12))
@@ -282,15 +300,53 @@ class Client:
     # --- inodes -------------------------------------------------------------------------------------------------------
 
     def _entry(self, parent: int, name: str) -> bytes:
-        self.absent.pop((parent, name), None)
         fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd(parent))
-        number = self._remember(fd)
-        return wire.entry(number, os.fstat(self._fd(number)), self.entry_s, self.attr_s)
+        if stat.S_ISDIR(os.fstat(fd).st_mode) and self._is_late(fd):
+            os.close(fd)
+            raise FileNotFoundError(errno.ENOENT, "not to be seen yet", name)
+        self.absent.pop((parent, name), None)
+        number = self._remember(fd, (parent, name))
+        return wire.entry(number, self._attributes(number), self.entry_s, self.attr_s)
 
-    def _remember(self, fd: int) -> int:
+    def _attributes(self, number: int) -> bytes:
+        fd = self._fd(number)
         st = os.fstat(fd)
-        key = st.st_dev, st.st_ino
+        hidden = stat.S_ISREG(st.st_mode) and self._is_late(fd)
+        return wire.attributes(st, number if self.path_inodes else 0, hidden)
+
+    def _made(self, parent: int, name: str) -> None:
+        """This client made something: it sees that at once, and lists the directory anew."""
+        self.listings.pop(parent, None)
+        if self.dirs_late_s or self.data_late_s:
+            fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd(parent))
+            self.own.add(born(fd))
+            os.close(fd)
+
+    def _is_late(self, fd: int) -> bool:
+        """Whether another client made this directory, or wrote this file, too short a time ago for this one to see it."""
+        if not self.dirs_late_s and not self.data_late_s:
+            return False
+        st, (inode, since) = os.fstat(fd), born(fd)
+        if stat.S_ISDIR(st.st_mode):
+            late = time.time_ns() - since < self.dirs_late_s * 1e9
+        else:
+            late = time.time_ns() - st.st_mtime_ns < self.data_late_s * 1e9
+        return late and (inode, since) not in self.own
+
+    def _is_late_path(self, path: str) -> bool:
+        fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            return self._is_late(fd)
+        finally:
+            os.close(fd)
+
+    def _remember(self, fd: int, path: tuple[int, str] = (0, "")) -> int:
+        st = os.fstat(fd)
+        key = path if self.path_inodes else (st.st_dev, st.st_ino)
         number = self.numbers.get(key)
+        if number is not None and self.path_inodes and born(self.inodes[number].fd) != born(fd):
+            # The name was given to another file; the kernel still knows the old one by its number.
+            self.inodes[number].key, number = (0, f"replaced {number}"), None
         if number is None:
             number, self.next_number = self.next_number, self.next_number + 1
             self.numbers[key], self.inodes[number] = number, Inode(fd, key)
@@ -306,7 +362,8 @@ class Client:
         inode.lookups -= count
         if inode.lookups <= 0:
             os.close(inode.fd)
-            del self.inodes[number], self.numbers[inode.key]
+            del self.inodes[number]
+            self.numbers.pop(inode.key, None)
             self.listings.pop(number, None)
 
     def _fd(self, number: int) -> int:
@@ -317,6 +374,18 @@ class Client:
 
     def _proc(self, number: int) -> str:
         return f"/proc/self/fd/{self._fd(number)}"
+
+
+def born(fd: int) -> tuple[int, int]:
+    """What tells a file from every other, also from a later one with the same number: its number, and when it was made (ns)."""
+    found = ctypes.create_string_buffer(256)
+    if LIBC.statx(fd, b"", AT_EMPTY_PATH, STATX_BTIME | STATX_INO, found):
+        raise OSError(ctypes.get_errno(), "statx")
+    (inode,), (seconds, nanoseconds) = (
+        struct.unpack_from("<Q", found, 32),
+        struct.unpack_from("<qI", found, 80),
+    )
+    return inode, seconds * 10**9 + nanoseconds
 
 
 def text(body: bytes) -> str:
@@ -360,6 +429,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--fault", action="append", default=[], help="request:errno:share[:after], e.g. create:EIO:0.01"
     )
+    parser.add_argument("--dirs-late-s", type=float, default=0.0, help="how late others' directories appear")
+    parser.add_argument("--data-late-s", type=float, default=0.0, help="how long others' files look empty")
+    parser.add_argument("--path-inodes", action="store_true", help="each name has an inode number of its own")
+    parser.add_argument("--dead-while", type=Path, help="all requests fail with EIO while this file is there")
     parser.add_argument("--kind", default=mounting.KIND, help="the type that the mount shows: fuse.KIND")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
@@ -380,6 +453,10 @@ def main(argv: list[str]) -> None:
         links=not args.no_links,
         exchange=not args.no_exchange,
         exclusive=not args.two_winners,
+        dirs_late_s=args.dirs_late_s,
+        data_late_s=args.data_late_s,
+        path_inodes=args.path_inodes,
+        dead_while=args.dead_while,
         faults=faults,
         generator=random.Random(args.seed),
     )

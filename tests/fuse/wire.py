@@ -43,23 +43,24 @@ def seconds(value: float) -> tuple[int, int]:
     return int(value), int((value % 1) * 1e9)
 
 
-def attributes(st: os.stat_result) -> bytes:
+def attributes(st: os.stat_result, inode: int = 0, empty: bool = False) -> bytes:
+    """`inode`: shown instead of its own number; `empty`: its data is not to be seen yet."""
     times = [divmod(ns, 10**9) for ns in (st.st_atime_ns, st.st_mtime_ns, st.st_ctime_ns)]
-    wide = (st.st_ino, st.st_size, st.st_blocks, *(s for s, _ in times))
+    wide = (inode or st.st_ino, 0 if empty else st.st_size, st.st_blocks, *(s for s, _ in times))
     rest = (st.st_mode, st.st_nlink, st.st_uid, st.st_gid, st.st_rdev, 4096, 0)
     return ATTR.pack(*wide, *(ns for _, ns in times), *rest)
 
 
-def entry(node: int, st: os.stat_result | None, entry_s: float, attr_s: float) -> bytes:
-    """What a lookup found, for how long to believe it; node 0 and no `st`: nothing, and for how long to believe that."""
+def entry(node: int, shown: bytes, entry_s: float, attr_s: float) -> bytes:
+    """What a lookup found (its attributes), for how long to believe it; node 0 and b"": nothing, and for how long to believe that."""
     (name_s, name_ns), (attr_whole, attr_ns) = seconds(entry_s), seconds(attr_s)
     head = ENTRY.pack(node, 0, name_s, attr_whole, name_ns, attr_ns)
-    return head + (attributes(st) if st is not None else bytes(ATTR.size))
+    return head + shown.ljust(ATTR.size, b"\0")
 
 
-def attribute_reply(st: os.stat_result, attr_s: float) -> bytes:
+def attribute_reply(shown: bytes, attr_s: float) -> bytes:
     whole, ns = seconds(attr_s)
-    return ATTR_HEAD.pack(whole, ns, 0) + attributes(st)
+    return ATTR_HEAD.pack(whole, ns, 0) + shown
 
 
 def init_reply(readahead: int) -> bytes:

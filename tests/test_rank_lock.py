@@ -1,0 +1,92 @@
+"""One daemon a rank: a second one is refused before it disturbs the first, and a dead one is in nobody's way."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+
+from fsbarrier.errors import UsageError
+from fsbarrier.host.identity import host_name
+from fsbarrier.node.rank_lock import hold_rank
+from fsbarrier.protocol.facts import Beat
+from fsbarrier.rundir import runrecord
+from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.settings.resolve import resolve
+
+FOREVER_S = 250.0
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
+    """A run; its nodes see a temporary directory of their own, as in a container."""
+    in_container(monkeypatch, tmp_path / "one")
+    settings = resolve((), {"program": "ping"}, cross_checks=False)
+    return runrecord.publish(runrecord.new(tmp_path / "run", settings, tasks={}, model=None))
+
+
+def in_container(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
+    temporary.mkdir(exist_ok=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+
+def beat(record: RunRecord, incarnation: int, counter: int, state: str = "running") -> None:
+    PosixStore().make_dir(record.paths.beats)
+    written = Beat(2, incarnation, counter, host_name(), 1, state)
+    PosixStore().put(record.paths.beat(2, incarnation), written)
+
+
+def test_a_daemon_in_another_container_of_this_host_is_left_alone(
+    record: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hold_rank(record, 2, FOREVER_S) as lock:
+        lock.note_start(1)
+        ended = threading.Event()
+
+        def beating() -> None:
+            counter = 0
+            while not ended.wait(0.01):
+                beat(record, 1, counter := counter + 1)
+
+        beat(record, 1, 0)
+        thread = threading.Thread(target=beating)
+        thread.start()
+        in_container(monkeypatch, tmp_path / "two")
+        try:
+            with pytest.raises(UsageError, match=rf"already running on {host_name()}, process 1"):
+                hold_rank(record, 2, FOREVER_S).__enter__()
+        finally:
+            ended.set()
+            thread.join()
+
+
+def test_what_held_this_lock_last_is_dead_and_not_watched(record: RunRecord) -> None:
+    """Only that start of the rank: after any other one, this node looks whether its heartbeat moves."""
+    with hold_rank(record, 2, FOREVER_S) as lock:
+        lock.note_start(3)
+        beat(record, 3, 1)
+        with pytest.raises(UsageError, match="already running on this host"):
+            hold_rank(record, 2, FOREVER_S).__enter__()
+    with hold_rank(record, 2, FOREVER_S):
+        pass
+    beat(record, 4, 1, "left")
+    with hold_rank(record, 2, FOREVER_S):
+        pass
+    beat(record, 5, 1)
+    with hold_rank(record, 2, 0.1):
+        pass
+
+
+def test_a_killed_node_starts_again_at_once(tmp_path: Path) -> None:
+    """Its lock proves that it is dead: it waits for no time-out, however long that is."""
+    flags = ("coordination.suspect_s=250", "coordination.dead_s=251")
+    with Cluster(tmp_path, 1, *flags, program="ping") as cluster:
+        cluster.start()
+        cluster.in_phase(0, 1)
+        cluster.kill(0)
+        cluster.start()
+        cluster.wait_for(lambda e: e["event"] == "node_joined" and e["incarnation"] == 2)
