@@ -101,14 +101,22 @@ def test_a_start_removes_what_a_killed_one_left_in_the_temporary_folder(tmp_path
 
 @pytest.mark.slow
 def test_two_daemons_of_one_rank_that_do_not_see_each_other(tmp_path: Path) -> None:
-    """As on two hosts, where no lock tells them apart: the newer incarnation stays, the older one ends with code 6."""
-    with Cluster(tmp_path, 2, "--iterations", "2", *FAST, "toy.phase_s=0.5") as cluster:
+    """As in two containers, where no lock tells them apart. One that beats is left alone; one that does not beat has lost its rank: the
+    newer incarnation stays, and the older one ends with code 6 when it wakes."""
+    # A busy machine must not make the first one look silent.
+    patient = ("coordination.beat_s=0.2", "coordination.suspect_s=5", "coordination.dead_s=10")
+    with Cluster(tmp_path, 2, "--iterations", "2", *patient, "toy.phase_s=0.5", "toy.tasks=24") as cluster:
         cluster.start()
         cluster.in_phase(1, 2)
         first = cluster.processes[1]
         (tmp_path / "elsewhere").mkdir()
         cluster.env[1] = {"TMPDIR": str(tmp_path / "elsewhere")}
         cluster.start(1)
+        assert cluster.wait(1) == {1: 2} and "node 1 of" in cluster.said(1) and first.poll() is None
+        first.send_signal(signal.SIGSTOP)
+        cluster.start(1)
+        cluster.wait_for(lambda e: e["event"] == "node_joined" and e["incarnation"] == 2)
+        first.send_signal(signal.SIGCONT)
         assert first.wait(60) == 6, cluster.said(1)
         assert cluster.wait() == {0: 0, 1: 0}, cluster.said(1)
         assert "node 1 was started again on " in cluster.said(1)
