@@ -59,7 +59,8 @@ class Command:
     """A program to launch. `spec` is written to a private file; `{spec}` in argv and env is replaced by its path.
 
     A worker program writes its result to the path in spec["result"]; `result` False: the exit code alone decides.
-    `log` names the file in the node's log folder. `{engine}` among the spec's values becomes the local engine's address and key.
+    `log` names the file in the node's log folder. `{engine}` among the spec's values becomes the addresses and keys of
+    the local engines, a list.
     `extra`: what is known of the result beforehand. `event`: the name under which the result's plain values go to the journal.
     """
 
@@ -74,9 +75,9 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class ServeWeights:
-    """The local engine is to serve `folder` as `policy_version`: started, reloaded in place, or left as it is.
+    """The local engines are all to serve `folder` as `policy_version`: started, reloaded in place, or left as they are.
 
-    `threads`: how many it may compute with, where it computes on a CPU.
+    `threads`: how many they may compute with together, where they compute on a CPU.
     """
 
     folder: Path
@@ -86,7 +87,7 @@ class ServeWeights:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseEngine:
-    """The local engine is to give the accelerator's memory back (stop, sleep, or stay where there is none)."""
+    """The local engines are to give the accelerators' memory back (stop, sleep, or stay where there is none)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ from fsbarrier.errors import UsageError
 from fsbarrier.rollouts.agent_client import Client, TurnFailed, finished, tool_calls
 from fsbarrier.rollouts.agent_http import Endpoint
 from fsbarrier.rollouts.agents import load_agent
+from fsbarrier.rollouts.engine_pool import EnginePool, Place
 from fsbarrier.rollouts.episode import Episode, Segment, Trajectory
-from fsbarrier.rollouts.sampling import Sampler, Server
+from fsbarrier.rollouts.sampling import Server
 
 END = 1
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
@@ -46,10 +47,10 @@ def talk(fake: Fake, conversation: Any, **options: Any) -> Client:
 
     async def go() -> Client:
         server = Server(fake.url, KEY, "policy", 1, 1.0, 1.0, -1, options.pop("max_tokens", 100), 30.0, 2)
-        async with Sampler(server, connections=4, on_tokens=lambda _: None) as sampler:
+        async with EnginePool([server], connections=4, on_tokens=lambda _: None, patience_s=1.0) as pool:
             if options.pop("look", False):
-                await sampler.look()
-            client, endpoint = Client(sampler, **options), Endpoint()
+                await pool.look()
+            client, endpoint = Client(Place(pool, 1), **options), Endpoint()
             await endpoint.open()
             with endpoint.serving(client):
                 await conversation(client)
@@ -377,7 +378,8 @@ def test_an_agent_that_raises_or_hangs_is_marked_counted_and_ends_the_phase_abov
 
 
 def test_an_engine_that_is_gone_is_no_agents_error(tmp_path: Path, fake: Fake, file: Path) -> None:
-    spec = agent_spec(tmp_path, fake, ["ab!gate"], f"{file}:Stubborn", **{"rollout.retries": 0})
+    hasty = {"rollout.retries": 0, "engine.start_timeout_s": 0.1}
+    spec = agent_spec(tmp_path, fake, ["ab!gate"], f"{file}:Stubborn", **hasty)
     from test_rollout import finish, start
 
     process = start(spec)
@@ -529,9 +531,9 @@ def test_it_ends_at_once_without_signal_handlers_or_logs(
     async def conversation() -> None:
         server = Server(fake.url, KEY, "policy", 1, 1.0, 1.0, -1, 100, 30.0, 2)
         numbers = (signal.SIGINT, signal.SIGTERM)
-        async with Sampler(server, connections=4, on_tokens=lambda _: None) as sampler:
+        async with EnginePool([server], connections=4, on_tokens=lambda _: None, patience_s=1.0) as pool:
             before = [signal.getsignal(number) for number in numbers]
-            client, endpoint = Client(sampler), Endpoint()
+            client, endpoint = Client(Place(pool, 1)), Endpoint()
             await endpoint.open()
             with endpoint.serving(client):
                 _, idle = await connect(client)

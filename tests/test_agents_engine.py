@@ -108,7 +108,7 @@ def test_what_is_recorded_is_what_the_engine_computed(tmp_path: Path) -> None:
     )
     try:
         info = engine.ensure(tmp_path / "model", 4, cancel=threading.Event())
-        served = {"url": info.url, "api_key": info.api_key, "model": info.model}
+        served = [{"url": info.url, "api_key": info.api_key, "model": info.model}]
         prompts = [[{"role": "user", "content": f"{a}+{b}="}] for a in range(4) for b in (1, 2)]
         answers = [{"prompt": prompt, "answer": str(eval(prompt[0]["content"][:-1]))} for prompt in prompts]
         spec = make_spec(tmp_path, info.url, prompts, engine=served, sampling={"max_tokens": 90}, **chosen)

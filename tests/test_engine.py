@@ -248,7 +248,7 @@ def roll_out(
     from fsbarrier.trajectories import iter_trajectories
 
     folder.mkdir()
-    engine = {"url": info.url, "api_key": info.api_key, "model": info.model}
+    engine = [{"url": info.url, "api_key": info.api_key, "model": info.model}]
     # So many that some answer ends by itself, whatever the server draws.
     sampling = {"samples": SAMPLES, "temperature": 0.7}
     spec = make_spec(folder, info.url, prompts, engine=engine, policy_version=version, sampling=sampling)

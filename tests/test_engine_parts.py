@@ -16,7 +16,7 @@ import pytest
 
 from fsbarrier.engine import command as engine_command
 from fsbarrier.engine import log as engine_log
-from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable, normal_url, reserved_port
+from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable, normal_url, reserve_port
 from fsbarrier.engine.command import Plan
 from fsbarrier.engine.model import inspect
 from fsbarrier.errors import ProgramFailed, UsageError
@@ -230,8 +230,8 @@ def test_answers_errors_and_nonsense_of_a_server() -> None:
         EngineClient(url).call("GET", "/x", timeout_s=5)
     with serving(replies(200, b'{"data": []}')) as url, pytest.raises(Unreachable, match="names no model"):
         EngineClient(url).model()
-    with reserved_port("127.0.0.1") as port, pytest.raises(Unreachable, match="Connection refused"):
-        EngineClient(f"http://127.0.0.1:{port}").call("GET", "/x", timeout_s=5)
+    with reserve_port("127.0.0.1") as held, pytest.raises(Unreachable, match="Connection refused"):
+        EngineClient(f"http://127.0.0.1:{held.getsockname()[1]}").call("GET", "/x", timeout_s=5)
 
 
 def test_a_silent_server_cannot_hold_a_call() -> None:
@@ -257,7 +257,8 @@ def test_addresses_in_the_forms_that_people_give() -> None:
 
 
 def test_a_reserved_port_can_be_listened_on_by_the_server_alone() -> None:
-    with reserved_port("127.0.0.1") as port:
+    with reserve_port("127.0.0.1") as held:
+        port = held.getsockname()[1]
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))
         with socket.socket() as server:

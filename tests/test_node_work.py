@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from fsbarrier import files
+from fsbarrier.engine.replicas import Keeper
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.node import work_kinds
 from fsbarrier.node.job import Cancelled, Job, NodeUnfit, Workplace
@@ -40,7 +41,7 @@ WRITES_RESULT = "import json, sys; spec = json.load(open(sys.argv[1])); json.dum
 @pytest.fixture
 def place(tmp_path: Path) -> Workplace:
     return Workplace(
-        engine=cast(Any, None),
+        engines=cast(Any, None),
         work_dir=tmp_path / "work",
         log_dir=tmp_path / "logs",
         log_path=tmp_path,
@@ -72,12 +73,13 @@ def test_results_of_steps_are_merged_and_all_their_events_are_kept(place: Workpl
 
 
 def test_a_program_reads_its_spec_and_leaves_its_result(place: Workplace) -> None:
-    place.engine_access = {"url": "http://here"}
+    place.engine_access = [{"url": "http://here"}]
+    place.engines = cast(Any, SimpleNamespace(kept_alive=lambda: Keeper([])))
     wanted = python(WRITES_RESULT, spec={"n": "{engine}"}, extra={"known": True}, event="ended")
     done = work_kinds.carry_out(wanted, context(), Job(), place)
     assert done == {
         "known": True,
-        "got": {"url": "http://here"},
+        "got": [{"url": "http://here"}],
         "events": [{"event": "ended", "known": True}],
     }
     assert not list(place.work_dir.iterdir())
@@ -224,14 +226,14 @@ def test_checking_a_policy_version_can_be_cancelled(
 
 
 def engine_that_serves(place: Workplace) -> list[Path]:
-    """What the node's engine is told to serve from now on."""
+    """What the node's engines are told to serve from now on."""
     served: list[Path] = []
 
-    def ensure(folder: Path, version: int, *, cancel: threading.Event) -> Any:
+    def ensure(folder: Path, version: int, **_: Any) -> Any:
         served.append(folder)
-        return SimpleNamespace(url="u", api_key="k", model="m", action="reloaded", seconds=1.0, note="")
+        return [SimpleNamespace(url="u", api_key="k", model="m", action="reloaded", seconds=1.0, note="")]
 
-    place.engine = cast(Any, SimpleNamespace(threads=0, ensure=ensure))
+    place.engines = cast(Any, SimpleNamespace(ensure=ensure))
     return served
 
 
@@ -261,13 +263,26 @@ def test_a_policy_version_that_is_not_all_there_is_not_published(place: Workplac
 
 
 def test_what_the_engine_serves_with_is_kept_for_the_programs(place: Workplace, tmp_path: Path) -> None:
-    info = SimpleNamespace(url="u", api_key="k", model="m", action="started", seconds=1.0004, note="")
-    place.engine = cast(Any, SimpleNamespace(threads=0, ensure=lambda *_, cancel: info))
-    job = Job()
+    infos = [
+        SimpleNamespace(url=url, api_key="k", model="m", action="started", seconds=seconds, note="")
+        for url, seconds in (("u", 1.0004), ("v", 2.5))
+    ]
+    job, asked = Job(), []
+
+    def ensure(*arguments: Any, threads: int, cancel: Any, show: Any) -> Any:
+        asked.append((*arguments, threads))
+        show(1)
+        assert job.progress == {"note": "engine: policy version 4, 1 ready"}
+        return infos
+
+    place.engines = cast(Any, SimpleNamespace(ensure=ensure))
     done = work_kinds.carry_out(ServeWeights(tmp_path, 4, threads=2), context(), job, place)
-    assert done["engine_action"] == "started" and done["events"][0]["serving"] == 4
-    assert place.engine_access == {"url": "u", "api_key": "k", "model": "m"} and place.engine.threads == 2
-    assert job.progress == {"note": "engine: policy version 4"}
+    assert asked == [(tmp_path, 4, 2)] and (done["engines"], done["engine_s"]) == (2, 2.5)
+    assert [(line["replica"], line["serving"], line["engine_action"]) for line in done["events"]] == [
+        (0, 4, "started"),
+        (1, 4, "started"),
+    ]
+    assert place.engine_access == [{"url": url, "api_key": "k", "model": "m"} for url in ("u", "v")]
 
 
 def test_the_port_of_a_rendezvous_is_held_until_a_program_starts(place: Workplace) -> None:

@@ -104,7 +104,7 @@ def make_spec(folder: Path, url: str, prompts: list[Any], **changes: Any) -> Pat
         "part": str(folder / "trajectories" / "part"),
         "prefix": "train-g0003n0002i0001",
         "checkpoint": str(folder / "trajectories" / "checkpoint"),
-        "engine": {"url": url, "api_key": KEY, "model": "policy"},
+        "engine": [{"url": url, "api_key": KEY, "model": "policy"}],
         "settings": resolve([], defaults, cross_checks=False).as_json(),
         "result": str(folder / "result.json"),
         "progress": str(folder / "progress.json"),
@@ -262,7 +262,7 @@ def test_a_server_that_refuses_everything_fails_the_phase_early(tmp_path: Path, 
 
 
 def test_an_engine_that_is_not_there_is_one_line(tmp_path: Path, fake: Fake) -> None:
-    spec = make_spec(tmp_path, fake.url, ["ba="])
+    spec = make_spec(tmp_path, fake.url, ["ba="], **{"engine.start_timeout_s": 0.1})
     fake.process.kill()
     fake.process.wait()
     done = run(spec)
@@ -271,7 +271,7 @@ def test_an_engine_that_is_not_there_is_one_line(tmp_path: Path, fake: Fake) -> 
 
 
 def test_a_wrong_key_is_one_line(tmp_path: Path, fake: Fake) -> None:
-    engine = {"url": fake.url, "api_key": "another", "model": "policy"}
+    engine = [{"url": fake.url, "api_key": "another", "model": "policy"}]
     done = run(make_spec(tmp_path, fake.url, ["ba="], engine=engine))
     assert done.code == 1
     assert_one_line(done.stderr, f"the engine at {fake.url} refuses: HTTP 401")

@@ -5,14 +5,13 @@ No proxy is ever asked: the server is on this machine, or where `engine.url` say
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from fsbarrier.errors import FsbarrierError, UsageError
@@ -137,17 +136,16 @@ class EngineClient:
                 raise Unreachable(f"{self.url}{path}: no answer in time")
 
 
-@contextlib.contextmanager
-def reserved_port(host: str) -> Iterator[int]:
-    """A free port, ours until the server of our choice listens on it.
+def reserve_port(host: str) -> socket.socket:
+    """A free port, ours alone for as long as the socket is open, and the server's of our choice to listen on.
 
-    Linux lets sockets with SO_REUSEADDR share an address for as long as none of them listens, so nobody else is given the port during
-    the many seconds until vLLM binds it.
+    Linux lets sockets with SO_REUSEADDR share an address for as long as none but one of them listens. So nobody else is given the port
+    during the many seconds until vLLM binds it, and nobody takes it while a server that died is started again.
     """
-    with socket.socket() as reservation:
-        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reservation.bind((host, 0))
-        yield reservation.getsockname()[1]
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind((host, 0))
+    return reservation
 
 
 def _reason(error: Exception) -> str:

@@ -1,17 +1,18 @@
-"""What serves the policy on this node, from the daemon's side: brought to the right weights, released, stopped.
+"""One replica of what serves the policy on this node, from the daemon's side: brought to the right weights, released, stopped.
 
     engine = Engine(settings.engine, log_file=..., work_dir=...)
     info = engine.ensure(folder, policy_version, cancel=event)     # it serves exactly these weights now
     engine.release(cancel=event)                                   # the trainer has the accelerator's memory
     engine.stop()
 
-server.py is the vLLM process; external.py a server of the user's own.
+replicas.py holds all of a node's; server.py is the vLLM process; external.py a server of the user's own.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -20,8 +21,9 @@ from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.engine import command, external
-from fsbarrier.engine.client import reserved_port
+from fsbarrier.engine.client import reserve_port
 from fsbarrier.engine.model import ModelFolder, inspect
+from fsbarrier.engine.placement import ANYWHERE, Placement
 from fsbarrier.engine.server import Server
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host import accelerators
@@ -64,6 +66,8 @@ class Engine:
     `external`: the server is the user's, to be used and not managed. `log_file` gets all that our server says; `work_dir` is private
     and on this node. `threads`: at most, for computing on a CPU; 0: all that this process may use but one; the environment's
     OMP_NUM_THREADS wins over both. It may be changed before a start.
+
+    Its address and its key stay the same when its server is started again, so that whoever uses it finds it there.
     """
 
     def __init__(
@@ -75,10 +79,15 @@ class Engine:
         work_dir: Path,
         python: str = sys.executable,
         threads: int = 0,
+        placement: Placement = ANYWHERE,
     ) -> None:
         self.settings, self.external = settings, external
         self.log_file, self.work_dir, self.python, self.threads = log_file, work_dir, python, threads
+        self._environ = placement.environment(os.environ)
         self._server: Server | None = None
+        self._api_key = secrets.token_urlsafe(24)
+        # Holds the port for as long as this engine is there.
+        self._port: socket.socket | None = None
         self._lock = threading.RLock()
         self._stopping = threading.Event()
 
@@ -133,6 +142,28 @@ class Engine:
         self._stopping.set()
         with self._lock:
             self._stop_server()
+            self._give_up_port()
+
+    def how_it_ended(self) -> str:
+        """How a server of ours has ended by itself, "" while it lives, or where there is none."""
+        server = self._server
+        return server.how_it_ended() if server is not None and server.child.poll() is not None else ""
+
+    def revive(self, cancel: threading.Event) -> None:
+        """Start a server that has ended by itself with what it served. Raises ProgramFailed where it does not come up."""
+        with self._lock:
+            server = self._server
+            if server is None or server.serving is None or not self.how_it_ended():
+                return
+            folder, policy_version = server.serving
+            self._stop_server()
+            deadline = time.monotonic() + self.settings.start_timeout_s
+            try:
+                self._start(inspect(folder), policy_version, deadline, cancel)
+            except ProgramFailed:
+                # The next `ensure` is to say that it was gone, and not that there never was one.
+                self._server = server
+                raise
 
     def alive(self) -> bool:
         """Whether the server answers."""
@@ -164,17 +195,20 @@ class Engine:
     ) -> Server:
         """Start a server and wait until it answers; with another port where somebody has taken the first."""
         files.make_dirs(self.work_dir)
-        before = accelerators.detect()
+        before = accelerators.detect(self._environ)
         for tries_left in reversed(range(PORT_TRIES)):
-            with reserved_port(command.HOST) as port:
-                self._server = server = Server.launch(
-                    self._plan(model, port, before),
-                    self.log_file,
-                    self.work_dir,
-                    stopping=self._stopping,
-                    accelerators_before=before,
-                )
-                problem = server.wait_until_it_answers(deadline, cancel)
+            if self._port is None:
+                self._port = reserve_port(command.HOST)
+            self._server = server = Server.launch(
+                self._plan(model, self._port.getsockname()[1], before),
+                self.log_file,
+                self.work_dir,
+                api_key=self._api_key,
+                environ=self._environ,
+                stopping=self._stopping,
+                accelerators_before=before,
+            )
+            problem = server.wait_until_it_answers(deadline, cancel)
             if not problem:
                 server.serving = (model.path, policy_version)
                 return server
@@ -183,6 +217,7 @@ class Engine:
             self._stop_server()
             if not port_taken or not tries_left or cancel.is_set():
                 break
+            self._give_up_port()
         raise ProgramFailed(message)
 
     def _plan(self, model: ModelFolder, port: int, devices: list[accelerators.Accelerator]) -> command.Plan:
@@ -206,7 +241,9 @@ class Engine:
         # Asked before the stop: afterwards nobody can say whose the memory was.
         pids = server.child.pids()
         self._stop_server()
-        outcome = accelerators.wait_released(pids, before=server.accelerators_before, cancel=cancel)
+        outcome = accelerators.wait_released(
+            pids, before=server.accelerators_before, environ=self._environ, cancel=cancel
+        )
         if isinstance(outcome, accelerators.StillHeld):
             raise ProgramFailed(f"vLLM is stopped ({reason}), but {outcome}")
         return _released("stop", reason, begin, outcome)
@@ -215,6 +252,11 @@ class Engine:
         server, self._server = self._server, None
         if server is not None:
             server.stop()
+
+    def _give_up_port(self) -> None:
+        if self._port is not None:
+            self._port.close()
+            self._port = None
 
 
 def _released(action: str, reason: str, begin: float, outcome: accelerators.Released) -> Release:

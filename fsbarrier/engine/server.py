@@ -6,10 +6,9 @@ own. vLLM keeps the *old* head of a model with tied embeddings and says nothing,
 
 from __future__ import annotations
 
-import os
-import secrets
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -40,12 +39,14 @@ NOT_LOADED = "Following weights were not loaded from checkpoint"
 
 @dataclass
 class Server:
-    """A server that was started. `first_model` is the folder it was started with, to which others must be alike."""
+    """A server that was started. `first_model` is the folder it was started with, to which others must be alike; `environ` says
+    which accelerators it may see."""
 
     child: Child
     client: EngineClient
     first_model: ModelFolder
     start_timeout_s: float
+    environ: Mapping[str, str]
     # The accelerators as they were before the server took memory of them.
     accelerators_before: list[accelerators.Accelerator]
     can_sleep: bool
@@ -62,14 +63,15 @@ class Server:
         log_file: Path,
         cwd: Path,
         *,
+        api_key: str,
+        environ: Mapping[str, str],
         stopping: threading.Event,
         accelerators_before: list[accelerators.Accelerator],
     ) -> Self:
         """Start the process; it serves nothing yet. Raises StartFailed, StoreError."""
-        api_key = secrets.token_urlsafe(24)
         child = Child.start(
             command.argv(plan),
-            env=command.environment(plan, os.environ, api_key),
+            env=command.environment(plan, environ, api_key),
             cwd=cwd,
             log_file=log_file,
             name="vllm",
@@ -80,6 +82,7 @@ class Server:
             client=EngineClient(url, api_key, ended=lambda: child.poll() is not None),
             first_model=plan.model,
             start_timeout_s=plan.settings.start_timeout_s,
+            environ=environ,
             accelerators_before=accelerators_before,
             can_sleep=plan.sleeps,
             stopping=stopping,
@@ -178,7 +181,11 @@ class Server:
             raise ProgramFailed("vLLM was called off while it fell asleep") from None
         self.asleep = True
         outcome = accelerators.wait_released(
-            self.child.pids(), before=self.accelerators_before, budget_bytes=ASLEEP_BYTES, cancel=cancel
+            self.child.pids(),
+            before=self.accelerators_before,
+            environ=self.environ,
+            budget_bytes=ASLEEP_BYTES,
+            cancel=cancel,
         )
         return f"asleep, but {outcome}" if isinstance(outcome, accelerators.StillHeld) else outcome
 

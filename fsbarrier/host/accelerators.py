@@ -84,11 +84,12 @@ def wait_released(
     pids: Collection[int],
     *,
     before: Sequence[Accelerator] = (),
+    environ: Mapping[str, str] | None = None,
     budget_bytes: int = 512 * MIB,
     deadline_s: float = 50.0,
     cancel: threading.Event | None = None,
 ) -> Released | StillHeld:
-    """Wait until `pids` (that may have ended meanwhile) hold no more than `budget_bytes` on any device.
+    """Wait until `pids` (that may have ended meanwhile) hold no more than `budget_bytes` on any device that `environ` lets them see.
 
     Where the driver does not tell by process (AMD; in containers NVML gives the host's pids, or none), a device
     counts as free when no more than the budget is in use beyond what was in `before`, that is `detect()` from before
@@ -96,10 +97,11 @@ def wait_released(
     """
     begin = time.monotonic()
     cancel = threading.Event() if cancel is None else cancel
+    visible = os.environ if environ is None else environ
     earlier = {(each.kind, each.index): each for each in before}
     with initialised_nvml() as nvml:
         for pause_s in PAUSES:
-            present = {(each.now.kind, each.now.index): each for each in devices(nvml, os.environ)}
+            present = {(each.now.kind, each.now.index): each for each in devices(nvml, visible)}
             seen = [_check(each, pids, earlier.get(key), budget_bytes) for key, each in present.items()]
             seen += [Held(d.kind, d.index, d.name, None) for key, d in earlier.items() if key not in present]
             held = tuple(each for each in seen if isinstance(each, Held))

@@ -12,7 +12,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +28,7 @@ from fsbarrier.host.identity import boot_id, host_name
 from fsbarrier.loader import load_program
 from fsbarrier.node.context_maker import ContextMaker
 from fsbarrier.node.event_log import EventLog
-from fsbarrier.node.job import EngineLike, Workplace
+from fsbarrier.node.job import Engines, Workplace
 from fsbarrier.node.job_runner import JobRunner
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer, Paces, eagerness
@@ -107,9 +107,10 @@ class Daemon:
         log_dir = record.paths.node_logs(attempt, rank)
         files.make_dirs(log_dir)
         self.events = until_seen(lambda: EventLog(record, rules, log_dir / "daemon.log"))
-        self.engine = make_engine(settings, log_dir, work_dir, program.needs)
+        devices = accelerators.detect()
+        self.engines = make_engines(settings, log_dir, work_dir, program.needs, devices)
         self.workplace = Workplace(
-            engine=self.engine,
+            engines=self.engines,
             work_dir=work_dir,
             log_dir=log_dir,
             log_path=record.log_path,
@@ -117,7 +118,7 @@ class Daemon:
             outage_s=settings.coordination.outage_s,
         )
         wake = threading.Event()
-        context = ContextMaker(record, settings, program, observer, len(accelerators.detect()))
+        context = ContextMaker(record, settings, program, observer, len(devices))
         self.jobs = JobRunner(context, self.workplace, wake.set)
         join = Join(
             rank=rank,
@@ -183,7 +184,7 @@ class Daemon:
         # If a program hangs in the kernel, its guard goes on trying to end it.
         with contextlib.suppress(StoreError):
             self.jobs.cancel()
-        self.engine.stop()
+        self.engines.stop()
 
     def _leave(self, code: int, reason: str) -> None:
         """This node ends and the run does not: the other nodes see it in the last heartbeat and go on without this one."""
@@ -263,22 +264,37 @@ def make_paces(settings: Settings) -> Paces:
     return Paces(members_s=0.1 * crowd, beats_s=beat_s / 2, blind_s=1.5 * beat_s, eager=eager)
 
 
-def make_engine(settings: Settings, log_dir: Path, work_dir: Path, needs: frozenset[str]) -> EngineLike:
-    """The local engine of this node; a stand-in that refuses where the program has no model."""
+def make_engines(
+    settings: Settings,
+    log_dir: Path,
+    work_dir: Path,
+    needs: frozenset[str],
+    devices: Sequence[accelerators.Accelerator],
+) -> Engines:
+    """The local engines of this node; a stand-in that refuses where the program has no model. Raises UsageError."""
     if "model" not in needs:
         return NoEngine()
-    from fsbarrier.engine.engine import Engine
+    from fsbarrier.engine.replicas import Replicas
 
     external = not settings.manages_engine
-    return Engine(settings.engine, external=external, log_file=log_dir / "vllm.log", work_dir=work_dir)
+    return Replicas(settings.engine, external=external, log_dir=log_dir, work_dir=work_dir, devices=devices)
 
 
 class NoEngine:
-    """The engine of a program without a model."""
+    """The engines of a program without a model."""
 
-    threads = 0
+    def ensure(
+        self,
+        weights: Path,
+        policy_version: int,
+        *,
+        threads: int,
+        cancel: threading.Event,
+        show: Callable[[int], None],
+    ) -> NoReturn:
+        raise StoreError("this program has no engine")
 
-    def ensure(self, weights: Path, policy_version: int, *, cancel: threading.Event) -> NoReturn:
+    def kept_alive(self) -> NoReturn:
         raise StoreError("this program has no engine")
 
     def release(self, *, cancel: threading.Event) -> Payload:

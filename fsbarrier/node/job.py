@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -17,6 +17,7 @@ from fsbarrier.supervision.worker_contract import read_progress
 
 if TYPE_CHECKING:
     from fsbarrier.engine.engine import EngineInfo
+    from fsbarrier.engine.replicas import Keeper
 
 T = TypeVar("T")
 
@@ -32,12 +33,20 @@ class Cancelled(Exception):
     """The job was cancelled; nobody waits for its report."""
 
 
-class EngineLike(Protocol):
-    """What a node needs of its local engine (fsbarrier/engine/engine.py)."""
+class Engines(Protocol):
+    """What a node needs of its local engines (fsbarrier/engine/replicas.py)."""
 
-    threads: int
+    def ensure(
+        self,
+        weights: Path,
+        policy_version: int,
+        *,
+        threads: int,
+        cancel: threading.Event,
+        show: Callable[[int], None],
+    ) -> Sequence[EngineInfo]: ...
 
-    def ensure(self, weights: Path, policy_version: int, *, cancel: threading.Event) -> EngineInfo: ...
+    def kept_alive(self) -> Keeper: ...
 
     def release(self, *, cancel: threading.Event) -> Payload: ...
 
@@ -75,9 +84,9 @@ class Job:
 
 @dataclass
 class Workplace:
-    """What all jobs of this node share: its engine, its folders, and what one job leaves behind for a later one."""
+    """What all jobs of this node share: its engines, its folders, and what one job leaves behind for a later one."""
 
-    engine: EngineLike
+    engines: Engines
     work_dir: Path
     log_dir: Path
     log_path: Path
@@ -87,8 +96,8 @@ class Workplace:
     outage_s: float = OUTAGE_S
     # How long a program may take to end when its job is cancelled, before it is killed.
     grace_s: float = 2.0
-    # Left by ServeWeights for the programs that talk to the engine: its address and key.
-    engine_access: Payload = field(default_factory=dict)
+    # Left by ServeWeights for the programs that talk to the engines: each one's address and key.
+    engine_access: list[Payload] = field(default_factory=list)
     # Left by OpenRendezvous: holds the port until torchrun is started, which takes it over.
     rendezvous: socket.socket | None = None
     # The model folder that was compared with its manifest last.

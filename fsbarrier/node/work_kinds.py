@@ -40,7 +40,7 @@ def carry_out(work: Work, context: Context, job: Job, workplace: Workplace) -> R
         case ServeWeights():
             return _serve_weights(work, job, workplace)
         case ReleaseEngine():
-            return dict(workplace.engine.release(cancel=job.cancel))
+            return dict(workplace.engines.release(cancel=job.cancel))
         case OpenRendezvous(loopback):
             workplace.close_rendezvous()
             workplace.rendezvous = listen(loopback=loopback)
@@ -67,18 +67,33 @@ def _one_after_the_other(works: tuple[Work, ...], context: Context, job: Job, wo
 
 
 def _serve_weights(work: ServeWeights, job: Job, workplace: Workplace) -> Result:
+    """Have all of this node's engines serve one policy version. No program begins before they do."""
     version = work.policy_version
-    workplace.engine.threads = work.threads
-    job.progress = {"note": f"engine: policy version {version}"}
+    serving = f"engine: policy version {version}"
+    job.progress = {"note": serving}
     _check_once(work.folder, job, workplace)
-    info = workplace.engine.ensure(work.folder, version, cancel=job.cancel)
-    workplace.engine_access = {"url": info.url, "api_key": info.api_key, "model": info.model}
-    fields = {"engine_action": info.action, "engine_s": round(info.seconds, 3), "engine_note": info.note}
-    return {**fields, "events": [{"event": "engine_ready", "serving": version, **fields}]}
+
+    def show(ready: int) -> None:
+        job.progress = {"note": f"{serving}, {ready} ready"}
+
+    infos = workplace.engines.ensure(work.folder, version, threads=work.threads, cancel=job.cancel, show=show)
+    workplace.engine_access = [{"url": i.url, "api_key": i.api_key, "model": i.model} for i in infos]
+    lines = [
+        {
+            "event": "engine_ready",
+            "replica": number,
+            "serving": version,
+            "engine_action": info.action,
+            "engine_s": round(info.seconds, 3),
+            "engine_note": info.note,
+        }
+        for number, info in enumerate(infos)
+    ]
+    return {"engines": len(infos), "engine_s": round(max(info.seconds for info in infos), 3), "events": lines}
 
 
 def _check_once(model: Path, job: Job, workplace: Workplace) -> None:
-    """Before its engine loads a policy version, this node compares it with its manifest; vLLM then reads it from the page cache.
+    """Before its engines load a policy version, this node compares it with its manifest; vLLM then reads it from the page cache.
 
     The run's first model, and a model folder of the user's own, have no manifest.
     """

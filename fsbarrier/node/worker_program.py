@@ -6,13 +6,18 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.node.job import Cancelled, Job, NodeUnfit, Result, Workplace, journal_line
 from fsbarrier.program import Command, Context
 from fsbarrier.supervision.supervisor import Child, with_this_package
 from fsbarrier.supervision.worker_contract import WorkerFiles, read_result
+
+if TYPE_CHECKING:
+    from fsbarrier.engine.replicas import Keeper
 
 # How often to check whether the job was cancelled, and whether the program shows a sign of life.
 WATCH_S = 0.25
@@ -26,9 +31,9 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
     workplace.close_rendezvous()
     workplace.programs_started += 1
     own = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
-    engine = workplace.engine_access
+    engines, uses_engines = workplace.engine_access, "{engine}" in work.spec.values()
     try:
-        spec = {key: engine if value == "{engine}" else value for key, value in work.spec.items()}
+        spec = {key: engines if value == "{engine}" else value for key, value in work.spec.items()}
         own.write_spec({"settings": context.settings.as_json(), **spec})
     except OSError as error:
         raise NodeUnfit(
@@ -42,23 +47,29 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
         log_file=workplace.log_dir / work.log,
         name=context.phase.name,
     )
-    code = _watch(child, context.phase.name, job, workplace)
+    with workplace.engines.kept_alive() if uses_engines else nullcontext() as keeper:
+        code = _watch(child, context.phase.name, job, workplace, keeper)
     if code != 0:
         raise ProgramFailed(f"{program_name(argv)} {_how_it_ended(code)}{_end_of_log(child)}")
     result = read_result(own.result, program_name(argv)) if work.result else {}
     shutil.rmtree(own.folder, ignore_errors=True)
     value = {**work.extra, **result}
-    return {**value, "events": [journal_line(work.event, value)]} if work.event else value
+    events = [*(keeper.events if keeper else ()), *([journal_line(work.event, value)] if work.event else ())]
+    return {**value, "events": events} if events else value
 
 
-def _watch(child: Child, phase_name: str, job: Job, workplace: Workplace) -> int:
-    """The program's exit code. Ends a program whose progress file and log do not change for `stall_timeout_s`."""
+def _watch(child: Child, phase_name: str, job: Job, workplace: Workplace, keeper: Keeper | None) -> int:
+    """The program's exit code. Ends a program whose progress file and log do not change for `stall_timeout_s`, and one that needs an
+    engine when none is left."""
     assert job.progress_file is not None
     last_stamp, changed_at = 0, time.monotonic()
     while (code := child.wait(WATCH_S)) is None:
         if job.cancel.is_set():
             child.stop(workplace.grace_s)
             raise Cancelled
+        if keeper is not None and keeper.problem:
+            child.stop(workplace.grace_s)
+            raise ProgramFailed(keeper.problem)
         stamp = _modified_ns(job.progress_file) + _modified_ns(child.log_file)
         if stamp != last_stamp:
             last_stamp, changed_at = stamp, time.monotonic()

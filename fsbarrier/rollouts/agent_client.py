@@ -19,9 +19,10 @@ from typing import Any
 
 from fsbarrier.data.tasks import plain
 from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.rollouts.engine_pool import Place
 from fsbarrier.rollouts.episode import Episode, Segment, Trajectory
 from fsbarrier.rollouts.samples import EngineGone, Message, Refusal, Sample
-from fsbarrier.rollouts.sampling import NEUTRAL, Sampler
+from fsbarrier.rollouts.sampling import NEUTRAL
 
 #: for the last answer: one token each wherever letters are, and no part of any template's words
 STAND_INS = ("A", "B")
@@ -58,7 +59,7 @@ class Client:
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: Place,
         *,
         custom: Mapping[str, Any] | None = None,
         turn_timeout_s: float | None = None,

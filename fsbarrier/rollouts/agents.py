@@ -4,7 +4,7 @@
 
     async def run(self, task, client) -> Trajectory | None
 
-`AgentSampler` has the face of the Sampler: tasks in, groups out. An agent that raises, or takes too long, makes its trajectory
+An agent that raises, or takes too long, makes its trajectory
 invalid and is counted; the others go on.
 """
 
@@ -19,9 +19,9 @@ from typing import Any, Protocol, Self, cast
 from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
 from fsbarrier.rollouts.agent_client import Client, finished
+from fsbarrier.rollouts.engine_pool import Place
 from fsbarrier.rollouts.episode import Episode, Trajectory
 from fsbarrier.rollouts.samples import Emit, Group
-from fsbarrier.rollouts.sampling import Sampler
 from fsbarrier.settings.sections import RolloutSettings
 from fsbarrier.user_code import code_file, described_failure, load_named
 
@@ -64,45 +64,40 @@ def load_agent(value: str) -> MakeAgent:
 
 
 class AgentSampler:
-    """Makes each task's group by as many episodes. Raises EngineGone as the Sampler does."""
+    """Makes each task's group by as many episodes, all of them at one place (engine_pool.py). Raises EngineGone as that does."""
 
     def __init__(
-        self, make: MakeAgent, sampler: Sampler, settings: RolloutSettings, custom: Mapping[str, Any]
+        self, make: MakeAgent, samples: int, settings: RolloutSettings, custom: Mapping[str, Any]
     ) -> None:
         # Not at the top: a rollout without an agent has no use for an HTTP server.
         from fsbarrier.rollouts.agent_http import Endpoint
 
-        self.make, self.samples, self.custom = make, sampler.server.samples, custom
+        self.make, self.samples, self.custom = make, samples, custom
         self.file = code_file(getattr(make, "run", make))
         self.turn_timeout_s = settings.turn_timeout_s
         self.task_timeout_s = settings.task_timeout_s or EPISODE_TIMEOUT_S
-        self._sampler, self._endpoint = sampler, Endpoint()
+        self._endpoint = Endpoint()
 
     async def __aenter__(self) -> Self:
-        await self._sampler.__aenter__()
         await self._endpoint.open()
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._endpoint.close()
-        await self._sampler.__aexit__(*error)
 
-    async def look(self) -> None:
-        await self._sampler.look()
-
-    async def sample(self, tasks: Sequence[Task], emit: Emit) -> None:
+    async def sample(self, place: Place, tasks: Sequence[Task], emit: Emit) -> None:
         """Run each task's episodes, all at once; `emit` gets each group as it is finished."""
         async with asyncio.TaskGroup() as running:
             for task in tasks:
-                running.create_task(self._group(task, emit))
+                running.create_task(self._group(place, task, emit))
 
-    async def _group(self, task: Task, emit: Emit) -> None:
+    async def _group(self, place: Place, task: Task, emit: Emit) -> None:
         async with asyncio.TaskGroup() as running:
-            episodes = [running.create_task(self._episode(task)) for _ in range(self.samples)]
+            episodes = [running.create_task(self._episode(place, task)) for _ in range(self.samples)]
         emit(Group(task, [], tuple(episode.result() for episode in episodes)))
 
-    async def _episode(self, task: Task) -> Episode:
-        client = Client(self._sampler, custom=self.custom, turn_timeout_s=self.turn_timeout_s)
+    async def _episode(self, place: Place, task: Task) -> Episode:
+        client = Client(place, custom=self.custom, turn_timeout_s=self.turn_timeout_s)
         returned, error, begin = Trajectory(), None, time.monotonic()
         limit = asyncio.timeout(self.task_timeout_s)
         with self._endpoint.serving(client):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from fsbarrier.data.trajectory import Trajectory, is_judged
@@ -71,10 +71,15 @@ class Counts:
 
 
 class CountsProgress:
-    """The progress file, kept up with the counts: written a few times a second at most, and never without the latest."""
+    """The progress file, kept up with the counts: written a few times a second at most, and never without the latest.
 
-    def __init__(self, progress: Progress, total: int, counts: Counts) -> None:
-        self.progress, self.total, self.counts = progress, total, counts
+    `engines`: what each of several engines does.
+    """
+
+    def __init__(
+        self, progress: Progress, total: int, counts: Counts, engines: Callable[[], list[dict[str, object]]]
+    ) -> None:
+        self.progress, self.total, self.counts, self.engines = progress, total, counts, engines
         self.begin = time.monotonic()
         self._written_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -92,6 +97,7 @@ class CountsProgress:
     def write(self) -> None:
         self.close()
         self._written_at, counts = time.monotonic(), self.counts
+        engines = self.engines()
         self.progress.show(
             counts.trajectories,
             self.total,
@@ -100,6 +106,7 @@ class CountsProgress:
             reward_mean=counts.reward_mean,
             tokens_per_s=round(counts.tokens / self.seconds, 1),
             note=counts.note(),
+            **({"engines": engines} if engines else {}),
         )
 
     def close(self) -> None:

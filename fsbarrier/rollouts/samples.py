@@ -75,6 +75,10 @@ class EngineGone(ProgramFailed):
     """The server does not answer, or not as a vLLM server does. Groups that were handed out stay good."""
 
 
+class EngineDown(EngineGone):
+    """Nobody answers, for now: a server that has ended may be started again."""
+
+
 class Again(Exception):
     """A request failed in a way that may pass. `answered`: the server did say something."""
 

@@ -1,4 +1,4 @@
-"""Sampling from a vLLM server over HTTP: tasks in; groups out, each as soon as its last sample is finished.
+"""Sampling from one vLLM server over HTTP: tasks in; groups out, each as soon as its last sample is finished (engine_pool.py has several).
 
 Many prompts go in one request: with small models the request itself costs more than the tokens (96 prompts with 16 samples: as fast
 as it gets at 8 prompts a request; 256 prompts with one sample: 0.4 s at 64 a request, 3 to 7 s at one). The answer is streamed, so
@@ -21,7 +21,7 @@ from fsbarrier.data.tasks import Task
 from fsbarrier.engine.client import normal_url
 from fsbarrier.openai_http import asked_again, bearer, described
 from fsbarrier.rollouts.answer_stream import AnswerStream, failure
-from fsbarrier.rollouts.samples import Again, Emit, EngineGone, Group, Refusal, Sample
+from fsbarrier.rollouts.samples import Again, Emit, EngineDown, EngineGone, Group, Refusal, Sample
 
 #: of a sample, in each piece of the streamed answer
 TOKENS_PER_PIECE = 64
@@ -36,10 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where to sample, how, and how patiently. `timeout_s`: without a sign of life of a request; `tries`: of one request.
-
-    `patience_s`: how long to wait for a server that is gone and that others start again; 0: nobody does, while this program runs.
-    """
+    """Where to sample, how, and how patiently. `timeout_s`: without a sign of life of a request; `tries`: of one request."""
 
     url: str
     api_key: str
@@ -51,7 +48,6 @@ class Server:
     max_tokens: int
     timeout_s: float
     tries: int
-    patience_s: float = 0.0
 
 
 class Sampler:
@@ -167,33 +163,11 @@ class Sampler:
             raise Refusal(f"{error} ({self.server.tries} tries)") from None
 
     async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Try a few times, with back-off; where the server has gone and will be back, wait for it and try as often again."""
-        for _ in range(self.server.tries):
-            try:
-                return await asked_again(call, after=Again, tries=self.server.tries)
-            except Again as error:
-                if error.answered or not await self._is_back():
-                    raise
+        """Try a few times, with back-off."""
         return await asked_again(call, after=Again, tries=self.server.tries)
 
-    async def _is_back(self) -> bool:
-        """Wait for a server that does not answer, `patience_s` at most; whether it answers."""
-        if not self.server.patience_s:
-            return False
-
-        async def look() -> None:
-            # Waiting for it is a sign of life, too.
-            self.on_tokens(0)
-            await self._json("GET", "/v1/models")
-
-        try:
-            await asked_again(look, after=Again, within_s=self.server.patience_s, first_pause_s=0.5)
-        except Again:
-            return False
-        return True
-
-    def _gone(self, error: Exception) -> EngineGone:
-        return EngineGone(f"the engine at {self.url} does not answer: {error} ({self.server.tries} tries)")
+    def _gone(self, error: Exception) -> EngineDown:
+        return EngineDown(f"the engine at {self.url} does not answer: {error} ({self.server.tries} tries)")
 
     # --- one request ---
 

@@ -44,7 +44,7 @@ class RolloutSettings(Section):
     top_k: Annotated[int, Bounds(ge=-1)] = setting(-1, "Sample among the k likeliest tokens; -1: all.")
     max_tokens: Count = setting(512, "Most tokens the policy may write in one turn.")
     concurrency: Count = setting(
-        64, "Prompts (groups) in flight on each node's engine; what is in flight is not taken over."
+        64, "Prompts (groups) in flight on each engine replica; what is in flight is not taken over."
     )
     prompts_per_request: CountOrZero = setting(
         0, "Prompts that share a request to the engine; 0: as many as make about 128 sequences."
@@ -221,13 +221,18 @@ class UpdateSettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings(Section):
-    """The local vLLM server of each node."""
+    """The local vLLM servers of each node."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "Precision of the served weights; auto: float32 on CPU, else bfloat16."
     )
     max_model_len: Count = setting(2048, "Longest prompt and answer together, in tokens.")
-    tensor_parallel_size: Count = setting(1, "Accelerators that share one copy of the model.")
+    tensor_parallel_size: Count = setting(1, "Accelerators of a node that share one copy of the model.")
+    replicas: CountOrZero = setting(
+        0,
+        "Servers on each node, each on accelerators of its own (on a CPU: on cores of its own); 0: as many as there are accelerators "
+        "for, 1 on a CPU.",
+    )
     gpu_memory_utilization: Fraction = setting(0.85, "Share of an accelerator's memory the engine may take.")
     kv_cache_mb: Count | None = setting(
         None,

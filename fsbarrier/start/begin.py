@@ -160,7 +160,7 @@ def _check_own(settings: Settings, program: Program, environ: Mapping[str, str])
         preflight.check_agent(settings.rollout.agent)
         preflight.try_user_code(settings)
     if "model" in program.needs:
-        preflight.check_engine(settings.engine, environ)
+        preflight.check_engine(settings, environ)
         preflight.check_replay(settings)
     preflight.check_trainer(settings.trainer.command)
 
@@ -209,7 +209,7 @@ def _join(
     program = load_program(settings.program)
     if "model" in program.needs:
         # Environment variables, and where files lie, are each node's own.
-        preflight.check_engine(settings.engine, request.environ)
+        preflight.check_engine(settings, request.environ)
         preflight.check_judge(settings, request.environ)
         preflight.check_agent(settings.rollout.agent)
         preflight.try_user_code(settings)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fsbarrier.engine import model
 from fsbarrier.engine.command import Plan, argv
+from fsbarrier.engine.placement import replicas
 from fsbarrier.host import accelerators
 from fsbarrier.loader import load_program
 from fsbarrier.program import (
@@ -146,14 +147,23 @@ def _server(folder: Path, threads: int, settings: Settings) -> list[str]:
         return ["engine: --debug-mode, the server is yours"]
     if not folder.is_dir():
         return ["engine: start vLLM on the model that the run makes first"]
-    accelerated = bool(accelerators.detect())
+    devices = accelerators.detect()
+    count = replicas(settings.engine, len(devices))
     plan = Plan(
-        sys.executable, model.inspect(folder), settings.engine, 0, 0, accelerated, False, threads=threads
+        python=sys.executable,
+        model=model.inspect(folder),
+        settings=settings.engine,
+        port=0,
+        seed=0,
+        accelerated=bool(devices),
+        sleeps=False,
+        threads=max(1, threads // count),
     )
     words = argv(plan)
     for flag, placeholder in (("--port", PORT), ("--seed", "SEED")):
         words[words.index(flag) + 1] = placeholder
-    return [shlex.join(words)]
+    own = [f"engine: {count} of these, each on accelerators or cores of its own"] if count > 1 else []
+    return [*own, shlex.join(words)]
 
 
 def expected(work: Work) -> dict[str, object]:

@@ -24,7 +24,7 @@ from fsbarrier.errors import UsageError
 from fsbarrier.settings.sources import ChosenValue, nearest
 
 if TYPE_CHECKING:
-    from fsbarrier.settings.sections import EngineSettings, Settings
+    from fsbarrier.settings.sections import Settings
 
 Environ = Mapping[str, str]
 FREE_BYTES = 16 * 1024 * 1024
@@ -247,10 +247,17 @@ def check_replay(settings: Settings) -> None:
                     )
 
 
-def check_engine(engine: EngineSettings, environ: Environ) -> None:
-    """A server that is there already has an address, and the variable that holds its key is set on this node."""
+def check_engine(settings: Settings, environ: Environ) -> None:
+    """This node has the accelerators that its servers need. A server that is there already has an address, and the variable that holds
+    its key is set on this node."""
     from fsbarrier.engine.client import normal_url
+    from fsbarrier.engine.placement import check_arguments, placements
+    from fsbarrier.host import accelerators
 
+    engine = settings.engine
+    if settings.manages_engine:
+        check_arguments(engine)
+        placements(engine, accelerators.detect(environ), environ, sorted(os.sched_getaffinity(0)))
     if engine.url is not None:
         normal_url(engine.url)
     if engine.api_key_env is not None and not environ.get(engine.api_key_env):

@@ -198,6 +198,7 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "updated": _updated,
     "weights_published": _published,
     "engine_ready": _engine,
+    "engine_restarted": _engine,
     "phase_started": _phase_started,
     "phase_finished": _phase_finished,
     "iteration_finished": lambda event: f"iteration {event.iteration} is done",

@@ -1,4 +1,4 @@
-"""Rolls out tasks against the local engine: samples groups, judges them, appends each to the part file as it is finished.
+"""Rolls out tasks against the local engines: samples groups, judges them, appends each to the part file as it is finished.
 
 `python -m fsbarrier.workers.rollout --spec SPEC.json` (phases 2 and 6). Every group in the part file is durable on its own: after any
 end of this program, SIGKILL too, only what was in flight is lost, and started again with the same spec it does only what is missing.
@@ -15,6 +15,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -29,11 +30,12 @@ from fsbarrier.rollouts.agents import AgentSampler, load_agent
 from fsbarrier.rollouts.counts import Counts, CountsProgress
 from fsbarrier.rollouts.earlier_groups import EarlierGroups
 from fsbarrier.rollouts.early_end import EarlyEnd
-from fsbarrier.rollouts.engine_queue import EngineMetrics, EngineQueue
+from fsbarrier.rollouts.engine_pool import EnginePool, Place
+from fsbarrier.rollouts.engine_queue import EngineQueue
 from fsbarrier.rollouts.group_trajectories import failed_group, judged_again, judged_group
 from fsbarrier.rollouts.rollout_spec import Assignment
 from fsbarrier.rollouts.samples import Group
-from fsbarrier.rollouts.sampling import Sampler, Server
+from fsbarrier.rollouts.sampling import Server
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.trajectories import GroupEntry, ShardWriter
@@ -54,17 +56,18 @@ class Rollout:
     def __init__(self, spec: JsonObject, settings: Settings, progress: Progress) -> None:
         self.settings, self.assignment = settings, Assignment.from_spec(spec)
         self.sampling: Mapping[str, float] = spec["sampling"]
-        self.server = server_of(spec, settings)
-        assignment, self.samples = self.assignment, self.server.samples
-        self.make_agent = load_agent(settings.rollout.agent) if settings.rollout.agent else None
+        servers = servers_of(spec, settings)
+        assignment, self.samples = self.assignment, servers[0].samples
+        agent = load_agent(settings.rollout.agent) if settings.rollout.agent else None
+        self.agents = AgentSampler(agent, self.samples, settings.rollout, settings.custom) if agent else None
         # An agent's episodes have this limit each.
-        self.task_timeout_s = None if self.make_agent else settings.rollout.task_timeout_s
+        self.task_timeout_s = None if agent else settings.rollout.task_timeout_s
         concurrency = settings.rollout.concurrency
-        # Two requests at least can be under way; an agent's episodes make requests of their own.
+        # Two requests at least can be under way at each engine; an agent's episodes make requests of their own.
         self.per_request = min(concurrency, settings.rollout.prompts_per_request) or max(
             1, min(SEQUENCES_PER_REQUEST // self.samples, concurrency // 2)
         )
-        if self.make_agent is not None:
+        if agent is not None:
             self.per_request = 1
         task_file = read_tasks(Path(spec["task_file"]), assignment.within_reach)
         self.tasks = task_file.tasks
@@ -75,23 +78,31 @@ class Rollout:
         )
         self.claims, self.early_end = assignment.open_claims(), assignment.open_early_end()
         self.ended_early = False
-        # Tasks that were claimed, and groups that are being sampled.
-        self.begun = self.being_sampled = 0
+        self.pool = EnginePool(
+            servers,
+            connections=concurrency * (self.samples if agent else 1) + SPARE_CONNECTIONS,
+            on_tokens=self._on_tokens,
+            # The daemon starts an engine again that dies, and ends this program where it cannot.
+            patience_s=settings.engine.start_timeout_s,
+        )
+        # Tasks that were claimed.
+        self.begun = 0
         # Trajectories of the part file that an earlier start of this program could not judge.
         self.unjudged_before = 0
         # A phase may fail in `max_error_share` of its trajectories, and so each node in that share of what a node has on average.
         self.average_share = len(assignment.expected) * self.samples / max(1, len(assignment.shares))
         self.counts = Counts()
-        self.progress = CountsProgress(progress, len(assignment.tasks) * self.samples, self.counts)
-        self.metrics = EngineMetrics(self.server.url, self.server.api_key)
+        self.progress = CountsProgress(
+            progress, len(assignment.tasks) * self.samples, self.counts, engines=self.pool.progress
+        )
         self.engine_queue = EngineQueue(
-            self.metrics.count_waiting,
+            self.pool.count_waiting,
             free=2 * SEQUENCES_PER_REQUEST,
             step=max(SEQUENCES_PER_REQUEST, self.samples),
         )
-        # One place a group: while it is sampled, and until it is on disk.
-        self.slots = asyncio.Semaphore(concurrency)
-        self.unwritten = asyncio.Semaphore(BACKLOG * concurrency)
+        # One slot a group: while it is sampled, and until it is on disk.
+        self.slots = asyncio.Semaphore(concurrency * len(servers))
+        self.unwritten = asyncio.Semaphore(BACKLOG * concurrency * len(servers))
         self.writing: set[asyncio.Future[GroupEntry]] = set()
 
     async def run(self) -> JsonObject:
@@ -154,32 +165,26 @@ class Rollout:
             return
         there = {group.task_index for group in writer.groups}
         self.unjudged_before = sum(group.unjudged for group in writer.groups)
-        async with self._open_sampler() as sampler, self.metrics:
+        async with self.pool, self.agents or nullcontext():
             looked = False
             try:
                 async with asyncio.TaskGroup() as tasks:
                     queue: deque[Task] = deque()
                     while batch := await self._next_batch(queue, there):
                         if not looked:
-                            await sampler.look()
+                            await self.pool.look()
                             looked = True
-                        tasks.create_task(self._sample(sampler, batch, writer, tasks))
+                        place = Place(self.pool, len(batch) * self.samples)
+                        tasks.create_task(self._sample(place, batch, writer, tasks))
             except BaseExceptionGroup as group:
                 raise _first(group) from None
         if self.counts.groups and self.counts.refused == self.counts.groups:
             raise ProgramFailed("the engine refused every prompt; the messages are above")
 
-    def _open_sampler(self) -> Sampler | AgentSampler:
-        """What makes the groups: one answer a sample, or an episode of the agent."""
-        rollout, make = self.settings.rollout, self.make_agent
-        connections = rollout.concurrency * (self.samples if make else 1) + SPARE_CONNECTIONS
-        sampler = Sampler(self.server, connections=connections, on_tokens=self._on_tokens)
-        return AgentSampler(make, sampler, rollout, self.settings.custom) if make else sampler
-
     async def _next_batch(self, queue: deque[Task], there: set[int]) -> list[Task]:
-        """The prompts of the next request, once the engine has a place for them; claimed no sooner. [] when nothing is left."""
+        """The prompts of the next request, once an engine has a place for them; claimed no sooner. [] when nothing is left."""
         if self.claims.shared:
-            await self.engine_queue.wait_for_place(lambda: self.being_sampled * self.samples)
+            await self.engine_queue.wait_for_place(lambda: self.pool.next.sequences)
         for _ in range(self.per_request):
             await self.unwritten.acquire()
             await self.slots.acquire()
@@ -187,10 +192,12 @@ class Rollout:
             queue += [self.tasks[index] for index in lot if index not in there]
             self.begun += len(lot)
         self.progress.total = (self.begun + self.claims.own_left) * self.samples
+        # The last ones are spread over all engines.
+        most = min(self.per_request, -(-(len(queue) + self.claims.own_left) // len(self.pool.engines)))
         # A request has prompts of one kind: texts, or the tokens of chat messages.
         batch = [
             task
-            for task in islice(queue, self.per_request)
+            for task in islice(queue, most)
             if isinstance(task.prompt, str) is isinstance(queue[0].prompt, str)
         ]
         for task in batch:
@@ -198,13 +205,12 @@ class Rollout:
         for _ in range(self.per_request - len(batch)):
             self.unwritten.release()
             self.slots.release()
-        self.being_sampled += len(batch)
         self.engine_queue.sent(len(batch) * self.samples)
         return batch
 
     async def _sample(
         self,
-        sampler: Sampler | AgentSampler,
+        place: Place,
         batch: list[Task],
         writer: ShardWriter,
         tasks: asyncio.TaskGroup,
@@ -213,7 +219,7 @@ class Rollout:
 
         def finished(group: Group, *, late: bool = False, earlier: Sequence[Trajectory] = ()) -> None:
             del under_way[group.task.index]
-            self.being_sampled -= 1
+            place.finished(self.samples)
             self.slots.release()
             tasks.create_task(self._judge_and_append(group, writer, late, earlier))
 
@@ -222,8 +228,11 @@ class Rollout:
                 finished(Group(task, [], ()), earlier=earlier)
         try:
             async with asyncio.timeout(self.task_timeout_s):
-                if under_way:
-                    await sampler.sample(list(under_way.values()), finished)
+                left = list(under_way.values())
+                if left and self.agents is not None:
+                    await self.agents.sample(place, left, finished)
+                elif left:
+                    await place.sample(left, finished)
         except TimeoutError:
             error = f"not finished within rollout.task_timeout_s={self.task_timeout_s:g}"
             for task in list(under_way.values()):
@@ -276,23 +285,25 @@ class Rollout:
         self.progress.write_soon()
 
 
-def server_of(spec: JsonObject, settings: Settings) -> Server:
+def servers_of(spec: JsonObject, settings: Settings) -> list[Server]:
     """Where this program samples, how, and how patiently. Raises UsageError."""
-    sampling, engine, samples = spec["sampling"], spec["engine"], spec["sampling"]["samples"]
+    sampling, samples = spec["sampling"], spec["sampling"]["samples"]
     if samples > 1 and sampling["temperature"] == 0:
         raise UsageError(
             f"{samples} samples a task at temperature 0 would all be the same; give samples=1 or a temperature"
         )
-    return Server(
-        url=engine["url"],
-        api_key=engine.get("api_key") or "",
-        model=engine.get("model") or "",
-        **{name: sampling[name] for name in ("samples", "temperature", "top_p", "top_k", "max_tokens")},
-        timeout_s=settings.rollout.request_timeout_s,
-        tries=settings.rollout.retries + 1,
-        # A server of ours is started again by the daemon, once this program has failed: waiting for it would be in vain.
-        patience_s=0.0 if settings.manages_engine else settings.engine.start_timeout_s,
-    )
+    names = ("samples", "temperature", "top_p", "top_k", "max_tokens")
+    return [
+        Server(
+            url=engine["url"],
+            api_key=engine.get("api_key") or "",
+            model=engine.get("model") or "",
+            **{name: sampling[name] for name in names},
+            timeout_s=settings.rollout.request_timeout_s,
+            tries=settings.rollout.retries + 1,
+        )
+        for engine in spec["engine"]
+    ]
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

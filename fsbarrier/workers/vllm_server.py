@@ -13,6 +13,8 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from fsbarrier.engine.placement import CPUS
+
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
 
@@ -52,7 +54,14 @@ def _digest(value: bytes) -> bytes:
     return hashlib.sha256(value).digest()
 
 
+def keep_to_own_cores() -> None:
+    """Where several servers share a CPU each has cores of its own; its threads and processes inherit them."""
+    if cpus := os.environ.get(CPUS):
+        os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
+
+
 def main() -> None:
+    keep_to_own_cores()
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     serve()

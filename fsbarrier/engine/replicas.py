@@ -1,0 +1,192 @@
+"""All engines of a node: each replica a vLLM server of its own on accelerators (or cores) of its own, handled side by side.
+
+replicas = Replicas(settings.engine, log_dir=..., work_dir=...)
+infos = replicas.ensure(folder, policy_version, threads=8, cancel=event)   # all of them serve exactly these weights now
+with replicas.kept_alive() as keeper: ...                                  # those that die are started again
+replicas.release(cancel=event)
+replicas.stop()
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Self, TypeVar
+
+from fsbarrier.engine.engine import Engine, EngineInfo, Release
+from fsbarrier.engine.placement import ANYWHERE, placements
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.host.accelerator_drivers import Accelerator
+from fsbarrier.protocol.facts import Payload
+from fsbarrier.settings.sections import EngineSettings
+
+# How often a replica is started again while one program uses it. Whatever kills it more often would go on doing so.
+RESTARTS = 2
+# How soon it is seen that a server has ended.
+LOOK_S = 0.25
+
+T = TypeVar("T")
+
+
+class Replicas:
+    """The engines, by number. Any thread may call; calls that change what they serve come one after the other."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        external: bool = False,
+        log_dir: Path,
+        work_dir: Path,
+        devices: Sequence[Accelerator] = (),
+        python: str = sys.executable,
+    ) -> None:
+        """`devices`: the accelerators that this node may use. Raises UsageError where there are too few of them."""
+        cpus = sorted(os.sched_getaffinity(0))
+        own = [ANYWHERE] if external else placements(settings, devices, os.environ, cpus)
+        self.engines = [
+            Engine(
+                settings,
+                external=external,
+                log_file=log_dir / log_name(number),
+                work_dir=work_dir,
+                python=python,
+                placement=placement,
+            )
+            for number, placement in enumerate(own)
+        ]
+
+    def ensure(
+        self,
+        weights: Path,
+        policy_version: int,
+        *,
+        threads: int = 0,
+        cancel: threading.Event,
+        show: Callable[[int], None] = lambda ready: None,
+    ) -> list[EngineInfo]:
+        """Have every replica serve the model folder `weights` as `policy_version`; `show` is called with how many do so.
+
+        `threads`: of all of them together, for computing on a CPU. Raises ProgramFailed with what the first that failed says; the
+        others are ready then, and are not started anew when this is tried again.
+        """
+        for engine in self.engines:
+            engine.threads = max(1, threads // len(self.engines)) if threads else 0
+        lock, ready = threading.Lock(), 0
+
+        def bring(engine: Engine) -> EngineInfo:
+            nonlocal ready
+            info = engine.ensure(weights, policy_version, cancel=cancel)
+            with lock:
+                ready += 1
+                show(ready)
+            return info
+
+        return self._side_by_side(bring)
+
+    def release(self, *, cancel: threading.Event) -> Release:
+        """Have every replica give its accelerators' memory to the trainer. Raises ProgramFailed where some does not come free."""
+        outcomes = self._side_by_side(lambda engine: engine.release(cancel=cancel))
+        merged: Release = {}
+        for name in ("action", "reason", "seen"):
+            texts = dict.fromkeys(str(outcome[name]) for outcome in outcomes if name in outcome)
+            if texts:
+                merged[name] = ", ".join(text for text in texts if text)
+        if seconds := [float(outcome["seconds"]) for outcome in outcomes if "seconds" in outcome]:
+            merged["seconds"] = max(seconds)
+        return merged
+
+    def stop(self) -> None:
+        """End all servers; returns when nothing is left. Calls under way fail."""
+        self._side_by_side(Engine.stop)
+
+    def kept_alive(self) -> Keeper:
+        return Keeper(self.engines)
+
+    def _side_by_side(self, call: Callable[[Engine], T]) -> list[T]:
+        """`call` for every engine at once. Raises what the first of them raised, once all have ended."""
+        if len(self.engines) == 1:
+            return [call(self.engines[0])]
+        with ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine") as threads:
+            futures = [threads.submit(call, engine) for engine in self.engines]
+        return [_result(number, future) for number, future in enumerate(futures)]
+
+
+class Keeper:
+    """While a program uses the engines, starts again those that die: a thread for each. The program itself gives the work of one that is
+    gone to the others, and finds it at its old address when it is back."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        # For the journal: what was started again, and what was given up.
+        self.events: list[Payload] = []
+        self._engines = engines
+        self._over = threading.Event()
+        self._given_up: dict[int, str] = {}
+        self._threads = [
+            threading.Thread(target=self._keep, args=(number,), name=f"engine-{number}", daemon=True)
+            for number in range(len(engines))
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A start under way is called off: what follows may need the accelerator for itself.
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def problem(self) -> str:
+        """Why no engine is left; "" while there is one, or one may come back."""
+        none_left = len(self._given_up) == len(self._engines)
+        return next(iter(self._given_up.values()), "") if none_left else ""
+
+    def _keep(self, number: int) -> None:
+        engine = self._engines[number]
+        for _ in range(RESTARTS):
+            how = self._wait_for_end(engine)
+            if not how:
+                return
+            self._note(number, f"was gone ({how}) and is started again")
+            try:
+                engine.revive(self._over)
+            except ProgramFailed as error:
+                how = str(error)
+                break
+        else:
+            how = self._wait_for_end(engine)
+        if how and not self._over.is_set():
+            self._given_up[number] = f"engine {number} is given up: {how}"
+            self._note(number, f"is given up: {how.splitlines()[0]}")
+
+    def _wait_for_end(self, engine: Engine) -> str:
+        """How the engine's server has ended by itself, once it has; "" when the program is over."""
+        while not self._over.wait(LOOK_S):
+            if how := engine.how_it_ended():
+                return how
+        return ""
+
+    def _note(self, number: int, what: str) -> None:
+        self.events.append(
+            {"event": "engine_restarted", "replica": number, "engine_note": f"engine {number} {what}"}
+        )
+
+
+def log_name(number: int) -> str:
+    """The log of replica `number`, in the node's log folder."""
+    return f"vllm-{number}.log" if number else "vllm.log"
+
+
+def _result(number: int, future: Future[T]) -> T:
+    """What a call for engine `number` gave. Raises what it raised, the engine named."""
+    try:
+        return future.result()
+    except ProgramFailed as error:
+        raise ProgramFailed(f"engine {number}: {error}") from None

@@ -1,0 +1,124 @@
+"""Several engines of one node under one rollout: work goes to the least loaded, and from one that is gone to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_engine_gone import AGENT, end, restarted
+from test_rollout import KEY, SAMPLES, Fake, finish, make_spec, rolled_out, run, start, start_fake
+
+from fsbarrier.rollouts.engine_pool import EnginePool, Place
+from fsbarrier.rollouts.samples import EngineDown
+from fsbarrier.rollouts.sampling import Server
+from fsbarrier.trajectories import scan_shard
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Iterator[list[Fake]]:
+    servers = [start_fake(tmp_path / f"fake-{number}") for number in range(2)]
+    yield servers
+    for server in servers:
+        if server.process.poll() is None:
+            end(server)
+
+
+def spec_for(folder: Path, fakes: list[Fake], prompts: list[Any], **changes: Any) -> Path:
+    engine = [{"url": fake.url, "api_key": KEY, "model": "policy"} for fake in fakes]
+    return make_spec(folder, fakes[0].url, prompts, engine=engine, **changes)
+
+
+def prompts_at(fake: Fake) -> list[str]:
+    return [prompt for request in fake.requests() for prompt in request["prompt"]]
+
+
+def test_work_is_spread_and_a_group_stays_where_it_is(tmp_path: Path, fakes: list[Fake]) -> None:
+    # Everything waits at the gates until all is sent.
+    prompts = [f"{letter}a!gate=" for letter in "bcdefghi"]
+    spec = spec_for(tmp_path, fakes, prompts, **{"rollout.prompts_per_request": 2})
+    process = start(spec)
+    while process.poll() is None and not all((fake.folder / "at-gate").exists() for fake in fakes):
+        pass
+    shown = json.loads((tmp_path / "progress.json").read_text())
+    for fake in fakes:
+        (fake.folder / "gate").touch()
+    done = finish(process, spec)
+    assert (done.code, done.stderr, done.result["groups"]) == (0, "", 8)
+    assert [len(prompts_at(fake)) for fake in fakes] == [4, 4]
+    assert sorted(prompts_at(fakes[0]) + prompts_at(fakes[1])) == sorted(prompts)
+    assert [(one["replica"], one["up"]) for one in shown["engines"]] == [(0, True), (1, True)]
+
+
+def test_the_last_prompts_are_not_all_sent_to_one(tmp_path: Path, fakes: list[Fake]) -> None:
+    done = run(spec_for(tmp_path, fakes, ["ba=", "dc="]))
+    assert done.code == 0 and [len(prompts_at(fake)) for fake in fakes] == [1, 1]
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_what_one_had_begun_is_done_by_the_others(tmp_path: Path, fakes: list[Fake], agent: bool) -> None:
+    changes: dict[str, Any] = {"rollout.prompts_per_request": 1, "engine.start_timeout_s": 60.0}
+    if agent:
+        (tmp_path / "mine.py").write_text(AGENT)
+        changes |= {"rollout.agent": f"{tmp_path}/mine.py:Twice"}
+    gone, stays = fakes
+    (stays.folder / "gate").touch()
+    spec = spec_for(tmp_path, fakes, ["ba!gate=", "dc!gate=", "fe!gate=", "hg!gate="], **changes)
+    process, part = start(spec), tmp_path / "trajectories" / "part"
+    while process.poll() is None:
+        if part.exists() and len(scan_shard(part).groups) == 2 and (gone.folder / "at-gate").exists():
+            break
+    end(gone)
+    done = finish(process, spec)
+    assert (done.code, done.stderr) == (0, "")
+    assert done.result["groups"] == 4 and done.result["invalid"] == 0
+    assert {len(group) for group in rolled_out(tmp_path).values()} == {SAMPLES}
+
+
+def test_an_engine_that_is_not_there_at_first_does_not_hold_up_the_others(
+    tmp_path: Path, fakes: list[Fake]
+) -> None:
+    end(fakes[0])
+    done = run(spec_for(tmp_path, fakes, ["ba=", "dc="], **{"engine.start_timeout_s": 60.0}))
+    assert (done.code, done.result["groups"]) == (0, 2)
+
+
+def test_an_engine_that_is_back_gets_work_again(tmp_path: Path, fakes: list[Fake]) -> None:
+    servers = [Server(fake.url, KEY, "policy", 1, 1.0, 1.0, -1, 8, 30.0, 1) for fake in fakes]
+    again: list[Fake] = []
+
+    async def work() -> None:
+        async with EnginePool(servers, connections=4, on_tokens=lambda _: None, patience_s=60.0) as pool:
+            await pool.look()
+            end(fakes[0])
+            place = Place(pool, 1)
+            assert await place.tokens(prompt="a") == [97]
+            first, second = pool.engines
+            assert (first.up.is_set(), first.sequences, second.sequences) == (False, 0, 1)
+            again.append(restarted(fakes[0], tmp_path / "again"))
+            await first.up.wait()
+            # It has nothing to do, so the next one is its.
+            Place(pool, 1)
+            assert (first.sequences, second.sequences) == (1, 1)
+            place.finished(1)
+            assert (first.sequences, second.sequences) == (1, 0)
+
+    asyncio.run(work())
+    end(again[0])
+
+
+def test_nobody_is_waited_for_longer_than_patience_lasts(tmp_path: Path, fakes: list[Fake]) -> None:
+    servers = [Server(fake.url, KEY, "policy", 1, 1.0, 1.0, -1, 8, 30.0, 1) for fake in fakes]
+
+    async def work() -> None:
+        async with EnginePool(servers, connections=4, on_tokens=lambda _: None, patience_s=0.2) as pool:
+            await pool.look()
+            for fake in fakes:
+                end(fake)
+            with pytest.raises(EngineDown, match="does not answer"):
+                await Place(pool, 1).tokens(prompt="a")
+
+    asyncio.run(work())

@@ -1,0 +1,226 @@
+"""All engines of a node: where each computes, what is done to all of them at once, and what becomes of one that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_engine_parts import write_model
+
+from fsbarrier.engine.client import EngineClient
+from fsbarrier.engine.engine import EngineInfo
+from fsbarrier.engine.placement import CPUS, check_arguments, placements
+from fsbarrier.engine.replicas import RESTARTS, Keeper, Replicas
+from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.host.accelerators import Accelerator
+from fsbarrier.settings.resolve import resolve
+from fsbarrier.settings.sections import EngineSettings
+
+HERE = Path(__file__).parent
+NEVER = threading.Event()
+
+Make = Callable[..., Replicas]
+
+
+def devices(count: int, kind: Any = "nvidia") -> list[Accelerator]:
+    return [Accelerator(index, kind, "card", 80 << 30, 0) for index in range(count)]
+
+
+def settings(**chosen: Any) -> EngineSettings:
+    values = {f"engine.{name}": value for name, value in chosen.items()}
+    return resolve([], values, cross_checks=False).engine
+
+
+def seen(engine: EngineSettings, there: list[Accelerator], **environ: str) -> list[str | None]:
+    """What each replica's CUDA_VISIBLE_DEVICES would be."""
+    return [
+        one.environment(environ).get("CUDA_VISIBLE_DEVICES")
+        for one in placements(engine, there, environ, [0, 1])
+    ]
+
+
+def test_every_accelerator_rolls_out() -> None:
+    assert seen(settings(), devices(8)) == [str(number) for number in range(8)]
+    assert seen(settings(tensor_parallel_size=2), devices(8)) == ["0,1", "2,3", "4,5", "6,7"]
+    assert seen(settings(tensor_parallel_size=3), devices(8)) == ["0,1,2", "3,4,5"]
+    assert seen(settings(replicas=2), devices(8)) == ["0", "1"]
+    # The node itself may use some only: their numbers are the driver's.
+    assert seen(settings(), devices(8)[4:6], CUDA_VISIBLE_DEVICES="4,5") == ["4", "5"]
+    (placed,) = placements(settings(), devices(1), {}, [0])
+    assert placed.environment({})["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+def test_other_makers_have_variables_of_their_own() -> None:
+    environ = {"ROCR_VISIBLE_DEVICES": "0,1", "PATH": "/bin"}
+    two = [one.environment(environ) for one in placements(settings(), devices(2, "amd"), environ, [0])]
+    assert two == [{"HIP_VISIBLE_DEVICES": number, "PATH": "/bin"} for number in ("0", "1")]
+    part = {"CUDA_VISIBLE_DEVICES": "MIG-1234"}
+    assert seen(settings(), devices(8), **part) == ["MIG-1234"]
+    with pytest.raises(UsageError, match=r"engine\.replicas=2: on a part of a device"):
+        placements(settings(replicas=2), devices(8), part, [0])
+
+
+def test_replicas_on_a_cpu_have_cores_of_their_own() -> None:
+    def cores(count: int, cpus: list[int]) -> list[str | None]:
+        return [one.environment({}).get(CPUS) for one in placements(settings(replicas=count), [], {}, cpus)]
+
+    assert cores(0, [0, 1, 2, 3]) == [None]
+    assert cores(2, [0, 1, 2, 5]) == ["0,2", "1,5"]
+    assert cores(3, [0, 1]) == [None] * 3
+
+
+def test_what_does_not_fit_on_a_node_is_refused_with_what_does() -> None:
+    with pytest.raises(
+        UsageError,
+        match=r"tensor_parallel_size=16: .* 8 accelerators.*over several nodes is not supported; give 8",
+    ):
+        placements(settings(tensor_parallel_size=16), devices(8), {}, [0])
+    with pytest.raises(
+        UsageError, match=r"replicas=5: .* need 10 accelerators, this node has 8; give 4 or fewer"
+    ):
+        placements(settings(tensor_parallel_size=2, replicas=5), devices(8), {}, [0])
+    for words in (["--nnodes", "2"], ["--pipeline-parallel-size=2"], ["-dp", "4"]):
+        with pytest.raises(
+            UsageError, match=rf"engine\.extra_args: {words[0].partition('=')[0]}: a replica has"
+        ):
+            check_arguments(settings(extra_args=words))
+    check_arguments(settings(extra_args=["--max-num-seqs", "512"]))
+
+
+# --- against stand-ins ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes replicas whose servers are fake_vllm.py, behaving as told."""
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {HERE / "fake_vllm.py"} "$@"\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "fake").mkdir()
+    made: list[Replicas] = []
+
+    def make(count: int, **mode: Any) -> Replicas:
+        monkeypatch.setenv("FAKE_VLLM", json.dumps({"dir": str(tmp_path / "fake"), **mode}))
+        replicas = Replicas(
+            settings(replicas=count),
+            log_dir=tmp_path / "logs",
+            work_dir=tmp_path / "work",
+            python=str(script),
+        )
+        made.append(replicas)
+        return replicas
+
+    yield make
+    for replicas in made:
+        replicas.stop()
+
+
+def served(info: EngineInfo) -> str:
+    return str(EngineClient(info.url, info.api_key).model()["root"])
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    pause = threading.Event()
+    while not holds():
+        pause.wait(0.01)
+
+
+def test_all_of_them_serve_the_same_weights(tmp_path: Path, make: Make) -> None:
+    replicas = make(3)
+    first, second = write_model(tmp_path / "a"), write_model(tmp_path / "b")
+    ready: list[int] = []
+    infos = replicas.ensure(first, 0, threads=6, cancel=NEVER, show=ready.append)
+    assert [info.action for info in infos] == ["started"] * 3 and ready == [1, 2, 3]
+    assert len({(info.url, info.api_key, info.pid) for info in infos}) == 3
+    assert [engine.threads for engine in replicas.engines] == [2, 2, 2]
+    logs = sorted(path.name for path in (tmp_path / "logs").iterdir())
+    assert logs == ["vllm-1.log", "vllm-2.log", "vllm.log"]
+    again = replicas.ensure(second, 1, cancel=NEVER)
+    assert [info.action for info in again] == ["reloaded"] * 3
+    assert [served(info) for info in again] == [str(second)] * 3
+    assert replicas.release(cancel=NEVER) == {
+        "action": "keep",
+        "reason": "no accelerator: a CPU's memory is not in the way",
+    }
+    # One that does not reload is restarted alone.
+    os.kill(infos[1].pid, signal.SIGKILL)
+    third = replicas.ensure(first, 2, cancel=NEVER)
+    assert [info.action for info in third] == ["reloaded", "started", "reloaded"]
+    assert third[1].note.startswith("restarted: the server was gone") and third[1].url == infos[1].url
+
+
+def test_one_that_does_not_come_up_fails_them_all_by_its_number(tmp_path: Path, make: Make) -> None:
+    replicas = make(2)
+    broken = write_model(tmp_path / "a") / "model.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-1])
+    with pytest.raises(ProgramFailed, match=r"^engine 0: .*is damaged"):
+        replicas.ensure(tmp_path / "a", 0, cancel=NEVER)
+
+
+def test_one_that_dies_is_back_at_its_address_with_the_same_weights(tmp_path: Path, make: Make) -> None:
+    replicas = make(2)
+    infos = replicas.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
+    with replicas.kept_alive() as keeper:
+        os.kill(infos[1].pid, signal.SIGKILL)
+        wait_until(replicas.engines[1].how_it_ended)
+        wait_until(replicas.engines[1].alive)
+    assert served(infos[1]) == served(infos[0]) == str(tmp_path / "a") and keeper.problem == ""
+    (event,) = keeper.events
+    assert event["engine_note"] == "engine 1 was gone (signal 9) and is started again"
+    assert [info.action for info in replicas.ensure(tmp_path / "a", 0, cancel=NEVER)] == ["kept", "kept"]
+
+
+def test_a_start_under_way_ends_with_the_program_that_needed_it(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas = make(2)
+    infos = replicas.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
+    hanging = {"dir": str(tmp_path / "fake"), "start": "hang"}
+    replicas.engines[0]._environ["FAKE_VLLM"] = json.dumps(hanging)
+    with replicas.kept_alive() as keeper:
+        os.kill(infos[0].pid, signal.SIGKILL)
+        wait_until((tmp_path / "fake" / "hanging").exists)
+    assert keeper.problem == "" and len(keeper.events) == 1
+    del replicas.engines[0]._environ["FAKE_VLLM"]
+    first, second = replicas.ensure(tmp_path / "a", 0, cancel=NEVER)
+    assert (first.action, second.action) == ("started", "kept")
+
+
+class Dying:
+    """An engine that dies whenever it was started."""
+
+    def __init__(self) -> None:
+        self.starts = 0
+
+    def how_it_ended(self) -> str:
+        return "signal 11"
+
+    def revive(self, cancel: threading.Event) -> None:
+        self.starts += 1
+
+
+class Living(Dying):
+    def how_it_ended(self) -> str:
+        return ""
+
+
+def test_one_that_keeps_dying_is_given_up_and_the_program_only_with_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fsbarrier.engine.replicas.LOOK_S", 0.001)
+    dying: Any = Dying()
+    with Keeper([dying, Living()]) as keeper:
+        wait_until(lambda: len(keeper.events) == RESTARTS + 1)
+        assert dying.starts == RESTARTS and keeper.problem == ""
+    assert keeper.events[-1]["engine_note"] == "engine 0 is given up: signal 11"
+    with Keeper([dying]) as keeper:
+        wait_until(lambda: keeper.problem)
+    assert keeper.problem == "engine 0 is given up: signal 11"
