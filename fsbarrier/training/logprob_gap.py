@@ -47,7 +47,7 @@ class GapSums:
 
     def over_all(self, processes: Processes) -> LogprobGap:
         """Every process must call this, and gets the same."""
-        everyone = processes.accelerator.gather(self.values[None])
+        everyone = processes.gather(self.values)
         count = float(everyone[:, 1].sum())
         if not count:
             return LogprobGap()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,25 +44,19 @@ def train(
     """All optimizer steps of a batch; `show` is called with how many are done. Raises ProgramFailed, and nothing is saved then."""
     totals = Sums()
     for number, indices in enumerate(batch.steps, start=1):
-        set_learning_rate(trainer, settings.optimizer)
         # The gap is the engine's as long as the weights are: before the first step.
         gap_sums = GapSums(trainer.processes.device) if number == 1 else None
         step = accumulate(trainer, batch, indices, settings, gap_sums)
         if gap_sums is not None:
             totals.gap = gap_sums.over_all(trainer.processes)
             logprob_gap.check(totals.gap, settings, trainer.processes, model_folder)
-        grad_norm = float(
-            trainer.processes.accelerator.clip_grad_norm_(
-                trainer.model.parameters(), settings.optimizer.grad_clip
-            )
-        )
+        learning_rate = learning_rate_of(settings.optimizer, trainer.optimizer_steps + 1)
+        grad_norm = trainer.backend.step(learning_rate, settings.optimizer.grad_clip)
         if not math.isfinite(step.loss) or not math.isfinite(grad_norm):
             raise ProgramFailed(
                 f"optimizer step {number}: loss {step.loss}, gradient norm {grad_norm}; "
                 f"nothing was saved (a smaller optimizer.lr may help)"
             )
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
         trainer.optimizer_steps += 1
         totals.loss += step.loss
         totals.clipped += step.clipped
@@ -74,12 +67,9 @@ def train(
     return totals
 
 
-def set_learning_rate(trainer: Trainer, settings: OptimizerSettings) -> None:
-    """For the step that comes: rising evenly through the first `warmup_steps` of the run."""
-    step = trainer.optimizer_steps + 1
-    factor = min(1.0, step / settings.warmup_steps) if settings.warmup_steps else 1.0
-    for group in trainer.optimizer.param_groups:
-        group["lr"] = settings.lr * factor
+def learning_rate_of(settings: OptimizerSettings, step: int) -> float:
+    """Of the run's `step`-th optimizer step: rising evenly through the first `warmup_steps`."""
+    return settings.lr * (min(1.0, step / settings.warmup_steps) if settings.warmup_steps else 1.0)
 
 
 def accumulate(
@@ -87,8 +77,8 @@ def accumulate(
 ) -> Sums:
     """The gradient of one minibatch's token mean; gives the sums over all processes.
 
-    Every process runs the same number of micro-batches, as DistributedDataParallel wants; one without a sequence left
-    runs the minibatch's first one with weight zero. `gap_sums`: where to add up the log-probability gap, if at all.
+    Every process runs the same number of micro-batches, for all of them take part in gathering a sharded policy; one without a
+    sequence left runs the minibatch's first one with weight zero. `gap_sums`: where to add up the log-probability gap, if at all.
     """
     processes = trainer.processes
     mine = plan(
@@ -104,16 +94,13 @@ def accumulate(
     for number, chosen in enumerate(mine, start=1):
         micro = MicroBatch.of(batch, chosen or indices[:1].tolist(), processes.device, packed=trainer.packs)
         mask = micro.mask if chosen else torch.zeros_like(micro.mask)
-        # Gradients are averaged over the processes once, in the last backward pass.
-        last = number == len(mine)
-        with nullcontext() if last else processes.accelerator.no_sync(trainer.model):
-            found = trainer.model(micro.inputs, micro.wanted, settings.rollout.temperature)
-            new = micro.placed(found)
-            part = policy_loss(settings.algorithm, new, micro.old, micro.weights, mask)
-            # The average of the processes' gradients is to be the gradient of the mean over all their tokens.
-            processes.accelerator.backward(part.loss * processes.world / tokens)
+        found = trainer.model(micro.inputs, micro.wanted, settings.rollout.temperature)
+        new = micro.placed(found)
+        part = policy_loss(settings.algorithm, new, micro.old, micro.weights, mask)
+        # Gradients are added up over micro-batches and processes, to that of the mean over all their tokens.
+        trainer.backend.backward(part.loss / tokens, last=number == len(mine))
         sums += torch.stack([part.loss.detach(), part.clipped, part.surprise]).double()
         if gap_sums is not None:
             gap_sums.add(new, micro, mask)
-    loss, clipped, surprise = processes.accelerator.reduce(sums, "sum").tolist()
+    loss, clipped, surprise = processes.sum(sums).tolist()
     return Sums(loss, clipped, surprise, tokens)

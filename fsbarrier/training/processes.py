@@ -1,7 +1,6 @@
-"""The processes of one update, which torchrun has started: this one's place among them, its device and its precision.
+"""The processes of an update, which torchrun has started: this one's place among them, its device, and what all of them add up.
 
-Gradients are averaged by DistributedDataParallel (through accelerate), over gloo on CPUs and NCCL on accelerators. Every process holds
-the whole model. Another way to distribute it begins here, and in what trainer.py gathers before it saves.
+They talk over gloo on CPUs and over NCCL on accelerators; there gloo stays at hand for tensors in the host's memory.
 """
 
 from __future__ import annotations
@@ -10,57 +9,88 @@ import os
 from datetime import timedelta
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
+import torch.distributed as dist
+from torch import Tensor
 
-from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.network_interface import name_interface
 from fsbarrier.settings.sections import TrainerSettings
 
-# accelerate's names of what this trainer does. Its environment variables can ask for sharding too; that would be half in effect,
-# for nothing here gathers parameters and optimizer state.
-DATA_PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")
-
 
 class Processes:
-    """All processes of the update, as one of them sees them. Made once a process: it joins the process group."""
+    """All processes of the update, as one of them sees them. It joins the process group, and finds it joined the second time.
+
+    `processes_by_node`: how many each node has, in the order of their ranks; a node's processes have consecutive ranks.
+    """
 
     def __init__(self, settings: TrainerSettings) -> None:
-        """Raises ProgramFailed where torchrun and accelerate do not mean the same processes."""
         on_cpu = not torch.cuda.is_available()
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.device = torch.device("cpu") if on_cpu else torch.device("cuda", self.local_rank)
         self.dtype = _dtype(settings.dtype, on_cpu)
+        if not on_cpu:
+            torch.cuda.set_device(self.device)
+        if not dist.is_initialized():
+            self._join(timedelta(seconds=settings.timeout_s))
+        self.processes_by_node = self._processes_by_node()
+
+    def _join(self, timeout: timedelta) -> None:
         name_interface(os.environ)
-        self.accelerator = Accelerator(
-            cpu=on_cpu,
-            mixed_precision="bf16" if self.dtype is torch.bfloat16 else "no",
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=settings.timeout_s))],
-        )
-        self.device: torch.device = self.accelerator.device
-        self.rank: int = self.accelerator.process_index
-        self.world: int = self.accelerator.num_processes
-        expected = int(os.environ.get("WORLD_SIZE", "1"))
-        # To train alone without saying so would look like success.
-        if self.world != expected:
-            raise ProgramFailed(f"accelerate sees {self.world} processes where torchrun started {expected}")
-        if self.kind not in DATA_PARALLEL:
-            raise ProgramFailed(
-                f"accelerate is told to use {self.kind} (its ACCELERATE_* environment variables), which this trainer does not "
-                "support: unset them, or bring a trainer of your own (trainer.command)"
-            )
+        backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        if "MASTER_ADDR" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            # Started alone, without torchrun: there is nobody to meet.
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+    def _processes_by_node(self) -> tuple[int, ...]:
+        here = [int(os.environ.get(name, "0")) for name in ("GROUP_RANK", "LOCAL_RANK")]
+        everyone = self.gather(torch.tensor(here, device=self.device)).tolist()
+        nodes = [node for node, _ in everyone]
+        return tuple(nodes.count(node) for node in dict.fromkeys(nodes))
 
     @property
-    def kind(self) -> str:
-        """How they are distributed, in accelerate's words."""
-        return str(self.accelerator.distributed_type.value)
+    def is_main(self) -> bool:
+        """Whether this is the one process that does what only one may do."""
+        return self.rank == 0
 
     @property
     def speaks_for_its_node(self) -> bool:
         """Whether this is the one process of its node that shows progress and leaves a result."""
-        return int(os.environ.get("LOCAL_RANK", "0")) == 0
+        return self.local_rank == 0
 
     @property
     def serving_dtype(self) -> torch.dtype:
         """The precision in which weights are written for the engine."""
         return torch.float32 if self.dtype is torch.float32 else torch.bfloat16
+
+    def sum(self, values: Tensor) -> Tensor:
+        """`values` added up over all processes, in place. Every process must call this, as all that follow here."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Every process's `values`, [world, ...], the same on all of them."""
+        everyone = [torch.empty_like(values) for _ in range(self.world)]
+        if self.world == 1:
+            return values[None]
+        dist.all_gather(everyone, values)
+        return torch.stack(everyone)
+
+    def wait_for_all(self) -> None:
+        """Until every process is here. Not dist.barrier(), which on accelerators has to guess the device."""
+        self.sum(torch.zeros(1, device=self.device)).item()
+
+    def memory_bytes(self) -> int:
+        """What one process may take at most: its accelerator's memory, or its part of the host's. The least of any process."""
+        if self.device.type == "cuda":
+            here = int(torch.cuda.get_device_properties(self.device).total_memory)
+        else:
+            host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            here = host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return int(self.gather(torch.tensor([here], device=self.device)).min())
 
 
 def _dtype(wanted: str, on_cpu: bool) -> torch.dtype:

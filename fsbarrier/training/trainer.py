@@ -13,21 +13,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fsbarrier.planning.memory import UpdateLoad
+from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training import checkpoint_write, policy
 from fsbarrier.training.checkpoint_write import NewVersion
 from fsbarrier.training.policy_model import PolicyModel, packs
 from fsbarrier.training.processes import Processes
+from fsbarrier.training.sharding import Layout, choose_layout
+from fsbarrier.training.torch_backend import TorchBackend
 from fsbarrier.training.trainer_state import TrainerState, restore
 
 
 @dataclass
 class Trainer:
-    """`model` and `optimizer` are accelerate's, which wraps them; `optimizer_steps` counts from the run's first update."""
+    """`optimizer_steps` counts from the run's first update."""
 
     processes: Processes
+    layout: Layout
     model: PolicyModel
-    optimizer: torch.optim.Optimizer
+    backend: TorchBackend
     optimizer_steps: int
     # Whether a micro-batch may be packed: policy_model.packs.
     packs: bool
@@ -44,29 +49,29 @@ class Trainer:
     ) -> Self:
         """The policy in `model_folder`, with the trainer state that belongs to it; None: a new optimizer.
 
-        Raises UsageError (no whole model), ProgramFailed (a state that is damaged, or another version's).
+        Raises UsageError (no whole model, or settings that cannot be in effect), ProgramFailed (a state that is damaged, or
+        another version's).
         """
+        layout = choose_layout(
+            settings.trainer, processes, lambda: update_load(model_folder, settings, processes)
+        )
         causal = policy.load(model_folder, settings.trainer)
         model = PolicyModel(causal, settings.trainer.max_logits_mb << 20)
-        chosen = settings.optimizer
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=chosen.lr, betas=chosen.betas, weight_decay=chosen.weight_decay
-        )
-        steps = (
-            0 if state_folder is None else restore(state_folder, trained(causal), optimizer, policy_version)
-        )
-        model, optimizer = processes.accelerator.prepare(model, optimizer)
         model.train()
-        return cls(processes, model, optimizer, steps, packs(causal))
+        backend = TorchBackend(model, settings.optimizer, layout, processes)
+        steps = 0
+        if state_folder is not None:
+            steps = restore(state_folder, trained(causal), backend.optimizer, policy_version)
+        return cls(processes, layout, model, backend, steps, packs(causal))
 
     def save(self, out: Path, *, model_folder: Path, policy_version: int) -> None:
         """Leave the new policy version in `out`. Every process must call this, and writes its part; all fail together. What the model's
         folder has beside its weights is copied. Raises ProgramFailed."""
-        model = self.processes.accelerator.unwrap_model(self.model).causal
+        model = self.model.causal
         dtype = self.processes.serving_dtype
         state = TrainerState.of(
             trained(model),
-            self.optimizer.optimizer,
+            self.backend.optimizer,
             self.optimizer_steps,
             # Weights that are served in less precision must not lose it from one update to the next.
             without_weights=dtype is torch.float32,
@@ -78,3 +83,22 @@ class Trainer:
 def trained(model: PreTrainedModel) -> dict[str, Tensor]:
     """The parameters that the optimizer changes, by name."""
     return {name: one for name, one in model.named_parameters() if one.requires_grad}
+
+
+def update_load(model_folder: Path, settings: Settings, processes: Processes) -> UpdateLoad:
+    """What one process of this update takes of its memory, were it not sharded. Raises UsageError for an unknown kind of model."""
+    shape, trainer = ModelShape.of_folder(model_folder), settings.trainer
+    tokens = max(settings.engine.max_model_len, trainer.max_tokens_per_micro_batch)
+    checkpointing = trainer.gradient_checkpointing
+    if checkpointing is None:
+        checkpointing = processes.device.type != "cpu"
+    return UpdateLoad(
+        shape,
+        shards=1,
+        element=processes.dtype.itemsize,
+        tokens=tokens,
+        logits=min(tokens, (trainer.max_logits_mb << 20) // (8 * shape.vocabulary)),
+        trained=shape.parameters,
+        checkpointing=checkpointing,
+        offload=trainer.offload,
+    )

@@ -1,1 +1,1 @@
-"""The programs that phases launch. Only here are torch, vLLM, transformers and accelerate imported."""
+"""The programs that phases launch. Only here are torch, vLLM and transformers imported."""

@@ -77,7 +77,7 @@ def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str
             progress.show(step, steps, "steps", last=step == steps)
 
     totals = train(trainer, batch, settings, model_folder, show)
-    if processes.accelerator.is_main_process:
+    if processes.is_main:
         progress.show(steps, steps, "steps", last=True, note="saving")
     trainer.save(Path(spec["out"]), model_folder=model_folder, policy_version=spec["new_policy_version"])
     if not processes.speaks_for_its_node:
@@ -88,7 +88,7 @@ def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str
         **metrics(totals, batch, settings),
         "seconds": round(time.monotonic() - started, 3),
         "device": str(processes.device),
-        "distributed": f"{processes.kind} x {processes.world} ({processes.dtype})",
+        "distributed": trainer.layout.words(processes),
         "note": "" if batch.steps else NO_SIGNAL,
     }
 

@@ -1,0 +1,115 @@
+"""How the policy lies on the processes of an update: a copy on each of them, on each node, or one over all (`trainer.shard`).
+
+PyTorch's fully_shard does it, in one way wherever the processes run. A *unit* is what it gathers for computing and frees again: each
+transformer block, the embedding and the head. What a unit keeps, and its gradients and moments, are shards in float32; it is
+gathered in the type that it computes in, and gradients are added up in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn import Module
+
+from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.planning.memory import Offload, Shard, UpdateLoad, choose_shard
+from fsbarrier.settings.sections import TrainerSettings
+from fsbarrier.training.policy_model import PolicyModel
+from fsbarrier.training.processes import Processes
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`shards`: over how many processes one copy of the policy is sharded; 1: each process holds it whole."""
+
+    shards: int
+    offload: Offload
+
+    def words(self, processes: Processes) -> str:
+        """What people see of it."""
+        copies, dtype = processes.world // self.shards, str(processes.dtype).removeprefix("torch.")
+        how = f"replicated on {copies}" if self.shards == 1 else f"sharded over {self.shards}"
+        if self.shards > 1 and copies > 1:
+            how += f" of {processes.world}"
+        offloaded = "" if self.offload == "none" else f", offload {self.offload}"
+        return f"{how} process{'es' * (processes.world > 1)} ({dtype}{offloaded})"
+
+
+def choose_layout(settings: TrainerSettings, processes: Processes, load: Callable[[], UpdateLoad]) -> Layout:
+    """What the settings ask for, on these processes. Raises UsageError where that cannot be in effect."""
+    wanted: Shard = settings.shard if settings.shard != "auto" else _fitting(processes, load)
+    by_node = processes.processes_by_node
+    uneven = len(set(by_node)) > 1
+    if wanted == "node" and uneven:
+        raise UsageError(
+            f"trainer.shard=node: the nodes have different numbers of processes ({', '.join(map(str, by_node))}); "
+            "set trainer.processes_per_node to the least of them, or trainer.shard=all"
+        )
+    if wanted == "node" and by_node[0] == 1 and len(by_node) > 1:
+        raise UsageError(
+            "trainer.shard=node: each node has one process, so there is nothing to shard within a node; "
+            "set trainer.shard=all, or none"
+        )
+    shards = {"none": 1, "node": by_node[0], "all": processes.world}[wanted]
+    return Layout(shards, settings.offload)
+
+
+def _fitting(processes: Processes, load: Callable[[], UpdateLoad]) -> Shard:
+    """The least sharding that fits. Nodes of different sizes can only shard over all."""
+    if processes.world == 1:
+        return "none"
+    by_node, available = processes.processes_by_node, processes.memory_bytes()
+    if len(set(by_node)) > 1:
+        return choose_shard(load(), nodes=processes.world, per_node=1, available=available)
+    return choose_shard(load(), nodes=len(by_node), per_node=by_node[0], available=available)
+
+
+def shard(model: PolicyModel, layout: Layout, processes: Processes) -> None:
+    """Shard `model` in place."""
+    options: dict[str, Any] = {"mesh": mesh_of(layout, processes)}
+    if processes.dtype is not torch.float32:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=processes.dtype, reduce_dtype=torch.float32)
+    if layout.offload == "all":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=processes.device.type == "cuda")
+    inner = inner_units(model)
+    for unit in inner:
+        # The head is needed again right after the forward pass.
+        fully_shard(unit, reshard_after_forward=unit is not model.head, **options)
+    sharded = {parameter for unit in inner for parameter in unit.parameters()}
+    # The output head belongs to two modules, of which one is a unit.
+    fully_shard(model, ignored_params=sharded, **options)
+    for unit in (*inner, model):
+        # Gradients are added up, not averaged: the loss is a part of the mean over all processes' tokens.
+        unit.set_gradient_divide_factor(1.0)
+        # gloo knows no other way to add them up.
+        unit.set_force_sum_reduction_for_comms(True)
+    # Every process must take part in every reduction, whichever of the experts its tokens have used.
+    model.set_reduce_scatter_unused_params(True)
+
+
+def mesh_of(layout: Layout, processes: Processes) -> DeviceMesh:
+    """One dimension where the processes hold one copy between them, else copies by shards: a node's processes share one copy."""
+    copies, shards = processes.world // layout.shards, layout.shards
+    if copies == 1:
+        return init_device_mesh(processes.device.type, (shards,), mesh_dim_names=("shard",))
+    return init_device_mesh(processes.device.type, (copies, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def inner_units(model: PolicyModel) -> list[Module]:
+    """The units below the outermost, innermost first. A tied head and its embedding are left to the outermost, as one."""
+    causal = model.causal
+    names = set(causal._no_split_modules or ())
+    blocks = [module for module in causal.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise ProgramFailed(
+            f"{type(causal).__name__} does not say what its transformer blocks are (_no_split_modules), so it cannot be sharded "
+            "block by block; set trainer.shard=none"
+        )
+    embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
+    ends = [] if head.weight is embedding.weight else [embedding, model.head or head]
+    return [*reversed(blocks), *ends]

@@ -1,0 +1,117 @@
+"""One policy and its AdamW on PyTorch alone: gradients added up over the processes, clipped and applied.
+
+A policy that every process holds whole, in float32, stays as it came, and its gradients are added up here, once a step. Any other is
+sharded by fully_shard (sharding.py), over a single process where only the mixed precision is wanted of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from fsbarrier.settings.sections import OptimizerSettings
+from fsbarrier.training import sharding
+from fsbarrier.training.policy_model import PolicyModel
+from fsbarrier.training.processes import Processes
+from fsbarrier.training.sharding import Layout
+
+# What is added up over the processes at once, where fully_shard does not do it.
+BUCKET_BYTES = 64 << 20
+
+
+class TorchBackend:
+    """`model` is what is called; its parameters are DTensors where it is sharded, plain tensors else."""
+
+    def __init__(
+        self, model: PolicyModel, settings: OptimizerSettings, layout: Layout, processes: Processes
+    ) -> None:
+        self.model, self._processes, self._layout = model, processes, layout
+        whole = layout.shards == 1 and processes.dtype is torch.float32 and layout.offload != "all"
+        self._sharded = not whole
+        if whole:
+            model.to(processes.device)
+        else:
+            sharding.shard(model, layout, processes)
+        self.optimizer = torch.optim.AdamW(
+            (one for one in model.parameters() if one.requires_grad),
+            lr=settings.lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add a micro-batch's gradients to those of the step; after the `last` one they are the same on every process."""
+        if self._sharded and self._layout.shards == 1:
+            self.model.set_requires_gradient_sync(last)
+        elif self._sharded:
+            # Whole gradients would not fit: each process keeps its shard's, and the copies are added up at the end.
+            self.model.set_requires_all_reduce(last)
+        loss.backward()
+        if last and not self._sharded:
+            self._sum_gradients()
+
+    def _sum_gradients(self) -> None:
+        if self._processes.world == 1:
+            return
+        for bucket in buckets(_gradients(self.model.parameters())):
+            flat = self._processes.sum(torch.cat([one.flatten() for one in bucket]))
+            parts = flat.split([one.numel() for one in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(one) for part, one in zip(parts, bucket, strict=True)])
+
+    def step(self, lr: float, largest_norm: float) -> float:
+        """Apply the step's gradients, and forget them; gives their norm before it was clipped. One that is not finite changes nothing."""
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), largest_norm)))
+        if math.isfinite(norm):
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self._move_moments(self._device)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self._layout.offload == "optimizer":
+            self._move_moments(torch.device("cpu"))
+        return norm
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the optimizer computes."""
+        return torch.device("cpu") if self._layout.offload == "all" else self._processes.device
+
+    def _move_moments(self, device: torch.device) -> None:
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if value.device != device:
+                    state[name] = value.to(device)
+
+
+def _gradients(parameters: Iterable[Parameter]) -> Iterator[Tensor]:
+    """Every trained parameter's; zeros where this process's tokens did not use it, for others' may have."""
+    for one in parameters:
+        if one.requires_grad:
+            if one.grad is None:
+                one.grad = torch.zeros_like(one)
+            yield one.grad
+
+
+def buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
+    """Consecutive tensors, in groups of at most so many bytes (always at least one)."""
+    bucket: list[Tensor] = []
+    held = 0
+    for one in tensors:
+        if bucket and held + one.nbytes > most_bytes:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(one)
+        held += one.nbytes
+    if bucket:
+        yield bucket
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A DTensor put together from its shards, which every process must ask for; any other tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
