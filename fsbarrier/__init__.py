@@ -8,13 +8,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fsbarrier.errors import BarrierTimeout as BarrierTimeout
     from fsbarrier.errors import Fenced as Fenced
+    from fsbarrier.errors import OutOfStep as OutOfStep
     from fsbarrier.errors import PeerLost as PeerLost
     from fsbarrier.errors import StoreError as StoreError
     from fsbarrier.group import Group as Group
     from fsbarrier.group import join as join
 
 __version__ = "0.1.0"
-__all__ = ["BarrierTimeout", "Fenced", "Group", "PeerLost", "StoreError", "__version__", "join"]
+__all__ = [
+    "BarrierTimeout",
+    "Fenced",
+    "Group",
+    "OutOfStep",
+    "PeerLost",
+    "StoreError",
+    "__version__",
+    "join",
+]
 
 _HOMES = {
     name: "group" if name in ("Group", "join") else "errors" for name in __all__ if name != "__version__"

@@ -57,6 +57,12 @@ class PeerLost(NodeError):
     exit_code = 5
 
 
+class OutOfStep(NodeError, RuntimeError):
+    """The members of a group called different collectives; `rank` is a member that called another one than this node."""
+
+    exit_code = 4
+
+
 class BarrierTimeout(NodeError):
     """A member of a group did not come in time."""
 

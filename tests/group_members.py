@@ -42,7 +42,21 @@ class Member:
             env={**os.environ, "PYTHONPATH": str(REPO)},
         )
         self.buffer = b""
-        self.tell("join", path=str(path), node_rank=rank, num_nodes=num_nodes, **{**FAST, **join})
+        self.arguments = {"path": str(path), "node_rank": rank, "num_nodes": num_nodes, **FAST, **join}
+
+    def join(self) -> Member:
+        """Let it begin to join."""
+        return self.tell("join", **self.arguments)
+
+    def ready(self) -> Member:
+        """Wait until it has loaded what it needs to join."""
+        assert self.ask("ready") is None
+        return self
+
+    def quit(self) -> None:
+        """Let its interpreter end, without leaving the group before."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
 
     def tell(self, call: str, **arguments: Any) -> Member:
         """Let it begin a call."""
@@ -81,7 +95,7 @@ class Member:
         self.process.send_signal(signal.SIGCONT)
         self.kill()
         for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
+            if stream is not None and not stream.closed:
                 stream.close()
 
 
@@ -106,7 +120,7 @@ class Members:
     def start(self, *ranks: int, **join: Any) -> Members:
         """Start these (all, if none is named) without waiting for them."""
         for rank in ranks or range(self.num_nodes):
-            member = Member(self.path, rank, self.num_nodes, **{**self.arguments, **join})
+            member = Member(self.path, rank, self.num_nodes, **{**self.arguments, **join}).join()
             self.by_rank[rank] = member
             self.all.append(member)
         return self
@@ -195,7 +209,9 @@ def main() -> None:
     for line in sys.stdin:
         call, arguments = json.loads(line)
         try:
-            if call == "join":
+            if call == "ready":
+                value = fsbarrier.Group and None
+            elif call == "join":
                 group, value = fsbarrier.join(arguments.pop("path"), **arguments), socket.gethostname()
             else:
                 value = perform(group, call, arguments)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.group.collective_work import CollectiveWork
+from fsbarrier.group.collective import CollectiveWork
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer, Paces
 from fsbarrier.node.resume import LastGeneration

@@ -148,7 +148,7 @@ def _examine(path: Path, mount: Mount, meeting: Meeting) -> dict[int, Message]:
         delayed.clock(),
         {str(rank): at for rank, at in answered.items()},
     )
-    return meeting.exchange_last("findings", asdict(findings))
+    return meeting.exchange("findings", asdict(findings))
 
 
 def _conclude(path: Path, messages: dict[int, Message]) -> Report:

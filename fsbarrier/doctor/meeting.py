@@ -19,7 +19,7 @@ from typing import Self
 from fsbarrier.doctor.interruption import Interruption
 from fsbarrier.doctor.messages import Message, wait_for
 from fsbarrier.doctor.roll_call import LINGER_S, Lobby, Visitor, visitor_of
-from fsbarrier.errors import BarrierTimeout, PeerLost, StoreError, TooFewNodes
+from fsbarrier.errors import BarrierTimeout, PeerLost, TooFewNodes
 from fsbarrier.group import Group, join
 from fsbarrier.rundir.heartbeats import read_beats
 
@@ -30,8 +30,9 @@ BEAT_S, SUSPECT_S, SILENT_S = 1.0, 10.0, 35.0
 ANSWER_S = 40.0
 #: what has not changed for so long was left by a doctor that was killed
 LEFTOVER_S = 5.0
-#: how long the leader gives the others to go, and how long a folder may take to vanish that others still write to
-BYE_S, REMOVE_S = 5.0, 12.0
+#: how long the leader gives the others to go (one whose mount lists old names hears the last word some seconds later), and how long a
+#: folder may take to vanish that others still write to
+BYE_S, REMOVE_S = 15.0, 12.0
 
 
 class Meeting:
@@ -94,13 +95,6 @@ class Meeting:
         assert self._group is not None
         with self._naming_the_lost(name):
             return dict(zip(self._group.members, self._group.all_gather(message), strict=True))
-
-    def exchange_last(self, name: str, message: object) -> dict[int, Message]:
-        """The same, for the last time: nobody leaves before all have heard it. One that has left looks lost to whoever has not."""
-        heard = self.exchange(name, message)
-        with contextlib.suppress(TooFewNodes, StoreError):
-            self.exchange("bye", None)
-        return heard
 
     @contextlib.contextmanager
     def _naming_the_lost(self, awaited: str) -> Iterator[None]:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fsbarrier.errors import BarrierTimeout, StoreError
+from fsbarrier.group.member import Snapshot
 from fsbarrier.group.member_threads import MemberThreads
+from fsbarrier.protocol.membership import silence
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,55 +33,69 @@ class BoundedWait:
         """`what`: the call that waits, for messages."""
         self._threads, self._timeout_s, self._what = threads, timeout_s, what
         self._left_s = timeout_s
-        #: seconds since the looking thread last finished a look
+        #: seconds since the looking thread last finished a look without an error
         self._unseen_s = 0.0
 
-    def for_news(self) -> None:
-        """Wait for news, or a beat's time. Raises what ended the membership, StoreError where looks do not end, BarrierTimeout."""
-        threads, most_s = self._threads, self._threads.beat_s
+    def until(self, found: Callable[[Snapshot], T | None]) -> T:
+        """What `found` gives once it finds it in a snapshot; it may raise.
+
+        Raises what ended the membership; StoreError where looks fail or do not end for `dead_s`, or still do when the time is up;
+        BarrierTimeout.
+        """
+        threads = self._threads
         with threads.news:
-            before, started = threads.snapshot, time.monotonic()
-            if before.failure is not None:
-                raise before.failure
-            threads.news.wait(max(0.0, min(most_s, self._left_s)))
-            elapsed = min(time.monotonic() - started, most_s)
-            self._left_s -= elapsed
-            after = threads.snapshot
-        looked = after.looked_at > before.looked_at
-        self._unseen_s = 0.0 if looked else self._unseen_s + elapsed
-        if after.failure is not None:
-            raise after.failure
-        if self._unseen_s > max(threads.rules.limits.dead_s, 2 * most_s):
+            while (value := found(threads.snapshot)) is None:
+                if threads.snapshot.failure is not None:
+                    raise threads.snapshot.failure
+                self._wait()
+        return value
+
+    def _wait(self) -> None:
+        """Wait for news, or a beat's time."""
+        threads, most_s = self._threads, min(self._threads.beat_s, self._left_s)
+        looked_at, started = threads.snapshot.looked_at, time.monotonic()
+        threads.news.wait(most_s)
+        elapsed = time.monotonic() - started
+        if elapsed > most_s + threads.beat_s:
+            # This process was stopped.
+            return
+        self._left_s -= elapsed
+        self._unseen_s = 0.0 if threads.snapshot.looked_at > looked_at else self._unseen_s + elapsed
+        if threads.snapshot.failure is not None:
+            return
+        if self._unseen_s > threads.rules.limits.dead_s:
             raise self._unanswered()
-        if self._left_s <= 0 and (looked or self._unseen_s > most_s):
-            raise self._timed_out()
+        if self._left_s <= 0:
+            unseen = self._unseen_s >= min(threads.beat_s, self._timeout_s)
+            raise self._unanswered() if unseen else self._timed_out()
 
     def _unanswered(self) -> StoreError:
-        here, root = self._threads.here, self._threads.root
-        message = f"node {here.rank}: {self._what}: {root} has not answered for {self._unseen_s:.0f} s"
+        here, root, trouble = self._threads.here, self._threads.root, self._threads.snapshot.trouble
+        failing = f"has failed for {self._unseen_s:.3g} s: {trouble}"
+        silent = f"has not answered for {self._unseen_s:.3g} s while {self._threads.doing()}"
+        message = f"node {here.rank}: {self._what}: {root} {failing if trouble else silent}"
         return StoreError(message, here.rank, here.host, self._unseen_s)
 
     def _timed_out(self) -> BarrierTimeout:
-        node, here = self._threads.snapshot.node, self._threads.here
-        awaited = self._not_joined() if node.generation is None else self._not_arrived()
+        snapshot, here = self._threads.snapshot, self._threads.here
+        awaited = self._not_joined() if snapshot.node.generation is None else self._not_arrived()
         awaited = awaited or [Awaited(here.rank, here.host, 0.0, f"{here.host}, this node")]
         names = ", ".join(f"node {one.rank} ({one.known})" for one in awaited)
         message = (
-            f"node {node.rank}: {self._what}: not passed within {self._timeout_s:g} s; waiting for {names}"
+            f"node {here.rank}: {self._what}: not passed within {self._timeout_s:g} s; waiting for {names}"
         )
         return BarrierTimeout(message, awaited[0].rank, awaited[0].host, awaited[0].silent_s)
 
     def _not_arrived(self) -> list[Awaited]:
         """The members of the generation that did not come to this node's row."""
-        return [
-            Awaited(
-                one.member.rank,
-                one.member.host,
-                one.silent_s,
-                f"{one.member.host}, last heartbeat {one.silent_s:.1f} s ago",
-            )
-            for one in self._threads.snapshot.missing
-        ]
+        snapshot, now, found = self._threads.snapshot, time.monotonic(), []
+        node = snapshot.node
+        for member in node.generation.members if node.generation is not None else ():
+            if member.rank != self._threads.here.rank and member.rank not in snapshot.arrived:
+                silent_s = silence(member, snapshot.ledger, node.since, now)
+                known = f"{member.host}, last heartbeat {silent_s:.1f} s ago"
+                found.append(Awaited(member.rank, member.host, silent_s, known))
+        return found
 
     def _not_joined(self) -> list[Awaited]:
         """The nodes that keep this one from joining: those that were not seen, and those that are in a generation without it."""

@@ -34,7 +34,7 @@ from fsbarrier.protocol.state import (
     Stage,
     WorkReport,
 )
-from fsbarrier.rundir.names import FACT
+from fsbarrier.rundir.names import FACT, done_fact
 from fsbarrier.rundir.record_store import Store
 
 
@@ -257,7 +257,8 @@ class NodeLoop:
         node = self.node
         assert node.generation is not None and node.position is not None
         directory = self.observer.row_dir(node.generation.number, node.position)
-        path = directory / FACT.build(node.rank, fact.status)
+        call = self.rules.row(node.position).call(fact.value)
+        path = directory / (done_fact(node.rank, call) if call else FACT.build(node.rank, fact.status))
         if node.generation.leader == node.rank and not self.rules.row(node.position).transient:
             self.store.create(path, fact)
         else:

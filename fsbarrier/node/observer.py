@@ -26,7 +26,7 @@ from fsbarrier.protocol.rows import Table
 from fsbarrier.protocol.state import WATCHING, Node, Part, Recovered, Stage, View, WorkReport
 from fsbarrier.protocol.stops import concerns, missed_by
 from fsbarrier.rundir.heartbeats import HeartbeatReader
-from fsbarrier.rundir.names import FACT, GENERATION, START, StartName
+from fsbarrier.rundir.names import FACT, GENERATION, START, StartName, done_fact
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
 
@@ -57,14 +57,16 @@ def eagerness(num_nodes: int) -> float:
 
 
 @dataclass
-class _Row:
+class RowListing:
     """What the directory of a row showed when it was last listed. `names` is None before the first listing.
 
-    `members`: the name of each member's fact -> its rank.
+    `call`: what this node called in the row, where that is part of the facts' names. `members`: the name that each member's fact has
+    if it called the same -> its rank.
     """
 
     generation: int
     position: Position
+    call: str
     directory: Path
     members: Mapping[str, int]
     names: list[str] | None = None
@@ -91,7 +93,8 @@ class Observer:
     recovered: Recovered | None = None
     void: int = 0
     _heartbeats: HeartbeatReader = field(init=False)
-    _row: _Row | None = None
+    #: the row that this node looked at last
+    row: RowListing | None = None
     #: when a generation's record was first found unreadable
     _unreadable: dict[int, float] = field(default_factory=dict)
     _known_generations: list[str] = field(default_factory=list)
@@ -160,11 +163,11 @@ class Observer:
         None while a failure cannot be read.
         """
         generation, position = node.place
-        row = self._row
-        if row is None or (row.generation, row.position) != (generation.number, position):
-            members = {FACT.build(rank, "done"): rank for rank in generation.ranks}
+        row, call = self.row, self.table.rows[position.phase].call(node.result)
+        if row is None or (row.generation, row.position, row.call) != (generation.number, position, call):
+            members = {done_fact(rank, call): rank for rank in generation.ranks}
             directory = self.row_dir(generation.number, position)
-            row = self._row = _Row(generation.number, position, directory, members)
+            row = self.row = RowListing(generation.number, position, call, directory, members)
         names = self.store.names(row.directory)
         if names != row.names:
             arrived = frozenset([row.members[name] for name in names if name in row.members])
@@ -174,7 +177,7 @@ class Observer:
             row.names, row.arrived, row.failed = names, arrived, failed
         leaders_fact = None
         if node.part is Part.ANNOUNCED and len(row.arrived) == len(generation.members):
-            leaders_fact = self.store.read(row.directory / FACT.build(generation.leader, "done"), Fact)
+            leaders_fact = self.store.read(row.directory / done_fact(generation.leader, call), Fact)
         return row.arrived, row.failed, leaders_fact
 
     def _failed(self, directory: Path, names: list[str], generation: Generation) -> dict[int, Fact] | None:
@@ -204,9 +207,7 @@ class Observer:
         own = {node.rank: node.result} if at == position else {}
         directory = self.row_dir(generation.number, at)
         others = [rank for rank in generation.ranks if rank not in own]
-        return own | {
-            rank: self.must_read(directory / FACT.build(rank, "done"), Fact).value for rank in others
-        }
+        return own | {rank: self.must_read(directory / done_fact(rank), Fact).value for rank in others}
 
     def must_read(self, path: Path, cls: type[R]) -> R:
         """A record that is known to be there. Raises OSError if it cannot be read now: treating it as absent would lose it."""

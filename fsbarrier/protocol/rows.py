@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from fsbarrier.errors import UsageError
+from fsbarrier.protocol.facts import Payload
 
 #: what builds a row's work; the protocol never calls it
 Work_co = TypeVar("Work_co", covariant=True)
@@ -26,6 +27,9 @@ class Row(Generic[Work_co]):
     `each` is every member's work; `leader` is the leader's, and where a row has both, it comes after all the others are done.
     `resume` names the row where a new generation goes on when this one was under way ("": here). The results of a `transient`
     row are no decisions: later generations do not adopt them, and they need not outlive a loss of power.
+
+    `named_by`: the key of a result that is part of the fact's name. Only members with the same one release each other, and a listing
+    shows who has another one.
     """
 
     index: int
@@ -34,6 +38,11 @@ class Row(Generic[Work_co]):
     leader: Work_co | None = None
     resume: str = ""
     transient: bool = False
+    named_by: str = ""
+
+    def call(self, value: Payload) -> str:
+        """What the name of a fact with this value says beside the rank; "" where it says nothing."""
+        return str(value.get(self.named_by, "")) if self.named_by else ""
 
     @property
     def decides(self) -> bool:

@@ -82,14 +82,29 @@ class FactName:
     status: str
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class CallName:
+    """What a member of a group called in its row, by the name of its fact alone."""
+
+    rank: int
+    call: str
+
+
 START = Name("node-{:04d}.inc-{:04d}.json", StartName)
 GENERATION = Name("gen-{:06d}.json", int)
 GENERATION_FOLDER = Name("gen-{:06d}", int)
 ITERATION_FOLDER = Name("iter-{:06d}", int)
 PHASE_FOLDER = Name("p{:02d}-{:s}", PhaseName)
 FACT = Name("node-{:04d}.{:s}", FactName)
+CALL_FACT = Name("node-{:04d}.{:s}.done", CallName)
 STOP_REQUEST = Name("{:06d}.json", int)
 FILESYSTEM_REPORT = Name("node-{:04d}.json", int)
+
+
+def done_fact(rank: int, call: str = "") -> str:
+    """The name of a node's fact "done". `call`: what it called, where that is part of the name (`Row.named_by`)."""
+    return CALL_FACT.build(rank, call) if call else FACT.build(rank, "done")
+
 
 # --- claims on tasks, in the folder of an iteration ----------------------------------------------------------------------
 

@@ -1,0 +1,346 @@
+"""One member of a group, without threads and without a clock: it looks, decides, and finds out what becomes of its caller's call.
+
+member_threads.py has it look in a thread of its own; the simulator, in virtual time. The caller never touches the filesystem: it
+asks (`asked`, `regroup_after`), and reads the last Snapshot, which never changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fsbarrier.errors import Fenced, FsbarrierError, NodeError, OutOfStep, PeerLost, StoreError
+from fsbarrier.group.collective import Collective, CollectiveWork, Outcome, as_typed
+from fsbarrier.node.loop import NodeLoop
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Join
+from fsbarrier.protocol.membership import Ledger, Loss, live_joiners, losses
+from fsbarrier.protocol.state import Node
+from fsbarrier.retry import FAILING
+from fsbarrier.rundir.names import CALL_FACT, done_fact
+
+#: errors of a start that may pass: the mount fails for a moment, or shows directories late that others have just made
+_MAY_PASS = FAILING | {errno.ENOENT}
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a member last saw. `looked_at`: when it last looked without an error; `trouble`: the error of its last look, or ""."""
+
+    node: Node
+    looked_at: float
+    trouble: str = ""
+    ledger: Ledger = field(default_factory=Ledger)
+    joins: Mapping[int, Join] = field(default_factory=dict)
+    #: the members that are done with this node's row
+    arrived: frozenset[int] = frozenset()
+    #: the ranks that are alive and wait to be taken in
+    joiners: tuple[int, ...] = ()
+    #: how the last call that was decided ended
+    outcome: Outcome | None = None
+    #: what ended this membership
+    failure: Exception | None = None
+
+
+@dataclass
+class Member:
+    """One membership. All methods belong to whoever looks; a caller sets only the three wishes."""
+
+    agent: NodeLoop
+    work: CollectiveWork
+    snapshot: Snapshot
+    #: wish: the generation that is to be followed by the next; 0: none
+    regroup_after: int = 0
+    begun: bool = False
+    #: this member is about to leave: that its loop ends is no failure
+    leaving: bool = False
+    #: the joins and heartbeats that the first look found; those nodes may be long gone
+    earlier_joins: Mapping[int, Join] = field(default_factory=dict)
+    earlier_beats: Mapping[int, Beat] = field(default_factory=dict)
+    #: when the last heartbeat was written, and how long after the one before
+    _last_beat: tuple[float, float] = (0.0, 0.0)
+    #: the call whose objects cannot be read, and since when
+    _unread: tuple[Collective, float] | None = None
+    #: the last two calls that ended well, whose facts are still to be removed
+    _ended: tuple[Collective, ...] = ()
+    _tidied: bool = True
+
+    @property
+    def asked(self) -> Collective | None:
+        """Wish: the collective that the caller waits for."""
+        return self.work.asked
+
+    def begin(self, now: float) -> bool:
+        """Join the group's directory; True once that is done. A failure that may pass is noted, to be tried again."""
+        observer, here = self.agent.observer, self.agent.join
+        try:
+            if os.path.lexists(observer.paths.record):
+                raise ValueError(
+                    f"{observer.paths.root} is the directory of a run; give the group one of its own"
+                )
+            observer.prepare()
+            self.earlier_beats, self.earlier_joins = observer.read_beats()[0], dict(observer.joins)
+            self.agent.start(now)
+        except OSError as error:
+            if error.errno in _MAY_PASS:
+                self.snapshot = replace(self.snapshot, trouble=str(error))
+            else:
+                message = f"node {here.rank}: cannot join the group at {observer.paths.root}: {error}"
+                self.fail(StoreError(message, here.rank, here.host, 0.0))
+            return False
+        except (FsbarrierError, ValueError) as error:
+            self.fail(error)
+            return False
+        self.begun, self._last_beat = True, (now, 0.0)
+        return True
+
+    def look(self, now: float) -> bool:
+        """Look, decide and act once. True if something happened, so that more may follow at once."""
+        agent, before = self.agent, self.snapshot
+        try:
+            if self.regroup_after != agent.rules.regroup:
+                agent.rules = replace(agent.rules, regroup=self.regroup_after)
+                agent.observer.hurry()
+            busy = agent.tick(now)
+            failure = self._ended_since(before.node, now)
+            outcome = before.outcome
+            asked = self.asked
+            if asked is not None and failure is None and (outcome is None or outcome.of is not asked):
+                outcome = self._outcome(asked, now) or outcome
+        except OSError as error:
+            # The next look tries again. How long that may go on is the caller's matter.
+            self.snapshot = replace(before, trouble=str(error))
+            return False
+        except FsbarrierError as error:
+            self.fail(self._fenced(str(error), now))
+            return False
+        self._take_snapshot(now, outcome, failure)
+        return busy
+
+    def tidy(self) -> None:
+        """Remove facts that nobody reads again: whoever came to a row had ended the one before it (invariant I9).
+
+        Each member removes its own fact of the row before the last one that ended. The leader removes the folder before that: all
+        others have removed what was in it before they came to the last row.
+        """
+        if self._tidied:
+            return
+        self._tidied = True
+        last, *before = self._ended
+        with contextlib.suppress(OSError):
+            if before:
+                self._fact(before[0], self.agent.join.rank).unlink()
+            if len(before) > 1 and last.generation.leader == self.agent.join.rank:
+                folder = self._row(before[1])
+                folder.rmdir()
+                folder.parent.rmdir()
+
+    def beat(self, now: float) -> Beat:
+        """The next heartbeat, which is about to be written."""
+        self._last_beat = now, now - self._last_beat[0]
+        return self.agent.beat()
+
+    def fail(self, failure: Exception) -> None:
+        """End this membership."""
+        self.snapshot = replace(self.snapshot, failure=failure)
+
+    def _take_snapshot(self, now: float, outcome: Outcome | None, failure: Exception | None) -> None:
+        agent, before = self.agent, self.snapshot
+        observer, node = agent.observer, agent.node
+        joiners = before.joiners
+        if observer.ledger is not before.ledger or observer.joins is not before.joins:
+            live = live_joiners(observer.joins, observer.ledger, now, agent.rules.limits)
+            members = node.generation.ranks if node.generation is not None else ()
+            joiners = tuple(rank for rank in sorted(live) if rank not in members)
+        arrived = (
+            observer.row.arrived if self._row_is_seen(node) and observer.row is not None else frozenset()
+        )
+        self.snapshot = Snapshot(
+            node, now, "", observer.ledger, observer.joins, arrived, joiners, outcome, failure
+        )
+
+    # --- what becomes of a call ---
+
+    def _outcome(self, asked: Collective, now: float) -> Outcome | None:
+        """How the call ends, once that is decided. Raises OSError."""
+        node, observer = self.agent.node, self.agent.observer
+        if node.generation is None:
+            return None
+        here = node.generation.number == asked.generation.number
+        if here and node.position is not None and node.position > asked.position:
+            return self._with_objects(asked, now)
+        lost: Loss | None = None
+        if here:
+            if self._row_is_seen(node) and observer.row is not None and observer.row.call:
+                odd = self._out_of_step(asked, observer.row.names or ())
+                if odd is not None:
+                    return odd
+            lost = self._lost(asked, node)
+            if lost is None:
+                return None
+        # Somebody is lost, or the others have regrouped. All may have come to this row before: then this node passes it too.
+        names = observer.store.names(self._row(asked))
+        odd = self._out_of_step(asked, names)
+        if odd is not None:
+            return odd
+        if self._was_passed(asked, names):
+            return self._with_objects(asked, now)
+        error = (
+            self._peer_lost(asked, lost)
+            if lost is not None
+            else self._superseded(asked, node.generation, now)
+        )
+        return Outcome(asked, error=error)
+
+    def _row_is_seen(self, node: Node) -> bool:
+        """Whether the observer's listing is of the row that this node is in."""
+        row = self.agent.observer.row
+        if row is None or node.generation is None:
+            return False
+        return (row.generation, row.position) == (node.generation.number, node.position)
+
+    def _out_of_step(self, asked: Collective, names: Iterable[str]) -> Outcome | None:
+        """The error of members that called different things, if these names of facts show such members."""
+        members = {member.rank: member for member in asked.generation.members}
+        said = {fact.rank: fact.call for fact in CALL_FACT.parse_all(names) if fact.rank in members}
+        if len(set(said.values())) < 2:
+            return None
+        # This member's own fact may be missing from the listing.
+        said.setdefault(self.agent.join.rank, asked.call)
+        other = members[min(rank for rank, call in said.items() if call != asked.call)]
+        calls = ", ".join(
+            f"node {rank} ({members[rank].host}) called {as_typed(call)}"
+            for rank, call in sorted(said.items())
+        )
+        message = (
+            f"node {self.agent.join.rank}: the members are out of step in collective no. {asked.position.iteration} "
+            f"of generation {asked.generation.number}: {calls}"
+        )
+        return Outcome(asked, error=OutOfStep(message, other.rank, other.host))
+
+    def _lost(self, asked: Collective, node: Node) -> Loss | None:
+        """A member that will not come to this row any more."""
+        observer = self.agent.observer
+        arrived = observer.row.arrived if self._row_is_seen(node) and observer.row is not None else ()
+        absent = [member for member in asked.generation.members if member.rank not in arrived]
+        looked_at = node.since if observer.ledger.looked_at is None else observer.ledger.looked_at
+        limits = self.agent.rules.limits
+        found = losses(absent, node.rank, observer.joins, observer.ledger, node.since, looked_at, limits)
+        return found[0] if found else None
+
+    def _was_passed(self, asked: Collective, names: Iterable[str]) -> bool:
+        """Whether all members came to this row.
+
+        If the listing is old and does not show it, a heartbeat may: a member that passed the row has seen all facts. Example: node 1
+        ends its script after its last barrier, and node 2's mount shows node 1's last heartbeat at once, but the facts 3 s later.
+        """
+        if {done_fact(rank, asked.call) for rank in asked.generation.ranks}.issubset(names):
+            return True
+        ledger = self.agent.observer.ledger
+        for member in asked.generation.members:
+            item = ledger.seen.get(member.rank)
+            if item is not None and item.beat.incarnation == member.incarnation:
+                number, iteration = item.beat.progress.get("passed", (0, 0))
+                if number == asked.generation.number and iteration >= asked.position.iteration:
+                    return True
+        return False
+
+    def _with_objects(self, asked: Collective, now: float) -> Outcome | None:
+        """The call has ended well, if all objects can be read. All of them are there, but a mount may show them late."""
+        objects = []
+        for rank in asked.objects_of:
+            if rank == self.agent.join.rank:
+                text = asked.json
+            else:
+                path = self._fact(asked, rank)
+                try:
+                    text = self.agent.observer.must_read(path, Fact).value["json"]
+                except OSError as error:
+                    return self._not_read(asked, rank, f"{path}: {error}", now)
+            objects.append(json.loads(text or "null"))
+        self.work.passed = asked.generation.number, asked.position.iteration
+        self._remember_end(asked)
+        return Outcome(asked, tuple(objects))
+
+    def _not_read(self, asked: Collective, rank: int, why: str, now: float) -> Outcome | None:
+        if self._unread is None or self._unread[0] is not asked:
+            self._unread = asked, now
+        unread_s = now - self._unread[1]
+        if unread_s < self.agent.rules.limits.dead_s:
+            return None
+        host = next(m.host for m in asked.generation.members if m.rank == rank)
+        what = f"what node {rank} ({host}) gave cannot be read: {why}"
+        message = f"node {self.agent.join.rank}: {asked.name}: {what}"
+        return Outcome(asked, error=StoreError(message, rank, host, unread_s))
+
+    def _remember_end(self, asked: Collective) -> None:
+        number, iteration = asked.generation.number, asked.position.iteration
+        before = [
+            one
+            for one in self._ended
+            if one.generation.number == number and one.position.iteration < iteration
+        ]
+        self._ended, self._tidied = (asked, *before[:2]), False
+
+    # --- errors ---
+
+    def _peer_lost(self, asked: Collective, lost: Loss) -> PeerLost:
+        member, why = lost.member, lost.why
+        if lost.beat is not None and lost.beat.state == "left":
+            left_because = lost.beat.progress.get("why")
+            why = f"it left the group after {left_because}" if left_because else "it left the group"
+        message = (
+            f"node {self.agent.join.rank}: {asked.name}: node {member.rank} ({member.host}) is lost: {why}; "
+            "regroup() goes on without it"
+        )
+        return PeerLost(message, member.rank, member.host, lost.age_s)
+
+    def _superseded(self, asked: Collective, new: Generation, now: float) -> PeerLost:
+        """Another member regrouped before this one."""
+        old = asked.generation
+        hosts = {m.rank: m.host for m in (*old.members, *new.members)}
+        gone = [m for m in old.members if new.incarnation_of(m.rank) != m.incarnation]
+        maker = f"node {new.created_by} ({hosts.get(new.created_by, '')})"
+        names = ", ".join(f"node {m.rank} ({m.host})" for m in gone)
+        what = f"{maker} regrouped without {names}" if gone else f"{maker} regrouped"
+        message = (
+            f"node {self.agent.join.rank}: {asked.name}: generation {old.number} is over: {what}; "
+            "regroup() goes along"
+        )
+        if gone:
+            return PeerLost(message, gone[0].rank, gone[0].host, self.agent.observer.ledger.age(gone[0], now))
+        return PeerLost(message, new.created_by, hosts.get(new.created_by, ""))
+
+    def _ended_since(self, before: Node, now: float) -> NodeError | FsbarrierError | None:
+        """Why this membership is over, if it is since the node was as `before`."""
+        agent = self.agent
+        if before.generation is not None and agent.node.generation is None:
+            newest = agent.observer.newest
+            number = newest.number if newest is not None else "a newer one"
+            return self._fenced(
+                f"node {agent.node.rank}: the others took it for dead and went on as generation {number}; join again",
+                now,
+            )
+        if agent.exit is not None and not self.leaving:
+            fenced = agent.exit.code == Fenced.exit_code
+            return self._fenced(agent.exit.reason, now) if fenced else FsbarrierError(agent.exit.reason)
+        return None
+
+    def _fenced(self, message: str, now: float) -> Fenced:
+        """The others went on without this node. Its age is this node's last gap between two heartbeats, which they saw as silence."""
+        here, newest = self.agent.join, self.agent.observer.joins.get(self.agent.node.rank)
+        written_at, gap_s = self._last_beat
+        silent_s = max(gap_s, now - written_at)
+        return Fenced(message, here.rank, newest.host if newest is not None else here.host, silent_s)
+
+    # --- facts on disk ---
+
+    def _row(self, asked: Collective) -> Path:
+        return self.agent.observer.row_dir(asked.generation.number, asked.position)
+
+    def _fact(self, asked: Collective, rank: int) -> Path:
+        return self._row(asked) / done_fact(rank, asked.call)
