@@ -447,7 +447,7 @@ JOINING_ROWS = [
             recovered=left_off(2, OPEN, of=1, decisions={"merge": decided(1, {}), "publish": decided(1, {})}),
         ),
         machine.end_when_all_is_done,
-        (Exit(0, "finished", "the run has already done its 1 iterations; a larger --iterations goes on"),),
+        (Exit(0, "finished", "the run has already done its 1 iteration; a larger --iterations goes on"),),
         ENDED,
     ),
     Case(

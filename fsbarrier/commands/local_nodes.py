@@ -22,6 +22,7 @@ from fsbarrier.commands.flags import say
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
 from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.supervision.signals import ENDING, handled
+from fsbarrier.wording import counted
 
 if TYPE_CHECKING:
     from fsbarrier.start.begin import Start
@@ -66,7 +67,7 @@ def run_all(chosen: tuple[ChosenValue, ...], defaults: Mapping[str, object], arg
         children: dict[int, Child] = {}
         try:
             logs = _start(start, environ, children)
-            say(f"{len(children)} nodes in {log_path}, output in {logs}; Ctrl-C ends them")
+            say(f"{counted(len(children), 'node')} in {log_path}, output in {logs}; Ctrl-C ends them")
             _follow(log_path, children)
         except Interrupted as stopped:
             _stop(children)

@@ -18,6 +18,7 @@ from fsbarrier.sim.invariants import check
 from fsbarrier.sim.setup import Setup
 from fsbarrier.sim.transcript import transcript, violations
 from fsbarrier.sim.world import World
+from fsbarrier.wording import counted
 
 SUMMARY = "Run the protocol's own code under faults, in virtual time: one schedule a seed, each checked against the invariants."
 EXAMPLE = "fsbarrier simulate --nodes 8 --seeds 10000"
@@ -100,7 +101,7 @@ def _trace(seed: int, setup: Setup) -> int:
     found = check(world)
     rules = world.rules
     print(
-        f"seed {seed}: {setup.nodes} nodes, --on-node-failure {rules.on_node_failure}, --min-nodes {rules.min_nodes}"
+        f"seed {seed}: {counted(setup.nodes, 'node')}, --on-node-failure {rules.on_node_failure}, --min-nodes {rules.min_nodes}"
     )
     print(f"mounts: {world.habits}; directory times in steps of {world.disk.coarse_s:g} s")
     print(transcript(history, every_row=True), end="")
@@ -116,7 +117,7 @@ def _print_text(args: argparse.Namespace, found: Found, seconds: float) -> None:
         print(f"... and {len(found.failed) - SHOWN} more seeds")
     hours, rate = f"{found.virtual_s / 3600:.1f} hours of their time", f"{args.seeds / seconds:.0f}"
     print(
-        f"{args.seeds} schedules of {args.nodes} nodes, {hours}, in {seconds:.1f} s ({rate} schedules a second)"
+        f"{counted(args.seeds, 'schedule')} of {counted(args.nodes, 'node')}, {hours}, in {seconds:.1f} s ({rate} schedules a second)"
     )
     print(
         "faults: " + (", ".join(f"{kind} {count}" for kind, count in sorted(found.struck.items())) or "none")

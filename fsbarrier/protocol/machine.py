@@ -59,6 +59,7 @@ from fsbarrier.protocol.succession import (
     successor,
     with_decision,
 )
+from fsbarrier.wording import counted
 
 Rule = Callable[[Situation], Step | None]
 NOTHING: Sequence[Action] = ()
@@ -204,7 +205,7 @@ def give_up_waiting(at: Situation) -> Step | None:
     if not at.missing or enough:
         return None
     names = ", ".join(f"node {rank} ({last_news(at, rank)})" for rank in at.missing)
-    here = f"{len(at.starting)} of {at.rules.num_nodes} nodes are here"
+    here = f"{len(at.starting)} of {counted(at.rules.num_nodes, 'node')} are here"
     return _end(at, 5, "left", f"waited {at.waited_s:.0f} s for {names}; {here}")
 
 
@@ -245,7 +246,8 @@ def form_a_generation(at: Situation) -> Step | None:
 
 
 def _nothing_to_do(at: Situation, until: int | None) -> Step:
-    done = f"the run has already done its {until} iterations; a larger --iterations goes on"
+    assert until is not None
+    done = f"the run has already done its {counted(until, 'iteration')}; a larger --iterations goes on"
     return replace(at.node, stage=Stage.ENDED), (Exit(0, "finished", done),)
 
 
@@ -304,7 +306,8 @@ def release(at: Situation) -> Step | None:
         decisions = with_decision(decisions, at.row.name, position.iteration, fact.value)
     if position.phase == last and generation.until is not None and position.iteration >= generation.until:
         ended = replace(at.node, stage=Stage.ENDED, decisions=decisions)
-        done = f"{position.iteration} iterations are done"
+        are = "is" if position.iteration == 1 else "are"
+        done = f"{counted(position.iteration, 'iteration')} {are} done"
         return ended, (*_left(ended, position, last=True), Exit(0, "finished", done))
     if position.phase < last:
         following = Position(position.iteration, position.phase + 1)

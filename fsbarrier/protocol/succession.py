@@ -8,6 +8,7 @@ from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.rows import Table
 from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import Recovered, View
+from fsbarrier.wording import counted
 
 
 def next_number(view: View, at_least: int) -> int:
@@ -51,7 +52,7 @@ def another_try(at: Situation) -> Generation:
     if attempt <= at.rules.retries:
         return successor(at, members, f"again: {cause}", attempt=attempt)
     log = "".join(f"\n  | {line}" for line in fact.value.get("log", ()))
-    tries = f"{attempt} attempt{'s' if attempt > 1 else ''}"
+    tries = f"{counted(attempt, 'attempt')}"
     return successor(
         at, members, "program failed", verdict=Verdict(4, f"{cause}; given up after {tries}{log}")
     )

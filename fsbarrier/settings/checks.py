@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sources import ChosenValue
+from fsbarrier.wording import counted
 
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
@@ -90,8 +91,8 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
     weights = len(s.rank_weights)
     require(
         weights == s.num_nodes,
-        f"{as_chosen('rank_weights')}: {weights} weight{'s' * (weights != 1)} for {s.num_nodes} "
-        f"node{'s' * (s.num_nodes != 1)} ({as_chosen('num_nodes')}); give one positive weight a node",
+        f"{as_chosen('rank_weights')}: {counted(weights, 'weight')} for "
+        f"{counted(s.num_nodes, 'node')} ({as_chosen('num_nodes')}); give one positive weight a node",
     )
     require(
         s.min_nodes <= s.num_nodes,

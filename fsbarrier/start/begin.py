@@ -95,6 +95,11 @@ def _create(
     say: Say,
 ) -> Start:
     count = ranks.count_nodes(rank, request.environ) if "num_nodes" not in chosen else None
+    if count is None and rank is not None and rank.source in ranks.NEED_A_COUNT and "num_nodes" not in chosen:
+        # A run of one node would look like success, and the others would wait for it in vain.
+        raise UsageError(
+            f"{rank.source}={rank.value} says which node this is, and nothing says how many there are; give --num-nodes"
+        )
     if count is not None:
         chosen = {"num_nodes": ChosenValue("num_nodes", count.value, count.source), **chosen}
     program = load_program(typed.program)

@@ -130,5 +130,7 @@ LAUNCHERS = (
     Launcher("DSTACK_NODE_RANK", ("DSTACK_NODES_NUM",)),
     Launcher("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), _one_mpi_task_a_node),
 )
+#: variables of launchers that start several nodes and do not say how many
+NEED_A_COUNT = ("NODE_RANK", "JOB_COMPLETION_INDEX")
 #: the variable that gave the rank -> those that may give the number of nodes
 COUNTS = {"--master": ("NNODES",), **{launcher.rank: launcher.counts for launcher in LAUNCHERS}}

@@ -18,6 +18,7 @@ from fsbarrier.view.report_timelines import timelines
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.timings import IterationTime, phase_totals, total_time
+from fsbarrier.wording import counted
 
 #: How much is shown at most, of the newest: iterations as bars, iterations in tables, events.
 BARS = 60
@@ -73,7 +74,7 @@ def _head(reader: RunReader, status: RunStatus) -> str:
     of = f" of {status.iterations}" if status.iterations is not None else ""
     facts = [
         f"program {status.program}",
-        f"{status.num_nodes} node{'s' if status.num_nodes != 1 else ''}",
+        counted(status.num_nodes, "node"),
         f"iteration {status.iteration}{of}",
         f"begun {record.created} by {record.created_by}",
         *([f"model {record.model}"] if record.model else []),
@@ -101,7 +102,7 @@ def _tiles(status: RunStatus, finished: Sequence[IterationTime], reader: RunRead
         tiles.append(("coordination", percent(total.share), note))
     losses = len(reader.history.losses)
     generations = max(status.generation - 1, 0)
-    tiles.append(("nodes lost", str(losses), f"{generations} regrouping{'s' if generations != 1 else ''}"))
+    tiles.append(("nodes lost", str(losses), counted(generations, "regrouping")))
     listed = "".join(
         f"<div><small>{escape(name)}</small><b>{escape(value)}</b><small>{escape(note)}</small></div>"
         for name, value, note in tiles
@@ -161,7 +162,11 @@ def _times(finished: Sequence[IterationTime]) -> str:
         if seconds >= LEAST_SHARE * total.seconds
     ]
     entries.append(("coordination", f"coordination {duration(total.coordination_s / len(shown))}"))
-    hidden = f"<p>The last {len(shown)} of {len(finished)} iterations.</p>" if len(finished) > BARS else ""
+    hidden = (
+        f"<p>The last {len(shown)} of {counted(len(finished), 'iteration')}.</p>"
+        if len(finished) > BARS
+        else ""
+    )
     return hidden + legend(entries) + chart(stacked_bars(bars, "iteration"))
 
 

@@ -25,6 +25,7 @@ from fsbarrier.view.terminal_lines import (
     wrapped,
 )
 from fsbarrier.view.timings import IterationTime, phase_totals, total_time
+from fsbarrier.wording import counted
 
 #: How many of the newest iterations and events are listed.
 NEWEST = 12
@@ -65,7 +66,7 @@ def _sections(status: RunStatus, reader: RunReader, width: int) -> Iterator[Rend
         yield _rewards(status, finished)
     if finished:
         yield ""
-        yield line(("time per phase", "bold"), (f"  mean of {_iterations(len(finished))}", "dim"))
+        yield line(("time per phase", "bold"), (f"  mean of {counted(len(finished), 'iteration')}", "dim"))
         yield _phases(finished, width)
         yield from _coordination(finished, width)
     happened = _happened(reader, width)
@@ -78,17 +79,13 @@ def _sections(status: RunStatus, reader: RunReader, width: int) -> Iterator[Rend
     yield from _files(status)
 
 
-def _iterations(number: int) -> str:
-    return f"{number} iteration{'s' if number != 1 else ''}"
-
-
 def _headline(status: RunStatus, finished: Sequence[IterationTime]) -> Text:
     took = f" in {duration(total_time(finished).seconds)}" if finished else ""
-    nodes = f"{status.num_nodes} node{'s' if status.num_nodes > 1 else ''}"
+    nodes = counted(status.num_nodes, "node")
     code = f"  exit code {status.exit_code}" if status.exit_code else ""
     return line(
         (f"■ {status.state}", STATE_STYLE.get(status.state, "")),
-        f"  {_iterations(len(finished))}{took}, {nodes}",
+        f"  {counted(len(finished), 'iteration')}{took}, {nodes}",
         (f"{code}  {status.run_id}", "dim"),
     )
 
