@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 from fsbarrier.commands.flags import say
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
+from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.supervision.signals import ENDING, handled
-from fsbarrier.wording import counted
 
 if TYPE_CHECKING:
     from fsbarrier.start.begin import Start

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 from fsbarrier.commands import flags
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
+from fsbarrier.protocol.wording import counted
 from fsbarrier.sim.campaign import Verdict, campaign
 from fsbarrier.sim.faults import KINDS, parse_mix
 from fsbarrier.sim.invariants import check
 from fsbarrier.sim.setup import Setup
 from fsbarrier.sim.transcript import transcript, violations
 from fsbarrier.sim.world import World
-from fsbarrier.wording import counted
 
 SUMMARY = "Run the protocol's own code under faults, in virtual time: one schedule a seed, each checked against the invariants."
 EXAMPLE = "fsbarrier simulate --nodes 8 --seeds 10000"

@@ -59,7 +59,7 @@ from fsbarrier.protocol.succession import (
     successor,
     with_decision,
 )
-from fsbarrier.wording import counted
+from fsbarrier.protocol.wording import counted
 
 Rule = Callable[[Situation], Step | None]
 NOTHING: Sequence[Action] = ()

@@ -8,7 +8,7 @@ from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.rows import Table
 from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import Recovered, View
-from fsbarrier.wording import counted
+from fsbarrier.protocol.wording import counted
 
 
 def next_number(view: View, at_least: int) -> int:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import ErrorDetails
 
 from fsbarrier.errors import UsageError
+from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.sources import ChosenValue
-from fsbarrier.wording import counted
 
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from html import escape
 
 import fsbarrier
+from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.sources import flatten
 from fsbarrier.view.amounts import amount, duration, one_line, percent
 from fsbarrier.view.event_wording import event_text
@@ -18,7 +19,6 @@ from fsbarrier.view.report_timelines import timelines
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.timings import IterationTime, phase_totals, total_time
-from fsbarrier.wording import counted
 
 #: How much is shown at most, of the newest: iterations as bars, iterations in tables, events.
 BARS = 60

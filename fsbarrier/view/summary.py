@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fsbarrier.protocol.wording import counted
 from fsbarrier.view.amounts import amount, clock_time, duration, one_line, percent
 from fsbarrier.view.event_wording import event_text
 from fsbarrier.view.run_reader import RunReader
@@ -25,7 +26,6 @@ from fsbarrier.view.terminal_lines import (
     wrapped,
 )
 from fsbarrier.view.timings import IterationTime, phase_totals, total_time
-from fsbarrier.wording import counted
 
 #: How many of the newest iterations and events are listed.
 NEWEST = 12
