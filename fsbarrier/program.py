@@ -6,6 +6,7 @@ carries out the work that the table's functions describe. Pure: these functions 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,8 @@ PHASE_NAMES = (
     "engine_start",
     "iteration_end",
 )
+#: what a publication says of the best policy so far
+BEST = ("best_reward", "best_policy_version", "best_folder")
 #: what `--rl-phase` may run alone
 RL_SLICES = (
     Slice("rollout", "iteration_start", "eval_rollout", result="train_aggregate"),
@@ -110,8 +113,9 @@ class ProbeAddresses:
 
 @dataclass(frozen=True, slots=True)
 class PublishWeights:
-    """Verify a policy version's folder, then point the run at it; keep the newest `keep` versions.
+    """Check a policy version's folder, then point the run at it; keep the newest `keep` versions, every `keep_every`-th, and `best`.
 
+    `best`: the folder of the best policy so far (None: no folder) and what is known of it; it becomes a part of the result.
     `trained_on`: the iteration whose update it is; the trajectories of those that are `keep_trajectories` behind it, or more, are
     removed (0: none is).
     """
@@ -121,6 +125,8 @@ class PublishWeights:
     keep: int
     trained_on: int = 0
     keep_trajectories: int = 0
+    keep_every: int = 0
+    best: Payload = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +155,13 @@ Work = (
     | PublishFile
     | Steps
 )
+
+
+def fill_placeholders(word: str, values: Mapping[str, object]) -> str:
+    """A word of the user's trainer command with its placeholders filled in; `{spec}` is left for later."""
+    for name, value in values.items():
+        word = word.replace("{" + name + "}", "" if value is None else str(value))
+    return word
 
 
 # --- context: what the functions of a table may look at -------------------------------------------------------------------
@@ -269,6 +282,18 @@ class Context:
         if self.model is None:
             raise UsageError(f"phase {self.phase.name}: this program needs a model, and the run has none")
         return Policy(0, self.model, None)
+
+    @property
+    def best_evaluated(self) -> Payload:
+        """The policy whose evaluation had the highest mean reward so far; each publication hands it on to the next."""
+        published, evaluated = self.latest("weights_publish") or {}, self.decided("eval_rollout") or {}
+        before = {name: published[name] for name in BEST if name in published}
+        reward = evaluated.get("reward_mean")
+        if reward is None or reward <= before.get("best_reward", -math.inf):
+            return before
+        # The run's first model has no folder among the checkpoints.
+        folder = Path(published["folder"]).name if published else None
+        return dict(zip(BEST, (reward, self.policy_version, folder), strict=True))
 
     def decided(self, phase_name: str) -> Payload | None:
         """What the leader published for `phase_name` in this iteration; None if it has not (yet)."""

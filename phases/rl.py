@@ -29,6 +29,7 @@ from fsbarrier.program import (
     Value,
     Work,
     adopt_parts,
+    fill_placeholders,
 )
 from fsbarrier.protocol.assign import sample_tasks, split_by_weight
 from fsbarrier.protocol.facts import JsonObject, Payload
@@ -334,7 +335,7 @@ def update(ctx: Context) -> Work:
     trainer = ctx.settings.trainer
     if trainer.command:
         values = {**spec, "node_rank": node, "num_nodes": nodes, "master_addr": address, "master_port": port}
-        argv = tuple(fill(word, values) for word in shlex.split(trainer.command))
+        argv = tuple(fill_placeholders(word, values) for word in shlex.split(trainer.command))
         return Command(
             argv, "update.log", spec={**ctx.identity(), **spec}, env=env, result=False, extra=known
         )
@@ -350,13 +351,6 @@ def update(ctx: Context) -> Work:
     return Command(argv, "update.log", spec={**ctx.identity(), **spec}, env=env, extra=known, event=event)
 
 
-def fill(word: str, values: dict[str, object]) -> str:
-    """A word of the user's trainer command with its placeholders filled in; `{spec}` is left for later."""
-    for name, value in values.items():
-        word = word.replace("{" + name + "}", "" if value is None else str(value))
-    return word
-
-
 def publish_weights(ctx: Context) -> Work:
     """Leader: the new checkpoint is verified and becomes what the run serves."""
     updated = ctx.decided("update")
@@ -367,7 +361,10 @@ def publish_weights(ctx: Context) -> Work:
 def publish(ctx: Context, folder: Path, policy_version: int) -> PublishWeights:
     kept, recency = ctx.settings.checkpoint, ctx.settings.update.recency
     trajectories = max(kept.keep_trajectories, recency) if kept.keep_trajectories else 0
-    return PublishWeights(folder, policy_version, kept.keep, ctx.iteration, trajectories)
+    best = ctx.best_evaluated if kept.keep_best else {}
+    return PublishWeights(
+        folder, policy_version, kept.keep, ctx.iteration, trajectories, kept.keep_every, best
+    )
 
 
 def start_engine(ctx: Context) -> Work:

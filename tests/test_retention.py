@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from cluster import Cluster
 
 from fsbarrier.loader import load_module
+from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.retention import remove_old
 
@@ -40,14 +42,74 @@ def test_what_is_behind_goes_and_the_rest_stays(tmp_path: Path) -> None:
 
 
 def test_a_run_keeps_as_many_iterations_as_set(tmp_path: Path) -> None:
-    flags = ("--iterations", "3", "checkpoint.keep_trajectories=1", "update.recency=2", "toy.phase_s=0.01")
+    flags = ("--iterations", "7", "checkpoint.keep_trajectories=1", "update.recency=2", "toy.phase_s=0.01")
+    flags += ("--eval-interval", "1", "checkpoint.keep=1")
     with Cluster(tmp_path, 1, *flags) as cluster:
         cluster.start()
         assert cluster.wait(deadline_s=240) == {0: 0}, cluster.said(0)
         there = sorted(path.name for path in RunPaths(cluster.log_path).trajectories("train").iterdir())
-        assert {name.partition("iteration")[2][0] for name in there} == {"2", "3"}  # the recency wins
+        assert {name.partition("iteration")[2][0] for name in there} == {"6", "7"}  # the recency wins
         events = [event for event in cluster.events() if event["event"] == "trajectories_removed"]
-        assert [(event["iteration"], event["iterations"]) for event in events] == [(3, [1])]
+        assert [(event["iteration"], event["iterations"]) for event in events] == [
+            (iteration, [iteration - 2]) for iteration in range(3, 8)
+        ]
+        # Iteration n evaluates policy version n - 1.
+        rewards = {
+            event["policy_version"]: event["reward_mean"]
+            for event in cluster.events()
+            if event["event"] == "evaluated"
+        }
+        best = max(rewards, key=rewards.__getitem__)
+        last = [event for event in cluster.events() if event["event"] == "weights_published"][-1]
+        assert (last["best_policy_version"], last["best_reward"]) == (best, rewards[best])
+        kept = {version for version, _ in checkpoints.versions(cluster.log_path)}
+        assert kept == {6, 7, best} and 0 < best < 6, "choose another number of iterations"
+
+
+def test_the_newest_every_so_many_and_the_best_stay(tmp_path: Path) -> None:
+    def kept(keep: int, every: int = 0, best: str | None = None) -> list[int]:
+        for version in range(1, 13):
+            RunPaths(tmp_path).checkpoint(version, 1).mkdir(parents=True, exist_ok=True)
+        checkpoints.retain(tmp_path, keep, RunPaths(tmp_path).checkpoint(11, 1), every, best)
+        return [version for version, _ in checkpoints.versions(tmp_path)]
+
+    assert kept(0) == list(range(1, 13))
+    # The version before is always kept, and a later one is another node's business.
+    assert kept(1) == [10, 11, 12]
+    assert kept(3, every=4) == [4, 8, 9, 10, 11, 12]
+    assert kept(2, best="policy-000003.g0001") == [3, 10, 11, 12]
+
+
+def test_the_best_evaluated_is_handed_on(tmp_path: Path) -> None:
+    from fsbarrier.program import Context, Phase
+    from fsbarrier.settings.sections import Settings
+
+    rl = load_module("rl")
+
+    def publication(iteration: int, reward: float | None, last: dict[str, Any] | None) -> dict[str, Any]:
+        """What the publication of this iteration says, after an evaluation with this reward and the publication before."""
+        evaluated = {} if reward is None else {"reward_mean": reward}
+        decisions: dict[str, Any] = {"eval_rollout": {"iteration": iteration, "value": evaluated}}
+        if last is not None:
+            decisions["weights_publish"] = {"iteration": iteration - 1, "value": last}
+        context = Context(
+            *("run", RunPaths(tmp_path), Settings(), {}, None, 0, 1, (), 0, 2, iteration, 0),
+            phase=Phase(11, "weights_publish"),
+            decisions=decisions,
+            python="python",
+        )
+        folder = RunPaths(tmp_path).checkpoint(iteration, 2)
+        known = {"policy_version": iteration, "folder": str(folder)}
+        return {**known, **rl.publish(context, folder, iteration).best}
+
+    one = publication(1, 0.5, None)
+    assert (one["best_policy_version"], one["best_folder"]) == (0, None)
+    two = publication(2, 0.7, one)
+    assert (two["best_policy_version"], two["best_folder"]) == (1, "policy-000001.g0002")
+    three = publication(3, None, two)
+    four = publication(4, 0.6, three)
+    assert (four["best_policy_version"], four["best_reward"]) == (1, 0.7)
+    assert "best_reward" not in publication(1, None, None)
 
 
 def test_an_update_draws_from_the_iterations_that_are_set(tmp_path: Path) -> None:

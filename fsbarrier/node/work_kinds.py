@@ -124,10 +124,11 @@ def _publish_weights(work: PublishWeights, context: Context, job: Job, log_path:
         "policy_version": work.policy_version,
         "folder": str(work.folder),
         "digest": manifest.digest,
+        **work.best,
     }
     events = [journal_line("weights_published", value)]
     last_look()
-    checkpoints.retain(log_path, work.keep, work.folder)
+    checkpoints.retain(log_path, work.keep, work.folder, work.keep_every, work.best.get("best_folder"))
     last_look()
     removed = retention.remove_old(
         log_path, work.trained_on, batches=work.keep, trajectories=work.keep_trajectories

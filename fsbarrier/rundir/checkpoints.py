@@ -218,10 +218,10 @@ def _copied_from(served: Path) -> str:
     return (served / COPIED_FROM).read_text()
 
 
-def retain(log_path: Path, keep: int, current: Path) -> list[Path]:
-    """Remove all but the newest `keep` policy versions (0: keep all); never `current` or the one before it.
+def retain(log_path: Path, keep: int, current: Path, every: int = 0, best: str | None = None) -> list[Path]:
+    """Remove all but the newest `keep` policy versions (0: keep all), every `every`-th (0: none) and the folder named `best`.
 
-    The version before is kept because a node may still be loading it. Gives what was removed.
+    Never `current` or the one before it, which a node may still be loading. Gives what was removed.
     """
     if keep <= 0:
         return []
@@ -230,7 +230,8 @@ def retain(log_path: Path, keep: int, current: Path) -> list[Path]:
     spared = set(sorted(set(newest), reverse=True)[: max(keep, 2)])
     removed = []
     for version, folder in folders:
-        if version not in spared and version < _version(current) and folder != current:
+        wanted = version in spared or folder.name == best or (every and version % every == 0)
+        if not wanted and version < _version(current):
             with contextlib.suppress(OSError):
                 # Remove the manifest first, so that a half-removed folder does not look complete.
                 (folder / MANIFEST).unlink(missing_ok=True)

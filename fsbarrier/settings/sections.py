@@ -267,6 +267,8 @@ class CheckpointSettings(Section):
     """Saved policies."""
 
     keep: Count = setting(3, "How many policy versions, and training batches, stay on disk.")
+    keep_every: CountOrZero = setting(0, "Every so-many-th policy version stays for good; 0: none does.")
+    keep_best: bool = setting(True, "The policy version with the best evaluation so far stays, too.")
     keep_trajectories: CountOrZero = setting(
         0,
         "Of how many iterations up to the newest update the trajectories stay on disk, `update.recency` at least; 0: all.",

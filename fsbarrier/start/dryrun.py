@@ -133,12 +133,19 @@ def describe_work(work: Work, settings: Settings) -> list[str]:
         case ProbeAddresses(addresses, port):
             return [f"connect to {', '.join(addresses)} port {port}"]
         case PublishWeights(folder, version, keep):
-            return [f"verify {folder}, publish it as policy version {version}, keep the newest {keep}"]
+            return [
+                f"verify {folder}, publish it as policy version {version}, keep the newest {keep}{_also_kept(settings)}"
+            ]
         case PublishFile(source, name):
             return [f"publish {source} as {name}"]
         case Command(argv, _, _, env):
             words = [f"{name}={value}" for name, value in env.items()]
             return [shlex.join([*words, *(word.replace("{spec}", "SPEC.json") for word in argv)])]
+
+
+def _also_kept(settings: Settings) -> str:
+    every, best = settings.checkpoint.keep_every, settings.checkpoint.keep_best
+    return (f", every {every}th" if every else "") + (", and the best evaluated" if best else "")
 
 
 def _server(folder: Path, threads: int, settings: Settings) -> list[str]:
