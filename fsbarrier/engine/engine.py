@@ -23,6 +23,7 @@ from fsbarrier import files
 from fsbarrier.engine import command, external
 from fsbarrier.engine.client import reserve_port
 from fsbarrier.engine.model import ModelFolder, inspect
+from fsbarrier.engine.own_head import with_own_head
 from fsbarrier.engine.placement import ANYWHERE, Placement
 from fsbarrier.engine.server import Server
 from fsbarrier.errors import ProgramFailed
@@ -183,12 +184,16 @@ class Engine:
             elif server.serving == (model.path, policy_version) and not server.asleep:
                 return server, "kept", ""
             else:
-                reason = server.reload(model, policy_version, cancel)
+                reason = server.reload(self._as_served(model, policy_version), cancel)
                 if not reason:
+                    server.serving = (model.path, policy_version)
                     return server, "reloaded", ""
             note = f"restarted: {reason}"
             self._stop_server()
         return self._start(model, policy_version, deadline, cancel), "started", note
+
+    def _as_served(self, model: ModelFolder, policy_version: int) -> ModelFolder:
+        return with_own_head(model, policy_version, self.work_dir / "served")
 
     def _start(
         self, model: ModelFolder, policy_version: int, deadline: float, cancel: threading.Event
@@ -196,11 +201,12 @@ class Engine:
         """Start a server and wait until it answers; with another port where somebody has taken the first."""
         files.make_dirs(self.work_dir)
         before = accelerators.detect(self._environ)
+        served = self._as_served(model, policy_version)
         for tries_left in reversed(range(PORT_TRIES)):
             if self._port is None:
                 self._port = reserve_port(command.HOST)
             self._server = server = Server.launch(
-                self._plan(model, self._port.getsockname()[1], before),
+                self._plan(served, self._port.getsockname()[1], before),
                 self.log_file,
                 self.work_dir,
                 api_key=self._api_key,
@@ -221,7 +227,7 @@ class Engine:
         raise ProgramFailed(message)
 
     def _plan(self, model: ModelFolder, port: int, devices: list[accelerators.Accelerator]) -> command.Plan:
-        # vLLM's sleep mode is CUDA's. A tied model is restarted in any case, so it need not sleep.
+        # vLLM's sleep mode is CUDA's. A model that is still tied is restarted in any case, so it need not sleep.
         nvidia = any(device.kind == "nvidia" for device in devices)
         return command.Plan(
             python=self.python,

@@ -8,11 +8,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fsbarrier.errors import ProgramFailed
 
 # safetensors' own limit.
 MAX_HEADER_BYTES = 100 << 20
+
+INDEX = "model.safetensors.index.json"
 
 # A configuration as transformers writes it; which keys it has depends on the model.
 Config = Mapping[str, object]
@@ -64,13 +67,14 @@ def inspect(path: Path) -> ModelFolder:
     """Look at the folder `path`; links are followed once, here. Raises ProgramFailed naming the file that is not right."""
     folder = path.resolve()
     config = read_json_object(folder / "config.json")
-    shapes = _shapes(_weight_files(folder))
+    shapes = _shapes(weight_files(folder))
     parameters = sum(math.prod(shape) for shape in (shapes or {}).values())
     return ModelFolder(folder, config, _tied(config, shapes), _signature(config, shapes), parameters, shapes)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+def weight_files(folder: Path) -> list[Path]:
+    """The files with a folder's weights, by its index if it has one. Raises ProgramFailed where one is missing."""
+    index = folder / INDEX
     if index.is_file():
         names = read_json_object(index).get("weight_map")
         if not isinstance(names, Mapping):
@@ -89,11 +93,14 @@ def _shapes(files: list[Path]) -> Shapes | None:
     """None for weights that are no safetensors: to look into a pickle means to load it."""
     if any(file.suffix != ".safetensors" for file in files):
         return None
-    return {name: shape for file in files for name, shape in _shapes_in(file).items()}
+    return {name: entry["shape"] for file in files for name, entry in tensors_in(file)[1].items()}
 
 
-def _shapes_in(file: Path) -> Shapes:
-    """From the header of a safetensors file. A file is damaged, too, that is not as long as its header says."""
+def tensors_in(file: Path) -> tuple[int, dict[str, Any]]:
+    """Of a safetensors file: at which byte its data begin, and each tensor's dtype, shape and data_offsets from there on.
+
+    Raises ProgramFailed; a file is damaged, too, that is not as long as its header says.
+    """
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -105,7 +112,9 @@ def _shapes_in(file: Path) -> Shapes:
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if size != 8 + length + end:
             raise ValueError(f"{size} bytes instead of {8 + length + end}")
-        return {name: entry["shape"] for name, entry in header.items()}
+        if not all("shape" in entry for entry in header.values()):
+            raise ValueError("a tensor without a shape")
+        return 8 + length, header
     except OSError as error:
         raise ProgramFailed(f"{file}: cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:

@@ -1,7 +1,8 @@
 """One vLLM server of this node: its process, the HTTP calls to it, and what it serves. engine.py decides what becomes of it.
 
 New weights go into the running server where that is known to be right: same architecture and shapes, and an output head of its
-own. vLLM keeps the *old* head of a model with tied embeddings and says nothing, so such a model is never reloaded in place.
+own. vLLM keeps the *old* head of a model with tied embeddings and says nothing: it gets such a model with a head of its own
+(own_head.py), and one that cannot be given one is never reloaded in place.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Server:
     can_sleep: bool
     # Set when the daemon ends: whatever waits here gives up.
     stopping: threading.Event
-    # The model folder and the policy version it answers with; None where that is not known to be whole.
+    # The policy's model folder and the version that it answers with; None where that is not known to be whole.
     serving: tuple[Path, int] | None = None
     asleep: bool = False
 
@@ -122,7 +123,7 @@ class Server:
         lines = [f"vLLM {what}{f': {cause}' if cause else ''}", *self.child.last_log_lines(LOG_LINES)]
         return "\n".join([*lines, f"(from {self.child.log_file})"])
 
-    def reload(self, model: ModelFolder, policy_version: int, cancel: threading.Event) -> str:
+    def reload(self, model: ModelFolder, cancel: threading.Event) -> str:
         """Put other weights into the running server; "" if that is done, else why it must be restarted."""
         if model.tied or self.first_model.tied:
             return "its output head is tied to the embedding, which vLLM does not reload"
@@ -140,7 +141,6 @@ class Server:
             raise ProgramFailed("vLLM was called off while it took new weights") from None
         if NOT_LOADED in engine_log.since(log_file, log_size):
             return "vLLM says that it did not load all weights"
-        self.serving = (model.path, policy_version)
         return ""
 
     def _load(self, model: ModelFolder, cancel: threading.Event) -> None:

@@ -1,7 +1,4 @@
-"""Loading a policy for training from a plain Hugging Face folder, embeddings untied.
-
-Untied because an engine that reloads weights in place may keep the old output head of a tied model without saying so.
-"""
+"""Loading a policy for training from a plain Hugging Face folder. It stays what it came as: a tied output head stays tied."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from fsbarrier.settings.sections import TrainerSettings
 
 
 def load(folder: Path, settings: TrainerSettings) -> PreTrainedModel:
-    """The causal model in `folder`, in float32, untied and without dropout. Raises UsageError for one that cannot be loaded whole."""
+    """The causal model in `folder`, in float32 and without dropout. Raises UsageError for one that cannot be loaded whole."""
     # It would fill the log.
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -37,7 +34,6 @@ def load(folder: Path, settings: TrainerSettings) -> PreTrainedModel:
     if found["missing_keys"]:
         missing = ", ".join(sorted(found["missing_keys"])[:3])
         raise UsageError(f"the model in {folder} cannot be loaded: it lacks {missing}")
-    untie(model)
     disable_dropout(model)
     checkpointing = settings.gradient_checkpointing
     if torch.cuda.is_available() if checkpointing is None else checkpointing:
@@ -64,16 +60,3 @@ def disable_dropout(model: PreTrainedModel) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
-
-
-def untie(model: PreTrainedModel) -> None:
-    """Give the output head weights of its own, equal to what it shared."""
-    config = model.config
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    shared = head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
-    if shared:
-        head.weight = torch.nn.Parameter(head.weight.detach().clone())
-    config.tie_word_embeddings = False
-    for name in ("_tied_weights_keys", "all_tied_weights_keys"):
-        if shared and getattr(model, name, None):
-            setattr(model, name, type(getattr(model, name))())

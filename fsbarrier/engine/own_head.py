@@ -1,0 +1,85 @@
+"""A model whose output head is its embedding, as this node's server gets it: with a head of its own.
+
+vLLM starts such a model right, but may keep the old head when it takes new weights, and says nothing. So the server gets a folder of
+links on this node in which the embedding's numbers are there a second time, as the head. What is trained, published and exported
+stays tied.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+from fsbarrier import files
+from fsbarrier.engine.model import INDEX, ModelFolder, inspect, read_json_object, tensors_in, weight_files
+from fsbarrier.errors import ProgramFailed
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD_FILE = "model-head.safetensors"
+COPY_BYTES = 16 << 20
+
+
+# The replicas of a node ask for the same folder at the same time.
+_making = threading.Lock()
+
+
+def with_own_head(model: ModelFolder, policy_version: int, place: Path) -> ModelFolder:
+    """`model` as it is to be served: a folder made in `place` if it is tied, and an architecture that names its embedding as most do.
+
+    What `place` holds of other policies goes. Raises ProgramFailed.
+    """
+    if not model.tied or model.signature is None:
+        return model
+    holding = [(file, tensors_in(file)) for file in weight_files(model.path)]
+    embeddings = [(file, begin, entries) for file, (begin, entries) in holding if EMBEDDING in entries]
+    if len(embeddings) != 1 or any(name.endswith(HEAD) for _, (_, entries) in holding for name in entries):
+        return model
+    ((file, begin, entries),) = embeddings
+    folder = place / f"{policy_version}-{hashlib.sha256(bytes(model.path)).hexdigest()[:12]}"
+    try:
+        with _making:
+            if not folder.is_dir():
+                shutil.rmtree(place, ignore_errors=True)
+                made = folder.with_suffix(".part")
+                files.make_dirs(made)
+                for path in model.path.iterdir():
+                    if path.name not in ("config.json", INDEX):
+                        os.symlink(path, made / path.name)
+                _write_head(made / HEAD_FILE, file, begin, entries[EMBEDDING])
+                _write_descriptions(made, model)
+                os.rename(made, folder)
+    except OSError as error:
+        raise ProgramFailed(f"{error.filename or folder}: {error.strerror or error}") from None
+    return inspect(folder)
+
+
+def _write_head(target: Path, file: Path, begin: int, embedding: dict[str, Any]) -> None:
+    first, last = embedding["data_offsets"]
+    size = last - first
+    header = json.dumps({HEAD: {**embedding, "data_offsets": [0, size]}}).encode()
+    with file.open("rb") as source, target.open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        source.seek(begin + first)
+        while size:
+            block = source.read(min(size, COPY_BYTES))
+            if not block:
+                raise ProgramFailed(f"{file}: is shorter than its header says")
+            stream.write(block)
+            size -= len(block)
+
+
+def _write_descriptions(folder: Path, model: ModelFolder) -> None:
+    config = {**model.config, "tie_word_embeddings": False}
+    if isinstance(text := config.get("text_config"), dict):
+        config["text_config"] = {**text, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    if (model.path / INDEX).is_file():
+        index = read_json_object(model.path / INDEX)
+        places = index["weight_map"]
+        assert isinstance(places, dict)
+        (folder / INDEX).write_text(json.dumps({**index, "weight_map": {**places, HEAD: HEAD_FILE}}))
