@@ -20,6 +20,7 @@ from fsbarrier.settings.sources import nearest
 #: Name -> what it is for, in the order in which a person meets them.
 COMMANDS = {
     "run": "run this node (./run.sh is the same, and makes its environment first)",
+    "plan": "what a run comes to on given machines: engines, shards, memory; before anything starts",
     "launch": "start several nodes on this machine, with one live view",
     "status": "where a run is, and how each node is doing",
     "top": "the same, live",

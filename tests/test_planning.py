@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from test_engine_parts import write_model
 
+from fsbarrier.cli import main
 from fsbarrier.errors import UsageError
+from fsbarrier.planning.cluster_plan import Cluster, Plan, make_plan
 from fsbarrier.planning.memory import GIB, UpdateLoad, choose_shard
 from fsbarrier.planning.model_shape import ModelShape
+from fsbarrier.settings.resolve import resolve
 
 # Public configurations, and how many parameters their checkpoints really have.
 QWEN_7B = {
@@ -150,3 +153,108 @@ def test_auto_shards_no_more_than_it_must() -> None:
     assert auto(QWEN_72B, 1) == "node"
     assert auto(QWEN_7B, 8, per_node=1) == "all"
     assert auto(QWEN_7B, 1, per_node=1) == "none"
+
+
+# --- a run on a cluster -----------------------------------------------------------------------------------------------------
+
+
+def plan(
+    config: dict[str, Any], nodes: int, memory: int = 80 * GIB, accelerators: int = 8, **chosen: Any
+) -> Plan:
+    settings = resolve([], {"num_nodes": nodes, **chosen})
+    shape = ModelShape.of_config(config)
+    return make_plan(shape, settings, Cluster(nodes, accelerators, memory))
+
+
+def test_seven_billion_on_three_nodes() -> None:
+    made = plan(QWEN_7B, 3)
+    assert made.problems == ()
+    assert (made.replicas, made.groups_in_flight, made.sequences_in_flight) == (
+        8,
+        3 * 8 * 64,
+        3 * 8 * 64 * 16,
+    )
+    assert (made.world, made.shard, made.shards, made.copies) == (24, "node", 8, 3)
+    assert (made.trajectories, made.optimizer_steps) == (96 * 16, 12)
+    # 256 trajectories over 24 processes are 11 at most, four of 2,048 tokens in a micro-batch of 8,192.
+    assert (made.micro_batch_tokens, made.micro_batches) == (8192, 3)
+    assert made.model_bytes == 2 * 7_615_616_512 and made.trainer_state_bytes == 12 * 7_615_616_512
+    # 28 layers, 4 heads of 128 for keys and for values, in bfloat16: 57,344 bytes a token.
+    assert made.cache_tokens == made.engine["key-value cache"] // 57_344
+    assert made.update_bytes <= made.available < 80 * GIB
+
+
+def test_seventy_two_billion_fits_only_on_several_accelerators() -> None:
+    (problem,) = plan(QWEN_72B, 32).problems
+    assert problem.startswith(
+        "engine.tensor_parallel_size=1: weights of 135.4 GiB leave room for 0 tokens in the 68.0 GiB"
+    )
+    assert problem.endswith("the nearest that works: engine.tensor_parallel_size=4")
+    made = plan(QWEN_72B, 32, **{"engine.tensor_parallel_size": 4})
+    assert made.problems == () and (made.replicas, made.world, made.shard) == (2, 256, "all")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "memory", "chosen", "nearest"),
+    [
+        (3, 80, {"trainer.shard": "none"}, "trainer.shard=all"),
+        (1, 48, {}, "trainer.max_tokens_per_micro_batch=2048 trainer.offload=optimizer"),
+        (1, 8, {}, "none on machines like these"),
+    ],
+)
+def test_what_cannot_be_is_told_with_the_nearest_that_works(
+    nodes: int, memory: int, chosen: dict[str, Any], nearest: str
+) -> None:
+    config = QWEN_7B if nodes > 1 else QWEN3_30B
+    sizes = {"engine.tensor_parallel_size": 8}
+    problems = plan(config, nodes, memory * GIB, **sizes, **chosen).problems
+    (problem,) = [each for each in problems if each.startswith("trainer.shard=")]
+    assert f"there are {memory - 2}.0 GiB; the nearest that works: {nearest}" in problem
+
+
+@pytest.mark.parametrize("way", ["offload", "nodes"])
+def test_what_is_called_the_nearest_does_work(way: str) -> None:
+    (problem,) = plan(QWEN3_30B, 1, 40 * GIB, **{"engine.tensor_parallel_size": 8}).problems
+    settings, _, nodes = problem.partition("the nearest that works: ")[2].partition(" or ")
+    chosen: dict[str, Any] = {"engine.tensor_parallel_size": 8}
+    if way == "nodes":
+        number = int(nodes.split()[0])
+        assert plan(QWEN3_30B, number, 40 * GIB, **chosen).problems == ()
+        assert plan(QWEN3_30B, number - 1, 40 * GIB, **chosen).problems
+        return
+    for word in settings.partition(" (")[0].split():
+        key, _, text = word.partition("=")
+        chosen[key] = int(text) if text.isdecimal() else text
+    assert plan(QWEN3_30B, 1, 40 * GIB, **chosen).problems == ()
+
+
+def test_impossible_engines_are_told() -> None:
+    (problem, *_) = plan(QWEN_7B, 1, **{"engine.tensor_parallel_size": 16}).problems
+    assert "over several nodes is not supported" in problem
+    (problem, *_) = plan(QWEN_7B, 1, **{"engine.tensor_parallel_size": 8}).problems
+    assert "engine.tensor_parallel_size=8" in problem and "28 heads" in problem
+    host = make_plan(
+        ModelShape.of_config(QWEN_7B),
+        resolve([], {"num_nodes": 1, "trainer.offload": "optimizer"}),
+        Cluster(1, 8, 80 * GIB, host_bytes=32 * GIB),
+    )
+    assert "needs 56.7 GiB of each node's memory, there are 32.0 GiB" in host.problems[0]
+
+
+def test_the_command_plans_for_a_cluster_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    there = ["plan", "--model", str(tmp_path), "--accelerators", "8", "--accelerator-memory-gb", "80"]
+    assert main([*there, "--nodes", "3", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["parameters"], told["world"], told["replicas"]) == (4_022_468_096, 24, 8)
+    assert (
+        main([*there, "--nodes", "1", "trainer.shard=none", "trainer.max_tokens_per_micro_batch=65536"]) == 2
+    )
+    output = capsys.readouterr()
+    assert "8 processes, shard=none: a copy on each" in output.out
+    assert (
+        output.err.startswith("fsbarrier: error: trainer.shard=none: the update needs ")
+        and output.err.count("\n") == 1
+    )

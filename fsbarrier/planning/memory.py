@@ -96,14 +96,16 @@ def activation_bytes(shape: ModelShape, tokens: int, element: int, *, checkpoint
     return shape.layers * tokens * shape.hidden * element + layer
 
 
-def choose_shard(load: UpdateLoad, *, nodes: int, per_node: int, available: int) -> Shard:
-    """What `trainer.shard=auto` means: the least sharding with which an update fits into `available` bytes a process.
+def choose_shard(load: UpdateLoad, *, nodes: int, per_node: int, available: int, host: int = 0) -> Shard:
+    """What `trainer.shard=auto` means: the least sharding with which an update fits into `available` bytes a process, and what it
+    offloads into `host` bytes of a node (0: not looked at).
 
     Whatever shards less sends less over the network. `per_node`: processes a node. Where nothing fits it is the way that needs
     least, "all". All processes must choose from the same numbers: the least memory of any, not each one's own.
     """
     for shard in ways(nodes, per_node):
-        if replace(load, shards=shards_of(shard, nodes, per_node)).total <= available:
+        sharded = replace(load, shards=shards_of(shard, nodes, per_node))
+        if sharded.total <= available and (not host or sharded.on_host * per_node <= host):
             return shard
     return ways(nodes, per_node)[-1]
 

@@ -24,13 +24,15 @@ _TIED = ("gemma", "gemma2", "gemma3", "gemma3_text")
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder's sizes. `attention` and `key_value`: the widths of all query heads, and of all key (or value) heads.
+    """A decoder's sizes. `attention` and `key_value`: the widths of all `heads`, and of all `key_value_heads`.
 
     `feed_forward`: the width that one token passes through, of all its experts together. `block`: the parameters of one layer.
     """
 
     layers: int
     hidden: int
+    heads: int
+    key_value_heads: int
     attention: int
     key_value: int
     feed_forward: int
@@ -60,7 +62,8 @@ class ModelShape:
         heads = number(text, "num_attention_heads", max(1, hidden // 128))
         width = number(text, "head_dim", max(1, hidden // heads))
         attention = heads * width
-        key_value = number(text, "num_key_value_heads", heads) * width
+        key_value_heads = number(text, "num_key_value_heads", heads)
+        key_value = key_value_heads * width
         feed_forward, feed_forward_parameters = _feed_forward(text, hidden)
         block = 2 * hidden * (attention + key_value) + feed_forward_parameters
         block += hidden * (4 if kind in _FOUR_NORMS else 2)
@@ -72,7 +75,19 @@ class ModelShape:
         said = config.get("tie_word_embeddings", text.get("tie_word_embeddings", kind in _TIED))
         tied = bool(said)
         parameters = layers * block + hidden + (1 if tied else 2) * vocabulary * hidden
-        return cls(layers, hidden, attention, key_value, feed_forward, vocabulary, block, tied, parameters)
+        return cls(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            key_value_heads=key_value_heads,
+            attention=attention,
+            key_value=key_value,
+            feed_forward=feed_forward,
+            vocabulary=vocabulary,
+            block=block,
+            tied=tied,
+            parameters=parameters,
+        )
 
     @classmethod
     def of_folder(cls, folder: Path) -> Self:

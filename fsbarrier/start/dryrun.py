@@ -15,6 +15,9 @@ from fsbarrier.engine.command import Plan, argv
 from fsbarrier.engine.placement import replicas
 from fsbarrier.host import accelerators
 from fsbarrier.loader import load_program
+from fsbarrier.planning import plan_text
+from fsbarrier.planning.cluster_plan import make_plan
+from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.program import (
     Command,
     Context,
@@ -32,6 +35,7 @@ from fsbarrier.protocol.facts import Join, Member, Payload
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import flatten
+from fsbarrier.start.machines import planned
 
 PORT = "PORT"
 
@@ -53,6 +57,8 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
             )
         )
         return 0
+    for line in planned_lines(record, settings):
+        print(f"# {line}")
     print(f"# settings (digest {record.settings_digest[:12]})")
     for key, value in flatten(settings.as_json(), ()).items():
         print(f"{key} = {json.dumps(value)}")
@@ -64,6 +70,15 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
             if rank == node_rank:
                 print(f"{index:2d} {name:<18} {command}")
     return 0
+
+
+def planned_lines(record: RunRecord, settings: Settings) -> list[str]:
+    """What the run comes to on nodes like this one, and why it cannot be; nothing of a run without a model, or before it is made."""
+    folder = Path(record.model) if record.model else None
+    if folder is None or not folder.is_dir() or not settings.manages_engine:
+        return []
+    plan = make_plan(ModelShape.of_folder(folder), settings, planned(settings))
+    return [*plan_text.lines(plan), *plan.problems]
 
 
 def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, str, str]]:

@@ -1,0 +1,82 @@
+"""`fsbarrier plan`: what settings come to on machines, also on those that are not there, before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from fsbarrier.commands import flags
+from fsbarrier.errors import UsageError
+from fsbarrier.settings.sources import ChosenValue
+
+SUMMARY = (
+    "Work out what a run comes to: engines, shards, micro-batches, memory by part, bytes a checkpoint. Exit code 2, with the numbers "
+    "and the nearest that works, where it cannot be."
+)
+EXAMPLE = "fsbarrier plan --model /models/qwen-72b --nodes 32 --accelerators 8 --accelerator-memory-gb 80 engine.tensor_parallel_size=4"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="M", required=True, help="a model folder; its config.json is enough"
+    )
+    parser.add_argument("--nodes", metavar="N", type=flags.whole_number, help="nodes (default: num_nodes)")
+    parser.add_argument(
+        "--accelerators",
+        metavar="N",
+        type=flags.whole_number,
+        help="of each node; 0: CPUs (default: those here)",
+    )
+    parser.add_argument(
+        "--accelerator-memory-gb",
+        metavar="G",
+        type=float,
+        help="of each accelerator (default: of those here)",
+    )
+    parser.add_argument(
+        "--host-memory-gb", metavar="G", type=float, help="of each node (default: not looked at)"
+    )
+    parser.add_argument("--config", metavar="FILE.toml", help="settings from a file; key=value win over it")
+    parser.add_argument("--json", action="store_true", help="all figures as JSON, sizes in bytes")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="any setting: trainer.shard=all")
+
+
+def main(args: argparse.Namespace) -> int:
+    from fsbarrier.planning import plan_text
+    from fsbarrier.planning.cluster_plan import make_plan
+    from fsbarrier.planning.model_shape import ModelShape
+    from fsbarrier.settings.resolve import known_names, resolve
+    from fsbarrier.settings.sources import from_file, from_words
+    from fsbarrier.start import preflight
+    from fsbarrier.start.machines import planned
+    from fsbarrier.start.model_folder import find_model
+
+    known = known_names()
+    chosen = [
+        *(from_file(Path(args.config), known) if args.config else ()),
+        *from_words(args.settings, known),
+    ]
+    if args.nodes is not None:
+        chosen.append(ChosenValue("num_nodes", args.nodes, "--nodes"))
+    settings = resolve(chosen)
+    folder = preflight.absolute(args.model)
+    if not folder.is_dir():
+        folder = find_model(args.model, None, os.environ)
+    cluster = planned(
+        settings,
+        accelerators=args.accelerators,
+        memory_gb=args.accelerator_memory_gb,
+        host_gb=args.host_memory_gb,
+    )
+    plan = make_plan(ModelShape.of_folder(folder), settings, cluster)
+    if args.json:
+        print(json.dumps(plan_text.as_json(plan)))
+    else:
+        print("\n".join(plan_text.lines(plan)))
+    sys.stdout.flush()
+    if plan.problems:
+        raise UsageError("; ".join(plan.problems))
+    return 0

@@ -1,0 +1,63 @@
+"""A plan as people read it, and as programs do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from fsbarrier.planning.cluster_plan import Plan
+from fsbarrier.planning.memory import GIB
+
+
+def lines(plan: Plan) -> list[str]:
+    """The figures by topic."""
+    cluster = plan.cluster
+    machines = f"{plan.parameters / 1e9:.2f} billion parameters on {_count(cluster.nodes, 'node')}"
+    if cluster.accelerators:
+        machines += f" of {_count(cluster.accelerators, 'accelerator')} with {_size(cluster.memory_bytes)}"
+    each = "each accelerator" if cluster.accelerators else "each process"
+    said = [
+        machines,
+        f"rollouts      {_count(plan.replicas, 'engine')} a node; {plan.groups_in_flight:,} groups, "
+        f"{plan.sequences_in_flight:,} sequences in flight at most",
+    ]
+    if plan.engine:
+        said.append(
+            f"  {each}: {_parts(plan.engine)}; the cache holds {plan.cache_tokens:,} tokens an engine"
+        )
+    sharded = (
+        "a copy on each" if plan.shards == 1 else f"{_count(plan.copies, 'copy')}, each over {plan.shards}"
+    )
+    said += [
+        f"update        {_count(plan.world, 'process')}, shard={plan.shard}: {sharded}",
+        f"  {plan.trajectories:,} trajectories, {_count(plan.optimizer_steps, 'step')} of {plan.minibatch:,}; a process takes "
+        f"{_count(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_tokens:,} tokens a step, {plan.update_tokens:,} tokens an "
+        "update, at most",
+        f"  {each}: {_parts(plan.update)}; {_size(plan.update_bytes)} of {_size(plan.available)}",
+        f"checkpoint    model {_size(plan.model_bytes)}, trainer state {_size(plan.trainer_state_bytes)}; "
+        f"{_size(plan.kept_bytes)} on disk with those that are kept",
+    ]
+    if plan.host:
+        said.append(f"host memory   {_size(plan.host)} of each node")
+    return said
+
+
+def as_json(plan: Plan) -> dict[str, object]:
+    """Every figure by its name, in bytes."""
+    return {**asdict(plan), "copies": plan.copies, "update_bytes": plan.update_bytes}
+
+
+def _parts(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_size(amount)}" for name, amount in parts.items() if amount)
+
+
+def _size(amount: int) -> str:
+    return f"{amount / GIB:.1f} GiB" if amount >= GIB // 10 else f"{amount / (1 << 20):.1f} MiB"
+
+
+def _count(number: int, noun: str) -> str:
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith(("s", "ch")):
+        return f"{number:,} {noun}es"
+    return f"{number:,} {noun[:-1]}ies" if noun.endswith("py") else f"{number:,} {noun}s"

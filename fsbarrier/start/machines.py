@@ -1,0 +1,35 @@
+"""The machines that a plan is made for: those named, and for the rest this one."""
+
+from __future__ import annotations
+
+import os
+
+from fsbarrier.errors import UsageError
+from fsbarrier.host import accelerators as devices
+from fsbarrier.planning.cluster_plan import Cluster
+from fsbarrier.settings.sections import Settings
+
+GB = 10**9
+
+
+def planned(
+    settings: Settings,
+    *,
+    accelerators: int | None = None,
+    memory_gb: float | None = None,
+    host_gb: float | None = None,
+) -> Cluster:
+    """`settings.num_nodes` nodes with as much as is said; what is not said is as on this machine. Raises UsageError."""
+    here = devices.detect()
+    count = len(here) if accelerators is None else accelerators
+    if memory_gb is not None:
+        memory = int(memory_gb * GB)
+    elif not count:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        memory = min((device.memory_total_bytes for device in here), default=0)
+    if memory <= 0:
+        raise UsageError(
+            "--accelerator-memory-gb: how much memory has an accelerator? There is none here whose driver says so"
+        )
+    return Cluster(settings.num_nodes, count, memory, int((host_gb or 0) * GB))
