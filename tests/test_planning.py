@@ -115,7 +115,9 @@ def test_an_update_takes_what_training_in_mixed_precision_takes() -> None:
     assert parts["logits"] == 2048 * 152064 * 8
     sharded = load(QWEN_7B, shards=8).parts
     assert sharded["weights"] + sharded["gradients"] + sharded["moments"] == 2 * count
-    assert sharded["gathered"] < parts["gathered"] == 2 * count
+    # Two units in bfloat16, and the gradient of one in both types.
+    assert sharded["gathered"] == parts["gathered"] == 10 * 152064 * 3584
+    assert load(QWEN_7B, element=4).parts["gathered"] == 0
     # 64 of the 80 GB that one answer of 16,384 tokens would take without it.
     whole = load(QWEN_7B, checkpointing=False).parts["activations"]
     assert parts["activations"] * 10 < whole

@@ -139,18 +139,8 @@ def update_load(shape: ModelShape, settings: Settings, cluster: Cluster) -> tupl
     """How the update is sharded, and what one process of it takes then."""
     trainer, on_cpu = settings.trainer, not cluster.accelerators
     dtype = trainer.dtype if trainer.dtype != "auto" else "float32" if on_cpu else "bfloat16"
-    tokens = max(settings.engine.max_model_len, trainer.max_tokens_per_micro_batch)
-    checkpointing = trainer.gradient_checkpointing
-    load = UpdateLoad(
-        shape,
-        shards=1,
-        element=EXACT if dtype == "float32" else 2,
-        tokens=tokens,
-        logits=min(tokens, (trainer.max_logits_mb << 20) // (2 * EXACT * shape.vocabulary)),
-        trained=shape.parameters,
-        checkpointing=not on_cpu if checkpointing is None else checkpointing,
-        offload=trainer.offload,
-    )
+    element = EXACT if dtype == "float32" else 2
+    load = UpdateLoad.whole(shape, settings, element=element, accelerated=not on_cpu)
     per_node, chosen = processes_per_node(trainer, cluster), trainer.shard
     if chosen == "auto":
         available = _available(cluster, per_node)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 from fsbarrier.planning.model_shape import ModelShape
+from fsbarrier.settings.sections import Settings
 
 Shard = Literal["none", "node", "all"]
 Offload = Literal["none", "optimizer", "all"]
@@ -44,6 +45,24 @@ class UpdateLoad:
     checkpointing: bool = False
     offload: Offload = "none"
 
+    @classmethod
+    def whole(cls, shape: ModelShape, settings: Settings, *, element: int, accelerated: bool) -> Self:
+        """Of an update with these settings where each process has a copy of its own."""
+        trainer = settings.trainer
+        # A trajectory that is longer than a micro-batch is alone in it.
+        tokens = max(settings.engine.max_model_len, trainer.max_tokens_per_micro_batch)
+        checkpointing = trainer.gradient_checkpointing
+        return cls(
+            shape,
+            shards=1,
+            element=element,
+            tokens=tokens,
+            logits=min(tokens, (trainer.max_logits_mb << 20) // (LOGITS_COPIES * EXACT * shape.vocabulary)),
+            trained=shape.parameters,
+            checkpointing=accelerated if checkpointing is None else checkpointing,
+            offload=trainer.offload,
+        )
+
     @property
     def parts(self) -> Mapping[str, int]:
         """Bytes on the accelerator, by part."""
@@ -54,12 +73,10 @@ class UpdateLoad:
             shape.parameters * base + (shape.parameters > self.trained) * self.trained * EXACT
         ) // shards
         unit = shape.largest_unit
-        if shards > 1:
-            gathered = unit * (UNITS_AHEAD * self.element)
-            gathered += unit * (self.element + EXACT) if self.trained == shape.parameters else 0
-        else:
-            # Mixed precision keeps a copy of every weight in the type it computes in until the backward pass has used it.
-            gathered = shape.parameters * self.element if self.element < base else 0
+        # A copy that is whole in the type it computes in is not gathered.
+        gathered = UNITS_AHEAD * unit * self.element if shards > 1 or self.element < base else 0
+        if gathered and self.trained == shape.parameters:
+            gathered += unit * (self.element + EXACT)
         gradients, moments = self.trained * EXACT // shards, 2 * self.trained * EXACT // shards
         return {
             "weights": 0 if self.offload == "all" else sharded,

@@ -6,6 +6,7 @@ They talk over gloo on CPUs and over NCCL on accelerators; there gloo stays at h
 from __future__ import annotations
 
 import os
+import resource
 from datetime import timedelta
 
 import torch
@@ -82,6 +83,15 @@ class Processes:
     def wait_for_all(self) -> None:
         """Until every process is here. Not dist.barrier(), which on accelerators has to guess the device."""
         self.sum(torch.zeros(1, device=self.device)).item()
+
+    def peak_memory_bytes(self) -> int:
+        """The most that any process has taken so far, of its accelerator's memory or of the host's."""
+        if self.device.type == "cuda":
+            here = torch.cuda.max_memory_allocated(self.device)
+        else:
+            # Linux counts it in KiB.
+            here = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        return int(self.gather(torch.tensor([here], device=self.device)).max())
 
     def memory_bytes(self) -> int:
         """What one process may take at most: its accelerator's memory, or its part of the host's. The least of any process."""

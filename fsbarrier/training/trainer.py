@@ -87,18 +87,6 @@ def trained(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def update_load(model_folder: Path, settings: Settings, processes: Processes) -> UpdateLoad:
     """What one process of this update takes of its memory, were it not sharded. Raises UsageError for an unknown kind of model."""
-    shape, trainer = ModelShape.of_folder(model_folder), settings.trainer
-    tokens = max(settings.engine.max_model_len, trainer.max_tokens_per_micro_batch)
-    checkpointing = trainer.gradient_checkpointing
-    if checkpointing is None:
-        checkpointing = processes.device.type != "cpu"
-    return UpdateLoad(
-        shape,
-        shards=1,
-        element=processes.dtype.itemsize,
-        tokens=tokens,
-        logits=min(tokens, (trainer.max_logits_mb << 20) // (8 * shape.vocabulary)),
-        trained=shape.parameters,
-        checkpointing=checkpointing,
-        offload=trainer.offload,
-    )
+    accelerated = processes.device.type != "cpu"
+    shape = ModelShape.of_folder(model_folder)
+    return UpdateLoad.whole(shape, settings, element=processes.dtype.itemsize, accelerated=accelerated)

@@ -9,19 +9,20 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
 import torch
 
-from fsbarrier.errors import FsbarrierError
+from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.failures import explained, tell_torchrun
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes
-from fsbarrier.training.trainer import Trainer
+from fsbarrier.training.trainer import Trainer, update_load
 
 NO_SIGNAL = "no group had a signal to learn from: the weights are unchanged"
 
@@ -80,6 +81,7 @@ def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str
     if processes.is_main:
         progress.show(steps, steps, "steps", last=True, note="saving")
     trainer.save(Path(spec["out"]), model_folder=model_folder, policy_version=spec["new_policy_version"])
+    peak = processes.peak_memory_bytes()
     if not processes.speaks_for_its_node:
         return None
     return {
@@ -88,9 +90,21 @@ def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str
         **metrics(totals, batch, settings),
         "seconds": round(time.monotonic() - started, 3),
         "device": str(processes.device),
+        # Of one process, as fsbarrier/planning/ has it and as it was: the host's memory on a CPU.
+        "memory_estimate_gb": estimated_memory_gb(model_folder, settings, trainer),
+        "memory_peak_gb": round(peak / 1e9, 3),
         "distributed": trainer.layout.words(processes),
         "note": "" if batch.steps else NO_SIGNAL,
     }
+
+
+def estimated_memory_gb(model_folder: Path, settings: Settings, trainer: Trainer) -> float | None:
+    """What the plan has for one process; None for a model whose sizes it does not know."""
+    try:
+        load = update_load(model_folder, settings, trainer.processes)
+    except UsageError:
+        return None
+    return round(replace(load, shards=trainer.layout.shards).total / 1e9, 3)
 
 
 def metrics(totals: Sums, batch: TrainingBatch, settings: Settings) -> dict[str, object]:
