@@ -11,12 +11,11 @@ import errno
 import hashlib
 import os
 import secrets
-import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from fsbarrier.retry import FAILING, until_seen
+from fsbarrier.retry import FAILING, retry, until_seen
 
 _modes = {"file": 0o600, "dir": 0o700}
 
@@ -233,20 +232,26 @@ def sha256_file(path: Path, between_reads: Callable[[], None] = lambda: None) ->
     """The SHA-256 of a file's content in hexadecimal. Raises OSError, and what `between_reads` raises: so a long check can be ended."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
     with path.open("rb", buffering=0) as stream:
-        while size := stream.readinto(buffer):
+        while size := retry(lambda: stream.readinto(buffer), errnos=FAILING):
             digest.update(buffer[:size])
             between_reads()
     return digest.hexdigest()
 
 
-def link_or_copy(source: Path, target: Path, last_look: Callable[[], None] = lambda: None) -> None:
+def link_or_copy(
+    source: Path,
+    target: Path,
+    last_look: Callable[[], None] = lambda: None,
+    between_reads: Callable[[], None] = lambda: None,
+) -> None:
     """Give `source` a second name, replacing what is there in one step; a copy where the filesystem has no hard links.
 
-    `last_look` is called directly before that step (a copy takes long) and may refuse it by raising. Raises OSError, and what it raises.
+    `last_look` is called directly before that step, `between_reads` all the while that a copy takes; both may refuse to go on by
+    raising. Raises OSError, and what they raise.
     """
     temporary = temporary_beside(target)
     try:
-        _link_or_copy(source, temporary)
+        _link_or_copy(source, temporary, between_reads)
         last_look()
         rename(temporary, target)
     finally:
@@ -256,7 +261,7 @@ def link_or_copy(source: Path, target: Path, last_look: Callable[[], None] = lam
     fsync_dir(target.parent)
 
 
-def _link_or_copy(source: Path, temporary: Path) -> None:
+def _link_or_copy(source: Path, temporary: Path, between_reads: Callable[[], None]) -> None:
     try:
         os.link(source, temporary)
         return
@@ -265,4 +270,6 @@ def _link_or_copy(source: Path, temporary: Path) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
     with source.open("rb") as stream, open(open_new(temporary), "wb") as copy:
-        shutil.copyfileobj(stream, copy, READ_BYTES)
+        while piece := stream.read(READ_BYTES):
+            copy.write(piece)
+            between_reads()

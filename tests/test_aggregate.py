@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import functools
 import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -64,6 +67,25 @@ def damage(path: Path, task: int, *, body: bool = False) -> None:
     content = bytearray(path.read_bytes())
     content[entry.body_offset + 5 if body else entry.storages[0].data_offset] ^= 4
     path.write_bytes(content)
+
+
+def test_a_read_that_fails_for_a_moment_is_tried_again(
+    tmp_path: Path, three: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ESTALE on one read in five: the merge is the same, and no attempt of a phase is used up."""
+    merge(three, tmp_path / "calm", range(9))
+    dice = random.Random(1)
+
+    def failing(real: Any, *arguments: Any) -> Any:
+        if dice.random() < 0.2:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(*arguments)
+
+    for name in ("pread", "preadv"):
+        monkeypatch.setattr(os, name, functools.partial(failing, getattr(os, name)))
+    merge(three, tmp_path / "troubled", range(9))
+    monkeypatch.undo()
+    assert load(tmp_path / "calm")["trajectories"] == load(tmp_path / "troubled")["trajectories"]
 
 
 def test_three_parts_merge_into_their_concatenation(tmp_path: Path, three: list[Path]) -> None:

@@ -148,7 +148,7 @@ def said(rank: int, **changes: Any) -> dict[str, Any]:
         "accelerators": "",
     }
     return {
-        "races": {kind: {"won": won, "errors": {}, "names": names} for kind in ("link", "create")},
+        "races": {"won": won, "errors": {}, "names": names, "links": True},
         "reading": {"reads": 100, "torn": 0, "missing": 0, "backwards": 0},
         "lags": {kind: dict(quick) for kind in CHANNELS},
         "clock": (0.001, 0.0005),
@@ -176,29 +176,29 @@ def test_two_healthy_nodes_are_fit() -> None:
 
 def test_two_winners_of_one_round_are_refused() -> None:
     races = said(1)["races"]
-    races["link"]["won"] = [*races["link"]["won"], 0]
-    check = concluded(said(0), said(1, races=races))["hard-link races"]
+    races["won"] = [*races["won"], 0]
+    check = concluded(said(0), said(1, races=races))["exclusive-create races"]
     assert check.level == "refused" and "1 of" in check.finding
 
 
 def test_a_winner_whose_record_is_not_there_is_refused() -> None:
     """One winner each by what the calls said, and still two decisions to be read: the liar is found by its content."""
     races = said(1)["races"]
-    races["create"]["names"] = ["node-1"] * ROUNDS
+    races["names"] = ["node-1"] * ROUNDS
     assert concluded(said(0), said(1, races=races))["exclusive-create races"].level == "refused"
 
 
 def test_without_hard_links_the_exclusive_create_must_do() -> None:
-    def without(rank: int, *kinds: str) -> dict[str, Any]:
-        races = said(rank)["races"]
-        for kind in kinds:
-            races[kind] = {"won": [], "errors": {"EOPNOTSUPP": ROUNDS}, "names": [""] * ROUNDS}
+    def without(rank: int, errors: int = 0) -> dict[str, Any]:
+        races = {**said(rank)["races"], "links": False}
+        if errors:
+            races |= {"won": [], "errors": {"ENOSYS": errors}, "names": [""] * ROUNDS}
         return said(rank, races=races)
 
-    checks = concluded(without(0, "link"), without(1, "link"))
-    assert checks["hard-link races"].level == "note" and checks["exclusive-create races"].level == "ok"
-    checks = concluded(without(0, "link", "create"), without(1, "link", "create"))
-    assert checks["hard-link races"].level == checks["exclusive-create races"].level == "refused"
+    checks = concluded(without(0), without(1))
+    assert checks["hard links"].level == "note" and checks["exclusive-create races"].level == "ok"
+    checks = concluded(without(0, ROUNDS), without(1, ROUNDS))
+    assert checks["exclusive-create races"].level == "refused"
 
 
 def late(kind: str, most: float, *, unfinished: bool = False) -> dict[str, Any]:

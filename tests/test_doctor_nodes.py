@@ -103,7 +103,7 @@ def test_three_nodes_in_any_order_give_one_answer(doctors: Doctors) -> None:
     assert found["fit"] and "3 nodes" in found["proven"]
     assert [node["node_rank"] for node in found["nodes"]] == [0, 1, 2]
     levels = {check["name"]: check["level"] for check in found["checks"]}
-    assert levels["hard-link races"] == levels["exclusive-create races"] == levels["ports"] == "ok"
+    assert levels["exclusive-create races"] == levels["ports"] == "ok"
     assert levels["hosts"] == "note", "one host is not several"
     for lags in (found["measured"][rank]["lags"] for rank in "012"):
         assert set(lags) == {"content", "listing", "absent"} and not any(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,26 @@ def test_an_older_generation_publishes_nothing(place: Workplace, tmp_path: Path)
     assert (tmp_path / "public").read_text() == "new"
 
 
+def test_a_directory_that_hangs_makes_the_node_unfit(place: Workplace, tmp_path: Path) -> None:
+    """Its thread is stuck in a read that nothing ends: after the stall time-out the node ends, whatever other nodes do."""
+    publish = policy(tmp_path)
+    manifest = publish.folder / checkpoints.MANIFEST
+    content = manifest.read_bytes()
+    manifest.unlink()
+    os.mkfifo(manifest)
+    place.stall_timeout_s = 0.2
+    runner, woken = jobs(place, lambda context: publish)
+    runner.launch(NODE, Part.EACH)
+    pause, end = threading.Event(), time.monotonic() + 60
+    while runner.unfit is None and time.monotonic() < end:
+        assert runner.report() is None
+        pause.wait(0.01)
+    assert runner.unfit is not None and runner.unfit.exit_code == 3
+    assert re.search(r"publishing policy-000001.g0001: no progress for 0.2 s .* hang\?", str(runner.unfit))
+    manifest.write_bytes(content)
+    assert woken.wait(60) and runner.report() is not None, "what goes on after all is reported as ever"
+
+
 def policy(tmp_path: Path) -> PublishWeights:
     folder = tmp_path / "checkpoints" / "policy-000001.g0001"
     (folder / "model").mkdir(parents=True)
@@ -193,7 +214,7 @@ def test_the_last_look_is_directly_before_each_public_step(
         monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "none here")))
         (tmp_path / "merged").write_text("new")
         work = PublishFile(tmp_path / "merged", tmp_path / "public")
-        goes_on_without_us(shutil, "copyfile")
+        goes_on_without_us(files, "open_new")
     elif step == "retain":
         goes_on_without_us(checkpoints, "publish_link")
         monkeypatch.setattr(checkpoints, "retain", lambda *_: pytest.fail("deleted all the same"))

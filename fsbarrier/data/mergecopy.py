@@ -14,6 +14,7 @@ from fsbarrier.data.mergeplan import GroupPlace
 from fsbarrier.data.shardscan import reading
 from fsbarrier.data.torchpickle import FormatError
 from fsbarrier.data.torchzip import read_at, write_at
+from fsbarrier.retry import FAILING, retry
 
 #: Bytes that a thread reads, checks and writes at once: large for a disk, small enough to stay in a processor cache.
 BUFFER = 512 << 10
@@ -147,7 +148,7 @@ def _copy_large(fd: int, target_fd: int, piece: Piece, buffer: memoryview, bad: 
 
 def _fill(fd: int, offset: int, view: memoryview) -> bool:
     """Read exactly `view`; False where the file ends before."""
-    got = os.preadv(fd, [view], offset)
+    got = retry(lambda: os.preadv(fd, [view], offset), errnos=FAILING)
     if got == len(view):
         return True
     try:

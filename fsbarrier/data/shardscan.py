@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsbarrier.data.torchpickle import FormatError
-from fsbarrier.data.torchzip import HEADER_MAX, ROOT, Entry, parse_header, read_at, read_directory
+from fsbarrier.data.torchzip import HEADER_MAX, ROOT, Entry, parse_header, pread, read_at, read_directory
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.retry import FAILING, retry
 
 SHARD_JSON = ROOT + "shard.json"
 MERGE_JSON = ROOT + "merge.json"
@@ -111,7 +112,7 @@ def mean_reward(groups: Iterator[GroupEntry] | tuple[GroupEntry, ...] | list[Gro
 def reading(path: Path) -> Iterator[int]:
     """A descriptor of `path`; what goes wrong inside names the file. Raises StoreError, FormatError."""
     try:
-        fd = _open(path)
+        fd = retry(lambda: _open(path), errnos=FAILING)
         try:
             yield fd
         finally:
@@ -165,7 +166,7 @@ def scan_shard(path: Path, limit_bytes: int | None = None, *, verify: bool = Tru
 
 def _is_torn_start(fd: int, size: int) -> bool:
     """Whether a writer was killed, or its machine lost power, before the first entry was whole."""
-    start = os.pread(fd, HEADER_MAX, 0)[:size]
+    start = pread(fd, HEADER_MAX, 0)[:size]
     if not any(start):
         return True
     if not b"PK\3\4".startswith(start[:4]) or not SHARD_JSON.encode().startswith(
@@ -303,7 +304,7 @@ def read_group(fd: int, entry: Entry, storages: tuple[Entry, ...]) -> GroupEntry
 
 def _first_name(fd: int, size: int) -> str:
     """The name of the first entry. Raises NotOurs where it is not written as all of ours are, OSError."""
-    start = os.pread(fd, HEADER_MAX, 0)[:size]
+    start = pread(fd, HEADER_MAX, 0)[:size]
     try:
         return parse_header(start, 0).name
     except FormatError:

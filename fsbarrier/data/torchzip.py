@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from fsbarrier.data.torchpickle import ALIGNMENT, FormatError
+from fsbarrier.retry import FAILING, retry
 
 ROOT = "archive/"
 #: bytes; a longer header is none of ours
@@ -206,17 +207,25 @@ def _checked_entry(fd: int, info: zipfile.ZipInfo) -> Entry:
     return Entry(name, info.header_offset, header_size, info.file_size, info.CRC)
 
 
+def pread(fd: int, count: int, offset: int) -> bytes:
+    """As `os.pread`; while the filesystem fails for a moment it is tried again. Raises OSError."""
+    try:
+        return os.pread(fd, count, offset)
+    except OSError:
+        return retry(lambda: os.pread(fd, count, offset), errnos=FAILING)
+
+
 def read_at(fd: int, offset: int, count: int) -> bytes:
     """Exactly `count` bytes from `offset`. Raises FormatError where the file ends before, OSError."""
     if offset < 0 or offset > 2**62:
         raise FormatError(f"it points to byte {offset}")
-    data = os.pread(fd, count, offset)
+    data = pread(fd, count, offset)
     if len(data) == count:
         return data
     pieces = [data]
     missing = count - len(data)
     while missing and pieces[-1]:
-        pieces.append(os.pread(fd, missing, offset + count - missing))
+        pieces.append(pread(fd, missing, offset + count - missing))
         missing -= len(pieces[-1])
     if missing:
         raise FormatError(f"it ends before byte {offset + count}")

@@ -70,11 +70,13 @@ def shown(seconds: float) -> str:
 
 @dataclass(slots=True)
 class Races:
-    """One node's part in the races of one kind: the rounds that it was told it won, errors by name, and what each name held in the end."""
+    """One node's part: the rounds that it was told it won, errors by name, what each name held in the end, and whether hard links
+    decided."""
 
     won: list[int] = field(default_factory=list)
     errors: dict[str, int] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
+    links: bool = True
 
 
 @dataclass(slots=True)
@@ -106,7 +108,7 @@ class NodeFindings:
 
     about: About
     checks: Sequence[Check]
-    races: Mapping[str, Races]
+    races: Races
     reading: Reading
     lags: Mapping[str, Times]
     clock: tuple[float, float] | None
@@ -119,7 +121,7 @@ class NodeFindings:
         return cls(
             About(**{**about, "mount": Mount(**about["mount"])}),
             [Check(**{**check, "level": Level(check["level"])}) for check in message["checks"]],
-            {kind: Races(**races) for kind, races in message["races"].items()},
+            Races(**message["races"]),
             Reading(**message["reading"]),
             {kind: Times(**times) for kind, times in message["lags"].items()},
             message["clock"],

@@ -135,9 +135,9 @@ def judge_races(name: str, wins: list[list[int]], who: str) -> Check:
         return Check(name, REFUSED, finding, "two nodes would both decide; use another filesystem")
     if none > len(winners) // 10:
         finding = (
-            f"{none} of {len(winners)} races of {who} had no winner: a file's identity is not stable here"
+            f"{none} of {len(winners)} races of {who} had no winner: a create fails there, or says so falsely"
         )
-        return Check(name, REFUSED, finding, "mount with stable inode numbers (use_ino, serverino)")
+        return Check(name, REFUSED, finding, NEEDED)
     if none:
         return Check(name, NOTE, f"{none} of {len(winners)} races of {who} had no winner, the others one")
     shares = ", ".join(str(sum(row)) for row in wins)

@@ -46,6 +46,8 @@ from fsbarrier.supervision.signals import ENDING, handled
 
 # Between two heartbeats of a node that joins. It beats fast, since the others wait for it.
 JOINING_BEAT_S = 0.2
+# Heartbeats that cannot be read for longer are not merely met in the moment of their replacement.
+HIDDEN_S = 1.0
 # How long the last heartbeat, and the last lines on the console, may take where a filesystem or a terminal hangs.
 LAST_WORDS_S = 1.0
 # How long a program may take to end when its node ends.
@@ -198,8 +200,11 @@ class Daemon:
 
         A node whose loop hangs must not look alive, or the others would wait for it for ever. So the beats stop once the loop has
         not looked for `suspect_s` / 2. Half, because the others count its silence only from the last beat on.
+
+        Some mounts show what was written only seconds later. If each heartbeat is replaced before it can be seen, none ever is. So a
+        node that cannot read the others' heartbeats writes its own less often: the others read through the same kind of mount.
         """
-        coordination, noted = self.settings.coordination, 0
+        coordination, noted, slowest_s = self.settings.coordination, 0, 0.0
         while True:
             last = self._ended.is_set()
             silent_s = time.monotonic() - self._looked_at
@@ -214,7 +219,10 @@ class Daemon:
             if last:
                 return
             joining = self.agent.node.stage is Stage.JOINING
-            self._ended.wait(JOINING_BEAT_S if joining else coordination.beat_s)
+            hidden_since = min(self.agent.observer.hidden_beats.values(), default=time.monotonic())
+            slowest_s = max(slowest_s, min(time.monotonic() - hidden_since, coordination.suspect_s / 2))
+            pause_s = JOINING_BEAT_S if joining else coordination.beat_s
+            self._ended.wait(pause_s if slowest_s < HIDDEN_S else max(pause_s, slowest_s))
 
     @contextmanager
     def signals(self) -> Iterator[None]:

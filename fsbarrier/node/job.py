@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -63,6 +65,24 @@ class Job:
     progress: Payload = field(default_factory=dict)
     # The file in which the program that runs now shows its progress.
     progress_file: Path | None = None
+    # What its own thread does in the shared directory; "" while a program or the engine works, which have time-outs of their own.
+    doing: str = ""
+    # When it last got on with that.
+    alive_at: float = 0.0
+
+    @contextmanager
+    def using_directory(self, doing: str) -> Iterator[None]:
+        """While this lasts, a call to the shared directory that does not come back counts as a stall."""
+        self.alive_at, self.doing = time.monotonic(), doing
+        try:
+            yield
+        finally:
+            self.doing = ""
+
+    def live_on(self) -> None:
+        """Called between two pieces of what `using_directory` covers: it got on. Raises Cancelled."""
+        self.stop_if_cancelled()
+        self.alive_at = time.monotonic()
 
     def stop_if_cancelled(self) -> None:
         if self.cancel.is_set():

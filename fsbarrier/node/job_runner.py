@@ -32,7 +32,7 @@ class JobRunner:
     make_context: Callable[[Node], Context]
     workplace: Workplace
     wake: Callable[[], None]
-    # Why no job can run on this node, whatever its program. The node ends then; a "failed" fact would blame the program.
+    # Why no job can run (or go on) on this node, whatever its program. The node ends then; a "failed" fact would blame the program.
     unfit: StoreError | None = None
     _job: Job | None = None
     _thread: threading.Thread | None = None
@@ -62,7 +62,17 @@ class JobRunner:
             raise StoreError(f"the work of this node does not end within {CANCEL_S:g} s; does {where} hang?")
 
     def report(self) -> WorkReport | None:
+        self._notice_a_stall()
         return self._report
+
+    def _notice_a_stall(self) -> None:
+        """If the shared directory holds the job's thread up, this node cannot go on: nothing ends a call that hangs in the kernel."""
+        job, stall_s = self._job, self.workplace.stall_timeout_s
+        if job is not None and job.doing and time.monotonic() - job.alive_at > stall_s:
+            where = self.workplace.log_path
+            self.unfit = StoreError(
+                f"{job.doing}: no progress for {stall_s:g} s (coordination.stall_timeout_s); does {where} hang?"
+            )
 
     def progress(self) -> Payload:
         """The progress of the job launched last, also after its end; {} while it has none."""
@@ -99,10 +109,11 @@ class JobRunner:
 
         The first two read the shared directory. While that fails they are repeated, since no program has failed yet.
         """
-        context = job.patiently(partial(self.make_context, node))
-        build = context.phase.each if part is Part.EACH else context.phase.leader
-        assert build is not None
-        work = job.patiently(partial(build, context))
+        with job.using_directory("reading what the phase needs"):
+            context = job.patiently(partial(self.make_context, node))
+            build = context.phase.each if part is Part.EACH else context.phase.leader
+            assert build is not None
+            work = job.patiently(partial(build, context))
         return carry_out(work, context, job, self.workplace)
 
 

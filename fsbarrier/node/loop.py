@@ -92,6 +92,7 @@ class NodeLoop:
     _said: Fact | None = None
     _said_at: float = float("inf")
     _suspected: set[Member] = field(default_factory=set)
+    _told_hidden: bool = False
 
     def __post_init__(self) -> None:
         self.last_generation = LastGeneration(self.observer)
@@ -134,6 +135,7 @@ class NodeLoop:
         if self.observer.ledger.looked_at != self._weighed_at:
             self._weighed_at = self.observer.ledger.looked_at
             self._note_suspects(now)
+            self._note_hidden(now)
         if now - self._said_at >= REPEAT_S:
             self._repeat(now)
         return busy
@@ -286,6 +288,16 @@ class NodeLoop:
             self.observer.hurry()
         self.store.make_dir(self.observer.row_dir(row.generation.number, row.position))
         self.record("phase_started", self.node, {})
+
+    def _note_hidden(self, now: float) -> None:
+        """Say once why nothing goes on: others beat, and this mount does not show what they write."""
+        limits = self.rules.limits
+        hidden = {rank: now - since for rank, since in self.observer.hidden_beats.items()}
+        silent = [rank for rank, hidden_s in hidden.items() if hidden_s >= limits.suspect_s]
+        if silent and not self._told_hidden:
+            self._told_hidden = True
+            fields = {"hidden": sorted(silent), "hidden_s": round(max(hidden.values()), 3)}
+            self.record("heartbeats_hidden", self.node, fields)
 
     def _note_suspects(self, now: float) -> None:
         node, ledger = self.node, self.observer.ledger

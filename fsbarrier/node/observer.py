@@ -101,6 +101,8 @@ class Observer:
     _known_joins: list[str] = field(default_factory=list)
     #: names in joins/ that are read, or that are no joins
     _learnt: set[str] = field(default_factory=set)
+    #: ranks whose heartbeats are listed and can no longer be read, and since when
+    hidden_beats: Mapping[int, float] = field(default_factory=dict)
     _stops: dict[str, StopRequest] = field(default_factory=dict)
     _members_due: float = _AT_ONCE
     _beats_due: float = _AT_ONCE
@@ -287,10 +289,12 @@ class Observer:
             spared.update(rank for rank, item in seen.items() if item.moved and rank not in unsure)
         else:
             self._looked_at_all = now
-        beats, unread = self.read_beats(spared)
+        beats, unread = self.read_beats(spared, now)
         self.ledger = self.ledger.observe(beats, now, now, self.paces.blind_s, unread, left_out)
 
-    def read_beats(self, spared: Set[int] = frozenset()) -> tuple[dict[int, Beat], set[int]]:
+    def read_beats(
+        self, spared: Set[int] = frozenset(), now: float | None = None
+    ) -> tuple[dict[int, Beat], set[int]]:
         """The heartbeat of each rank's newest start; of a `spared` rank only that of a start newer than the known one.
 
         Also gives the ranks whose newest known start could not be read. A heartbeat may name a generation or a start that this
@@ -298,6 +302,7 @@ class Observer:
         """
         beats: dict[int, Beat] = {}
         unread: set[int] = set()
+        hidden: set[int] = set()
         newest = self.newest.number if self.newest is not None else 0
 
         def known(rank: int) -> int:
@@ -308,6 +313,7 @@ class Observer:
         )
         for rank, beat in ((start.rank, beat) for start, beat in found):
             if beat is None:
+                hidden.add(rank)
                 if known(rank):
                     unread.add(rank)
                 continue
@@ -318,4 +324,6 @@ class Observer:
                 unread.add(rank)
             if beat.generation > newest and self._read_generation(beat.generation):
                 newest = beat.generation
+        if now is not None:
+            self.hidden_beats = {rank: self.hidden_beats.get(rank, now) for rank in hidden}
         return beats, unread

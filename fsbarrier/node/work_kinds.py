@@ -48,9 +48,11 @@ def carry_out(work: Work, context: Context, job: Job, workplace: Workplace) -> R
         case ProbeAddresses(addresses, port):
             return {"reached": reachable(addresses, port)}
         case PublishWeights():
-            return _publish_weights(work, context, job, workplace.log_path)
+            with job.using_directory(f"publishing {work.folder.name}"):
+                return _publish_weights(work, context, job, workplace.log_path)
         case PublishFile(source, name):
-            files.link_or_copy(source, name, partial(_refuse_if_outdated, context, job))
+            with job.using_directory(f"publishing {name.name}"):
+                files.link_or_copy(source, name, partial(_refuse_if_outdated, context, job), job.live_on)
             return {}
         case Command():
             return run_program(work, context, job, workplace)
@@ -98,7 +100,8 @@ def _check_once(model: Path, job: Job, workplace: Workplace) -> None:
     The run's first model, and a model folder of the user's own, have no manifest.
     """
     if model != workplace.checked_model and (model.parent / checkpoints.MANIFEST).exists():
-        checkpoints.verify(model.parent, f"{model.name}/", job.stop_if_cancelled)
+        with job.using_directory(f"checking {model.parent.name}"):
+            checkpoints.verify(model.parent, f"{model.name}/", job.live_on)
         workplace.checked_model = model
 
 
@@ -128,10 +131,15 @@ def _publish_weights(work: PublishWeights, context: Context, job: Job, log_path:
     }
     events = [journal_line("weights_published", value)]
     last_look()
-    checkpoints.retain(log_path, work.keep, work.folder, work.keep_every, work.best.get("best_folder"))
+    best = work.best.get("best_folder")
+    checkpoints.retain(log_path, work.keep, work.folder, work.keep_every, best, job.live_on)
     last_look()
     removed = retention.remove_old(
-        log_path, work.trained_on, batches=work.keep, trajectories=work.keep_trajectories
+        log_path,
+        work.trained_on,
+        batches=work.keep,
+        trajectories=work.keep_trajectories,
+        between=job.live_on,
     )
     if removed:
         events.append({"event": "trajectories_removed", "iterations": removed})

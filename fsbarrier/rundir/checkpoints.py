@@ -23,6 +23,7 @@ from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.retry import FAILING, retry
 from fsbarrier.rundir.hashed_file import FileDigest, digest_of
 from fsbarrier.rundir.names import POLICY_FOLDER, MadeBy
 from fsbarrier.rundir.paths import RunPaths
@@ -70,7 +71,7 @@ def commit(folder: Path, manifest: Manifest) -> Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder. Raises ProgramFailed if there is none or it cannot be read: the folder is not complete."""
     try:
-        body = json.loads((folder / MANIFEST).read_bytes())
+        body = json.loads(retry((folder / MANIFEST).read_bytes, errnos=FAILING))
         listed = {
             str(name): FileDigest(int(item["bytes"]), str(item["sha256"]))
             for name, item in body["files"].items()
@@ -101,7 +102,7 @@ def check_sizes(folder: Path) -> Manifest:
     for name, digest in manifest.files.items():
         path = folder / name
         with _reading(path):
-            size = path.stat().st_size
+            size = retry(path.stat, errnos=FAILING).st_size
         if size != digest.size:
             raise ProgramFailed(f"{path} has {size} bytes; {MANIFEST} says {digest.size}")
     return manifest
@@ -218,10 +219,18 @@ def _copied_from(served: Path) -> str:
     return (served / COPIED_FROM).read_text()
 
 
-def retain(log_path: Path, keep: int, current: Path, every: int = 0, best: str | None = None) -> list[Path]:
+def retain(
+    log_path: Path,
+    keep: int,
+    current: Path,
+    every: int = 0,
+    best: str | None = None,
+    between: Callable[[], None] = lambda: None,
+) -> list[Path]:
     """Remove all but the newest `keep` policy versions (0: keep all), every `every`-th (0: none) and the folder named `best`.
 
-    Never `current` or the one before it, which a node may still be loading. Gives what was removed.
+    Never `current` or the one before it, which a node may still be loading. Gives what was removed. `between` is called before each
+    removal, and may end it all by raising.
     """
     if keep <= 0:
         return []
@@ -232,6 +241,7 @@ def retain(log_path: Path, keep: int, current: Path, every: int = 0, best: str |
     for version, folder in folders:
         wanted = version in spared or folder.name == best or (every and version % every == 0)
         if not wanted and version < _version(current):
+            between()
             with contextlib.suppress(OSError):
                 # Remove the manifest first, so that a half-removed folder does not look complete.
                 (folder / MANIFEST).unlink(missing_ok=True)

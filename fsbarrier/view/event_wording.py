@@ -87,6 +87,15 @@ def _suspect(event: Event) -> str:
     return f"{name} is silent{f' for {silent_s:.0f} s' if silent_s is not None else ''}"
 
 
+def _hidden(event: Event) -> str:
+    ranks, hidden_s = ", ".join(event.lines("hidden")), event.number("hidden_s")
+    since = f" for {hidden_s:.0f} s" if hidden_s is not None else ""
+    return (
+        f"the heartbeats of nodes {ranks or '?'} are listed and cannot be read{since}: this mount shows late what others write; "
+        "fsbarrier doctor --num-nodes N tells how late"
+    )
+
+
 def _lost(event: Event) -> str:
     each = [
         f"node {node.node_rank} ({node.host or '?'}) is lost: {node.why or 'no news'}"
@@ -190,6 +199,7 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "left_generation": _left,
     "node_suspected": _suspect,
     "node_recovered": _suspect,
+    "heartbeats_hidden": _hidden,
     "node_lost": _lost,
     "work_failed": _failed,
     "shares_fixed": lambda event: f"nodes do not take over from each other: {event.text('why') or '?'}",
