@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from core_builders import FIRST, LIMITS, NOW, generation, heard, seen, started
 
+from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.codec import encode
-from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position, StopRequest, Verdict
+from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Payload, Position, StopRequest, Verdict
 from fsbarrier.protocol.membership import (
     JOINING,
     Ledger,
@@ -22,7 +24,7 @@ from fsbarrier.protocol.membership import (
     silence,
     silent_members,
 )
-from fsbarrier.protocol.state import Node
+from fsbarrier.protocol.state import Node, Rules
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.stop_requests import request_stop
@@ -429,6 +431,35 @@ def test_a_stop_holds_for_the_starts_that_were_there(tmp_path: Path) -> None:
     assert seen(0)[0] == seen(1)[0] == ours, "node 1 rejoined as its fifth incarnation"
     ask(4, (Member(0, 2),))
     assert seen(0)[0] == ours, "its author's listing was behind"
+
+
+def test_heartbeats_that_are_listed_and_cannot_be_read_are_told_of(tmp_path: Path) -> None:
+    """A mount shows late what others write: nothing goes on, and the user must learn why."""
+    paths, store, told = RunPaths(tmp_path), PosixStore(), list[tuple[str, Payload]]()
+    observer = Observer(store, paths, PING)
+    rules = Rules(PING, 2, limits=Limits(suspect_s=6.0, join_timeout_s=100.0))
+    here = Join(0, 0, "a", 1, "boot")
+    agent = NodeLoop(
+        store,
+        observer,
+        rules,
+        cast(Any, None),
+        here,
+        lambda event, node, fields: told.append((event, fields)),
+    )
+    observer.prepare()
+    agent.start(0.0)
+    store.put(paths.join(1, 1), Join(1, 1, "b", 1, "boot"))
+    paths.beat(1, 1).write_bytes(b"")
+    for now in (1.0, 3.0, 6.9):
+        agent.tick(now)
+    assert observer.hidden_beats == {1: 1.0} and [event for event, _ in told] == ["node_joined"]
+    for now in (7.1, 9.0):
+        agent.tick(now)
+    assert told[1:] == [("heartbeats_hidden", {"hidden": [1], "hidden_s": 6.1})], "once"
+    store.put(paths.beat(1, 1), Beat(1, 1, 1, "b", 1, "joining"))
+    agent.tick(10.0)
+    assert observer.hidden_beats == {}
 
 
 def test_a_stop_names_the_starts_that_its_author_sees(tmp_path: Path) -> None:

@@ -116,6 +116,60 @@ def test_kills_on_a_mount_lose_and_double_nothing(tmp_path: Path, name: str) -> 
         kill_two_and_finish(cluster)
 
 
+ESTALE = " ".join(
+    f"--fault {request}:ESTALE:0.02" for request in ("read", "open", "lookup", "getattr", "opendir")
+)
+LOST = " ".join(f"--fault {request}:EIO:0.1:after" for request in ("mkdir", "link", "rename2", "create"))
+#: what each mount does, and what a run's timeouts must be there
+ADVERSARIAL = {
+    "others' directories appear 5 s late": ("--dirs-late-s 5", 0.0),
+    "others' data can be read 2 s late": ("--data-late-s 2", 5.0),
+    "each name has an identity of its own": ("--path-inodes", 0.0),
+    "one read in fifty is stale": (ESTALE, 0.5),
+    "one reply in ten is lost": (LOST, 0.5),
+}
+
+
+@needs_fuse
+@needs_root
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_a_hostile_mount_makes_a_run_slow_and_never_wrong(tmp_path: Path, name: str) -> None:
+    """No node is lost, no attempt of a phase is used up, every task is there once."""
+    flags, stale_s = ADVERSARIAL[name]
+    with fuse_cluster(tmp_path, flags, "--iterations", "1", *waits_for(stale_s)) as cluster:
+        cluster.start()
+        assert cluster.wait(deadline_s=250) == {0: 0, 1: 0, 2: 0}, "".join(map(cluster.said, range(3)))
+        unusual = [
+            e for e in cluster.events() if e["event"] in ("node_lost", "work_failed", "left_generation")
+        ]
+        assert not unusual, unusual
+        assert_exactly_once(cluster.log_path, 1)
+
+
+@needs_fuse
+@needs_root
+@pytest.mark.slow
+def test_a_mount_that_dies_ends_everything_with_one_line_and_code_3(tmp_path: Path) -> None:
+    dead = tmp_path / "dead"
+    flags = ("--iterations", "3", "coordination.outage_s=5")
+    with fuse_cluster(tmp_path, f"--dead-while {dead}", *flags) as cluster:
+        cluster.start()
+        cluster.in_phase(0, 2)
+        dead.touch()
+        assert cluster.wait() == {0: 3, 1: 3, 2: 3}, "".join(map(cluster.said, range(3)))
+        assert "has failed for 5 s" in cluster.said(0) and "internal error" not in cluster.said(0)
+        mount, run = cluster.mounts[0], str(cluster.mounts[0] / "run")
+        commands = [[word, "--log-path", run] for word in ("status", "stop", "logs", "report")]
+        commands += [["run", "--worker", "1", "--log-path", run], ["doctor", str(mount)]]
+        commands += [["run", "--program", "ping", "--log-path", str(mount / "new")]]
+        for command in commands:
+            words = [sys.executable, "-m", "fsbarrier", *command]
+            env = {**os.environ, "PYTHONPATH": str(REPO)}
+            done = subprocess.run(words, capture_output=True, text=True, env=env)
+            assert done.returncode == 3 and done.stderr.count("\n") == 1, done
+
+
 @pytest.mark.skipif(bool(gluster.missing()), reason=gluster.missing() or "")
 @needs_root
 @pytest.mark.slow

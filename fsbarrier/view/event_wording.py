@@ -88,11 +88,11 @@ def _suspect(event: Event) -> str:
 
 
 def _hidden(event: Event) -> str:
-    ranks, hidden_s = ", ".join(event.lines("hidden")), event.number("hidden_s")
+    ranks, hidden_s = event.lines("hidden"), event.number("hidden_s")
     since = f" for {hidden_s:.0f} s" if hidden_s is not None else ""
     return (
-        f"the heartbeats of nodes {ranks or '?'} are listed and cannot be read{since}: this mount shows late what others write; "
-        "fsbarrier doctor --num-nodes N tells how late"
+        f"the heartbeats of node{'s' if len(ranks) != 1 else ''} {', '.join(ranks) or '?'} are listed and cannot be read{since}: "
+        "this mount shows late what others write; fsbarrier doctor --num-nodes N tells how late"
     )
 
 
