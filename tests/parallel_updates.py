@@ -1,0 +1,164 @@
+"""The same batch trained on by 1 to 4 processes on 1 to 3 nodes, sharded in every way, in any micro-batches: always the same update.
+
+`python parallel_updates.py FOLDER CASE...`, a case like `2x1:node:3`: 2 nodes of 1 process each, trainer.shard=node, 3 trajectories a
+micro-batch (`bf16` after it: in bfloat16). Each process is forked, so that torch is imported once. It fails where a case is not
+within 1e-6 of one process alone, where a second run differs from the first in a single bit, or where the log-probabilities that the
+trainer computes beforehand are not exactly those that it then trains with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoint_ranks import in_ranks
+from torch import Tensor
+from trainer_bench import Bench, rollouts, settings
+
+from fsbarrier.training.batch import TrainingBatch
+from fsbarrier.training.micro_batch import MicroBatch, plan
+from fsbarrier.training.optimizer_step import train
+from fsbarrier.training.processes import Processes
+from fsbarrier.training.slices import whole_tensor
+from fsbarrier.training.trainer import Trainer
+
+# Of the norm of what reaches the optimizer, and of what it makes of it: Adam steps as far for a gradient of 1e-8, which is half
+# rounding, as for one of 1e-2. In bfloat16 the same numbers are added up in another order, with 8 bits each.
+TOLERANCE = {"float32": (1e-6, 1e-5), "bfloat16": (0.05, 0.5)}
+ALONE = "1x1:none:24"
+
+
+def small_model(folder: Path) -> Any:
+    """Without biases: the true gradient of a key's bias is zero, and Adam makes a step out of whatever rounding leaves there."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 33, "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=False))
+    model.save_pretrained(folder)
+    return model
+
+
+class Case:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        place, self.shard, micro_batch, *more = text.split(":")
+        self.nodes, self.per_node = map(int, place.split("x"))
+        self.micro_batch = int(micro_batch)
+        self.dtype = "bfloat16" if "bf16" in more else "float32"
+        self.offload = next((one for one in more if one in ("optimizer", "all")), "none")
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        """Train with it; gives what the first process found."""
+        out = folder / "found.pt"
+        world = self.nodes * self.per_node
+
+        def act(rank: int) -> None:
+            node, local = divmod(rank, self.per_node)
+            place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "GROUP_RANK": node}
+            os.environ.update({k: str(v) for k, v in {**place, "LOCAL_WORLD_SIZE": self.per_node}.items()})
+            found = [self.update(folder), self.update(folder), self.update(folder, recompute=True)]
+            if rank == 0:
+                torch.save(found, out)
+
+        ended = in_ranks(world, folder / "store", act)
+        assert not any(ended), f"{self.text}: {ended}"
+        first, second, recomputed = torch.load(out, weights_only=True)
+        for name, weight in first["weights"].items():
+            same = torch.equal(weight, second["weights"][name])
+            assert same and torch.equal(first["moments"][name], second["moments"][name]), (
+                f"{self.text}: two runs differ in {name}"
+            )
+        assert recomputed["gap"] == 0, (
+            f"{self.text}: recomputed log-probabilities differ by {recomputed['gap']}"
+        )
+        return dict(first)
+
+    def update(self, folder: Path, *, recompute: bool = False) -> dict[str, Any]:
+        trainer_settings = {
+            "shard": self.shard,
+            "offload": self.offload,
+            "micro_batch": self.micro_batch,
+            "dtype": self.dtype,
+        }
+        nested = settings(optimizer__lr=1e-2, optimizer__warmup_steps=0, algorithm__max_logprob_gap=1.0)
+        nested["trainer"] |= trainer_settings
+        chosen = Bench(folder, nested).settings
+        batch = TrainingBatch.load(folder / "batch")
+        trainer = Trainer.load(
+            Processes(chosen.trainer),
+            chosen,
+            model_folder=folder / "model",
+            state_folder=None,
+            policy_version=0,
+        )
+        if recompute:
+            batch = recomputed(trainer, batch, self.micro_batch)
+        sums = train(trainer, batch, chosen, folder / "model")
+        state = trainer.backend.optimizer.state
+        weights, moments = {}, {}
+        for name, one in trainer.model.causal.named_parameters():
+            weights[name] = whole_tensor(one, torch.float32).clone()
+            moments[name] = whole_tensor(state[one]["exp_avg"], torch.float32).clone()
+        return {
+            "weights": weights,
+            "moments": moments,
+            "gap": sums.gap.maximum,
+            "loss": sums.loss,
+            "grad_norm": sums.grad_norm,
+            "layout": trainer.layout.words(trainer.processes),
+        }
+
+
+def recomputed(trainer: Trainer, batch: TrainingBatch, micro_batch: int) -> TrainingBatch:
+    """The batch with the trainer's own log-probabilities, of this process's sequences, before anything is trained."""
+    logprobs, processes = batch.logprobs.clone(), trainer.processes
+    chosen = {"most": micro_batch, "most_tokens": 8192, "packed": trainer.packs}
+    for indices in plan(batch.steps[0].tolist(), batch.lengths(), processes.world, **chosen)[processes.rank]:
+        micro = MicroBatch.of(
+            batch, indices or batch.steps[0][:1].tolist(), processes.device, packed=trainer.packs
+        )
+        with torch.no_grad():
+            found = micro.placed(trainer.model(micro.inputs, micro.wanted, 1.0))
+        for row, index in enumerate(indices):
+            begin, end = batch.offsets[index : index + 2].tolist()
+            logprobs[begin:end] = found[row, : end - begin]
+    return dataclasses.replace(batch, logprobs=logprobs)
+
+
+def flat(weights: dict[str, Tensor]) -> Tensor:
+    return torch.cat([one.flatten() for one in weights.values()]).double()
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    folder.mkdir(exist_ok=True)
+    model = small_model(folder / "model")
+    rollouts(folder / "merged", model)
+    # One optimizer step over all of it.
+    Bench(folder, settings(trainer__minibatch=24, trainer__epochs=1)).prepare()
+    before = flat(dict(model.named_parameters())).detach()
+    alone = Case(ALONE).run(folder)
+    gradient, change = flat(alone["moments"]), flat(alone["weights"]) - before
+    for text in cases:
+        case = Case(text)
+        found = case.run(folder)
+        apart = (
+            float((flat(found["moments"]) - gradient).norm() / gradient.norm()),
+            float((flat(found["weights"]) - before - change).norm() / change.norm()),
+        )
+        print(
+            f"{text}: {found['layout']}: {apart[0]:.1e} of the gradient, {apart[1]:.1e} of the change of the weights"
+        )
+        # Advantages are centred, so that the sum over all tokens is nearly nothing.
+        assert abs(found["loss"] - alone["loss"]) < 100 * TOLERANCE[case.dtype][0], f"{text}: {found['loss']}"
+        assert apart[0] < TOLERANCE[case.dtype][0] and apart[1] < TOLERANCE[case.dtype][1], text
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

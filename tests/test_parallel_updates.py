@@ -1,0 +1,94 @@
+"""The update is the same on any processes, sharded in any way, and what cannot be in effect is refused by name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fsbarrier.errors import UsageError
+from fsbarrier.planning.memory import UpdateLoad
+from fsbarrier.planning.model_shape import ModelShape
+from fsbarrier.settings.sections import TrainerSettings
+
+REPO = Path(__file__).resolve().parent.parent
+PLACES = ("1x1", "1x2", "2x1", "1x3", "3x1", "1x4", "2x2")
+MIB = 1 << 20
+
+pytestmark = pytest.mark.torch
+
+
+def same_update(folder: Path, *cases: str) -> None:
+    argv = [sys.executable, str(REPO / "tests" / "parallel_updates.py"), str(folder), *cases]
+    env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+
+
+def test_the_update_is_the_same_replicated_and_sharded(tmp_path: Path) -> None:
+    """24 trajectories: with 5 of them a micro-batch on each of 4 processes, some processes have an empty one."""
+    same_update(tmp_path, "2x1:none:3", "2x2:node:5", "3x1:all:1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("shard", ["none", "node", "all"])
+def test_the_update_is_the_same_in_every_way(tmp_path: Path, shard: str) -> None:
+    # A node of one process has nothing to shard within it.
+    places = [place for place in PLACES if shard != "node" or place[-1] != "1"]
+    cases = [f"{place}:{shard}:{size}" for place in places for size in (1, 4, 7)]
+    bf16 = [f"{place}:{shard}:4:bf16" for place in places]
+    same_update(tmp_path, *cases, *bf16, f"1x2:{shard}:4:optimizer", f"1x2:{shard}:4:all")
+
+
+def layout_for(by_node: tuple[int, ...], memory_mib: int = 10**6, **chosen: Any) -> Any:
+    from fsbarrier.training.sharding import choose_layout
+
+    shape = ModelShape(
+        layers=1,
+        hidden=1024,
+        attention=1024,
+        key_value=1024,
+        feed_forward=1024,
+        vocabulary=1024,
+        block=2**24,
+        tied=True,
+        parameters=2**28,
+    )
+    load = UpdateLoad(shape, shards=1, element=4, tokens=1, logits=1, trained=shape.parameters)
+    processes: Any = SimpleNamespace(
+        world=sum(by_node), processes_by_node=by_node, memory_bytes=lambda: memory_mib * MIB
+    )
+    return choose_layout(replace(TrainerSettings(), **chosen), processes, lambda: load)
+
+
+def test_a_node_shares_a_copy_or_all_do() -> None:
+    assert layout_for((2, 2), shard="node").shards == 2
+    assert layout_for((2, 2), shard="all").shards == 4
+    assert layout_for((2, 2), shard="none").shards == 1
+    assert layout_for((4,), shard="node").shards == 4
+    # The last node left is still sharded over all of its processes, even if that is one.
+    assert layout_for((1,), shard="all").shards == 1
+
+
+@pytest.mark.parametrize(
+    ("by_node", "why"),
+    [((2, 1), r"different numbers of processes \(2, 1\)"), ((1, 1), "each node has one process")],
+)
+def test_what_cannot_be_sharded_within_a_node_is_refused_by_name(by_node: tuple[int, ...], why: str) -> None:
+    with pytest.raises(UsageError, match=f"trainer.shard=node: .*{why}"):
+        layout_for(by_node, shard="node")
+
+
+def test_auto_shards_as_little_as_fits() -> None:
+    """2**28 parameters take 4 GiB of state beside what every process needs."""
+    assert layout_for((2, 2), memory_mib=8000).shards == 1
+    assert layout_for((2, 2), memory_mib=5000).shards == 2
+    assert layout_for((2, 2), memory_mib=4000).shards == 4
+    assert layout_for((2, 1), memory_mib=5000).shards == 3
