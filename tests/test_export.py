@@ -169,7 +169,7 @@ def test_the_precision_that_is_asked_for(run: Path, tmp_path: Path) -> None:
     from trainer_bench import bench
     from transformers import AutoModelForCausalLM
 
-    work = bench(tmp_path, trainer__dtype="bfloat16")
+    work = bench(tmp_path, tied=True, trainer__dtype="bfloat16")
     work.prepare()
     work.update("v1")
     folder = RunPaths(run).checkpoint(9, 1)
@@ -181,7 +181,7 @@ def test_the_precision_that_is_asked_for(run: Path, tmp_path: Path) -> None:
         to = tmp_path / "-".join(("out", *words))
         assert export(run, to, "--policy-version", "9", *words) == 0
         model = AutoModelForCausalLM.from_pretrained(to)
-        assert (to / "tokenizer.json").exists()
+        assert (to / "tokenizer.json").exists() and model.config.tie_word_embeddings
         return {"dtype": model.config.dtype, **model.state_dict()}
 
     served, exact, rounded = exported(), exported("--dtype", "fp32"), exported("--dtype", "bf16")

@@ -139,6 +139,7 @@ class Bench:
         known = {
             "batch": str(self.folder / "batch"),
             "model": str(self.folder / before / "model"),
+            "first_model": str(self.folder / "model"),
             "trainer_state": str(self.folder / before / "trainer") if before else None,
             "out": str(self.folder / out),
             "policy_version": version - 1,

@@ -48,7 +48,7 @@ class UpdateLoad:
     @classmethod
     def whole(cls, shape: ModelShape, settings: Settings, *, element: int, accelerated: bool) -> Self:
         """Of an update with these settings where each process has a copy of its own."""
-        trainer = settings.trainer
+        trainer, lora = settings.trainer, settings.lora
         # A trajectory that is longer than a micro-batch is alone in it.
         tokens = max(settings.engine.max_model_len, trainer.max_tokens_per_micro_batch)
         checkpointing = trainer.gradient_checkpointing
@@ -58,7 +58,7 @@ class UpdateLoad:
             element=element,
             tokens=tokens,
             logits=min(tokens, (trainer.max_logits_mb << 20) // (LOGITS_COPIES * EXACT * shape.vocabulary)),
-            trained=shape.parameters,
+            trained=shape.adapter_parameters(lora.rank, lora.targets) if lora.rank else shape.parameters,
             checkpointing=accelerated if checkpointing is None else checkpointing,
             offload=trainer.offload,
         )

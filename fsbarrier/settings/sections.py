@@ -207,6 +207,17 @@ class TrainerSettings(Section):
 
 
 @dataclass(frozen=True, slots=True)
+class LoraSettings(Section):
+    """Low-rank adapters (LoRA), which are trained in the policy's place. What is served and published has them merged."""
+
+    rank: CountOrZero = setting(0, "Their rank; 0: none, and the policy itself is trained.")
+    alpha: Positive = setting(32.0, "What they add counts alpha / rank times.")
+    targets: Words = setting(
+        (), "The linear layers that get one, like q_proj,v_proj; not given: all but the output head."
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateSettings(Section):
     """Which rollouts an update learns from (phase 8)."""
 
@@ -350,6 +361,7 @@ class Settings(Section):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     trainer: TrainerSettings = TrainerSettings()
+    lora: LoraSettings = LoraSettings()
     update: UpdateSettings = UpdateSettings()
     engine: EngineSettings = EngineSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()

@@ -1,6 +1,7 @@
 """A new policy version, written by all processes at once: each byte once, hashed while it is written.
 
     model/model-00001-of-00004.safetensors   whole layers in the serving precision; each file is one process's
+    model/adapter/                           with LoRA: the adapters that were merged into them, as peft loads them
     trainer/part-00003.safetensors           of the fp32 weights and both moments, what process 3 holds
     trainer/layout.json                      where in the whole tensors those parts lie
 
@@ -29,6 +30,7 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.hashed_file import FileDigest, HashedFile, copy_hashed, digest_of
 from fsbarrier.training import safetensors_file
+from fsbarrier.training.lora import Adapters
 from fsbarrier.training.slices import Shares, gather, local_part, parts_to_write, whole_tensor
 from fsbarrier.training.stored_tensors import StoredPart
 from fsbarrier.training.trainer_state import LAYOUT, Layout, TrainerState
@@ -48,8 +50,8 @@ FOLDERS = ("model", "trainer")
 class NewVersion:
     """What is to be saved, as every process gives it: tensors are DTensors, or plain ones that all processes hold whole.
 
-    `weights`: what is served, in the order of the layers, to be written in `dtype`. `beside`: the folder whose tokenizer and other
-    small files are copied.
+    `weights`: what is served, in the order of the layers, to be written in `dtype`, and with `adapters` merged. `beside`: the folder
+    whose tokenizer and other small files are copied.
     """
 
     policy_version: int
@@ -58,6 +60,12 @@ class NewVersion:
     dtype: torch.dtype
     beside: Path
     trainer: TrainerState
+    adapters: Adapters | None = None
+
+    def served(self, name: str) -> Tensor:
+        """The whole of a weight. Every process must call this in the same order."""
+        weight = self.weights[name]
+        return whole_tensor(self.adapters.merged(name, weight) if self.adapters else weight, self.dtype)
 
 
 @dataclass
@@ -108,6 +116,8 @@ def _write(out: Path, version: NewVersion, rank: int, world: int) -> Written:
         files.make_dirs(out / name)
     written = Written()
     _write_weights(out, version, rank, world, written)
+    if version.adapters is not None:
+        _write_adapters(out / "model" / "adapter", version.model, version.adapters, rank, written)
     if rank == 0:
         _write_beside(out, version, written)
     _write_part(out, version.trainer, rank, world, written)
@@ -122,7 +132,7 @@ def _write_weights(out: Path, version: NewVersion, rank: int, world: int, writte
     mine: dict[str, dict[str, Tensor]] = {file: {} for owner, file, _ in planned if owner == rank}
     for _, file, names in planned:
         for name in names:
-            whole = whole_tensor(version.weights[name], version.dtype)
+            whole = version.served(name)
             if file in mine:
                 mine[file][name] = whole.to("cpu", copy=True) if whole.device.type != "cpu" else whole
     for file, tensors in mine.items():
@@ -131,6 +141,19 @@ def _write_weights(out: Path, version: NewVersion, rank: int, world: int, writte
         path = out / "model" / file
         written.digests[f"model/{file}"], _ = safetensors_file.write(path, stored)
         written.weights |= dict.fromkeys(stored, file)
+
+
+def _write_adapters(
+    folder: Path, model: PreTrainedModel, adapters: Adapters, rank: int, written: Written
+) -> None:
+    tensors = {name: whole_tensor(one, torch.float32).cpu() for name, one in adapters.stored(model).items()}
+    if rank == 0:
+        files.make_dirs(folder)
+        weights = "adapter_model.safetensors"
+        written.digests[f"model/adapter/{weights}"], _ = safetensors_file.write(folder / weights, tensors)
+        adapters.config.save_pretrained(folder)
+        written.digests["model/adapter/adapter_config.json"] = digest_of(folder / "adapter_config.json")
+        files.fsync_dir(folder)
 
 
 def _sizes(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:

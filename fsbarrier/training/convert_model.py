@@ -36,7 +36,8 @@ def convert(model: Path, trainer: Path | None, out: Path, dtype: torch.dtype) ->
             source = stack.enter_context(StoredTensors(trainer, layout.parts))
             names = {key.partition("/")[2]: key for key in layout.parts if key.startswith(f"{WEIGHT}/")}
             architecture = _architecture(model)
-            if lacking := set(architecture.state_dict()) - set(names):
+            # A tied weight has the name under which it comes first.
+            if lacking := {name for name, _ in architecture.named_parameters()} - set(names):
                 raise UsageError(
                     f"{trainer}: not all weights are there in fp32 (none of {min(lacking)}); export bf16"
                 )

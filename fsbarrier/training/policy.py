@@ -13,8 +13,8 @@ from fsbarrier.errors import UsageError
 from fsbarrier.settings.sections import TrainerSettings
 
 
-def load(folder: Path, settings: TrainerSettings) -> PreTrainedModel:
-    """The causal model in `folder`, in float32 and without dropout. Raises UsageError for one that cannot be loaded whole."""
+def load(folder: Path, settings: TrainerSettings, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The causal model in `folder`, in `dtype` and without dropout. Raises UsageError for one that cannot be loaded whole."""
     # It would fill the log.
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -24,7 +24,7 @@ def load(folder: Path, settings: TrainerSettings) -> PreTrainedModel:
             folder,
             config=config,
             attn_implementation=attention,
-            dtype=torch.float32,
+            dtype=dtype,
             local_files_only=True,
             output_loading_info=True,
         )

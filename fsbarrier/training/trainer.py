@@ -18,6 +18,7 @@ from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training import checkpoint_write, policy
 from fsbarrier.training.checkpoint_write import NewVersion
+from fsbarrier.training.lora import Adapters
 from fsbarrier.training.policy_model import PolicyModel, packs
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout, choose_layout
@@ -36,6 +37,8 @@ class Trainer:
     optimizer_steps: int
     # Whether a micro-batch may be packed: policy_model.packs.
     packs: bool
+    # What is trained in the policy's place, if anything is.
+    adapters: Adapters | None
 
     @classmethod
     def load(
@@ -47,7 +50,8 @@ class Trainer:
         state_folder: Path | None,
         policy_version: int,
     ) -> Self:
-        """The policy in `model_folder`, with the trainer state that belongs to it; None: a new optimizer.
+        """The policy in `model_folder`, with the trainer state that belongs to it; None: a new optimizer. With adapters (`lora.rank`) it
+        is the policy that they were put into, and the trainer state holds them.
 
         Raises UsageError (no whole model, or settings that cannot be in effect), ProgramFailed (a state that is damaged, or
         another version's).
@@ -55,28 +59,32 @@ class Trainer:
         layout = choose_layout(
             settings.trainer, processes, lambda: update_load(model_folder, settings, processes)
         )
-        causal = policy.load(model_folder, settings.trainer)
+        lora = settings.lora
+        # What is frozen need not be more exact than the computation.
+        causal = policy.load(model_folder, settings.trainer, processes.dtype if lora.rank else torch.float32)
+        adapters = Adapters.put_into(causal, lora, model_folder) if lora.rank else None
         model = PolicyModel(causal, settings.trainer.max_logits_mb << 20)
         model.train()
         backend = TorchBackend(model, settings.optimizer, layout, processes)
         steps = 0
         if state_folder is not None:
             steps = restore(state_folder, trained(causal), backend.optimizer, policy_version)
-        return cls(processes, layout, model, backend, steps, packs(causal))
+        return cls(processes, layout, model, backend, steps, packs(causal), adapters)
 
     def save(self, out: Path, *, model_folder: Path, policy_version: int) -> None:
         """Leave the new policy version in `out`. Every process must call this, and writes its part; all fail together. What the model's
         folder has beside its weights is copied. Raises ProgramFailed."""
-        model = self.model.causal
+        model, adapters = self.model.causal, self.adapters
         dtype = self.processes.serving_dtype
         state = TrainerState.of(
             trained(model),
             self.backend.optimizer,
             self.optimizer_steps,
-            # Weights that are served in less precision must not lose it from one update to the next.
-            without_weights=dtype is torch.float32,
+            # Weights that are served in less precision must not lose it from one update to the next. Adapters are not served at all.
+            without_weights=dtype is torch.float32 and adapters is None,
         )
-        new = NewVersion(policy_version, model, model.state_dict(), dtype, model_folder, state)
+        weights = model.state_dict() if adapters is None else adapters.weights(model)
+        new = NewVersion(policy_version, model, weights, dtype, model_folder, state, adapters)
         checkpoint_write.save(out, new, self.processes.rank, self.processes.world)
 
 

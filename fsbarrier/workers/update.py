@@ -11,7 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 
@@ -34,6 +34,8 @@ class UpdateSpec(TypedDict):
     #: the folder of the policy to be trained, and the trainer state that belongs to it; None: the optimizer begins anew
     model: str
     trainer_state: str | None
+    #: the folder of policy version 0, into which adapters are put (lora.rank)
+    first_model: NotRequired[str]
     policy_version: int
     #: where the new policy is saved
     out: str
@@ -64,10 +66,11 @@ def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str
     started = time.monotonic()
     torch.manual_seed(spec["new_policy_version"])
     model_folder = Path(spec["model"])
+    adapted = settings.lora.rank and spec["trainer_state"] is not None
     trainer = Trainer.load(
         processes,
         settings,
-        model_folder=model_folder,
+        model_folder=Path(spec["first_model"]) if adapted else model_folder,
         state_folder=None if spec["trainer_state"] is None else Path(spec["trainer_state"]),
         policy_version=spec["policy_version"],
     )

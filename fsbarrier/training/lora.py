@@ -1,0 +1,93 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021), which peft puts into the policy: they are trained in its place.
+
+What is served is merged, so an engine needs to know nothing of them. The frozen policy stays in the precision that it computes in, the
+adapters are in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fsbarrier.errors import UsageError
+from fsbarrier.settings.sections import LoraSettings
+from fsbarrier.training.slices import whole_tensor
+
+# peft's name of the only adapter, which is part of its parameters' names in the model and not in files.
+ADAPTER = "default"
+# What peft wraps a model into, as its files name the parameters.
+PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The adapters in a model. `layers`: peft's layers by the name of the weight that they add to, as it is without them."""
+
+    config: Any
+    layers: Mapping[str, Any]
+
+    @classmethod
+    def put_into(cls, causal: PreTrainedModel, settings: LoraSettings, folder: Path) -> Self:
+        """Put adapters that change nothing yet into the model of `folder`, and freeze the rest of it. Raises UsageError."""
+        try:
+            import peft
+        except ImportError:
+            raise UsageError(
+                f"lora.rank={settings.rank}: needs the package peft, which is not installed here"
+            ) from None
+        config = peft.LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            target_modules=list(settings.targets) or "all-linear",
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=str(folder),
+            inference_mode=False,
+        )
+        try:
+            peft.inject_adapter_in_model(config, causal, ADAPTER)
+        except ValueError as error:
+            raise UsageError(f"lora.targets: {str(error).splitlines()[0]}") from None
+        layers = {}
+        for name, module in causal.named_modules():
+            if isinstance(module, peft.tuners.lora.LoraLayer):
+                if not isinstance(module.get_base_layer(), torch.nn.Linear):
+                    raise UsageError(f"lora.targets: {name} is no linear layer")
+                module.lora_A.float(), module.lora_B.float()
+                layers[f"{name}.weight"] = module
+        # peft is content with one that is there.
+        for target in settings.targets:
+            if not any(name.endswith(f"{target}.weight") for name in layers):
+                raise UsageError(f"lora.targets: the model has no layer {target}")
+        return cls(config, layers)
+
+    def weights(self, causal: PreTrainedModel) -> dict[str, Tensor]:
+        """The model's own weights, under the names that they have without adapters."""
+        return {
+            name.replace(".base_layer.", "."): value
+            for name, value in causal.state_dict().items()
+            if ".lora_" not in name
+        }
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """What is served of one of the `weights`. Every process must call this in the same order."""
+        layer = self.layers.get(name)
+        if layer is None:
+            return weight
+        down, up = (
+            whole_tensor(part[ADAPTER].weight, torch.float32) for part in (layer.lora_A, layer.lora_B)
+        )
+        return whole_tensor(weight, torch.float32) + layer.scaling[ADAPTER] * (up @ down)
+
+    def stored(self, causal: PreTrainedModel) -> dict[str, Tensor]:
+        """The adapters under the names that peft's files have."""
+        return {
+            PREFIX + name.replace(f".{ADAPTER}.", "."): value
+            for name, value in causal.state_dict().items()
+            if ".lora_" in name
+        }

@@ -1,0 +1,133 @@
+"""Low-rank adapters: they are trained, what is served has them merged, and an update goes on where the last one ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_update import largest_difference, policy_of, tiny_state
+from trainer_bench import Bench, bench, rollouts
+
+from fsbarrier.errors import UsageError
+from fsbarrier.rundir import checkpoints
+
+pytestmark = pytest.mark.torch
+
+
+def lora_bench(folder: Path, **overrides: Any) -> Bench:
+    work = bench(folder, tied=True, lora__rank=4, optimizer__lr=1e-2, **overrides)
+    work.prepare()
+    return work
+
+
+def test_what_is_served_is_the_base_with_the_exported_adapter_merged(tmp_path: Path) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    work = lora_bench(tmp_path)
+    work.update("v1")
+    weights, first = work.weights("v1"), tiny_state(tmp_path)
+    moved = {name for name in first if float((weights[name] - first[name]).abs().max()) > 1e-5}
+    # All linear layers but the head, and nothing else.
+    assert moved == {name for name in first if "_proj.weight" in name} and len(moved) == 7
+    adapter = tmp_path / "v1" / "model" / "adapter"
+    merged = peft.PeftModel.from_pretrained(policy_of(tmp_path / "model"), adapter).merge_and_unload()
+    assert largest_difference(weights, {name: merged.state_dict()[name] for name in weights}) < 1e-6
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        tmp_path / "model"
+    )
+    assert {"model/adapter/adapter_model.safetensors", "model/adapter/adapter_config.json"} <= set(
+        checkpoints.verify(tmp_path / "v1").files
+    )
+    # transformers loads the folder as any other.
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "v1" / "model").state_dict()
+    assert largest_difference({name: loaded[name] for name in weights}, weights) == 0
+
+
+def test_adapters_go_on_as_if_there_had_been_no_end_between_two_updates(tmp_path: Path) -> None:
+    """The second update trains the same adapters on the first model, and not new ones on the merged one."""
+    import torch
+
+    from fsbarrier.training.batch import TrainingBatch
+    from fsbarrier.training.optimizer_step import train
+    from fsbarrier.training.processes import Processes
+    from fsbarrier.training.trainer import Trainer
+
+    work = lora_bench(tmp_path)
+    torch.manual_seed(1)
+    kept = Trainer.load(
+        Processes(work.settings.trainer),
+        work.settings,
+        model_folder=tmp_path / "model",
+        state_folder=None,
+        policy_version=0,
+    )
+    train(kept, TrainingBatch.load(tmp_path / "batch"), work.settings, tmp_path / "model")
+    work.update("v1")
+    (tmp_path / "merged").unlink()
+    rollouts(tmp_path / "merged", policy_of(tmp_path / "v1" / "model"))
+    work.prepare()
+    assert work.update("v2", version=2, before="v1")["logprob_gap_max"] < 1e-4
+    train(kept, TrainingBatch.load(tmp_path / "batch"), work.settings, tmp_path / "model")
+    assert kept.adapters is not None
+    causal = kept.model.causal
+    expected = {
+        name: kept.adapters.merged(name, weight).detach()
+        for name, weight in kept.adapters.weights(causal).items()
+        if name != "lm_head.weight"
+    }
+    assert largest_difference(work.weights("v2"), expected) == 0
+    assert largest_difference(work.weights("v2"), work.weights("v1")) > 1e-5
+
+
+def test_only_the_named_layers_are_trained_and_unknown_ones_refused(tmp_path: Path) -> None:
+    work = lora_bench(tmp_path, lora__targets=["q_proj"])
+    work.update("v1")
+    weights = work.weights("v1")
+    moved = {name for name, value in tiny_state(tmp_path).items() if bool((value != weights[name]).any())}
+    assert moved == {"model.layers.0.self_attn.q_proj.weight"}
+    for wrong in (["no_such_layer"], ["q_proj", "no_such_layer"]):
+        work.nested["lora"]["targets"] = wrong
+        with pytest.raises(UsageError, match=r"lora\.targets: .*no_such_layer"):
+            work.update("other")
+
+
+def test_in_bfloat16_the_adapters_are_still_exact(tmp_path: Path) -> None:
+    """What is served is rounded, and neither the adapters nor what they are put into is read from it again."""
+    import torch
+    from safetensors.torch import load_file
+
+    work = lora_bench(tmp_path, trainer__dtype="bfloat16", algorithm__max_logprob_gap=100.0)
+    work.update("v1")
+    work.update("v2", version=2, before="v1")
+    assert {value.dtype for value in work.weights("v2").values()} == {torch.bfloat16}
+    adapters = load_file(tmp_path / "v2" / "model" / "adapter" / "adapter_model.safetensors")
+    exact = [value for value in adapters.values() if not torch.equal(value, value.bfloat16().float())]
+    assert len(adapters) == 14 and len(exact) == 14
+    first = tiny_state(tmp_path)
+    frozen = [name for name in first if "_proj.weight" not in name]
+    weights = work.weights("v2")
+    assert all(torch.equal(weights[name], first[name].bfloat16()) for name in frozen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["none", "all"])
+def test_sharded_adapters_are_trained_as_one_process_trains_them(tmp_path: Path, shard: str) -> None:
+    """Two updates of two processes, the second of which resumes on one."""
+    work = lora_bench(tmp_path, trainer__shard=shard)
+    work.nested["trainer"]["shard"] = "none"
+    alone = work.update("alone")
+    work.nested["trainer"]["shard"] = shard
+    for process, said in work.torchrun(work.update_spec("two"), processes=2):
+        assert process.returncode == 0, said
+    two = json.loads((tmp_path / "two.result").read_text())
+    assert ("sharded over 2" in two["distributed"]) == (shard == "all")
+    assert two["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+    assert largest_difference(work.weights("alone"), work.weights("two")) < 1e-5
+    work.nested["algorithm"]["max_logprob_gap"] = 100.0
+    work.nested["trainer"]["shard"] = "none"
+    work.update("after-alone", version=2, before="alone")
+    work.update("after-two", version=2, before="two")
+    assert largest_difference(work.weights("after-alone"), work.weights("after-two")) < 1e-4
