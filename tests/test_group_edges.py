@@ -202,7 +202,7 @@ class OldListings(PosixStore):
         return self._known.setdefault(directory, now) if self.old and "/iter-" in str(directory) else now
 
 
-def hand_driven(tmp_path: Path, store: PosixStore, rank: int) -> member_module.Member:
+def hand_driven(tmp_path: Path, store: PosixStore, rank: int) -> member_module.GroupMember:
     limits = Limits(1.0, 15.0, 1.0, join_timeout_s=float("inf"))
     here = Join(rank, 0, f"host{rank}", 100 + rank, "boot")
     return group_module.make_member(store, RunPaths(tmp_path), here, 3, limits, 0.5)

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from fsbarrier.commands import flags
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
 from fsbarrier.protocol.wording import counted
-from fsbarrier.sim.campaign import Verdict, campaign
+from fsbarrier.sim.campaign import Verdict, campaign, make_world, violations_in
 from fsbarrier.sim.faults import KINDS, parse_mix
-from fsbarrier.sim.invariants import check
 from fsbarrier.sim.setup import Setup
 from fsbarrier.sim.transcript import transcript, violations
-from fsbarrier.sim.world import World
 
 SUMMARY = "Run the protocol's own code under faults, in virtual time: one schedule a seed, each checked against the invariants."
 EXAMPLE = "fsbarrier simulate --nodes 8 --seeds 10000"
@@ -48,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", metavar="SEED", type=number, help="tell the story of one seed, and run no other"
     )
+    parser.add_argument(
+        "--groups", action="store_true", help="simulate fsbarrier.join with random callers instead of runs"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -55,7 +56,9 @@ def main(args: argparse.Namespace) -> int:
     for name, least in (("nodes", 1), ("seeds", 1), ("iterations", 1), ("jobs", 1), ("first_seed", 0)):
         if getattr(args, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be {least} or more")
-    setup = Setup(nodes=args.nodes, iterations=args.iterations, mix=parse_mix(args.faults))
+    setup = Setup(
+        nodes=args.nodes, iterations=args.iterations, mix=parse_mix(args.faults), groups=args.groups
+    )
     if args.trace is not None:
         return _trace(args.trace, setup)
     began = time.monotonic()
@@ -96,9 +99,9 @@ def _with_a_bar(verdicts: Iterator[Verdict], total: int) -> Iterator[Verdict]:
 
 
 def _trace(seed: int, setup: Setup) -> int:
-    world = World(seed, setup)
+    world = make_world(seed, setup)
     history = world.run()
-    found = check(world)
+    found = violations_in(world)
     rules = world.rules
     print(
         f"seed {seed}: {counted(setup.nodes, 'node')}, --on-node-failure {rules.on_node_failure}, --min-nodes {rules.min_nodes}"
@@ -155,4 +158,4 @@ def _print_json(args: argparse.Namespace, found: Found, seconds: float) -> None:
 def _replay(args: argparse.Namespace, seed: int) -> str:
     """The command that tells one seed's story."""
     schedule = f"--nodes {args.nodes} --iterations {args.iterations} --faults {args.faults}"
-    return f"fsbarrier simulate {schedule} --trace {seed}"
+    return f"fsbarrier simulate {schedule}{' --groups' if args.groups else ''} --trace {seed}"

@@ -22,7 +22,7 @@ from fsbarrier.errors import NodeError, StoreError
 from fsbarrier.group.bounded_wait import BoundedWait
 from fsbarrier.group.collective import TABLE, Collective, CollectiveWork, Outcome, broadcast_from
 from fsbarrier.group.json_objects import to_json
-from fsbarrier.group.member import Member, Snapshot
+from fsbarrier.group.member import GroupMember, Snapshot
 from fsbarrier.group.member_threads import MemberThreads
 from fsbarrier.group.noted_store import NotedStore
 from fsbarrier.host.identity import boot_id, host_name
@@ -253,11 +253,11 @@ def join(
 
 def make_member(
     store: Store, paths: RunPaths, here: Join, num_nodes: int, limits: Limits, beat_s: float
-) -> Member:
+) -> GroupMember:
     """A member that has not joined yet. Touches nothing on the filesystem."""
     rules = Rules(TABLE, num_nodes, on_node_failure="hold", limits=limits)
     members_s = min(0.05 * max(1.0, num_nodes / 16), beat_s / 2)
     paces = Paces(members_s, beat_s / 2, 1.5 * beat_s, eagerness(num_nodes), watchers=num_nodes)
     work, observer = CollectiveWork(), Observer(store, paths, TABLE, paces)
     agent = NodeLoop(store, observer, rules, work, here, lambda event, node, fields: None)
-    return Member(agent, work, Snapshot(Node(here.rank, 0, 0.0, here.host), looked_at=0.0))
+    return GroupMember(agent, work, Snapshot(Node(here.rank, 0, 0.0, here.host), looked_at=0.0))

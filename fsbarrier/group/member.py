@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from fsbarrier.errors import Fenced, FsbarrierError, NodeError, OutOfStep, PeerLost, StoreError
 from fsbarrier.group.collective import Collective, CollectiveWork, Outcome, as_typed
 from fsbarrier.node.loop import NodeLoop
-from fsbarrier.protocol.facts import Beat, Fact, Generation, Join
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member
 from fsbarrier.protocol.membership import Ledger, Loss, live_joiners, losses
 from fsbarrier.protocol.state import Node
 from fsbarrier.retry import FAILING
@@ -47,7 +46,7 @@ class Snapshot:
 
 
 @dataclass
-class Member:
+class GroupMember:
     """One membership. All methods belong to whoever looks; a caller sets only the three wishes."""
 
     agent: NodeLoop
@@ -78,10 +77,6 @@ class Member:
         """Join the group's directory; True once that is done. A failure that may pass is noted, to be tried again."""
         observer, here = self.agent.observer, self.agent.join
         try:
-            if os.path.lexists(observer.paths.record):
-                raise ValueError(
-                    f"{observer.paths.root} is the directory of a run; give the group one of its own"
-                )
             observer.prepare()
             self.earlier_beats, self.earlier_joins = observer.read_beats()[0], dict(observer.joins)
             self.agent.start(now)
@@ -92,7 +87,7 @@ class Member:
                 message = f"node {here.rank}: cannot join the group at {observer.paths.root}: {error}"
                 self.fail(StoreError(message, here.rank, here.host, 0.0))
             return False
-        except (FsbarrierError, ValueError) as error:
+        except FsbarrierError as error:
             self.fail(error)
             return False
         self.begun, self._last_beat = True, (now, 0.0)
@@ -133,11 +128,11 @@ class Member:
         last, *before = self._ended
         with contextlib.suppress(OSError):
             if before:
-                self._fact(before[0], self.agent.join.rank).unlink()
+                self.agent.store.remove(self._fact(before[0], self.agent.join.rank))
             if len(before) > 1 and last.generation.leader == self.agent.join.rank:
                 folder = self._row(before[1])
-                folder.rmdir()
-                folder.parent.rmdir()
+                self.agent.store.remove_dir(folder)
+                self.agent.store.remove_dir(folder.parent)
 
     def beat(self, now: float) -> Beat:
         """The next heartbeat, which is about to be written."""
@@ -179,7 +174,8 @@ class Member:
                 odd = self._out_of_step(asked, observer.row.names or ())
                 if odd is not None:
                     return odd
-            lost = self._lost(asked, node)
+            arrived = observer.row.arrived if self._row_is_seen(node) and observer.row is not None else ()
+            lost = self._lost(member for member in asked.generation.members if member.rank not in arrived)
             if lost is None:
                 return None
         # Somebody is lost, or the others have regrouped. All may have come to this row before: then this node passes it too.
@@ -222,14 +218,13 @@ class Member:
         )
         return Outcome(asked, error=OutOfStep(message, other.rank, other.host))
 
-    def _lost(self, asked: Collective, node: Node) -> Loss | None:
-        """A member that will not come to this row any more."""
-        observer = self.agent.observer
-        arrived = observer.row.arrived if self._row_is_seen(node) and observer.row is not None else ()
-        absent = [member for member in asked.generation.members if member.rank not in arrived]
+    def _lost(self, members: Iterable[Member]) -> Loss | None:
+        """The first of these members of this node's generation that is lost."""
+        agent = self.agent
+        observer, node = agent.observer, agent.node
         looked_at = node.since if observer.ledger.looked_at is None else observer.ledger.looked_at
-        limits = self.agent.rules.limits
-        found = losses(absent, node.rank, observer.joins, observer.ledger, node.since, looked_at, limits)
+        limits = agent.rules.limits
+        found = losses(members, node.rank, observer.joins, observer.ledger, node.since, looked_at, limits)
         return found[0] if found else None
 
     def _was_passed(self, asked: Collective, names: Iterable[str]) -> bool:
@@ -272,10 +267,14 @@ class Member:
         unread_s = now - self._unread[1]
         if unread_s < self.agent.rules.limits.dead_s:
             return None
-        host = next(m.host for m in asked.generation.members if m.rank == rank)
-        what = f"what node {rank} ({host}) gave cannot be read: {why}"
+        member = next(m for m in asked.generation.members if m.rank == rank)
+        what = f"what node {rank} ({member.host}) gave cannot be read: {why}"
         message = f"node {self.agent.join.rank}: {asked.name}: {what}"
-        return Outcome(asked, error=StoreError(message, rank, host, unread_s))
+        if self._lost([member]) is not None:
+            # Example: its host lost power before what it gave was on the disk. Nobody will ever read it.
+            message = f"{message}; and that node is lost; regroup() goes on without it"
+            return Outcome(asked, error=PeerLost(message, rank, member.host, unread_s))
+        return Outcome(asked, error=StoreError(message, rank, member.host, unread_s))
 
     def _remember_end(self, asked: Collective) -> None:
         number, iteration = asked.generation.number, asked.position.iteration

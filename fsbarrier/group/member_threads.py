@@ -7,12 +7,13 @@ whatever the mount does; both are daemon threads, so that neither keeps the inte
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 
 from fsbarrier.errors import Fenced, FsbarrierError
 from fsbarrier.group.collective import Collective
-from fsbarrier.group.member import Member, Snapshot
+from fsbarrier.group.member import GroupMember, Snapshot
 from fsbarrier.group.noted_store import NotedStore
 from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
 from fsbarrier.protocol.state import Exit, Stage
@@ -30,7 +31,7 @@ BEGIN_AGAIN_S = 0.05
 class MemberThreads:
     """The two threads of one membership."""
 
-    def __init__(self, member: Member, store: NotedStore, beat_s: float) -> None:
+    def __init__(self, member: GroupMember, store: NotedStore, beat_s: float) -> None:
         """`store`: the one that the member looks with."""
         self.beat_s, self.member, self._store = beat_s, member, store
         self.root, self.here, self.rules = (
@@ -91,6 +92,11 @@ class MemberThreads:
 
     def _look(self) -> None:
         try:
+            if os.path.lexists(self.member.agent.observer.paths.record):
+                self.member.fail(
+                    ValueError(f"{self.root} is the directory of a run; give the group one of its own")
+                )
+                self._show()
             while not self._over() and not self.member.begin(time.monotonic()):
                 self._show()
                 self._leaving.wait(BEGIN_AGAIN_S)

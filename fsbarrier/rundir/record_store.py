@@ -1,4 +1,4 @@
-"""The shared directory as the protocol sees it: five verbs for records and their names, one implementation for the real thing.
+"""The shared directory as the protocol sees it: a few verbs for records and their names, one implementation for the real thing.
 
 The simulator has a twin with the same verbs (fsbarrier/sim/), which need not make a record's bytes. Nothing here looks up a name
 that does not exist yet (invariant I11): `names` lists a directory that this node made itself, `read` opens what a listing named.
@@ -6,6 +6,7 @@ that does not exist yet (invariant I11): `names` lists a directory that this nod
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -40,6 +41,12 @@ class Store(Protocol):
     def create(self, path: Path, record: Record) -> bool:
         """Create a file exclusively and durably; False where somebody else's is there."""
 
+    def remove(self, path: Path) -> None:
+        """Remove a file of one's own; one that is gone is fine."""
+
+    def remove_dir(self, path: Path) -> None:
+        """Remove a directory; one that is gone is fine, one that is not empty raises."""
+
 
 class PosixStore:
     """The store on a mounted filesystem."""
@@ -72,6 +79,13 @@ class PosixStore:
 
     def create(self, path: Path, record: Record) -> bool:
         return files.create_exclusive(path, encode(record))
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def remove_dir(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            path.rmdir()
 
 
 class LenientStore(PosixStore):

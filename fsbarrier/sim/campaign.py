@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
+from fsbarrier.sim.groups import GroupWorld, check_groups
 from fsbarrier.sim.invariants import Violation, check
 from fsbarrier.sim.setup import Setup
 from fsbarrier.sim.world import World
@@ -30,7 +31,7 @@ class Verdict:
 
 def judge(seed: int, setup: Setup) -> Verdict:
     """Run one schedule and check every invariant. An unexpected exception of the code under test is a violation too."""
-    world, collecting = World(seed, setup), gc.isenabled()
+    world, collecting = make_world(seed, setup), gc.isenabled()
     # The collector would only cost time: `_take_apart` frees what a schedule leaves.
     gc.disable()
     try:
@@ -39,6 +40,15 @@ def judge(seed: int, setup: Setup) -> Verdict:
         _take_apart(world)
         if collecting:
             gc.enable()
+
+
+def make_world(seed: int, setup: Setup) -> World:
+    return GroupWorld(seed, setup) if setup.groups else World(seed, setup)
+
+
+def violations_in(world: World) -> list[Violation]:
+    """All that is wrong with a schedule that has run."""
+    return check_groups(world) if isinstance(world, GroupWorld) else check(world)
 
 
 def _take_apart(world: World) -> None:
@@ -51,7 +61,7 @@ def _take_apart(world: World) -> None:
 def _found(world: World) -> tuple[Violation, ...]:
     try:
         world.run()
-        return tuple(check(world))
+        return tuple(violations_in(world))
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error} ({where.filename.rpartition('/')[2]}:{where.lineno})"

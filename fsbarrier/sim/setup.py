@@ -47,6 +47,8 @@ class Setup:
     habits: Habits | None = None
     # every process has a clock of its own
     clocks: bool = True
+    # `fsbarrier.join` in place of runs
+    groups: bool = False
 
 
 _loaded: list[Program] = []

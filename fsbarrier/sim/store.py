@@ -7,6 +7,8 @@ was written, for speed; it becomes bytes only where a loss of power tears it.
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -150,6 +152,28 @@ class Disk:
 
     def _added(self, directory: Directory, name: str) -> None:
         directory.names[name] = None
+        directory.listing = None
+        self.touch(directory)
+
+    def remove(self, path: str) -> None:
+        """Remove a file, if it is there."""
+        file = self.files.pop(path, None)
+        if file is not None:
+            self._dropped(file.directory, path)
+
+    def remove_dir(self, path: str) -> None:
+        """Remove a directory, if it is there. Raises OSError where it is not empty."""
+        directory = self.dirs.get(path)
+        if directory is None:
+            return
+        if directory.names:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        del self.dirs[path]
+        if directory.parent is not None:
+            self._dropped(directory.parent, path)
+
+    def _dropped(self, directory: Directory, path: str) -> None:
+        del directory.names[path.rpartition("/")[2]]
         directory.listing = None
         self.touch(directory)
 
@@ -362,6 +386,12 @@ class Client:
         if after is not None:
             raise after()
         return free
+
+    def remove(self, path: SimPath) -> None:
+        self.disk.remove(path)
+
+    def remove_dir(self, path: SimPath) -> None:
+        self.disk.remove_dir(path)
 
     # --- caches ---
 

@@ -239,11 +239,15 @@ class World:
                 client,
                 Trouble(client, lambda seconds, stopped: self._block(host, seconds, stopped)),
             )
-        process = Process(self, len(self.processes), rank, *self.clients[host])
+        process = self.new_process(rank, *self.clients[host])
         self.processes.append(process)
         self.history.starts[process.number] = (self.now, rank)
         self.say(f"node {rank} is started on {host}")
         process.wake(self.now)
+
+    def new_process(self, rank: int, client: Client, trouble: Trouble) -> Process:
+        """A start of a node."""
+        return Process(self, len(self.processes), rank, client, trouble)
 
     def small_mishap(self) -> Mishap | None:
         """What goes wrong in the look that begins now."""
