@@ -2,7 +2,8 @@
 
 A Client has the five verbs of fsbarrier.rundir.record_store.Store and answers like PosixStore on a mount that misbehaves: listings and
 contents may be old, absences may be remembered, an error may be raised although the work was done. A record stays the object that
-was written, for speed; it becomes bytes only where a loss of power tears it.
+was written, for speed; it becomes bytes only where a loss of power tears it. (The file is longer than others: a Disk and its Clients
+reach into each other.)
 """
 
 from __future__ import annotations
