@@ -203,6 +203,12 @@ def adopt_parts(
     return adopted, take(unjudged=True)
 
 
+def adoption_events(split: str, adopted: Sequence[JsonObject]) -> list[JsonObject]:
+    """What the journal is told of adopted parts, for whoever checks a merged file when the decision itself has been removed."""
+    parts = [{"name": Path(part["path"]).name, "bytes": part["valid_bytes"]} for part in adopted]
+    return [{"event": "parts_adopted", "split": split, "parts": parts}] if parts else []
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """The policy that this iteration rolls out: its version and its folder ("model" below it is what vLLM loads)."""

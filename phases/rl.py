@@ -29,6 +29,7 @@ from fsbarrier.program import (
     Value,
     Work,
     adopt_parts,
+    adoption_events,
     fill_placeholders,
 )
 from fsbarrier.protocol.assign import sample_tasks, split_by_weight
@@ -78,6 +79,7 @@ def share_out(ctx: Context, split: str, wanted: list[int]) -> dict[str, object]:
     shares = split_by_weight([task for task in wanted if task in missing], ctx.weights)
     fixed = "rollout.take_over is off" if not ctx.settings.rollout.take_over else ctx.claims_unsafe()
     events = [{"event": "shares_fixed", "why": fixed}] if fixed and len(shares) > 1 else []
+    events += adoption_events(split, adopted)
     return {
         "wanted": wanted,
         "shares": {str(rank): share for rank, share in zip(ctx.ranks, shares, strict=True)},

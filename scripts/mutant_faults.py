@@ -81,7 +81,9 @@ def count_instead_of_set(patch: Patch) -> None:
     def change(self: Observer, view: View, at: Any) -> View:
         if at.part is not Part.ANNOUNCED or len(self.store.names(_row(self, at))) < 2:
             return view
-        fact = self.store.read(_row(self, at) / FACT.build(at.generation.leader, "done"), Fact)
+        fact = self.store.read(
+            _row(self, at) / FACT.build(at.position.iteration, at.generation.leader, "done"), Fact
+        )
         return replace(view, arrived=frozenset(at.generation.ranks), leaders_fact=fact)
 
     _seen_otherwise(patch, change)
@@ -91,7 +93,7 @@ def decision_from_ones_own_copy(patch: Patch) -> None:
     """the decision is read from one's own fact instead of the leader's"""
 
     def change(self: Observer, view: View, at: Any) -> View:
-        own = _row(self, at) / FACT.build(at.rank, "done")
+        own = _row(self, at) / FACT.build(at.position.iteration, at.rank, "done")
         return (
             replace(view, leaders_fact=self.store.read(own, Fact)) if view.leaders_fact is not None else view
         )
@@ -105,7 +107,10 @@ def leader_by_rank_alone(patch: Patch) -> None:
     def change(self: Observer, view: View, at: Any) -> View:
         if at.part is not Part.ANNOUNCED or len(view.arrived) < len(at.generation.members):
             return view
-        return replace(view, leaders_fact=self.store.read(_row(self, at) / FACT.build(0, "done"), Fact))
+        return replace(
+            view,
+            leaders_fact=self.store.read(_row(self, at) / FACT.build(at.position.iteration, 0, "done"), Fact),
+        )
 
     _seen_otherwise(patch, change)
 
@@ -144,7 +149,9 @@ def delete_to_reset(patch: Patch) -> None:
         original(self, row)
         if not row.begins and row.position.phase:
             left = Position(row.position.iteration, row.position.phase - 1)
-            path = self.observer.row_dir(row.generation.number, left) / FACT.build(self.node.rank, "done")
+            path = self.observer.row_dir(row.generation.number, left) / FACT.build(
+                left.iteration, self.node.rank, "done"
+            )
             self.store.disk.files.pop(path, None)
             self.store.disk.dirs[path.parent].names.pop(path.name, None)
             self.store.disk.dirs[path.parent].listing = None
@@ -157,7 +164,9 @@ def wait_on_a_missing_name(patch: Patch) -> None:
 
     def change(self: Observer, view: View, at: Any) -> View:
         if at.part is Part.ANNOUNCED and at.generation.leader not in view.arrived:
-            self.store.read(_row(self, at) / FACT.build(at.generation.leader, "done"), Fact)
+            self.store.read(
+                _row(self, at) / FACT.build(at.position.iteration, at.generation.leader, "done"), Fact
+            )
         return view
 
     _seen_otherwise(patch, change)
@@ -168,7 +177,7 @@ def read_everybodys_fact(patch: Patch) -> None:
 
     def change(self: Observer, view: View, at: Any) -> View:
         for rank in view.arrived if view.leaders_fact is not None else ():
-            self.store.read(_row(self, at) / FACT.build(rank, "done"), Fact)
+            self.store.read(_row(self, at) / FACT.build(at.position.iteration, rank, "done"), Fact)
         return view
 
     _seen_otherwise(patch, change)

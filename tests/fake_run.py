@@ -15,6 +15,7 @@ from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Verdict
 from fsbarrier.rundir import runrecord
+from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.resolve import resolve
 
@@ -162,10 +163,10 @@ class FakeRun:
 
     def done(self, rank: int, iteration: int, phase: int) -> None:
         """A member's fact about a row."""
-        folder = self.paths.phase(self.generation, iteration, phase, PHASE_NAMES[phase])
+        folder = self.paths.phase(self.generation, phase, PHASE_NAMES[phase])
         files.make_dirs(folder)
         fact = Fact(rank, self.incarnations[rank], "done")
-        (folder / f"node-{rank:04d}.done").write_bytes(encode(fact))
+        (folder / FACT.build(iteration, rank, "done")).write_bytes(encode(fact))
 
     # --- whole stretches ---
 

@@ -50,7 +50,7 @@ def read_record(path: Path, kind: str) -> dict[str, Any]:
     """A record: one line of header with its length and digest, and one of JSON. Raises ValueError."""
     header, _, body = path.read_bytes().partition(b"\n")
     words = header.decode("ascii").split(" ")
-    if words != ["fsbarrier/1", kind, str(len(body)), hashlib.sha256(body).hexdigest()[:32]]:
+    if words != ["fsbarrier/2", kind, str(len(body)), hashlib.sha256(body).hexdigest()[:32]]:
         raise ValueError(f"{path}: {header!r} is not the header of this {kind}")
     record = json.loads(body)
     assert isinstance(record, dict)
@@ -228,7 +228,7 @@ def merged_files(
                 yield f"{name} cannot be read: {error}"
                 continue
             yield from (f"{name}: {what}" for what in one_merged(value, tasks, iteration, split))
-            yield from (f"{name}: {what}" for what in unadopted(log_path, value["metadata"], generations))
+            yield from (f"{name}: {what}" for what in unadopted(value["metadata"], generations, journals))
 
 
 def one_merged(value: dict[str, Any], tasks: int, iteration: int, split: str) -> Iterator[str]:
@@ -250,21 +250,26 @@ def one_merged(value: dict[str, Any], tasks: int, iteration: int, split: str) ->
 
 
 def unadopted(
-    log_path: Path, metadata: dict[str, Any], generations: dict[int, dict[str, Any]]
+    metadata: dict[str, Any],
+    generations: dict[int, dict[str, Any]],
+    journals: dict[str, list[dict[str, Any]]],
 ) -> Iterator[str]:
-    """The parts of older generations that the merging one had not adopted, by name and by how much of them is valid."""
+    """The parts of older generations that the merging one had not adopted, by name and by how much of them is valid.
+
+    What it adopted is in its record, or its leader decided it and said so in its journal.
+    """
     number, iteration, split = metadata["generation"], metadata["iteration"], metadata["split"]
     record = generations[number]
-    index, row = (1, "train_assign") if split == "train" else (5, "eval_decide")
-    decision = record["decisions"].get(row)
+    decision = record["decisions"].get("train_assign" if split == "train" else "eval_decide")
     if decision is not None and decision["iteration"] == iteration:
-        assigned = decision["value"]
+        adopted = {Path(part["path"]).name: part["valid_bytes"] for part in decision["value"]["adopted"]}
     else:
-        leaders_fact = f"iter-{iteration:06d}/p{index:02d}-{row}/node-{record['leader']:04d}.done"
-        assigned = read_record(log_path / "coordination" / f"gen-{number:06d}" / leaders_fact, "fact")[
-            "value"
-        ]
-    adopted = {Path(part["path"]).name: part["valid_bytes"] for part in assigned["adopted"]}
+        adopted = {
+            part["name"]: part["bytes"]
+            for at, line in placed(journals, "parts_adopted")
+            if at[:2] == (number, iteration) and line["split"] == split
+            for part in line["parts"]
+        }
     members = {(member["rank"], member["incarnation"]) for member in record["members"]}
     for part in metadata["parts"]:
         match = PART.search(part["name"])

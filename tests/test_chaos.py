@@ -124,7 +124,7 @@ def rewrite_generation(run: Path, change: Callable[[dict[str, object]], None], n
     record = json.loads(path.read_bytes().partition(b"\n")[2])
     change(record)
     body = json.dumps(record).encode() + b"\n"
-    header = f"fsbarrier/1 generation {len(body)} {hashlib.sha256(body).hexdigest()[:32]}\n"
+    header = f"fsbarrier/2 generation {len(body)} {hashlib.sha256(body).hexdigest()[:32]}\n"
     path.write_bytes(header.encode() + body)
 
 

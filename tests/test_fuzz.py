@@ -165,7 +165,7 @@ def encoded_body(record: facts.Record, body: Any) -> bytes:
     """A record's file with another body, whose length and digest are right."""
     kind = codec.encode(record).split(b" ")[1].decode()
     text = json.dumps(body).encode() + b"\n"
-    return f"fsbarrier/1 {kind} {len(text)} {hashlib.sha256(text).hexdigest()[:32]}\n".encode() + text
+    return f"fsbarrier/2 {kind} {len(text)} {hashlib.sha256(text).hexdigest()[:32]}\n".encode() + text
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
@@ -220,7 +220,7 @@ def test_a_node_looks_at_anything(
     generation = facts.Generation(1, (facts.Member(0, 1), facts.Member(1, 1)), 0, Position(1, 0), "start")
     row = observer.row_dir(1, Position(1, 0))
     store.make_dir(row)
-    for name in ("node-0000.done", "node-0001.failed"):
+    for name in ("iter-000001.node-0000.done", "iter-000001.node-0001.failed"):
         (row / name).write_bytes(fact)
     node = Node(0, 1, 0.0, "", Stage.RUNNING, 0, True, generation, Position(1, 0), Part.ANNOUNCED)
     for now in (0.0, 1.0, 20.0):

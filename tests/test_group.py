@@ -306,7 +306,7 @@ def test_the_same_call_after_a_failed_read_is_the_same_collective(
     read, failing = PosixStore.read, threading.Event()
 
     def unreadable(store: PosixStore, path: Path, cls: type[Any]) -> Any:
-        theirs = path.name == "node-0001.all_gather.done"
+        theirs = path.name == "iter-000001.node-0001.all_gather.done"
         return None if theirs and failing.is_set() else read(store, path, cls)
 
     def other() -> list[list[str]]:

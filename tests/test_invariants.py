@@ -49,7 +49,9 @@ def first(history: History, name: str, number: int = 1) -> int:
 
 
 def no_fact(history: History) -> None:
-    history.writes[:] = [w for w in history.writes if not w.path.endswith("p02-train_rollout/node-0001.done")]
+    history.writes[:] = [
+        w for w in history.writes if not w.path.endswith("p02-train_rollout/iter-000001.node-0001.done")
+    ]
 
 
 def no_entry(history: History) -> None:
@@ -119,7 +121,7 @@ def model_moved_back(history: History) -> None:
 
 def one_task_too_few(history: History) -> None:
     """Nobody notices but whoever knows how many there are."""
-    name = "p01-train_assign/node-0000.done"
+    name = "p01-train_assign/iter-000001.node-0000.done"
     at, write = next((i, w) for i, w in enumerate(history.writes) if w.path.endswith(name))
     fact = write.record
     assert isinstance(fact, Fact)

@@ -73,4 +73,4 @@ def test_the_names_that_scripts_rely_on() -> None:
     assert names.START.parse("node-00001.inc-0002.json") is None
     assert names.JOURNAL.build(1, 2) == "node_1.inc-0002.jsonl"
     assert names.PHASE_FOLDER.parse("p02-train_rollout") == names.PhaseName(2, "train_rollout")
-    assert names.FACT.parse("node-0001.done") == names.FactName(1, "done")
+    assert names.FACT.parse("iter-000007.node-0001.done") == names.FactName(7, 1, "done")

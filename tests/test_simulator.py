@@ -21,10 +21,11 @@ from fsbarrier.protocol.codec import decode, encode
 from fsbarrier.protocol.facts import R
 from fsbarrier.protocol.state import Node
 from fsbarrier.sim.campaign import campaign
+from fsbarrier.sim.disk import SimPath
 from fsbarrier.sim.faults import USUAL, parse_mix
 from fsbarrier.sim.invariants import budget, i12_operations
 from fsbarrier.sim.setup import Setup
-from fsbarrier.sim.store import Client, Habits, SimPath
+from fsbarrier.sim.store import Client, Habits
 from fsbarrier.sim.transcript import transcript
 from fsbarrier.sim.world import World
 

@@ -6,7 +6,6 @@ asks (`asked`, `regroup_after`), and reads the last Snapshot, which never change
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 from collections.abc import Iterable, Mapping
@@ -20,7 +19,7 @@ from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member
 from fsbarrier.protocol.membership import Ledger, Loss, live_joiners, losses
 from fsbarrier.protocol.state import Node
 from fsbarrier.retry import FAILING
-from fsbarrier.rundir.names import CALL_FACT, done_fact
+from fsbarrier.rundir.names import CALL_FACT, fact_name
 
 #: errors of a start that may pass: the mount fails for a moment, or shows directories late that others have just made
 _MAY_PASS = FAILING | {errno.ENOENT}
@@ -64,9 +63,6 @@ class GroupMember:
     _last_beat: tuple[float, float] = (0.0, 0.0)
     #: the call whose objects cannot be read, and since when
     _unread: tuple[Collective, float] | None = None
-    #: the last two calls that ended well, whose facts are still to be removed
-    _ended: tuple[Collective, ...] = ()
-    _tidied: bool = True
 
     @property
     def asked(self) -> Collective | None:
@@ -115,24 +111,6 @@ class GroupMember:
             return False
         self._take_snapshot(now, outcome, failure)
         return busy
-
-    def tidy(self) -> None:
-        """Remove facts that nobody reads again: whoever came to a row had ended the one before it (invariant I9).
-
-        Each member removes its own fact of the row before the last one that ended. The leader removes the folder before that: all
-        others have removed what was in it before they came to the last row.
-        """
-        if self._tidied:
-            return
-        self._tidied = True
-        last, *before = self._ended
-        with contextlib.suppress(OSError):
-            if before:
-                self.agent.store.remove(self._fact(before[0], self.agent.join.rank))
-            if len(before) > 1 and last.generation.leader == self.agent.join.rank:
-                folder = self._row(before[1])
-                self.agent.store.remove_dir(folder)
-                self.agent.store.remove_dir(folder.parent)
 
     def beat(self, now: float) -> Beat:
         """The next heartbeat, which is about to be written."""
@@ -202,7 +180,8 @@ class GroupMember:
     def _out_of_step(self, asked: Collective, names: Iterable[str]) -> Outcome | None:
         """The error of members that called different things, if these names of facts show such members."""
         members = {member.rank: member for member in asked.generation.members}
-        said = {fact.rank: fact.call for fact in CALL_FACT.parse_all(names) if fact.rank in members}
+        facts = [one for one in CALL_FACT.parse_all(names) if one.iteration == asked.position.iteration]
+        said = {fact.rank: fact.call for fact in facts if fact.rank in members}
         if len(set(said.values())) < 2:
             return None
         # This member's own fact may be missing from the listing.
@@ -233,7 +212,7 @@ class GroupMember:
         If the listing is old and does not show it, a heartbeat may: a member that passed the row has seen all facts. Example: node 1
         ends its script after its last barrier, and node 2's mount shows node 1's last heartbeat at once, but the facts 3 s later.
         """
-        if {done_fact(rank, asked.call) for rank in asked.generation.ranks}.issubset(names):
+        if {self._fact(asked, rank).name for rank in asked.generation.ranks}.issubset(names):
             return True
         ledger = self.agent.observer.ledger
         for member in asked.generation.members:
@@ -258,7 +237,6 @@ class GroupMember:
                     return self._not_read(asked, rank, f"{path}: {error}", now)
             objects.append(json.loads(text or "null"))
         self.work.passed = asked.generation.number, asked.position.iteration
-        self._remember_end(asked)
         return Outcome(asked, tuple(objects))
 
     def _not_read(self, asked: Collective, rank: int, why: str, now: float) -> Outcome | None:
@@ -275,15 +253,6 @@ class GroupMember:
             message = f"{message}; and that node is lost; regroup() goes on without it"
             return Outcome(asked, error=PeerLost(message, rank, member.host, unread_s))
         return Outcome(asked, error=StoreError(message, rank, member.host, unread_s))
-
-    def _remember_end(self, asked: Collective) -> None:
-        number, iteration = asked.generation.number, asked.position.iteration
-        before = [
-            one
-            for one in self._ended
-            if one.generation.number == number and one.position.iteration < iteration
-        ]
-        self._ended, self._tidied = (asked, *before[:2]), False
 
     # --- errors ---
 
@@ -342,4 +311,4 @@ class GroupMember:
         return self.agent.observer.row_dir(asked.generation.number, asked.position)
 
     def _fact(self, asked: Collective, rank: int) -> Path:
-        return self._row(asked) / done_fact(rank, asked.call)
+        return self._row(asked) / fact_name(asked.position.iteration, rank, "done", asked.call)

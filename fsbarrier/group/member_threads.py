@@ -117,7 +117,6 @@ class MemberThreads:
             while not self._over():
                 busy = self.member.look(time.monotonic())
                 self._show()
-                self.member.tidy()
                 hints = self._caller_waits and self.rules.num_nodes <= HINTED_NODES
                 polling.pause(PAUSES if self._caller_waits else idle, busy=busy, hints=hints)
         finally:

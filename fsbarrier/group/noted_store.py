@@ -13,9 +13,9 @@ class NotedStore(PosixStore):
 
     doing: tuple[str, Path] | None = None
 
-    def make_dir(self, path: Path) -> None:
+    def make_dir(self, path: Path, *, durable: bool = False) -> None:
         self.doing = "making", path
-        super().make_dir(path)
+        super().make_dir(path, durable=durable)
 
     def names(self, directory: Path) -> list[str]:
         self.doing = "listing", directory
@@ -32,3 +32,11 @@ class NotedStore(PosixStore):
     def create(self, path: Path, record: Record) -> bool:
         self.doing = "creating", path
         return super().create(path, record)
+
+    def remove(self, path: Path) -> None:
+        self.doing = "removing", path
+        super().remove(path)
+
+    def remove_dir(self, path: Path) -> None:
+        self.doing = "removing", path
+        super().remove_dir(path)

@@ -7,7 +7,7 @@ on; this is for people who want to see, to merge by hand, or to get foreign and 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from fsbarrier.data.shardscan import scan_shard
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.protocol.facts import Fact
 from fsbarrier.rundir import runrecord
+from fsbarrier.rundir.journal import Event, read_events
 from fsbarrier.rundir.names import FACT, GENERATION_FOLDER, PHASE_FOLDER, SPLITS, parse_trajectories
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
@@ -95,18 +96,34 @@ def gone(log_path: Path, split: str, iteration: int, found: Iterable[FoundFile])
 
 
 def _decided(paths: RunPaths, iteration: int) -> Iterator[str]:
-    """The names of the merged files in the facts of an iteration."""
+    """The names of the merged files that the run's decisions about an iteration name.
+
+    The facts of old iterations are removed, so the journals are asked too. The facts outlive a loss of power, and the journals may not.
+    """
+    values = [event.fields.get("value") for event in read_events(paths.root) if _decides(event, iteration)]
+    values += [fact.value for fact in _facts(paths, iteration)]
+    for value in values:
+        merged = value.get("merged") if isinstance(value, Mapping) else None
+        if isinstance(merged, str):
+            yield Path(merged).name
+
+
+def _decides(event: Event, iteration: int) -> bool:
+    return event.name == "decision" and event.iteration == iteration
+
+
+def _facts(paths: RunPaths, iteration: int) -> Iterator[Fact]:
+    """What is left of the facts about an iteration."""
     store = LenientStore()
     for generation in sorted(GENERATION_FOLDER.parse_all(store.names(paths.coordination))):
-        folder = paths.iteration(generation, iteration)
-        for row in PHASE_FOLDER.parse_all(sorted(store.names(folder))):
-            phase = paths.phase(generation, iteration, row.index, row.name)
+        for row in PHASE_FOLDER.parse_all(sorted(store.names(paths.facts_of(generation)))):
+            phase = paths.phase(generation, row.index, row.name)
             for name in sorted(store.names(phase)):
                 said = FACT.parse(name)
-                fact = store.read(phase / name, Fact) if said is not None and said.status == "done" else None
-                merged = fact.value.get("merged") if fact is not None else None
-                if isinstance(merged, str):
-                    yield Path(merged).name
+                if said is not None and (said.iteration, said.status) == (iteration, "done"):
+                    fact = store.read(phase / name, Fact)
+                    if fact is not None:
+                        yield fact
 
 
 def restore(merged: Path, names: Iterable[Path]) -> list[Path]:

@@ -6,12 +6,14 @@ nothing is left to do. It has no clock, no thread and no process of its own: tim
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from fsbarrier.errors import Fenced
+from fsbarrier.node.collection import Collection
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.resume import LastGeneration
 from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Member, Payload, Position
@@ -34,7 +36,7 @@ from fsbarrier.protocol.state import (
     Stage,
     WorkReport,
 )
-from fsbarrier.rundir.names import FACT, done_fact
+from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.record_store import Store
 
 
@@ -73,12 +75,15 @@ class NodeLoop:
     record: Recorder
     node: Node = field(init=False)
     last_generation: LastGeneration = field(init=False)
+    collection: Collection = field(init=False)
     exit: Exit | None = None
     counter: int = 0
     _pending: deque[Action] = field(default_factory=deque)
     #: After the last action another look would show nothing new: work was only just launched, or another node's record is there and
     #: cannot be read yet. Without it, `tick` would look again and again without a pause.
     _enough: bool = False
+    #: the listings showed where the run was so long ago that the facts from then are gone
+    _behind: bool = False
     #: when the heartbeats were read in which suspects were last sought
     _weighed_at: float | None = None
     #: The incarnation in the heartbeats: the last one whose join record is surely this process's. While this node tries to
@@ -93,9 +98,16 @@ class NodeLoop:
     _said_at: float = float("inf")
     _suspected: set[Member] = field(default_factory=set)
     _told_hidden: bool = False
+    #: the rows of this generation whose folder this node has made
+    _rows_made: set[int] = field(default_factory=set)
+    #: the row that this node entered last
+    _row: Position | None = None
+    #: the rows that it has passed since it last removed old facts, and what their folders showed
+    _passed: list[tuple[Generation, Position, list[str]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.last_generation = LastGeneration(self.observer)
+        self.collection = Collection(self.store, self.observer.paths, self.rules)
 
     def start(self, now: float) -> None:
         """Join the run as the next incarnation of this rank; the observer has been prepared. Raises OSError, Fenced."""
@@ -117,7 +129,9 @@ class NodeLoop:
 
         If an action fails, it and those after it come first at the next tick: the state machine will not ask for them again.
         """
-        busy = bool(self._pending)
+        # Here and not when a row is passed, so that nobody waits for it.
+        self._collect()
+        busy, self._behind = bool(self._pending), False
         self._act(now)
         while self.exit is None:
             before = self.node
@@ -131,6 +145,7 @@ class NodeLoop:
                 self._pending.extend(actions)
                 self._act(now)
                 if self._enough:
+                    busy = not self._behind
                     break
         if self.observer.ledger.looked_at != self._weighed_at:
             self._weighed_at = self.observer.ledger.looked_at
@@ -229,7 +244,11 @@ class NodeLoop:
         seal = Fact(self.node.rank, self.node.incarnation, SEALED) if for_good else None
         found = self.last_generation.recover(self.rules, now, seal)
         self.observer.recovered = found
-        if for_good and found.generation:
+        if found is None:
+            # This node's listings are behind. Another look at once would show the same.
+            self._behind = self._enough = True
+            self.observer.hurry()
+        elif for_good and found.generation:
             place = [found.position.iteration, found.position.phase]
             self.record("generation_sealed", self.node, {"number": found.generation, "goes_on_at": place})
 
@@ -256,12 +275,15 @@ class NodeLoop:
         The leader's fact must outlive a loss of power. It is created and not replaced: if a seal has ended this generation, that lies
         under the same name, and must stay.
         """
-        node = self.node
-        assert node.generation is not None and node.position is not None
-        directory = self.observer.row_dir(node.generation.number, node.position)
-        call = self.rules.row(node.position).call(fact.value)
-        path = directory / (done_fact(node.rank, call) if call else FACT.build(node.rank, fact.status))
-        if node.generation.leader == node.rank and not self.rules.row(node.position).transient:
+        node, (generation, position) = self.node, self.node.place
+        directory = self.observer.row_dir(generation.number, position)
+        path = directory / fact_name(
+            position.iteration, node.rank, fact.status, self.rules.row(position).call(fact.value)
+        )
+        leads = generation.leader == node.rank
+        if leads and position.phase == self.rules.span(generation.choices)[1]:
+            self.collection.open(generation, position.iteration + 1)
+        if leads and not self.rules.row(position).transient:
             self.store.create(path, fact)
         else:
             self.store.put(path, fact)
@@ -285,8 +307,19 @@ class NodeLoop:
         if row.begins:
             # In a new generation, suspect members only by what this node sees from now on.
             self._suspected.clear()
+            self._rows_made.clear()
+            self._row = None
+            self.collection.begin(row.generation)
             self.observer.hurry()
-        self.store.make_dir(self.observer.row_dir(row.generation.number, row.position))
+        if row.position.phase not in self._rows_made:
+            self.store.make_dir(self.observer.row_dir(row.generation.number, row.position))
+            self._rows_made.add(row.position.phase)
+        # After an error this is done again.
+        if self._row != row.position:
+            if self._row is not None and not row.begins:
+                names = self.observer.names_in_row(row.generation, self._row)
+                self._passed.append((row.generation, self._row, names))
+            self._row = row.position
         self.record("phase_started", self.node, {})
 
     def _note_hidden(self, now: float) -> None:
@@ -298,6 +331,14 @@ class NodeLoop:
             self._told_hidden = True
             fields = {"hidden": sorted(silent), "hidden_s": round(max(hidden.values()), 3)}
             self.record("heartbeats_hidden", self.node, fields)
+
+    def _collect(self) -> None:
+        """Remove what nobody needs any more because of the rows that this node has passed."""
+        passed, self._passed = self._passed, []
+        for generation, position, names in passed:
+            # Nothing else depends on it: what cannot be removed now is removed an iteration later.
+            with contextlib.suppress(OSError):
+                self.collection.collect(self.node.rank, generation, position, names)
 
     def _note_suspects(self, now: float) -> None:
         node, ledger = self.node, self.observer.ledger

@@ -26,7 +26,7 @@ from fsbarrier.protocol.rows import Table
 from fsbarrier.protocol.state import WATCHING, Node, Part, Recovered, Stage, View, WorkReport
 from fsbarrier.protocol.stops import concerns, missed_by
 from fsbarrier.rundir.heartbeats import HeartbeatReader
-from fsbarrier.rundir.names import FACT, GENERATION, START, StartName, done_fact
+from fsbarrier.rundir.names import GENERATION, START, StartName, fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
 
@@ -60,15 +60,16 @@ def eagerness(num_nodes: int) -> float:
 class RowListing:
     """What the directory of a row showed when it was last listed. `names` is None before the first listing.
 
-    `call`: what this node called in the row, where that is part of the facts' names. `members`: the name that each member's fact has
-    if it called the same -> its rank.
+    `call`: what this node called in the row, where that is part of the facts' names. `done`: the name that each member's fact has
+    if it called the same -> its rank; `failures`: likewise, of the facts that tell of a failure.
     """
 
     generation: int
     position: Position
     call: str
     directory: Path
-    members: Mapping[str, int]
+    done: Mapping[str, int]
+    failures: Mapping[str, int]
     names: list[str] | None = None
     arrived: frozenset[int] = frozenset()
     failed: Mapping[int, Fact] = field(default_factory=dict)
@@ -167,36 +168,51 @@ class Observer:
         generation, position = node.place
         row, call = self.row, self.table.rows[position.phase].call(node.result)
         if row is None or (row.generation, row.position, row.call) != (generation.number, position, call):
-            members = {done_fact(rank, call): rank for rank in generation.ranks}
+            done, failures = (
+                {fact_name(position.iteration, rank, status, call): rank for rank in generation.ranks}
+                for status in ("done", "failed")
+            )
             directory = self.row_dir(generation.number, position)
-            row = self.row = RowListing(generation.number, position, call, directory, members)
+            row = self.row = RowListing(generation.number, position, call, directory, done, failures)
         names = self.store.names(row.directory)
         if names != row.names:
-            arrived = frozenset([row.members[name] for name in names if name in row.members])
-            failed = {} if len(names) == len(arrived) else self._failed(row.directory, names, generation)
+            arrived = frozenset([row.done[name] for name in names if name in row.done])
+            failed = self._failed(row, names)
             if failed is None:
                 return None
             row.names, row.arrived, row.failed = names, arrived, failed
         leaders_fact = None
         if node.part is Part.ANNOUNCED and len(row.arrived) == len(generation.members):
-            leaders_fact = self.store.read(row.directory / done_fact(generation.leader, call), Fact)
+            leaders = fact_name(position.iteration, generation.leader, "done", call)
+            leaders_fact = self.store.read(row.directory / leaders, Fact)
         return row.arrived, row.failed, leaders_fact
 
-    def _failed(self, directory: Path, names: list[str], generation: Generation) -> dict[int, Fact] | None:
+    def _failed(self, row: RowListing, names: list[str]) -> dict[int, Fact] | None:
         """The members' facts of failure; None while one of them cannot be read."""
         failed = {}
-        for fact in FACT.parse_all(names):
-            if fact.status == "failed" and fact.rank in generation.ranks:
-                record = self.store.read(directory / FACT.build(fact.rank, "failed"), Fact)
+        for name in names:
+            if name in row.failures:
+                record = self.store.read(row.directory / name, Fact)
                 if record is None:
                     return None
-                failed[fact.rank] = record
+                failed[row.failures[name]] = record
         return failed
+
+    def names_in_row(self, generation: Generation, position: Position) -> list[str]:
+        """What the folder of a row showed when this node last looked there; nothing if it has looked elsewhere since."""
+        row = self.row
+        if (
+            row is None
+            or row.names is None
+            or (row.generation, row.position) != (generation.number, position)
+        ):
+            return []
+        return row.names
 
     def row_dir(self, generation: int, position: Position) -> Path:
         """Where the facts about one row are."""
         row = self.table.rows[position.phase]
-        return self.paths.phase(generation, position.iteration, row.index, row.name)
+        return self.paths.phase(generation, row.index, row.name)
 
     def reports(self, node: Node, phase_name: str) -> Mapping[int, Payload]:
         """What each member published about a row of this iteration that `node` has passed, or in which it leads.
@@ -209,7 +225,9 @@ class Observer:
         own = {node.rank: node.result} if at == position else {}
         directory = self.row_dir(generation.number, at)
         others = [rank for rank in generation.ranks if rank not in own]
-        return own | {rank: self.must_read(directory / done_fact(rank), Fact).value for rank in others}
+        return own | {
+            rank: self.must_read(directory / fact_name(at.iteration, rank), Fact).value for rank in others
+        }
 
     def must_read(self, path: Path, cls: type[R]) -> R:
         """A record that is known to be there. Raises OSError if it cannot be read now: treating it as absent would lose it."""

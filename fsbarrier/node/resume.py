@@ -6,19 +6,26 @@ would decide row 7 anew while nodes 0 and 1 pass it with another decision: the r
 
 So node 2 creates the leader's fact of row 7 itself, as a seal. Only one of the two can create that name. If the seal is there first,
 node 0 cannot publish, and no member ever passes row 7. If node 0 was first, node 2 reads its decision and tries the next row.
+
+Facts of old iterations are removed (node/collection.py). If what the listings show is so old, node 2 looks again until they show more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fsbarrier.node.observer import Observer
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Payload, Position
 from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.state import Recovered, Rules
 from fsbarrier.protocol.succession import with_decision
-from fsbarrier.rundir.names import FACT, ITERATION_FOLDER, PHASE_FOLDER
+from fsbarrier.rundir.names import FACT, PHASE_FOLDER
+
+
+class _Behind(Exception):
+    """The members have gone on since, and have removed the facts that this node looked for."""
 
 
 @dataclass
@@ -28,16 +35,23 @@ class LastGeneration:
     observer: Observer
     _facts: dict[tuple[int, Position], Fact] = field(default_factory=dict)
 
-    def recover(self, rules: Rules, now: float, seal: Fact | None = None) -> Recovered:
+    def recover(self, rules: Rules, now: float, seal: Fact | None = None) -> Recovered | None:
         """Where the newest generation is, or was when it ended. With `seal` it ends there, even if members of it still live.
 
-        A fact that cannot be read is an error: treating it as absent would throw a decision away. If a member entered a later row, the
-        row was passed, and its leader's fact must be there. Raises OSError.
+        None where this node's listings are so old that the facts which they show were removed since. A fact that is there and cannot be
+        read is an error: treating it as absent would throw a decision away. If a member entered a later row, the row was passed, and
+        its leader's fact must be there. Raises OSError.
         """
         generation = self.observer.newest
         if generation is None:
             return Recovered(Position(1, rules.span({})[0]), at=now, sealed=True)
         trail = _Trail(self.observer, generation, *rules.span(generation.choices), self._facts)
+        try:
+            return self._follow(trail, rules, now, seal)
+        except _Behind:
+            return None
+
+    def _follow(self, trail: _Trail, rules: Rules, now: float, seal: Fact | None) -> Recovered:
         reached = trail.furthest()
         if seal is not None:
             reached = trail.end(reached, seal)
@@ -53,7 +67,7 @@ class LastGeneration:
         resumed = max(trail.first, rules.table.resume_index(reached.phase))
         position = Position(reached.iteration, resumed)
         span = trail.first, trail.last
-        return Recovered(position, decisions, generation.number, now, span, sealed=seal is not None)
+        return Recovered(position, decisions, trail.generation.number, now, span, sealed=seal is not None)
 
 
 @dataclass(frozen=True)
@@ -84,18 +98,17 @@ class _Trail:
         return max([self.generation.start, *(Position(beat.iteration, beat.phase) for beat in said)])
 
     def furthest(self) -> Position:
-        """The furthest row that some member has entered, by the heartbeats and by the row folders in the directory."""
+        """The furthest row that some member has entered, by the heartbeats and by the facts in the directory."""
         observer, number = self.observer, self.generation.number
         root, furthest = observer.paths.facts_of(number), self.heard()
         if root.name not in observer.store.names(observer.paths.coordination):
             return furthest
-        iterations = ITERATION_FOLDER.parse_all(observer.store.names(root))
-        for iteration in sorted(iterations)[-1:]:
-            names = observer.store.names(observer.paths.iteration(number, iteration))
-            phases = [
-                row.index for row in PHASE_FOLDER.parse_all(names) if self.first <= row.index <= self.last
-            ]
-            furthest = max(furthest, Position(iteration, max(phases, default=self.first)))
+        for row in PHASE_FOLDER.parse_all(observer.store.names(root)):
+            if self.first <= row.index <= self.last:
+                facts = FACT.parse_all(
+                    observer.store.names(observer.paths.phase(number, row.index, row.name))
+                )
+                furthest = max([furthest, *(Position(fact.iteration, row.index) for fact in facts)])
         return furthest
 
     def end(self, reached: Position, seal: Fact) -> Position:
@@ -105,9 +118,7 @@ class _Trail:
         Whether that row was passed too, only the facts of all members show. If this node's listing does not show them, the run
         does that one row once more.
         """
-        if self.generation.verdict is not None or all(
-            row.transient for row in self.observer.table.rows[self.first : self.last + 1]
-        ):
+        if self.generation.verdict is not None or self.lasting is None:
             # Nothing needs a seal: this generation only ended the run, or no later generation uses its results.
             return reached
         until = self.generation.until
@@ -123,43 +134,66 @@ class _Trail:
         return reached
 
     def _sealed(self, position: Position, seal: Fact) -> bool:
-        directory = self.observer.row_dir(self.generation.number, position)
-        self.observer.store.make_dir(directory)
-        created = self.observer.store.create(directory / self._leaders, seal)
-        return created or self.fact(position).status == SEALED
+        observer = self.observer
+        observer.store.make_dir(observer.row_dir(self.generation.number, position))
+        created = observer.store.create(self._leaders(position), seal)
+        if not created and self.fact(position).status != SEALED:
+            return False
+        if not self._was_kept(position):
+            # The leader had published here. Its fact was removed, so this seal stops nobody.
+            self.known.pop((self.generation.number, position), None)
+            raise _Behind
+        return True
+
+    def _was_kept(self, position: Position) -> bool:
+        """Whether the leader has removed no fact about this iteration until now, as the server says."""
+        number, iteration = self.generation.number, position.iteration
+        return iteration == self.generation.start.iteration or self.observer.store.is_there_now(
+            self.observer.paths.open(number, iteration)
+        )
 
     def decisions(self, reached: Position) -> Mapping[str, Payload]:
-        """Each row's last decision before `reached`, and, if that is of this iteration, also the one before it (its "before")."""
-        decisions, start = self.generation.decisions, self.generation.start
-        for row in self.observer.table.rows[self.first : self.last + 1]:
-            if not row.decides:
-                continue
-            found = []
-            for iteration in range(reached.iteration, start.iteration - 1, -1):
-                position = Position(iteration, row.index)
-                value = self.fact(position).value if start <= position < reached else None
-                if value:
-                    found.append((iteration, value))
-                    if iteration < reached.iteration:
-                        break
-            for iteration, value in reversed(found):
-                decisions = with_decision(decisions, row.name, iteration, value)
+        """All that was decided before `reached`."""
+        decisions, position = self._opening(reached)
+        while position < reached:
+            row = self.row(position)
+            value = self.fact(position).value if row.decides else None
+            if value:
+                decisions = with_decision(decisions, row.name, position.iteration, value)
+            position = self.after(position)
         return decisions
 
+    def _opening(self, reached: Position) -> tuple[Mapping[str, Payload], Position]:
+        """The last row before `reached` that says all that was decided until then: what it says, and where it is."""
+        start = self.generation.start
+        for iteration in (reached.iteration, reached.iteration - 1):
+            if self.lasting is not None and start < (opening := Position(iteration, self.lasting)) < reached:
+                return self.fact(opening).decisions, opening
+        return self.generation.decisions, start
+
     @property
-    def _leaders(self) -> str:
-        return FACT.build(self.generation.leader, "done")
+    def lasting(self) -> int | None:
+        return self.observer.table.first_lasting((self.first, self.last))
+
+    def _leaders(self, position: Position) -> Path:
+        """The leader's fact of a row."""
+        directory = self.observer.row_dir(self.generation.number, position)
+        return directory / FACT.build(position.iteration, self.generation.leader, "done")
 
     def fact(self, position: Position) -> Fact:
-        """The leader's fact of a row in which it has published. Raises OSError."""
+        """The leader's fact of a row in which it has published. Raises OSError, and _Behind where it was removed since."""
         key = self.generation.number, position
         if key not in self.known:
-            directory = self.observer.row_dir(self.generation.number, position)
-            self.known[key] = self.observer.must_read(directory / self._leaders, Fact)
+            try:
+                self.known[key] = self.observer.must_read(self._leaders(position), Fact)
+            except OSError:
+                if not self._was_kept(position):
+                    raise _Behind from None
+                raise
         return self.known[key]
 
     def all_done(self, position: Position) -> bool:
         """Whether all members are done with the row and no seal lies there: it was passed, or living members will pass it."""
         names = set(self.observer.store.names(self.observer.row_dir(self.generation.number, position)))
-        done = all(FACT.build(rank, "done") in names for rank in self.generation.ranks)
+        done = all(FACT.build(position.iteration, rank, "done") in names for rank in self.generation.ranks)
         return done and (self.row(position).transient or self.fact(position).status != SEALED)

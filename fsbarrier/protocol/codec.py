@@ -28,7 +28,7 @@ from fsbarrier.protocol.facts import (
 )
 
 MAGIC = "fsbarrier"
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 64 * 1024 * 1024
 #: records up to this size are remembered once they are decoded
 SMALL_BYTES = 8 * 1024
@@ -145,6 +145,7 @@ _NESTED: dict[tuple[type, str], tuple[tuple[type, ...], Convert]] = {
     (Generation, "start"): ((dict,), lambda v: _build(Position, v)),
     (Generation, "verdict"): ((dict, _NONE), lambda v: None if v is None else _build(Verdict, v)),
     (Generation, "decisions"): ((dict,), _decisions),
+    (Fact, "decisions"): ((dict,), _decisions),
     (Join, "addresses"): ((list,), _texts),
 }
 

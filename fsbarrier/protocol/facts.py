@@ -118,6 +118,9 @@ class Fact:
 
     `status` is "done", "failed" or SEALED. A seal lies under the name of the leader's fact, which then cannot be created any more:
     no member passes that row, and the generation has ended (see node/resume.py).
+
+    `decisions`, in the first fact of the leader in an iteration: all that holds when the iteration begins, as in a generation's record.
+    Whoever goes on from there needs no older fact, so those can be removed.
     """
 
     rank: int
@@ -125,6 +128,7 @@ class Fact:
     status: str
     value: Payload = field(default_factory=dict)
     work_s: float = 0.0
+    decisions: Mapping[str, Payload] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

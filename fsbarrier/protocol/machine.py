@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from fsbarrier.protocol.facts import Fact, Generation, Member, Position, Verdict
+from fsbarrier.protocol.facts import Fact, Generation, Member, Payload, Position, Verdict
 from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
 from fsbarrier.protocol.membership import occupied
 from fsbarrier.protocol.rows import Row
@@ -63,6 +63,7 @@ from fsbarrier.protocol.wording import counted
 
 Rule = Callable[[Situation], Step | None]
 NOTHING: Sequence[Action] = ()
+NO_RESULT: Payload = {}
 
 
 def step(node: Node, view: View, now: float, rules: Rules) -> Step:
@@ -487,8 +488,8 @@ def finish_the_work(at: Situation) -> Step | None:
     result, work_s = {**at.node.result, **report.value}, at.node.work_s + report.seconds
     if report.part is Part.EACH and at.row.leader is not None and at.leads:
         return replace(at.node, part=Part.GATHER, result=result, work_s=work_s), NOTHING
-    fact = Fact(at.node.rank, at.node.incarnation, "done", result, work_s)
-    return replace(at.node, part=Part.ANNOUNCED, result=result, work_s=work_s), (Publish(fact),)
+    announced = replace(at.node, part=Part.ANNOUNCED, result=result, work_s=work_s)
+    return announced, (_publish_done(at, at.row, result, work_s),)
 
 
 def _begin(at: Situation, row: Row[object]) -> tuple[Part, Sequence[Action]]:
@@ -497,7 +498,16 @@ def _begin(at: Situation, row: Row[object]) -> tuple[Part, Sequence[Action]]:
         return Part.EACH, (Launch(Part.EACH),)
     if row.leader is not None and at.leads:
         return Part.GATHER, NOTHING
-    return Part.ANNOUNCED, (Publish(Fact(at.node.rank, at.node.incarnation, "done")),)
+    return Part.ANNOUNCED, (_publish_done(at, row),)
+
+
+def _publish_done(
+    at: Situation, row: Row[object], result: Payload = NO_RESULT, work_s: float = 0.0
+) -> Publish:
+    """Publish that this node is done with `row`. The leader's first fact of an iteration tells all that was decided before it."""
+    opens = at.leads and row.index == at.rules.table.first_lasting(at.span)
+    decisions = at.node.decisions if opens else NO_RESULT
+    return Publish(Fact(at.node.rank, at.node.incarnation, "done", result, work_s, decisions))
 
 
 # --- the table -------------------------------------------------------------------------------------------------------------

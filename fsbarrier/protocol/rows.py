@@ -100,6 +100,11 @@ class Table(Generic[Work_co]):
         name = self.rows[index].resume
         return self._indices[name] if name else index
 
+    def first_lasting(self, span: tuple[int, int]) -> int | None:
+        """The first row of `span` whose result later generations adopt; None where all are transient."""
+        first, last = span
+        return next((row.index for row in self.rows[first : last + 1] if not row.transient), None)
+
     def span(self, choice: str = "") -> tuple[int, int]:
         """The first and the last row of an iteration that runs the slice `choice`; all rows for any other word."""
         for part in self.slices:

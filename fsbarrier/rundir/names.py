@@ -78,6 +78,7 @@ class PhaseName:
 class FactName:
     """What a node said about its row, by its name alone: "done" or "failed"."""
 
+    iteration: int
     rank: int
     status: str
 
@@ -86,6 +87,7 @@ class FactName:
 class CallName:
     """What a member of a group called in its row, by the name of its fact alone."""
 
+    iteration: int
     rank: int
     call: str
 
@@ -93,20 +95,31 @@ class CallName:
 START = Name("node-{:04d}.inc-{:04d}.json", StartName)
 GENERATION = Name("gen-{:06d}.json", int)
 GENERATION_FOLDER = Name("gen-{:06d}", int)
-ITERATION_FOLDER = Name("iter-{:06d}", int)
 PHASE_FOLDER = Name("p{:02d}-{:s}", PhaseName)
-FACT = Name("node-{:04d}.{:s}", FactName)
-CALL_FACT = Name("node-{:04d}.{:s}.done", CallName)
+FACT = Name("iter-{:06d}.node-{:04d}.{:s}", FactName)
+CALL_FACT = Name("iter-{:06d}.node-{:04d}.{:s}.done", CallName)
+#: there while the leader's facts about that iteration are
+OPEN_FOLDER = Name("open-{:06d}", int)
 STOP_REQUEST = Name("{:06d}.json", int)
 FILESYSTEM_REPORT = Name("node-{:04d}.json", int)
 
 
-def done_fact(rank: int, call: str = "") -> str:
-    """The name of a node's fact "done". `call`: what it called, where that is part of the name (`Row.named_by`)."""
-    return CALL_FACT.build(rank, call) if call else FACT.build(rank, "done")
+def fact_name(iteration: int, rank: int, status: str = "done", call: str = "") -> str:
+    """The name of a node's fact. `call`: what it called, where that is part of the name (`Row.named_by`)."""
+    if call and status == "done":
+        return CALL_FACT.build(iteration, rank, call)
+    return FACT.build(iteration, rank, status)
 
 
-# --- claims on tasks, in the folder of an iteration ----------------------------------------------------------------------
+# --- claims on tasks -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ClaimsName:
+    """The folder of the claims on the tasks of one split in one iteration."""
+
+    split: str
+    iteration: int
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -117,7 +130,7 @@ class LotName:
     number: int
 
 
-CLAIMS_FOLDER = Name("claims-{:s}", str)
+CLAIMS_FOLDER = Name("claims-{:s}.iter-{:06d}", ClaimsName)
 LOT = Name("lot-{:04d}-{:06d}", LotName)
 DURABLE_COUNT = Name("durable-{:04d}", int)
 #: there once a rollout phase is to end before its last few groups

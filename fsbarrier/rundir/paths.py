@@ -65,16 +65,17 @@ class RunPaths:
     def facts_of(self, generation: int) -> Path:
         return self.coordination / names.GENERATION_FOLDER.build(generation)
 
-    def iteration(self, generation: int, iteration: int) -> Path:
-        return self.facts_of(generation) / names.ITERATION_FOLDER.build(iteration)
+    def phase(self, generation: int, index: int, name: str) -> Path:
+        """The folder of one row of the program, in which each member's fact about it appears, in every iteration."""
+        return self.facts_of(generation) / names.PHASE_FOLDER.build(index, name)
 
-    def phase(self, generation: int, iteration: int, index: int, name: str) -> Path:
-        """The folder of one row of the program, in which each member's fact appears."""
-        return self.iteration(generation, iteration) / names.PHASE_FOLDER.build(index, name)
+    def open(self, generation: int, iteration: int) -> Path:
+        """An empty folder: while it is there, no fact of the leader about this iteration was removed (fsbarrier/node/collection.py)."""
+        return self.facts_of(generation) / names.OPEN_FOLDER.build(iteration)
 
     def claims(self, generation: int, iteration: int, split: str) -> Path:
         """Who rolls out what, settled while it happens (fsbarrier/rollouts/claims.py), and how far all are."""
-        return self.iteration(generation, iteration) / names.CLAIMS_FOLDER.build(split)
+        return self.facts_of(generation) / names.CLAIMS_FOLDER.build(split, iteration)
 
     # --- trajectories ---
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Protocol
 
@@ -23,8 +24,11 @@ REPLACED = frozenset({errno.ENOENT, errno.ESTALE})
 class Store(Protocol):
     """What the core needs of a shared directory. Every verb may raise OSError."""
 
-    def make_dir(self, path: Path) -> None:
-        """Make a directory; one that exists is fine. FileNotFoundError: another node made it, and this mount does not show it yet."""
+    def make_dir(self, path: Path, *, durable: bool = False) -> None:
+        """Make a directory; one that exists is fine. `durable`: it also survives a power loss.
+
+        FileNotFoundError: another node made it, and this mount does not show it yet.
+        """
 
     def names(self, directory: Path) -> list[str]:
         """The names in a directory, freshly listed, without temporary ones; empty if it is not there.
@@ -45,14 +49,19 @@ class Store(Protocol):
         """Remove a file of one's own; one that is gone is fine."""
 
     def remove_dir(self, path: Path) -> None:
-        """Remove a directory; one that is gone is fine, one that is not empty raises."""
+        """Remove a directory and what lies in it; one that is gone is fine."""
+
+    def is_there_now(self, directory: Path) -> bool:
+        """Whether a directory is there, as the server says, and not as this client remembers it."""
 
 
 class PosixStore:
     """The store on a mounted filesystem."""
 
-    def make_dir(self, path: Path) -> None:
+    def make_dir(self, path: Path, *, durable: bool = False) -> None:
         files.try_to_make_dirs(path)
+        if durable:
+            files.fsync_dir(path.parent)
 
     def names(self, directory: Path) -> list[str]:
         try:
@@ -84,8 +93,24 @@ class PosixStore:
         path.unlink(missing_ok=True)
 
     def remove_dir(self, path: Path) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            path.rmdir()
+        try:
+            os.rmdir(path)
+        except FileNotFoundError:
+            return
+        except OSError:
+            # It is not empty: a process that was killed left a temporary file.
+            shutil.rmtree(path)
+
+    def is_there_now(self, directory: Path) -> bool:
+        # Only the server can create a file, so unlike a look this is never answered from a cache.
+        probe = files.temporary_beside(directory / "is-there")
+        try:
+            os.close(files.open_new(probe))
+        except FileNotFoundError:
+            return False
+        with contextlib.suppress(OSError):
+            os.unlink(probe)
+        return True
 
 
 class LenientStore(PosixStore):

@@ -108,7 +108,6 @@ class GroupProcess(Process):
                 self.news_at = None
                 self.observer.hurry()
             member.look(self.clock)
-            member.tidy()
         except Crash:
             return "crash"
         except Livelock as error:

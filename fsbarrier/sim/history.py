@@ -102,6 +102,22 @@ class Missing(NamedTuple):
     folder: str
 
 
+class Removed(NamedTuple):
+    """A fact was removed. `place`: the row that it speaks of."""
+
+    time: float
+    path: str
+    place: Place
+
+
+class Asked(NamedTuple):
+    """A node that was at work in a generation read a fact of it that had been removed."""
+
+    time: float
+    rank: int
+    path: str
+
+
 class Ended(NamedTuple):
     """The end of a process: an exit code, or None where it was killed."""
 
@@ -144,6 +160,10 @@ class History:
     published: list[Published] = field(default_factory=list)
     served: list[Served] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
+    removed: list[Removed] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
+    # generation -> how many facts lie there at the end
+    left: dict[int, int] = field(default_factory=dict)
     # process -> (time, rank)
     starts: dict[int, tuple[float, int]] = field(default_factory=dict)
     ended: dict[int, Ended] = field(default_factory=dict)
@@ -177,6 +197,17 @@ class History:
         return found
 
     @cached_property
+    def openings(self) -> dict[Place, float]:
+        """The leader's first fact of each iteration, and when it was published. The iteration in which a generation starts has none."""
+        found = {}
+        for place, done in self.facts.items():
+            record = self.generations[place[0]][1]
+            start = record.start.iteration, record.start.phase
+            if place[2] == self.first and place[1:] > start and record.leader in done:
+                found[place] = done[record.leader][0]
+        return found
+
+    @cached_property
     def joins(self) -> dict[tuple[int, int], Write]:
         """(rank, incarnation) -> its record."""
         found: dict[tuple[int, int], Write] = {}
@@ -205,8 +236,8 @@ class History:
 @lru_cache(maxsize=4096)
 def row_of(path: str) -> Place:
     """The row that a fact's path speaks of."""
-    _, generation, iteration, phase, _ = path.rsplit("/", 4)
-    return int(generation[4:]), int(iteration[5:]), int(phase[1:3])
+    _, generation, phase, name = path.rsplit("/", 3)
+    return int(generation[4:]), int(name[5:11]), int(phase[1:3])
 
 
 def place_of(node: Node) -> Place:

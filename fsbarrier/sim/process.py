@@ -11,11 +11,12 @@ from fsbarrier.node.observer import Observer, Paces
 from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.state import Exit, Node, Stage
 from fsbarrier.rundir.record_store import Store
+from fsbarrier.sim.disk import Directory, SimPath
 from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
 from fsbarrier.sim.history import Event
 from fsbarrier.sim.interruptible import Strand
 from fsbarrier.sim.setup import PATHS
-from fsbarrier.sim.store import Client, Directory, SimPath
+from fsbarrier.sim.store import Client
 from fsbarrier.sim.work import SimWork
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@
     at 5 s: ask to stop
 
 Actions: kill / start / end node R (or `all`), start node R elsewhere (on another host), stop node R for S s, freeze node R for S s
-(its host too), hold node R at create for S s (in the middle of that operation), fail node R in PHASE [K times], ask to stop, ask to
+(its host too), hold node R at create for S s (in the middle of that operation; its heartbeats go on), stop node R at create for S s
+(there too, but all of it), fail node R in PHASE [K times], ask to stop, ask to
 stop at once, lose power, fill the disk of node R for S s.
 """
 
@@ -162,7 +163,7 @@ def _do(world: World, verb: str, ranks: range) -> None:
 def _hold(world: World, verb: str, rank: int, at: str, seconds: float) -> None:
     world.history.faults.add("pause")
     for process in _of(world, rank):
-        if verb == "hold":
-            process.mishap = Mishap("block", 1, seconds=seconds, stopped=not at, verb=at)
+        if verb == "hold" or at:
+            process.mishap = Mishap("block", 1, seconds=seconds, stopped=verb != "hold" or not at, verb=at)
         else:
             world.pause(process, seconds, frozen=verb == "freeze")

@@ -22,7 +22,8 @@ from fsbarrier.settings.sections import (
 )
 from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim import faults
-from fsbarrier.sim.store import Disk, Habits, SimPath
+from fsbarrier.sim.disk import Disk, SimPath
+from fsbarrier.sim.store import Habits
 
 ROOT = SimPath("/run")
 PATHS = RunPaths(cast(Path, ROOT))

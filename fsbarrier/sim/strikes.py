@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, cast
 
 from fsbarrier.protocol.facts import Member, StopRequest
 from fsbarrier.protocol.state import Exit
+from fsbarrier.sim.disk import SimPath
 from fsbarrier.sim.faults import Mishap, Strike
 from fsbarrier.sim.process import Process
 from fsbarrier.sim.setup import PATHS
-from fsbarrier.sim.store import SimPath
 
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World

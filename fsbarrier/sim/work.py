@@ -30,9 +30,9 @@ from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node, Part, WorkReport
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.sim.artifacts import FOREVER, Checkpoint, Meeting, PartFile, Piece, Waiting
+from fsbarrier.sim.disk import SimPath
 from fsbarrier.sim.history import Entry, Merged, Missing, Published, Served, Used
 from fsbarrier.sim.setup import PATHS
-from fsbarrier.sim.store import SimPath
 
 if TYPE_CHECKING:
     from fsbarrier.rundir.runrecord import TaskSource

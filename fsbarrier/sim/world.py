@@ -19,11 +19,12 @@ from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
+from fsbarrier.sim.disk import Disk, File, SimPath
 from fsbarrier.sim.faults import Mishap, Trouble
-from fsbarrier.sim.history import Ended, History, Said, Write
+from fsbarrier.sim.history import Asked, Ended, History, Removed, Said, Write, row_of
 from fsbarrier.sim.process import BLIND, JOINING, POLL_S, Process
 from fsbarrier.sim.setup import PATHS, Setup, litter, program, settings
-from fsbarrier.sim.store import Client, Disk, File, Habits, SimPath
+from fsbarrier.sim.store import Client, Habits
 
 # for each node and iteration: a hundred times what schedules need; more is a livelock
 EVENTS = 20_000
@@ -74,6 +75,7 @@ class World:
         self.habits = setup.habits or drawn
         self.disk = Disk(coarse_s=coarse, order=rng.randrange(3), exclusive="winners" not in mix)
         self.disk.watch = self._written
+        self.disk.watch_removal, self.disk.watch_missed = self._removed, self._missed
         self.artifacts = Artifacts()
         if phases == "update":
             self.artifacts.given = {str(PATHS.merged("train", i + 1)) for i in range(setup.iterations)}
@@ -216,6 +218,10 @@ class World:
                 )
                 self.history.stuck.append(f"node {process.rank} still waits ({where})")
                 self.kill(process, "the schedule is over")
+        for path in self.disk.files:
+            if "/iter-" in path:
+                generation = row_of(path)[0]
+                self.history.left[generation] = self.history.left.get(generation, 0) + 1
         for client, _ in self.clients.values():
             for path, count in client.misses.items():
                 self.history.misses[path] = max(count, self.history.misses.get(path, 0))
@@ -323,6 +329,17 @@ class World:
         for process in self.processes:
             if process.up and not process.paused and process.host != file.host:
                 process.notice(process.client.visible_at(file.directory))
+
+    def _removed(self, path: str) -> None:
+        if "/iter-" in path:
+            self.history.removed.append(Removed(self.now, path, row_of(path)))
+
+    def _missed(self, path: str, host: str) -> None:
+        """Somebody read a fact after its removal. A node that starts anew may, with old listings; who is in its generation may not."""
+        for process in self.processes:
+            generation = process.agent.node.generation if process.up and process.joined else None
+            if process.host == host and generation is not None and generation.number == row_of(path)[0]:
+                self.history.asked.append(Asked(self.now, process.rank, path))
 
     def _fact_written(self, path: SimPath, file: File) -> None:
         """Wake the processes that wait in the row in which this fact appeared."""

@@ -247,10 +247,10 @@ class RunReader:
         if self.newest is None or self.position[0] != self.newest.number:
             self.arrived, self.arrived_since = frozenset(), {}
             return
-        folder = self.paths.phase(*self.position, self.phase_name)
-        done = {
-            fact.rank for fact in names.FACT.parse_all(self._store.names(folder)) if fact.status == "done"
-        }
+        generation, iteration, phase = self.position
+        folder = self.paths.phase(generation, phase, self.phase_name)
+        facts = names.FACT.parse_all(self._store.names(folder))
+        done = {fact.rank for fact in facts if (fact.iteration, fact.status) == (iteration, "done")}
         arrived = done & set(self.newest.ranks)
         since = {rank: self.arrived_since[rank] for rank in arrived & self.arrived}
         self.arrived, self.arrived_since = frozenset(arrived), dict.fromkeys(arrived, now) | since

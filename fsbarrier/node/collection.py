@@ -1,0 +1,98 @@
+"""Removes facts that nobody will need again, so that a run's directory does not grow with its iterations.
+
+What may go. A node that has passed a row of iteration 8 knows that all members have come to iteration 8, so none of them looks at
+iteration 7 again. Nor does a node that starts anew: the leader's first fact of iteration 8 holds all that was decided before. So each
+node, once it has passed a row, removes its own fact about that row in the iteration before.
+
+Why there is an `open-` folder for each iteration. A node that starts anew may have old listings, and try to seal row 5 of iteration 3
+while the others are in iteration 8. If the leader's fact about that row were there, the seal could not be created (node/resume.py). The
+fact is gone, so the seal can be created, although the leader has published. Therefore the leader makes open-000003 before anybody
+can come to iteration 3, and removes it before its first fact of iteration 3. After sealing, a node asks the server whether that
+folder is there. If it is, the leader had removed nothing, and the seal holds. If it is not, the others went on long ago.
+
+The leader keeps its facts about the first iteration of a generation, so that one needs no such folder. The folders of older generations
+are removed whole by the leader: once a newer generation is on record, nothing that is created there has an effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from fsbarrier.protocol.facts import Generation, Position
+from fsbarrier.protocol.state import Rules
+from fsbarrier.rundir.names import CALL_FACT, FACT, GENERATION_FOLDER
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.record_store import Store
+
+#: How many files of older generations go at a time, after each row. The loop must not be held up by removing thousands at once.
+AT_ONCE = 32
+#: The generation before this one is kept: a group's caller may still read what it exchanged there.
+KEPT_GENERATIONS = 2
+
+
+@dataclass
+class Collection:
+    """What one node removes, in the generation that it is in."""
+
+    store: Store
+    paths: RunPaths
+    rules: Rules
+    _generation: int = 0
+    #: the iterations whose `open-` folder this node has made and not removed
+    _open: set[int] = field(default_factory=set)
+    #: removes a file of an older generation at each step
+    _sweep: Iterator[None] = field(default_factory=lambda: iter(()))
+
+    def begin(self, generation: Generation) -> None:
+        """This node enters a generation."""
+        if generation.number != self._generation:
+            self._generation, self._open = generation.number, set()
+            self._sweep = self._remove_generations_before(generation.number + 1 - KEPT_GENERATIONS)
+
+    def open(self, generation: Generation, iteration: int) -> None:
+        """The leader is about to let the members come to this iteration. Raises OSError."""
+        if iteration not in self._open and self._lasting(generation) is not None:
+            self.store.make_dir(self.paths.open(generation.number, iteration), durable=True)
+            self._open.add(iteration)
+
+    def collect(self, rank: int, generation: Generation, passed: Position, names: Sequence[str]) -> None:
+        """Remove what is not needed now that node `rank` has passed a row; `names`: what that row's folder shows. Raises OSError."""
+        leads = generation.leader == rank
+        lasting = self._lasting(generation)
+        if leads and lasting is not None and passed.phase >= lasting:
+            self._close_before(generation, passed.iteration)
+        kept = {generation.start.iteration, *self._open} if leads and lasting is not None else set()
+        row = self.rules.row(passed)
+        folder = self.paths.phase(generation.number, row.index, row.name)
+        for name in names:
+            fact = FACT.parse(name) or CALL_FACT.parse(name)
+            if fact is None or fact.rank != rank or fact.iteration >= passed.iteration:
+                continue
+            if fact.iteration not in kept:
+                self.store.remove(folder / name)
+        if leads and passed.iteration > generation.start.iteration:
+            for _ in range(AT_ONCE):
+                next(self._sweep, None)
+
+    def _lasting(self, generation: Generation) -> int | None:
+        return self.rules.table.first_lasting(self.rules.span(generation.choices))
+
+    def _close_before(self, generation: Generation, iteration: int) -> None:
+        for closed in sorted(self._open):
+            if closed < iteration:
+                self.store.remove_dir(self.paths.open(generation.number, closed))
+                self._open.discard(closed)
+
+    def _remove_generations_before(self, number: int) -> Iterator[None]:
+        for older in sorted(GENERATION_FOLDER.parse_all(self.store.names(self.paths.coordination))):
+            if older >= number:
+                break
+            root = self.paths.facts_of(older)
+            for folder in [root / name for name in self.store.names(root)]:
+                for name in self.store.names(folder):
+                    self.store.remove(folder / name)
+                    yield
+                self.store.remove_dir(folder)
+                yield
+            self.store.remove_dir(root)
