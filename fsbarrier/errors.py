@@ -23,6 +23,10 @@ class UsageError(FsbarrierError):
     exit_code = 2
 
 
+class NodesRefused(UsageError):
+    """The nodes of a run do not fit together, or lack what it needs; to try again changes nothing."""
+
+
 class NodeError(FsbarrierError):
     """An error about one node: its `rank` and `host`, and `age`, the seconds for which nothing was heard of it; None: not known."""
 

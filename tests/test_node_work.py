@@ -59,6 +59,10 @@ def context(*, newest: int = 1) -> Context:
         "generation": 1,
         "newest": lambda: newest,
         "settings": Settings(),
+        "members": (),
+        "joins": {},
+        "model": None,
+        "leader": 3,
     }
     return cast(Context, SimpleNamespace(**fields))
 
@@ -320,7 +324,7 @@ def jobs(place: Workplace, each: Callable[[Context], Work]) -> tuple[JobRunner, 
     return JobRunner(lambda node: cast(Context, seen), place, woken.set), woken
 
 
-NODE = cast(Node, None)
+NODE = cast(Node, SimpleNamespace(generation=None))
 
 
 def test_a_job_reports_what_became_of_it(place: Workplace) -> None:

@@ -160,6 +160,13 @@ def test_a_program_is_tried_again_as_often_as_allowed(
         )
 
 
+def test_a_run_that_is_refused_is_not_tried_again() -> None:
+    refused = {1: Fact(1, 1, "failed", {"error": "too few", "log": ["a table"], "refused": True})}
+    made = another_try(situation(at_row(0, ROLL_OUT), sees(failed=refused), retries=2))
+    assert made.verdict is not None and (made.verdict.exit_code, made.reason) == (2, "refused")
+    assert made.verdict.reason == "node 1 (host1), iteration 1, phase 2 roll_out: too few\n  | a table"
+
+
 def test_of_several_failures_the_lowest_rank_is_named() -> None:
     """By all nodes alike, and with what is known of it: a fact may hold no error."""
     both = {2: Fact(2, 1, "failed", {"error": "second"}), 1: Fact(1, 1, "failed")}

@@ -24,6 +24,10 @@ _HELP = {
     "--num-nodes": ("N", "nodes of the run (default 1)"),
     "--rank-weights": ("w0,w1,...", "one positive weight a node, its share of the tasks (default: equal)"),
     "--min-nodes": ("M", "end with exit code 5 when fewer nodes are left (default 1)"),
+    "--expect-gpus": (
+        "N",
+        "refuse to start with fewer accelerators on all nodes together; says who lacks them",
+    ),
     "--on-node-failure": ("shrink|wait|abort", "go on with the others (default), wait for the node, or end"),
     "--rejoin-timeout": (
         "S",

@@ -90,6 +90,8 @@ def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child])
     choices += ["--rl-phase", settings.rl_phase]
     if settings.rollout_split:
         choices += ["--rollout-split", settings.rollout_split]
+    if settings.expect_gpus:
+        choices += ["--expect-gpus", str(settings.expect_gpus)]
     python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
     for rank in range(settings.num_nodes):
         which = ["--worker", str(rank), "--log-path", str(record.log_path)]

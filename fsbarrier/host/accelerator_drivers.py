@@ -67,6 +67,13 @@ def initialised_nvml() -> Iterator[Any]:
                 nvml.nvmlShutdown()
 
 
+def driver_version() -> str:
+    """NVIDIA's driver; empty where there is none. AMD's is part of the kernel."""
+    with initialised_nvml() as nvml, contextlib.suppress(Exception):
+        return _text(nvml.nvmlSystemGetDriverVersion()) if nvml is not None else ""
+    return ""
+
+
 def _nvidia(nvml: Any, visible: str | None) -> Iterator[Device]:
     count = 0
     with contextlib.suppress(Exception):

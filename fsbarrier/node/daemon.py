@@ -28,6 +28,7 @@ from fsbarrier.host.identity import boot_id, host_name
 from fsbarrier.loader import load_program
 from fsbarrier.node.context_maker import ContextMaker
 from fsbarrier.node.event_log import EventLog
+from fsbarrier.node.fingerprint import Fingerprint
 from fsbarrier.node.job import Engines, Workplace
 from fsbarrier.node.job_runner import JobRunner
 from fsbarrier.node.loop import NodeLoop
@@ -134,6 +135,7 @@ class Daemon:
             digest=record.settings_digest,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             choices=settings.choices,
+            fingerprint=Fingerprint.collect(devices, log_dir=log_dir, work_dir=work_dir).as_json(),
         )
         self.agent = NodeLoop(observer.store, observer, rules, self.jobs, join, self.events.write)
         self._polling = Polling(self.agent, wake)

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from fsbarrier.errors import FsbarrierError, StoreError
+from fsbarrier.errors import FsbarrierError, NodesRefused, StoreError
+from fsbarrier.node.admission import objections
 from fsbarrier.node.job import Cancelled, Job, NodeUnfit, Workplace
 from fsbarrier.node.work_kinds import carry_out
 from fsbarrier.program import Context
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Part, WorkReport
+from fsbarrier.protocol.succession import STARTS
 
 # How long `cancel` waits. It exceeds supervisor.KILL_S, how long ending a program that hangs in the kernel may take.
 CANCEL_S = 60.0
@@ -37,6 +39,8 @@ class JobRunner:
     _job: Job | None = None
     _thread: threading.Thread | None = None
     _report: WorkReport | None = None
+    # The generation whose nodes were looked at last.
+    _admitted: int = 0
 
     # --- called from the node's loop ---
 
@@ -95,6 +99,8 @@ class JobRunner:
             self.unfit = error
             self.wake()
             return
+        except NodesRefused as error:
+            value, ok = {**failure(str(error)), "refused": True}, False
         except FsbarrierError as error:
             value, ok = failure(str(error)), False
         except Exception as error:
@@ -113,8 +119,26 @@ class JobRunner:
             context = job.patiently(partial(self.make_context, node))
             build = context.phase.each if part is Part.EACH else context.phase.leader
             assert build is not None
+            warned = self._admit(context, node)
             work = job.patiently(partial(build, context))
-        return carry_out(work, context, job, self.workplace)
+        value = carry_out(work, context, job, self.workplace)
+        return {**value, "events": [*warned, *value.get("events", ())]} if warned else value
+
+    def _admit(self, context: Context, node: Node) -> list[Payload]:
+        """Once in each generation, see whether its nodes can carry the run; gives the lines for the journal. A session that starts is
+        refused where they cannot; one under way goes on with the nodes that it has. Raises NodesRefused."""
+        if context.generation == self._admitted:
+            return []
+        self._admitted = context.generation
+        found = objections(context)
+        refused = [one for one in found if one.refused]
+        if refused and node.generation is not None and node.generation.reason in STARTS:
+            what = "; ".join(f"{one.what}: {one.found}" for one in refused)
+            raise NodesRefused("\n".join([f"the nodes cannot carry this run: {what}", *map(str, found)]))
+        # All nodes know the same, so that one says it.
+        if context.node_rank != context.leader:
+            return []
+        return [{"event": "nodes_differ", "what": one.what, "found": one.found} for one in found]
 
 
 def failure(message: str) -> Payload:

@@ -55,6 +55,8 @@ class Join:
     digest: str = ""
     time: str = ""
     choices: Payload = field(default_factory=dict)
+    #: what the node can do and has left (node/fingerprint.py)
+    fingerprint: Payload = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

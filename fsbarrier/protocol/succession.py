@@ -10,6 +10,9 @@ from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import Recovered, View
 from fsbarrier.protocol.wording import counted
 
+#: the reasons of the generations with which a session begins: the run's first one, and every other
+STARTS = ("start", "start again")
+
 
 def next_number(view: View, at_least: int) -> int:
     """The number of the next generation: after the newest, and after those whose records nobody can read."""
@@ -43,15 +46,18 @@ def successor(
 
 
 def another_try(at: Situation) -> Generation:
-    """The same members once more after a member's program failed; a verdict that ends the run after too many tries."""
+    """The same members once more after a member's program failed; a verdict that ends the run after too many tries, or at once
+    where the run was refused."""
     rank, fact = min(at.view.failed.items())
     attempt, members = failed_tries(at.generation, at.position) + 1, at.generation.members
     host = next((m.host for m in members if m.rank == rank), "")
     where = f"node {rank} ({host}), iteration {at.position.iteration}, phase {at.row.index} {at.row.name}"
     cause = f"{where}: {fact.value.get('error', 'failed')}"
+    log = "".join(f"\n  | {line}" for line in fact.value.get("log", ()))
+    if fact.value.get("refused"):
+        return successor(at, members, "refused", verdict=Verdict(2, f"{cause}{log}"))
     if attempt <= at.rules.retries:
         return successor(at, members, f"again: {cause}", attempt=attempt)
-    log = "".join(f"\n  | {line}" for line in fact.value.get("log", ()))
     tries = f"{counted(attempt, 'attempt')}"
     return successor(
         at, members, "program failed", verdict=Verdict(4, f"{cause}; given up after {tries}{log}")
@@ -69,7 +75,7 @@ def first_of_session(at: Situation, found: Recovered) -> Generation:
         members=tuple(at.starting[rank] for rank in ranks),
         leader=ranks[0],
         start=start,
-        reason="start" if number == 1 else "start again",
+        reason=STARTS[number > 1],
         decisions=kept_decisions(found.decisions, start, at.rules.table),
         until=asked.until if asked else None,
         choices=choices,

@@ -39,7 +39,9 @@ LOOKS = Backoff(0.001, 0.25)
 TEXTS = ("run_id", "created", "created_by", "version", "settings_digest")
 
 #: Settings that concern one start of one node, so that each start may choose them anew.
-PER_START = frozenset({"iterations", "log_path", "coordination.join_timeout_s", "rl_phase", "rollout_split"})
+PER_START = frozenset(
+    {"iterations", "log_path", "coordination.join_timeout_s", "rl_phase", "rollout_split", "expect_gpus"}
+)
 
 
 class TaskSource(TypedDict):

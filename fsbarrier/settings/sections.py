@@ -344,6 +344,10 @@ class Settings(Section):
         (1.0,), "One positive weight a node, its share of the tasks; not given: all equal."
     )
     min_nodes: Count = setting(1, "With fewer nodes left the run ends with exit code 5.")
+    expect_gpus: Count | None = setting(
+        None,
+        "Refuse to start with fewer accelerators than this on all nodes together, and name who lacks them; each start may say anew.",
+    )
     on_node_failure: Literal["shrink", "wait", "abort"] = setting(
         "shrink", "When a node is lost: go on with the others, hold the phase until it is back, or end."
     )
@@ -382,7 +386,8 @@ class Settings(Section):
     @property
     def choices(self) -> dict[str, object]:
         """What node 0 chooses anew for all nodes at each start."""
-        return {"rl_phase": self.rl_phase, "rollout_split": self.rollout_split}
+        names = ("rl_phase", "rollout_split", "expect_gpus")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def digest(self) -> str:

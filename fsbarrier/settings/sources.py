@@ -26,6 +26,7 @@ FLAGS = {
     "--num-nodes": "num_nodes",
     "--rank-weights": "rank_weights",
     "--min-nodes": "min_nodes",
+    "--expect-gpus": "expect_gpus",
     "--on-node-failure": "on_node_failure",
     "--rejoin-timeout": "coordination.rejoin_timeout_s",
     "--iterations": "iterations",

