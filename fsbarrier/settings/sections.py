@@ -386,8 +386,7 @@ class Settings(Section):
     @property
     def choices(self) -> dict[str, object]:
         """What node 0 chooses anew for all nodes at each start."""
-        names = ("rl_phase", "rollout_split", "expect_gpus")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("rl_phase", "rollout_split", "expect_gpus")}
 
     @property
     def digest(self) -> str:
