@@ -212,6 +212,12 @@ def _fill(fd: int, data: bytes, durable: bool) -> None:
         os.close(fd)
 
 
+def fsync_file(path: Path) -> None:
+    """Make the content of a file durable that somebody else wrote. Raises OSError."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
 def fsync_dir(path: Path) -> None:
     """Make the names in `path` durable; does nothing on filesystems without such a call (NFS)."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -273,3 +279,5 @@ def _link_or_copy(source: Path, temporary: Path, between_reads: Callable[[], Non
         while piece := stream.read(READ_BYTES):
             copy.write(piece)
             between_reads()
+        copy.flush()
+        os.fsync(copy.fileno())

@@ -172,6 +172,7 @@ def publish_link(log_path: Path, folder: Path, last_look: Callable[[], None] = l
     except BaseException:
         _remove(temporary)
         raise
+    files.fsync_dir(log_path)
     return served
 
 
@@ -182,6 +183,12 @@ def _link_or_copy_folder(folder: Path, name: Path) -> None:
     except OSError:
         shutil.copytree(target, name)
         (name / COPIED_FROM).write_text(folder.name)
+        for path in name.rglob("*"):
+            if path.is_dir():
+                files.fsync_dir(path)
+            else:
+                files.fsync_file(path)
+        files.fsync_dir(name)
 
 
 def _remove(link_or_folder: Path) -> None:

@@ -64,6 +64,5 @@ def copy_hashed(source: Path, target: Path) -> FileDigest:
 
 def digest_of(path: Path) -> FileDigest:
     """Flush a file that somebody else wrote, and read it. Raises OSError."""
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
+    files.fsync_file(path)
     return FileDigest(path.stat().st_size, files.sha256_file(path))
