@@ -32,7 +32,6 @@ def same_update(folder: Path, *cases: str) -> None:
 
 
 def test_the_update_is_the_same_replicated_and_sharded(tmp_path: Path) -> None:
-    """24 trajectories: with 5 of them a micro-batch on each of 4 processes, some processes have an empty one."""
     same_update(tmp_path, "2x1:none:3", "2x2:node:5", "3x1:all:1")
 
 
