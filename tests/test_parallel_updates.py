@@ -43,23 +43,31 @@ def test_the_update_is_the_same_in_every_way(tmp_path: Path, shard: str) -> None
     places = [place for place in PLACES if shard != "node" or place[-1] != "1"]
     cases = [f"{place}:{shard}:{size}" for place in places for size in (1, 4, 7)]
     bf16 = [f"{place}:{shard}:4:bf16" for place in places]
-    same_update(tmp_path, *cases, *bf16, f"1x2:{shard}:4:optimizer", f"1x2:{shard}:4:all")
+    same_update(tmp_path / "untied", *cases, *bf16, f"1x2:{shard}:4:optimizer", f"1x2:{shard}:4:all")
+    same_update(tmp_path / "tied", "tied", f"1x3:{shard}:4", f"2x2:{shard}:4")
+
+
+def test_a_process_that_holds_shards_never_has_the_model_whole(tmp_path: Path) -> None:
+    import torch
+    from trainer_bench import tiny_model
+
+    from fsbarrier.training import policy
+
+    tiny_model(tmp_path)
+    whole = policy.load(tmp_path, TrainerSettings())
+    empty = policy.without_weights(tmp_path, TrainerSettings())
+    assert empty is not None and all(one.is_meta for one in empty.parameters())
+    buffers = dict(whole.named_buffers())
+    assert buffers and all(torch.equal(one, buffers[name]) for name, one in empty.named_buffers())
+    # What follows is made as ever.
+    assert not torch.nn.Linear(2, 2).weight.is_meta
 
 
 def layout_for(by_node: tuple[int, ...], memory_mib: int = 10**6, **chosen: Any) -> Any:
     from fsbarrier.training.sharding import choose_layout
 
-    shape = ModelShape(
-        layers=1,
-        hidden=1024,
-        attention=1024,
-        key_value=1024,
-        feed_forward=1024,
-        vocabulary=1024,
-        block=2**24,
-        tied=True,
-        parameters=2**28,
-    )
+    sizes = {name: 1024 for name in ModelShape.__slots__}
+    shape = ModelShape(**{**sizes, "layers": 1, "block": 2**24, "parameters": 2**28})
     load = UpdateLoad(shape, shards=1, element=4, tokens=1, logits=1, trained=shape.parameters)
     processes: Any = SimpleNamespace(
         world=sum(by_node), processes_by_node=by_node, memory_bytes=lambda: memory_mib * MIB

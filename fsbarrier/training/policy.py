@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,6 +13,7 @@ from transformers import PreTrainedModel
 
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sections import TrainerSettings
+from fsbarrier.training.stored_tensors import StoredTensors
 
 
 def load(folder: Path, settings: TrainerSettings, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -34,6 +37,46 @@ def load(folder: Path, settings: TrainerSettings, dtype: torch.dtype = torch.flo
     if found["missing_keys"]:
         missing = ", ".join(sorted(found["missing_keys"])[:3])
         raise UsageError(f"the model in {folder} cannot be loaded: it lacks {missing}")
+    return _for_training(model, settings)
+
+
+def without_weights(folder: Path, settings: TrainerSettings) -> PreTrainedModel | None:
+    """The model of `load` with parameters that take no memory yet (device "meta"), for those that will hold a part of each.
+
+    None where transformers has other names for the weights than the folder, so that only it can load them.
+    """
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        attention = attention_for(config, settings)
+        with _parameters_on_meta():
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, dtype=torch.float32
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UsageError(f"the model in {folder} cannot be loaded: {str(error).splitlines()[0]}") from None
+    stored = StoredTensors.of_model(folder)
+    known = all(stored.shape(name) == tuple(one.shape) for name, one in model.named_parameters())
+    return _for_training(model, settings) if known else None
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters that modules make lose their memory as soon as they are made; buffers, which no folder has, stay."""
+    register = torch.nn.Module.register_parameter
+
+    def register_empty(module: torch.nn.Module, name: str, one: torch.nn.Parameter | None) -> None:
+        if one is not None and one.device.type != "meta":
+            one = torch.nn.Parameter(one.to("meta"), requires_grad=one.requires_grad)
+        register(module, name, one)
+
+    torch.nn.Module.register_parameter = register_empty
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register
+
+
+def _for_training(model: PreTrainedModel, settings: TrainerSettings) -> PreTrainedModel:
     disable_dropout(model)
     checkpointing = settings.gradient_checkpointing
     if torch.cuda.is_available() if checkpointing is None else checkpointing:

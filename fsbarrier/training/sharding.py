@@ -70,7 +70,7 @@ def _fitting(processes: Processes, load: Callable[[], UpdateLoad]) -> Shard:
 
 
 def shard(model: PolicyModel, layout: Layout, processes: Processes) -> None:
-    """Shard `model` in place."""
+    """Shard `model` in place. Parameters on the device "meta" get the memory of their shards, with nothing in it yet."""
     options: dict[str, Any] = {"mesh": mesh_of(layout, processes)}
     if processes.dtype is not torch.float32:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=processes.dtype, reduce_dtype=torch.float32)
@@ -90,6 +90,21 @@ def shard(model: PolicyModel, layout: Layout, processes: Processes) -> None:
         unit.set_force_sum_reduction_for_comms(True)
     # Every process must take part in every reduction, whichever of the experts its tokens have used.
     model.set_reduce_scatter_unused_params(True)
+    _materialise(model, torch.device("cpu") if layout.offload == "all" else processes.device)
+
+
+def _materialise(model: PolicyModel, device: torch.device) -> None:
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return
+    embedding, head = model.causal.get_input_embeddings(), model.causal.get_output_embeddings()
+    tied = head.weight is embedding.weight
+    buffers = [(module, name, one) for module in model.modules() for name, one in module._buffers.items()]
+    model.to_empty(device=device)
+    # These are there, and where they belong.
+    for module, name, one in buffers:
+        module._buffers[name] = one
+    if tied:
+        head.weight = embedding.weight
 
 
 def mesh_of(layout: Layout, processes: Processes) -> DeviceMesh:

@@ -22,6 +22,7 @@ from fsbarrier.training.lora import Adapters
 from fsbarrier.training.policy_model import PolicyModel, packs
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout, choose_layout
+from fsbarrier.training.stored_tensors import StoredTensors
 from fsbarrier.training.torch_backend import TorchBackend
 from fsbarrier.training.trainer_state import TrainerState, restore
 
@@ -60,12 +61,20 @@ class Trainer:
             settings.trainer, processes, lambda: update_load(model_folder, settings, processes)
         )
         lora = settings.lora
+        # A process that holds a part of each weight reads that part, and never has the model whole.
+        in_parts = layout.shards > 1 and not lora.rank
+        empty = policy.without_weights(model_folder, settings.trainer) if in_parts else None
         # What is frozen need not be more exact than the computation.
-        causal = policy.load(model_folder, settings.trainer, processes.dtype if lora.rank else torch.float32)
+        exact = processes.dtype if lora.rank else torch.float32
+        causal = empty or policy.load(model_folder, settings.trainer, exact)
         adapters = Adapters.put_into(causal, lora, model_folder) if lora.rank else None
         model = PolicyModel(causal, settings.trainer.max_logits_mb << 20)
         model.train()
         backend = TorchBackend(model, settings.optimizer, layout, processes)
+        if empty is not None:
+            with StoredTensors.of_model(model_folder) as stored, torch.no_grad():
+                for name, parameter in empty.named_parameters():
+                    stored.fill(name, parameter)
         steps = 0
         if state_folder is not None:
             steps = restore(state_folder, trained(causal), backend.optimizer, policy_version)
