@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import FAST, Cluster
 from fake_run import FakeRun, long_run
+from rich.console import Console
 
 from fsbarrier import cli
 from fsbarrier.host.identity import boot_id
 from fsbarrier.view import run_status
+from fsbarrier.view.node_table import nodes_table
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus, read_status
 
@@ -360,3 +364,27 @@ def test_a_real_run_from_its_start_to_its_end(tmp_path: Path) -> None:
         all(r.train is not None and r.test is not None for r in status.rewards) and len(status.rewards) == 2
     )
     assert {"run", "model", "train_trajectories", "logs"} <= status.files.keys()
+
+
+def test_several_engines_of_a_node_have_a_row_each_where_there_is_room(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", extra=QUICK)
+    run.start()
+    status = status_of(run)
+    engines = [
+        {"replica": 0, "up": True, "sequences": 128, "tokens": 12_000},
+        {"replica": 1, "up": False, "sequences": 0, "tokens": 64},
+    ]
+    busy = replace(status.nodes[0], progress={"done": 1, "total": 2, "engines": engines})
+    several = replace(status, nodes=(busy, *status.nodes[1:]))
+
+    def rows(most: int | None) -> str:
+        console = Console(width=100, file=io.StringIO())
+        console.print(nodes_table(several, 100, most))
+        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+    first, second = [text.split() for text in rows(None).splitlines() if "engine " in text]
+    assert first == ["up", "engine", "0", "128", "sequences,", "12k", "tokens", "so", "far"]
+    assert second[:3] == ["down", "engine", "1"]
+    assert "engine 0" in rows(5) and "engine 0" not in rows(4)
+    odd = replace(several, nodes=(replace(busy, progress={"engines": ["what"]}),))
+    nodes_table(odd, 100)

@@ -24,8 +24,12 @@ TROUBLED_FIRST = {"lost": 0, "suspected": 0, "broken": 0, "left": 1, "absent": 1
 
 
 def nodes_table(status: RunStatus, width: int, most: int | None = None) -> RenderableType:
-    """One row a node; `most` rows, the troubled ones before the others."""
+    """One row a node, with one for each of its engines where it has several and there is room; `most` rows, the troubled nodes before
+    the others."""
     nodes, hidden = _chosen(status.nodes, most)
+    engines = {node.node_rank: _engines(node) for node in nodes}
+    if most is not None and len(nodes) + sum(map(len, engines.values())) > most:
+        engines = {}
     hosts = {node.host for node in status.nodes if node.host}
     many_hosts = len(hosts) > 1
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, width=width, expand=True)
@@ -50,9 +54,26 @@ def nodes_table(status: RunStatus, width: int, most: int | None = None) -> Rende
             _progress(status, node, progress_width),
             line(_beat(node)),
         )
+        for state, doing in engines.get(node.node_rank, ()):
+            table.add_row(
+                "", *([""] if many_hosts else []), line(state), line(doing[0]), line((doing[1], "dim"))
+            )
     if hidden:
         table.add_row("…", *([""] if many_hosts else []), line((f"{hidden} more", "dim")))
     return table
+
+
+def _engines(node: NodeStatus) -> list[tuple[str | tuple[str, str], tuple[str, str]]]:
+    """(state, (name, what it does)) of each of a node's engines in a rollout, where it has several."""
+    listed = (node.progress or {}).get("engines")
+    rows: list[tuple[str | tuple[str, str], tuple[str, str]]] = []
+    # A program of the user's own may show anything under that name.
+    for one in listed if isinstance(listed, list) else ():
+        if isinstance(one, dict):
+            doing = f"{short(number(one, 'sequences') or 0)} sequences, {short(number(one, 'tokens') or 0)} tokens so far"
+            name = f"engine {number(one, 'replica') or 0:.0f}"
+            rows.append(("up" if one.get("up") else ("down", "bold yellow"), (name, doing)))
+    return rows
 
 
 def _chosen(nodes: Sequence[NodeStatus], most: int | None) -> tuple[list[NodeStatus], int]:
