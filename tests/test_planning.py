@@ -243,6 +243,33 @@ def test_impossible_engines_are_told() -> None:
     assert "needs 56.7 GiB of each node's memory, there are 32.0 GiB" in host.problems[0]
 
 
+def test_a_dry_run_begins_with_the_plan_where_there_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model(tmp_path / "m")
+    (folder / "tokenizer.json").write_text("{}")
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text('{"prompt": "ba=", "answer": "ab"}\n')
+    words = [
+        "run",
+        "--dry-run",
+        "--data-path",
+        str(tmp_path),
+        "--model",
+        str(folder),
+        "rollout.max_tokens=64",
+    ]
+    words += ["--log-path", str(tmp_path / "run"), "engine.replicas=2"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith("# no plan: config.json says nothing of vocab_size\n")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 1000}))
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("# 0.00 million parameters on 1 node\n# rollouts      2 engines a node;")
+    assert "engine: 2 of these, each on accelerators or cores of its own" in shown
+
+
 def test_the_command_plans_for_a_cluster_that_is_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,9 @@ from fsbarrier.planning.memory import GIB
 def lines(plan: Plan) -> list[str]:
     """The figures by topic."""
     cluster = plan.cluster
-    machines = f"{plan.parameters / 1e9:.2f} billion parameters on {_count(cluster.nodes, 'node')}"
+    billions = plan.parameters >= 10**8
+    size = f"{plan.parameters / 1e9:.2f} billion" if billions else f"{plan.parameters / 1e6:.2f} million"
+    machines = f"{size} parameters on {_count(cluster.nodes, 'node')}"
     if cluster.accelerators:
         machines += f" of {_count(cluster.accelerators, 'accelerator')} with {_size(cluster.memory_bytes)}"
     each = "each accelerator" if cluster.accelerators else "each process"

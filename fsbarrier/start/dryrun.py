@@ -13,6 +13,7 @@ from pathlib import Path
 from fsbarrier.engine import model
 from fsbarrier.engine.command import Plan, argv
 from fsbarrier.engine.placement import replicas
+from fsbarrier.errors import UsageError
 from fsbarrier.host import accelerators
 from fsbarrier.loader import load_program
 from fsbarrier.planning import plan_text
@@ -77,7 +78,11 @@ def planned_lines(record: RunRecord, settings: Settings) -> list[str]:
     folder = Path(record.model) if record.model else None
     if folder is None or not folder.is_dir() or not settings.manages_engine:
         return []
-    plan = make_plan(ModelShape.of_folder(folder), settings, planned(settings))
+    try:
+        plan = make_plan(ModelShape.of_folder(folder), settings, planned(settings))
+    except UsageError as error:
+        # A model of another kind, or accelerators whose driver tells nothing: the run itself needs no plan.
+        return [f"no plan: {error}"]
     return [*plan_text.lines(plan), *plan.problems]
 
 
