@@ -232,11 +232,12 @@ def test_in_debug_mode_the_server_is_asked_and_never_told(
 # --- the real vLLM ----------------------------------------------------------------------------------------------------------
 
 
-def make_model(folder: Path, seed: int, *, tied: bool = False) -> Path:
-    """A tiny Qwen2 model with random weights; its vocabulary is the letters."""
+def make_model(folder: Path, seed: int, *, tied: bool = False, architecture: str = "Qwen2") -> Path:
+    """A tiny model with random weights; its vocabulary is the letters."""
     import torch
+    import transformers
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", *"abcdefghijklmnop:\n="])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -247,13 +248,14 @@ def make_model(folder: Path, seed: int, *, tied: bool = False) -> Path:
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
     )
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    config = getattr(transformers, f"{architecture}Config")(
         vocab_size=len(vocabulary),
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
+        head_dim=32,
         max_position_embeddings=64,
         initializer_range=0.3,
         tie_word_embeddings=tied,
@@ -261,7 +263,7 @@ def make_model(folder: Path, seed: int, *, tied: bool = False) -> Path:
         bos_token_id=None,
         pad_token_id=0,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    getattr(transformers, f"{architecture}ForCausalLM")(config).save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder
 
