@@ -234,13 +234,15 @@ def test_no_tensor_is_larger_than_the_logits_may_be() -> None:
 
 
 @pytest.mark.slow
-def test_a_long_answer_takes_no_more_memory_than_allowed() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_long_answer_takes_no_more_memory_than_allowed(dtype: str) -> None:
     """8,192 tokens at a vocabulary of 152k: 4.6 GiB of logits, in at most 256 MiB of a real process's memory."""
-    program = """
+    program = f"""
 import resource, torch
+torch.set_default_dtype(torch.{dtype})
 from fsbarrier.training.log_prob_head import LogitScaling, LogProbHead
 rows, vocabulary, width = 8192, 151936, 64
-head = LogProbHead(torch.nn.Linear(width, vocabulary, bias=False), LogitScaling(), 256 << 20)
+head = LogProbHead(torch.nn.Linear(width, vocabulary, bias=False), LogitScaling(cap=30.0), 256 << 20)
 head.linear.weight.grad = torch.zeros_like(head.linear.weight)
 hidden, targets = torch.randn(rows, width, requires_grad=True), torch.randint(0, vocabulary, (rows,))
 head(hidden[:8], targets[:8], 1.0).sum().backward()

@@ -1,7 +1,8 @@
 """Log-probabilities straight from the hidden states: the output head in slices of the vocabulary, so that its logits never exist at once.
 
-The head's slice is what is cast to the precision of the computation, never the whole of it; the backward pass computes each slice
-again, and with it this slice's gradient, whole and once. Nothing is added up over slices but what is as small as the hidden states.
+Products are in the head's own precision, of which no copy is made, and everything after them in float32. The backward pass computes each
+slice again, and with it this slice's gradient, whole and once. Nothing is added up over slices but what is as small as the hidden
+states.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# What a logit takes while its slice is worked on: itself in float32, and one more like it.
+# What a logit takes while its slice is worked on: itself in float32, and one more like it (what the product was, or the cap's slope).
 BYTES_PER_LOGIT = 8
 
 
@@ -52,12 +53,11 @@ class LogProbHead(nn.Module):
 
     def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
         """float32 [n]: the log-probability of each target after its hidden state. hidden: [n, width]; targets: int64 [n]."""
-        device = hidden.device.type
         weight = self.linear.weight
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        # A slice of the head is copied in its lower precision, and has a gradient.
-        entry = BYTES_PER_LOGIT * len(hidden) + 2 * weight.shape[1] * weight.element_size()
-        plan = _Plan(self.scaling, temperature, dtype, max(1, self.max_bytes // entry))
+        # A slice's gradient is there twice until it has its place.
+        entry = BYTES_PER_LOGIT * len(hidden) + weight.shape[1] * weight.element_size()
+        plan = _Plan(self.scaling, temperature, max(1, self.max_bytes // entry))
+        hidden = hidden.to(weight.dtype)
         found: Tensor = _HeadLogProbs.apply(hidden, weight, self.linear.bias, targets, plan)
         return found
 
@@ -68,18 +68,18 @@ class _Plan:
 
     scaling: LogitScaling
     temperature: float
-    dtype: torch.dtype
     width: int
 
-    def slices(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-        """Each slice of the vocabulary, and its logits before the temperature, float32 [n, slice], for the caller to keep."""
-        hidden = hidden.to(self.dtype)
-        for start in range(0, len(weight), self.width):
-            entries = slice(start, min(start + self.width, len(weight)))
-            logits = torch.mm(hidden, weight[entries].to(self.dtype).T)
-            if bias is not None:
-                logits += bias[entries].to(self.dtype)
-            yield entries, self.scaling.apply_(logits.float())
+    def slices(self, vocabulary: int) -> Iterator[slice]:
+        for start in range(0, vocabulary, self.width):
+            yield slice(start, min(start + self.width, vocabulary))
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Of a slice's weights, before the temperature: float32 [n, slice], for the caller to keep."""
+        found = torch.mm(hidden, weight.T)
+        if bias is not None:
+            found += bias
+        return self.scaling.apply_(found.float())
 
     def inside(self, targets: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
         """Which targets lie in a slice, and where in it (the others: somewhere)."""
@@ -96,13 +96,16 @@ class _HeadLogProbs(torch.autograd.Function):
         # Of each row the largest logit so far, and the sum of all e ** (logit - largest).
         largest = torch.full_like(targets, -torch.inf, dtype=torch.float32)
         total, chosen = torch.zeros_like(largest), torch.zeros_like(largest)
-        for entries, logits in plan.slices(hidden, weight, bias):
+        for entries in plan.slices(len(weight)):
+            logits = plan.logits(hidden, weight[entries], None if bias is None else bias[entries])
             logits.div_(plan.temperature)
             here, at = plan.inside(targets, entries)
             chosen = torch.where(here, logits.gather(1, at).squeeze(1), chosen)
             before, largest = largest, torch.maximum(largest, logits.amax(1))
             total *= torch.exp(before - largest)
             total += logits.sub_(largest[:, None]).exp_().sum(1)
+            # Before the next slice is there.
+            del logits
         ctx.save_for_backward(hidden, weight, bias, targets, largest, total)
         ctx.plan = plan
         return chosen - largest - total.log()
@@ -117,18 +120,21 @@ class _HeadLogProbs(torch.autograd.Function):
         to_weight = torch.empty_like(weight) if wants_weight else None
         to_bias = torch.empty_like(bias) if wants_bias else None
         grad = (grad / plan.temperature)[:, None]
-        for entries, logits in plan.slices(hidden, weight, bias):
+        for entries in plan.slices(len(weight)):
+            logits = plan.logits(hidden, weight[entries], None if bias is None else bias[entries])
             slope = plan.scaling.slope(logits)
             here, at = plan.inside(targets, entries)
             # d log p(target) / d logit is (is it the target) - p.
             logits.div_(plan.temperature).sub_(largest[:, None]).exp_().mul_(-grad / total[:, None])
             logits.scatter_add_(1, at, grad * here[:, None]).mul_(slope)
+            del slope
             if to_bias is not None:
                 to_bias[entries] = logits.sum(0)
-            step = logits.to(plan.dtype)
+            step = logits.to(weight.dtype)
             if to_hidden is not None:
-                to_hidden += torch.mm(step, weight[entries].to(plan.dtype))
+                to_hidden += torch.mm(step, weight[entries])
             if to_weight is not None:
-                to_weight[entries] = torch.mm(step.T, hidden.to(plan.dtype))
+                to_weight[entries] = torch.mm(step.T, hidden)
+            del logits, step
         to_hidden = None if to_hidden is None else to_hidden.to(hidden.dtype)
         return to_hidden, to_weight, to_bias, None, None
