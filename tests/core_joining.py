@@ -29,9 +29,10 @@ from core_builders import (
 from core_cases import ENDED, NOBODY, Case, ends, entered, goes_along, lost, over, proposes
 
 from fsbarrier.protocol import machine
+from fsbarrier.protocol.codec import Fault
 from fsbarrier.protocol.facts import Member
 from fsbarrier.protocol.membership import JOINING
-from fsbarrier.protocol.state import Action, Exit, Node, Note, Part, Recover, View
+from fsbarrier.protocol.state import Action, Exit, Node, Note, Part, Recover, Unreadable, View
 
 #: node 2 was not there when nodes 0 and 1 were asked to stop, and did
 MISSED = replace(asked_to_stop(), alive=(Member(0, 1), Member(1, 1)))
@@ -85,6 +86,25 @@ ASKED_BEFORE_IT_CAME = [
 TAKEN = "node 1 was started again on host1, process 7; this older one ends"
 HOLDING_ON = at_row(1, ROLL_OUT)
 STARTED_AGAIN = started(1, incarnation=2)
+NOT_TO_BE_READ = (
+    "gen-000002.json cannot be read for 15 s: torn; if other nodes can read it, look at this host's mount; else restore the file, or "
+    "let the run go on without it: fsbarrier recover --iteration N"
+)
+OTHER_CODE = started(1, incarnation=2, digest="b" * 64, version="0.2")
+REFUSED = (
+    "node 1 on host1 runs fsbarrier 0.2 (code bbbbbbbbbbbb), node 0 on host0 runs 0.1 (code aaaaaaaaaaaa); start all nodes with the same "
+    "fsbarrier and program"
+)
+
+
+def back(rank: int = 0, *, for_s: float = 1.0, **fields: Any) -> Node:
+    """The second start of a rank of generation 1."""
+    return waiting(rank, for_s=for_s, **{"incarnation": 2, "baseline": 1, **fields})
+
+
+def cannot_read(*, ago: float) -> Unreadable:
+    return Unreadable("gen-000002.json", Fault("torn"), NOW - ago)
+
 
 ANY_STAGE = [
     Case(
@@ -147,6 +167,94 @@ ANY_STAGE = [
         machine.end_with_the_run,
         ends(0, "stopped", "as ann asked"),
         ENDED,
+    ),
+    # --- what cannot be read
+    Case(
+        "a node that joins waits while a generation cannot be read, and does not ask where the one before it was left",
+        back(0),
+        sees(unreadable=cannot_read(ago=14.9), joins=started(0, 1, 2, incarnation=2)),
+        machine.wait_for_an_unreadable_record,
+    ),
+    Case(
+        "and then ends, naming the file, what is wrong with it, and what to do",
+        back(0),
+        sees(unreadable=cannot_read(ago=15.0), joins=started(0, 1, 2, incarnation=2)),
+        machine.wait_for_an_unreadable_record,
+        ends(3, "left", NOT_TO_BE_READ),
+        ENDED,
+    ),
+    Case(
+        "a member goes on with its work meanwhile",
+        HOLDING_ON,
+        sees(unreadable=cannot_read(ago=14.9)),
+        None,
+    ),
+    Case(
+        "and ends too; the others may be able to read it, and go on without this one",
+        HOLDING_ON,
+        sees(unreadable=cannot_read(ago=15.0)),
+        machine.wait_for_an_unreadable_record,
+        ends(3, "left", NOT_TO_BE_READ),
+        ENDED,
+    ),
+    Case(
+        "another format will not change, so that there is nothing to wait for",
+        back(0),
+        sees(unreadable=Unreadable("gen-000002.json", Fault("record format 2", foreign=True), NOW)),
+        machine.wait_for_an_unreadable_record,
+        ends(2, "left", "gen-000002.json: record format 2; start this node with the run's fsbarrier"),
+        ENDED,
+    ),
+    # --- other code
+    Case(
+        "a node with other code than a living member's is refused",
+        back(1),
+        sees(joins={**started(0, digest="a" * 64, version="0.1"), **OTHER_CODE}),
+        machine.end_when_the_code_differs,
+        ends(2, "left", REFUSED),
+        ENDED,
+    ),
+    Case(
+        "not because of what a killed session leaves behind",
+        back(1),
+        sees(
+            joins={**started(0, digest="a" * 64), **OTHER_CODE},
+            ledger=heard(seen(0, moved=False), seen(2, moved=False)),
+        ),
+        machine.wait_to_be_admitted,
+    ),
+    Case(
+        "nor because of a member that has ended its session",
+        back(1),
+        sees(
+            joins={**started(0, digest="a" * 64), **OTHER_CODE},
+            ledger=heard(seen(0, state="finished", ago=20.0), seen(2, ago=20.0)),
+        ),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+    ),
+    Case(
+        "where a session begins, the lowest rank's code counts",
+        back(1),
+        sees(
+            None,
+            joins={**started(0, digest="a" * 64, version="0.1"), **OTHER_CODE},
+            ledger=heard(seen(0, state=JOINING), ranks=()),
+        ),
+        machine.end_when_the_code_differs,
+        ends(2, "left", REFUSED),
+        ENDED,
+    ),
+    Case(
+        "a lower rank's node does not count one with other code, and waits for a right one",
+        waiting(0),
+        sees(
+            None,
+            joins={**started(0, 2, digest="a" * 64), **started(1, digest="b" * 64)},
+            ledger=heard(seen(1, state=JOINING), seen(2, state=JOINING), ranks=()),
+            recovered=left_off(),
+        ),
+        machine.wait_for_all_nodes,
     ),
     Case(
         "a verdict that was there before this start is an earlier session's",
@@ -217,11 +325,6 @@ ANY_STAGE = [
 ALL_HERE = waiters(0, 1, 2)
 #: of generation 1 all are gone; their next starts are here
 ALL_BACK = waiters(0, 1, 2, incarnation=2)
-
-
-def back(rank: int = 0, *, for_s: float = 1.0, **fields: Any) -> Node:
-    """The second start of a rank of generation 1."""
-    return waiting(rank, for_s=for_s, **{"incarnation": 2, "baseline": 1, **fields})
 
 
 def goes_on(**fields: Any) -> View:
@@ -613,13 +716,6 @@ JOINING_ROWS = [
             until=7,
             choices={"a": "b"},
         ),
-    ),
-    Case(
-        "a number whose record nobody can read is not used again",
-        waiting(0),
-        sees(None, **ALL_HERE, recovered=left_off(), void=3),
-        machine.form_a_generation,
-        first(4, reason="start again"),
     ),
     Case(
         "nor is one that ended before this start",

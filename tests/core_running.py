@@ -920,11 +920,15 @@ RUNNING_ROWS = [
     Case("a node at work whose peers are well asks for nothing", at_row(1, ROLL_OUT), sees(), None),
     # --- which number
     Case(
-        "generations whose records nobody can read are left out",
-        at_row(0, ROLL_OUT, trouble_since=NOW),
-        sees(void=4, ledger=heard(seen(2, ago=15.0))),
-        machine.shrink_after_a_loss,
-        proposes(5, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
+        "a node with other code is not admitted",
+        at_row(0, OPEN, Part.NONE),
+        sees(
+            joins={**started(0, 1, 2, digest="a" * 64), **started(3, digest="b" * 64)},
+            ledger=heard(seen(3, state=JOINING)),
+        ),
+        machine.begin_the_row,
+        (Publish(Fact(0, 1, "done")),),
+        {"part": Part.ANNOUNCED},
     ),
     Case(
         "a node that sees an older generation than its own proposes the one after its own",

@@ -294,8 +294,10 @@ class GroupMember:
                 now,
             )
         if agent.exit is not None and not self.leaving:
-            fenced = agent.exit.code == Fenced.exit_code
-            return self._fenced(agent.exit.reason, now) if fenced else FsbarrierError(agent.exit.reason)
+            if agent.exit.code == Fenced.exit_code:
+                return self._fenced(agent.exit.reason, now)
+            unreadable = agent.exit.code == StoreError.exit_code
+            return (StoreError if unreadable else FsbarrierError)(agent.exit.reason)
         return None
 
     def _fenced(self, message: str, now: float) -> Fenced:

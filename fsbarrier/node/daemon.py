@@ -25,7 +25,7 @@ from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, EXIT_SIGTERM, Fenced, S
 from fsbarrier.host import accelerators
 from fsbarrier.host.addresses import candidate_addresses
 from fsbarrier.host.identity import boot_id, host_name
-from fsbarrier.loader import load_program
+from fsbarrier.loader import code_digest, load_program
 from fsbarrier.node.context_maker import ContextMaker
 from fsbarrier.node.event_log import EventLog
 from fsbarrier.node.fingerprint import Fingerprint
@@ -132,7 +132,7 @@ class Daemon:
             addresses=tuple(candidate_addresses()),
             until=until,
             version=fsbarrier.__version__,
-            digest=record.settings_digest,
+            digest=code_digest(settings.program),
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             choices=settings.choices,
             fingerprint=Fingerprint.collect(devices, log_dir=log_dir, work_dir=work_dir).as_json(),
@@ -271,7 +271,13 @@ def make_paces(settings: Settings) -> Paces:
     beat_s = settings.coordination.beat_s
     crowd = max(1.0, settings.num_nodes / 32)
     eager = eagerness(settings.num_nodes)
-    return Paces(members_s=0.1 * crowd, beats_s=beat_s / 2, blind_s=1.5 * beat_s, eager=eager)
+    return Paces(
+        members_s=0.1 * crowd,
+        beats_s=beat_s / 2,
+        blind_s=1.5 * beat_s,
+        eager=eager,
+        unreadable_s=settings.coordination.dead_s,
+    )
 
 
 def make_engines(

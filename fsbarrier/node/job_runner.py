@@ -115,12 +115,16 @@ class JobRunner:
 
         The first two read the shared directory. While that fails they are repeated, since no program has failed yet.
         """
-        with job.using_directory("reading what the phase needs"):
-            context = job.patiently(partial(self.make_context, node))
-            build = context.phase.each if part is Part.EACH else context.phase.leader
-            assert build is not None
-            warned = self._admit(context, node)
-            work = job.patiently(partial(build, context))
+        try:
+            with job.using_directory("reading what the phase needs"):
+                context = job.patiently(partial(self.make_context, node))
+                build = context.phase.each if part is Part.EACH else context.phase.leader
+                assert build is not None
+                warned = self._admit(context, node)
+                work = job.patiently(partial(build, context))
+        except OSError as error:
+            # Another host may be able to read it, and no program has failed.
+            raise NodeUnfit(f"node {node.rank}: this node cannot begin its work: {error}") from None
         value = carry_out(work, context, job, self.workplace)
         return {**value, "events": [*warned, *value.get("events", ())]} if warned else value
 

@@ -16,6 +16,7 @@ from fsbarrier.protocol.facts import (
     Fact,
     Generation,
     Join,
+    Member,
     Payload,
     Position,
     R,
@@ -23,10 +24,19 @@ from fsbarrier.protocol.facts import (
 )
 from fsbarrier.protocol.membership import Ledger, left_to_others
 from fsbarrier.protocol.rows import Table
-from fsbarrier.protocol.state import WATCHING, Node, Part, Recovered, Stage, View, WorkReport
+from fsbarrier.protocol.state import (
+    WATCHING,
+    Node,
+    Part,
+    Recovered,
+    Stage,
+    Unreadable,
+    View,
+    WorkReport,
+)
 from fsbarrier.protocol.stops import concerns, missed_by
 from fsbarrier.rundir.heartbeats import HeartbeatReader
-from fsbarrier.rundir.names import GENERATION, START, StartName, fact_name
+from fsbarrier.rundir.names import GENERATION, START, STOP_REQUEST, StartName, fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
 
@@ -47,8 +57,8 @@ class Paces:
     eager: float = 10.0
     #: so many members of a generation read all heartbeats, the others only those of these (`left_to_others`)
     watchers: int = 8
-    #: nodes give up a generation's record that they could not read for so long (`View.void`)
-    void_s: float = 10.0
+    #: a request to stop that could not be read for so long counts as one to stop at the next safe point
+    unreadable_s: float = 15.0
 
 
 def eagerness(num_nodes: int) -> float:
@@ -73,6 +83,8 @@ class RowListing:
     names: list[str] | None = None
     arrived: frozenset[int] = frozenset()
     failed: Mapping[int, Fact] = field(default_factory=dict)
+    #: a fact in it that could not be read
+    unreadable: Unreadable | None = None
 
 
 @dataclass
@@ -92,12 +104,13 @@ class Observer:
     #: the first incarnation of this process, once it has joined: which requests to stop are meant for it
     started_as: int = 0
     recovered: Recovered | None = None
-    void: int = 0
     _heartbeats: HeartbeatReader = field(init=False)
     #: the row that this node looked at last
     row: RowListing | None = None
-    #: when a generation's record was first found unreadable
-    _unreadable: dict[int, float] = field(default_factory=dict)
+    #: the generation that was listed last and could not be read
+    _unreadable: Unreadable | None = None
+    #: since when a request to stop cannot be read; None: since before this node started
+    _unreadable_stops: dict[str, float | None] = field(default_factory=dict)
     _known_generations: list[str] = field(default_factory=list)
     _known_joins: list[str] = field(default_factory=list)
     #: names in joins/ that are read, or that are no joins
@@ -121,7 +134,7 @@ class Observer:
 
     def learn(self, generation: Generation | None) -> None:
         """Remember a generation if it is the newest, however its record was found."""
-        if generation is not None and (self.newest is None or generation.number > self.newest.number):
+        if generation is not None and generation.number > self._newest_known:
             self.newest = generation
 
     def learn_join(self, join: Join) -> None:
@@ -131,7 +144,7 @@ class Observer:
     def newest_number(self) -> int:
         """The number of the newest generation that can be seen now. Raises OSError."""
         listed = GENERATION.parse_all(self.store.names(self.paths.generations))
-        return max([*listed, self.newest.number if self.newest is not None else 0])
+        return max([*listed, self._newest_known])
 
     def hurry(self) -> None:
         """Look at everything at the next view, whatever its pace."""
@@ -140,10 +153,13 @@ class Observer:
     def view(self, node: Node, now: float, work: WorkReport | None = None) -> View:
         """What the node can see at `now`, and how its own work ended. Raises OSError when the filesystem fails."""
         self._look_around(node, now)
-        row = self._look_at_row(node) if node.part in WATCHING else None
+        row = self._look_at_row(node, now) if node.part in WATCHING else None
         arrived, failed, leaders_fact = row or (frozenset[int](), {}, None)
+        unreadable = self._unreadable
+        if unreadable is None and row is not None and self.row is not None:
+            unreadable = self.row.unreadable
         stop, missed = self._newest_stop(node.rank, concerns), self._newest_stop(node.rank, missed_by)
-        known = self.newest, self.void, self.joins, self.ledger, stop, missed, self.recovered
+        known = self.newest, unreadable, self.joins, self.ledger, stop, missed, self.recovered
         return View(*known, arrived, failed, leaders_fact, work)
 
     def _newest_stop(self, rank: int, applies: Callable[[StopRequest, int, int], bool]) -> StopRequest | None:
@@ -160,11 +176,15 @@ class Observer:
             self._look_at_beats(node, now, joining)
             self._beats_due = now + paces.beats_s / (paces.eager if joining else 1)
 
-    def _look_at_row(self, node: Node) -> tuple[frozenset[int], Mapping[int, Fact], Fact | None] | None:
-        """What the members have published in the node's row: who is done, who failed, and once all are done the leader's fact.
+    def _unread(self, path: Path, cls: type[R], now: float, before: Unreadable | None) -> Unreadable:
+        """What the state machine is told of a record that cannot be read; `before`: what it was told last."""
+        since = before.since if before is not None and before.path == str(path) else now
+        return Unreadable(str(path), self.store.fault(path, cls), since)
 
-        None while a failure cannot be read.
-        """
+    def _look_at_row(
+        self, node: Node, now: float
+    ) -> tuple[frozenset[int], Mapping[int, Fact], Fact | None] | None:
+        """What the members have published in the node's row: who is done, who failed, and once all are done the leader's fact."""
         generation, position = node.place
         row, call = self.row, self.table.rows[position.phase].call(node.result)
         if row is None or (row.generation, row.position, row.call) != (generation.number, position, call):
@@ -176,27 +196,30 @@ class Observer:
             row = self.row = RowListing(generation.number, position, call, directory, done, failures)
         names = self.store.names(row.directory)
         if names != row.names:
-            arrived = frozenset([row.done[name] for name in names if name in row.done])
-            failed = self._failed(row, names)
-            if failed is None:
-                return None
-            row.names, row.arrived, row.failed = names, arrived, failed
+            row.arrived = frozenset([row.done[name] for name in names if name in row.done])
+            if self._read_failures(row, names, now):
+                row.names = names
         leaders_fact = None
         if node.part is Part.ANNOUNCED and len(row.arrived) == len(generation.members):
-            leaders = fact_name(position.iteration, generation.leader, "done", call)
-            leaders_fact = self.store.read(row.directory / leaders, Fact)
+            path = row.directory / fact_name(position.iteration, generation.leader, "done", call)
+            leaders_fact = self.store.read(path, Fact)
+            missed = leaders_fact is None
+            row.unreadable = self._unread(path, Fact, now, row.unreadable) if missed else None
         return row.arrived, row.failed, leaders_fact
 
-    def _failed(self, row: RowListing, names: list[str]) -> dict[int, Fact] | None:
-        """The members' facts of failure; None while one of them cannot be read."""
-        failed = {}
+    def _read_failures(self, row: RowListing, names: list[str], now: float) -> bool:
+        """Read the members' facts of failure in a row; False while one of them cannot be read."""
+        failed, before, row.unreadable = dict(row.failed), row.unreadable, None
         for name in names:
-            if name in row.failures:
+            rank = row.failures.get(name)
+            if rank is not None and rank not in failed:
                 record = self.store.read(row.directory / name, Fact)
                 if record is None:
-                    return None
-                failed[row.failures[name]] = record
-        return failed
+                    row.unreadable = self._unread(row.directory / name, Fact, now, before)
+                    return False
+                failed[rank] = record
+        row.failed = failed
+        return True
 
     def names_in_row(self, generation: Generation, position: Position) -> list[str]:
         """What the folder of a row showed when this node last looked there; nothing if it has looked elsewhere since."""
@@ -233,7 +256,8 @@ class Observer:
         """A record that is known to be there. Raises OSError if it cannot be read now: treating it as absent would lose it."""
         record = self.store.read(path, cls)
         if record is None:
-            raise OSError(errno.EAGAIN, "this record cannot be read", str(path))
+            why = self.store.fault(path, cls).why
+            raise OSError(errno.EAGAIN, f"this record cannot be read ({why}); restore it", str(path))
         return record
 
     def joins_of(self, generation: Generation) -> Mapping[int, Join]:
@@ -263,21 +287,42 @@ class Observer:
             if self._learnt.issuperset(names):
                 self._known_joins = names
         for name in self.store.names(self.paths.stops):
-            if name not in self._stops and (stop := self.store.read(self.paths.stops / name, StopRequest)):
-                self._stops[name] = stop
+            if name not in self._stops and STOP_REQUEST.parse(name) is not None:
+                self._look_at_stop(name, now)
+
+    def _look_at_stop(self, name: str, now: float | None) -> None:
+        """Take note of a request to stop. Where it cannot be read, somebody asked for an end all the same, if not how soon.
+
+        One that could not be read when this node started was made for an earlier session.
+        """
+        path = self.paths.stops / name
+        request = self.store.read(path, StopRequest)
+        since = None if request is not None else self._unreadable_stops.setdefault(name, now)
+        if now is not None and since is not None and now - since >= self.paces.unreadable_s:
+            why = self.store.fault(path, StopRequest).why
+            alive = tuple(Member(join.rank, join.incarnation, join.host) for join in self.joins.values())
+            request = StopRequest(now=False, who=f"somebody ({path} cannot be read: {why})", alive=alive)
+        if request is not None:
+            self._stops[name] = request
 
     def _look_at_generations(self, names: list[str], now: float | None) -> bool:
         """Learn the newest of them that can be read; True if none is newer."""
-        numbers = sorted(GENERATION.parse_all(names), reverse=True)
-        known = self.newest.number if self.newest is not None else 0
-        for number in numbers:
-            if number <= known:
-                break
+        newer = sorted((n for n in GENERATION.parse_all(names) if n > self._newest_known), reverse=True)
+        unread = newer[0] if newer and not self._read_generation(newer[0]) else None
+        if unread is None:
+            self._unreadable = None
+            return True
+        if now is not None:
+            path = self.paths.generation(unread)
+            self._unreadable = self._unread(path, Generation, now, self._unreadable)
+        for number in newer[1:]:
             if self._read_generation(number):
-                known = number
-            elif now is not None and now - self._unreadable.setdefault(number, now) >= self.paces.void_s:
-                self.void = max(self.void, number)
-        return max(numbers, default=0) <= known
+                break
+        return False
+
+    @property
+    def _newest_known(self) -> int:
+        return self.newest.number if self.newest is not None else 0
 
     def _read_generation(self, number: int) -> bool:
         """Learn a generation from its record; False while it cannot be read."""
@@ -321,7 +366,7 @@ class Observer:
         beats: dict[int, Beat] = {}
         unread: set[int] = set()
         hidden: set[int] = set()
-        newest = self.newest.number if self.newest is not None else 0
+        newest = self._newest_known
 
         def known(rank: int) -> int:
             return self.joins[rank].incarnation if rank in self.joins else 0

@@ -38,7 +38,21 @@ T = TypeVar("T")
 
 
 class CorruptRecord(Exception):
-    """The bytes are not a whole record of the expected kind. Readers treat such a file as not there yet."""
+    """The bytes are not a whole record of the expected kind. `fault` says why.
+
+    A reader looks again, for the file may be about to be replaced. It never takes such a record for absent.
+    """
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.why)
+        self.fault = fault
+
+
+class Fault(NamedTuple):
+    """What is wrong with a record that cannot be read. `foreign`: it is whole, in a format that this code does not know."""
+
+    why: str
+    foreign: bool = False
 
 
 _KINDS: dict[str, type[Record]] = {
@@ -77,30 +91,36 @@ def decode(data: bytes, cls: type[R]) -> R:
     found = _decode_small(data, kind) if len(data) <= SMALL_BYTES else _decode(data, kind)
     if isinstance(found, cls):
         return found
+    assert isinstance(found, Fault)
     raise CorruptRecord(found)
 
 
-def _decode(data: bytes, expected: str) -> Record | str:
+def _decode(data: bytes, expected: str) -> Record | Fault:
     """The record, or what is wrong with it."""
     header, _, body = data.partition(b"\n")
     if len(data) > MAX_BYTES:
-        return "too long"
+        return Fault("too long")
     if header + b"\n" != _header(expected, body):
         return _fault(header, expected)
     try:
         return _build(_KINDS[expected], _DECODER.raw_decode(body.decode())[0])
-    except (CorruptRecord, ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
-        return f"not a record: {error}"
+    except (_Misfit, ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
+        return Fault(f"not a record: {error}")
 
 
-def _fault(header: bytes, expected: str) -> str:
+def _fault(header: bytes, expected: str) -> Fault:
     """What is wrong with bytes whose header is not that of their body."""
+    if not header:
+        return Fault("empty, or torn at its beginning")
     magic, kind, *_ = [*header.decode("ascii", "replace").split(" "), "", ""]
+    name, _, number = magic.partition("/")
+    if name == MAGIC and number.isdecimal() and int(number) != FORMAT:
+        return Fault(f"record format {number[:9]}; this fsbarrier reads format {FORMAT}", foreign=True)
     if magic != f"{MAGIC}/{FORMAT}":
-        return f"format {magic[:40]!r}; this fsbarrier reads {MAGIC}/{FORMAT}"
+        return Fault(f"no record of fsbarrier: it begins with {magic[:40]!r}")
     if kind != expected:
-        return f"a {kind} record where a {expected} was expected"
-    return "torn: length or digest differs"
+        return Fault(f"a {kind} record where a {expected} was expected")
+    return Fault("torn: length or digest differs")
 
 
 # Nodes read the same bytes again and again (a slow node's heartbeat, a fact with several readers), and nobody changes a record.
@@ -108,6 +128,11 @@ _decode_small = lru_cache(maxsize=1024)(_decode)
 
 
 # --- from JSON to records ---------------------------------------------------------------------------------------------------
+
+
+class _Misfit(Exception):
+    """JSON that is no record."""
+
 
 Convert = Callable[[Any], object]
 _PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
@@ -123,7 +148,7 @@ def _types(annotation: str) -> tuple[type, ...]:
 def _decisions(value: JsonObject) -> JsonObject:
     for entry in value.values():
         if type(entry["iteration"]) is not int or not isinstance(entry["value"], dict):
-            raise CorruptRecord("not a decision")
+            raise _Misfit("not a decision")
     return value
 
 
@@ -133,7 +158,7 @@ def _members(value: list[object]) -> tuple[Member, ...]:
 
 def _texts(value: list[object]) -> tuple[object, ...]:
     if not all(type(item) is str for item in value):
-        raise CorruptRecord("texts expected")
+        raise _Misfit("texts expected")
     return tuple(value)
 
 
@@ -174,12 +199,12 @@ _SHAPES: dict[type, _Shape] = {cls: _shape(cls) for cls in (*_KINDS.values(), Me
 def _build(cls: type[T], body: object) -> T:
     types, needed, converts = _SHAPES[cls]
     if not isinstance(body, dict) or not needed <= body.keys():
-        raise CorruptRecord("not an object, or a field is missing")
+        raise _Misfit("not an object, or a field is missing")
     if body.keys() != types.keys():
         body = {name: value for name, value in body.items() if name in types}
     for name, value in body.items():
         if type(value) not in types[name] or (type(value) is int and not -_LIMIT < value < _LIMIT):
-            raise CorruptRecord(f"{name} is no {types[name][0].__name__}, or out of range")
+            raise _Misfit(f"{name} is no {types[name][0].__name__}, or out of range")
     for name, convert in converts.items():
         if name in body:
             body[name] = convert(body[name])
@@ -193,6 +218,6 @@ def _check_generation(found: Generation) -> None:
     """Refuse a record that would mislead a node later: the rules of the state machine rely on these facts without checking."""
     ranks = [member.rank for member in found.members]
     if len(set(ranks)) != len(ranks) or (found.leader not in ranks and found.verdict is None):
-        raise CorruptRecord("its leader is no member, or a rank is there twice")
+        raise _Misfit("its leader is no member, or a rank is there twice")
     if found.number < 1 or found.start.iteration < 1 or found.start.phase < 0:
-        raise CorruptRecord("it starts nowhere")
+        raise _Misfit("it starts nowhere")

@@ -41,7 +41,8 @@ class Join:
     """A node has started: who it is and how to reach it.
 
     `until` (the last iteration) and `choices` (the settings that each start may choose anew) are what its command line asked
-    for. The run follows those of the lowest rank.
+    for. The run follows those of the lowest rank. `digest` tells which code it runs, `version` says so for people: only nodes of the
+    same code are members of one generation.
     """
 
     rank: int

@@ -28,7 +28,7 @@ from dataclasses import replace
 
 from fsbarrier.protocol.facts import Fact, Generation, Member, Payload, Position, Verdict
 from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
-from fsbarrier.protocol.membership import occupied
+from fsbarrier.protocol.membership import GONE, occupied
 from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import (
@@ -107,6 +107,32 @@ def enter_newer_generation(at: Situation) -> Step | None:
     return entered, (*lost, *actions)
 
 
+def wait_for_an_unreadable_record(at: Situation) -> Step | None:
+    """A record that this node must act on is listed and cannot be read: it may be readable in a moment, and is never taken for absent.
+
+    A node that joins does nothing meanwhile. A member goes on, for a row is safe to pass whatever a newer generation says; and nobody
+    can create the unreadable one's number again. After `dead_s` the node ends. Only this host may be unable to read it: then the others
+    go on without this node.
+    """
+    found = at.view.unreadable
+    if found is None:
+        return None
+    silent_s, foreign = at.now - found.since, found.fault.foreign
+    if silent_s < at.rules.limits.dead_s and not foreign:
+        return (at.node, NOTHING) if at.node.stage is Stage.JOINING else None
+    if foreign:
+        return _end(
+            at, 2, "left", f"{found.path}: {found.fault.why}; start this node with the run's fsbarrier"
+        )
+    return _end(
+        at,
+        3,
+        "left",
+        f"{found.path} cannot be read for {silent_s:.0f} s: {found.fault.why}; if other nodes can read it, look at this host's mount; "
+        "else restore the file, or let the run go on without it: fsbarrier recover --iteration N",
+    )
+
+
 def _enter(at: Situation, generation: Generation) -> Step:
     entered = Node(
         at.node.rank,
@@ -137,6 +163,32 @@ def take_note_of_a_generation(at: Situation) -> Step | None:
     if at.newer_generation is None:
         return None
     return replace(at.node, baseline=at.newer_generation.number), NOTHING
+
+
+def end_when_the_code_differs(at: Situation) -> Step | None:
+    """This node runs other code than those whom it would join: it ends, and they go on. Only who is seen to live counts.
+
+    Those are the members of the newest generation; and where a session is about to begin, the starts of lower ranks, for the run
+    follows the lowest. The others do not admit this node either (`Situation.joiners`), whoever looks first.
+    """
+    view, found = at.view, None
+    for member in at.others:
+        join = view.joins.get(member.rank)
+        if join is not None and join.incarnation == member.incarnation and view.ledger.moved(member):
+            found = join if at.differs(join) and view.ledger.state(member) not in GONE else found
+    lower = (join for rank, join in sorted(at.waiting.items()) if rank < at.node.rank and at.differs(join))
+    found = found or next(lower, None)
+    own = view.joins.get(at.node.rank)
+    if found is None or own is None:
+        return None
+    theirs, ours = (f"{join.version} (code {join.digest[:12]})" for join in (found, own))
+    return _end(
+        at,
+        2,
+        "left",
+        f"node {own.rank} on {own.host} runs fsbarrier {ours}, node {found.rank} on {found.host} runs {theirs}; start all nodes with the "
+        "same fsbarrier and program",
+    )
 
 
 def stop_before_the_start(at: Situation) -> Step | None:
@@ -512,13 +564,19 @@ def _publish_done(
 
 # --- the table -------------------------------------------------------------------------------------------------------------
 
-DECIDED_BY_OTHERS: tuple[Rule, ...] = (end_when_rank_is_taken, end_with_the_run, enter_newer_generation)
+DECIDED_BY_OTHERS: tuple[Rule, ...] = (
+    end_when_rank_is_taken,
+    end_with_the_run,
+    enter_newer_generation,
+    wait_for_an_unreadable_record,
+)
 
 #: for each stage its rules; the first that answers wins
 RULES: dict[Stage, tuple[Rule, ...]] = {
     Stage.JOINING: (
         *DECIDED_BY_OTHERS,
         take_note_of_a_generation,
+        end_when_the_code_differs,
         stop_before_the_start,
         wait_to_be_admitted,
         end_when_too_late,

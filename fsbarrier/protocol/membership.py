@@ -212,8 +212,8 @@ def left_to_others(generation: Generation | None, me: int, watchers: int) -> fro
     return frozenset() if me in watching else frozenset(generation.ranks).difference(watching, (me,))
 
 
-def live_joiners(joins: Mapping[int, Join], ledger: Ledger, now: float, limits: Limits) -> dict[int, Member]:
-    """The newest incarnation of each rank that lives and waits to be taken in: its counter moved, and not long ago.
+def live_joiners(joins: Mapping[int, Join], ledger: Ledger, now: float, limits: Limits) -> dict[int, Join]:
+    """The newest start of each rank that lives and waits to be taken in: its counter moved, and not long ago.
 
     A node whose heartbeat says that it is in a generation does not count: it will find out that the others went on without it, and
     join as its next incarnation.
@@ -224,7 +224,7 @@ def live_joiners(joins: Mapping[int, Join], ledger: Ledger, now: float, limits: 
         if item is None or not item.moved or item.beat.incarnation != join.incarnation:
             continue
         if now - item.since < limits.suspect_s and item.beat.state == JOINING:
-            live[rank] = Member(rank, join.incarnation, join.host)
+            live[rank] = join
     return live
 
 

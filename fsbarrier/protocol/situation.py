@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fsbarrier.protocol.facts import SEALED, Fact, Generation, Member, Position
+from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position
 from fsbarrier.protocol.membership import Loss, live_joiners, losses
 from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.state import Node, Rules, View
@@ -87,9 +87,23 @@ class Situation:
         return [member for member in self.generation.members if member.rank not in lost]
 
     @cached_property
-    def joiners(self) -> Mapping[int, Member]:
-        """The starts that live and wait to be taken in, by rank."""
+    def waiting(self) -> Mapping[int, Join]:
+        """The starts that live and wait to be taken in, by rank, whatever code they run."""
         return live_joiners(self.view.joins, self.view.ledger, self.now, self.rules.limits)
+
+    @cached_property
+    def joiners(self) -> Mapping[int, Member]:
+        """Those of them that run this node's code: nobody else becomes a member."""
+        return {
+            rank: Member(rank, join.incarnation, join.host)
+            for rank, join in self.waiting.items()
+            if not self.differs(join)
+        }
+
+    def differs(self, join: Join) -> bool:
+        """Whether another start runs other code than this node."""
+        own = self.view.joins.get(self.node.rank)
+        return own is not None and own.digest != join.digest
 
     @cached_property
     def starting(self) -> Mapping[int, Member]:

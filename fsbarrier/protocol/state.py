@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
+from fsbarrier.protocol.codec import Fault
 from fsbarrier.protocol.facts import Fact, Generation, Join, Payload, Position, StopRequest
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits
 from fsbarrier.protocol.rows import SLICE_CHOICE, Row, Table
@@ -122,13 +123,24 @@ class Recovered:
 
 
 @dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A record that is listed and cannot be read: why, and since which local time.
+
+    What it says is unknown, so that nothing may be concluded from it, and least of all that it is not there.
+    """
+
+    path: str
+    fault: Fault
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """The facts that one node can see. `arrived`, `failed`, `leaders_fact` belong to the row that the node is in, `work` is its own."""
 
     newest: Generation | None = None
-    #: Generations after `newest` and up to this number have a name but, for long, no readable record. Example: a loss of power tore
-    #: gen-000004.json. Its name is taken, so all would try to create number 4 for ever; the next generation is number 5 instead.
-    void: int = 0
+    #: a record that this node must act on and cannot read: of a generation after `newest`, or a fact about its row
+    unreadable: Unreadable | None = None
     joins: Mapping[int, Join] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     #: what this node was asked, and what the others were asked before it came (protocol/stops.py)

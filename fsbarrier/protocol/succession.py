@@ -15,8 +15,8 @@ STARTS = ("start", "start again")
 
 
 def next_number(view: View, at_least: int) -> int:
-    """The number of the next generation: after the newest, and after those whose records nobody can read."""
-    return max(view.newest.number if view.newest else 0, view.void, at_least) + 1
+    """The number of the next generation. Where a record that this node cannot read has that number, nobody can create it again."""
+    return max(view.newest.number if view.newest else 0, at_least) + 1
 
 
 def successor(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fsbarrier import files
-from fsbarrier.protocol.codec import CorruptRecord, decode, encode
+from fsbarrier.protocol.codec import CorruptRecord, Fault, decode, encode
 from fsbarrier.protocol.facts import R, Record
 
 #: errors that a reader may get while a writer replaces the file; every other error is raised
@@ -37,7 +37,13 @@ class Store(Protocol):
         """
 
     def read(self, path: Path, cls: type[R]) -> R | None:
-        """The record in a file, freshly opened; None while there is no whole one of this kind under this name."""
+        """The record in a file, freshly opened; None while there is no whole one of this kind under this name.
+
+        None never means that there is no record: the name was listed, so it is there. `fault` says why it cannot be read.
+        """
+
+    def fault(self, path: Path, cls: type[R]) -> Fault:
+        """Why a record cannot be read."""
 
     def put(self, path: Path, record: Record) -> None:
         """Create or replace a file of one's own, as a whole."""
@@ -73,15 +79,27 @@ class PosixStore:
 
     def read(self, path: Path, cls: type[R]) -> R | None:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            with os.fdopen(fd, "rb") as stream:
-                return decode(stream.read(), cls)
+            return self._read(path, cls)
         except CorruptRecord:
             return None
         except OSError as error:
             if error.errno in REPLACED:
                 return None
             raise
+
+    def _read(self, path: Path, cls: type[R]) -> R:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with os.fdopen(fd, "rb") as stream:
+            return decode(stream.read(), cls)
+
+    def fault(self, path: Path, cls: type[R]) -> Fault:
+        try:
+            self._read(path, cls)
+        except CorruptRecord as error:
+            return error.fault
+        except OSError as error:
+            return Fault(f"{error.strerror or error}, although it is listed")
+        return Fault("it does not fit its name, or this run's program")
 
     def put(self, path: Path, record: Record) -> None:
         files.write_atomic(path, encode(record))

@@ -23,6 +23,7 @@ import fsbarrier
 from fsbarrier import files
 from fsbarrier.errors import StoreError, TooFewNodes, UsageError
 from fsbarrier.host.identity import user_at_host
+from fsbarrier.protocol.codec import FORMAT
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.retry import FAILING, Backoff, retry, until_seen
 from fsbarrier.rundir.paths import RunPaths
@@ -137,6 +138,7 @@ def encode(record: RunRecord) -> bytes:
     """The bytes of the record's file."""
     body = {
         "schema": SCHEMA,
+        "format": FORMAT,
         "run_id": record.run_id,
         "created": record.created,
         "created_by": record.created_by,
@@ -242,6 +244,13 @@ def decode(data: bytes, log_path: Path) -> RunRecord:
         raise UsageError(
             f"{_shown(RunPaths(log_path).record)}: format {body['schema']}, made by fsbarrier {body.get('version')}; "
             f"this fsbarrier {fsbarrier.__version__} reads format {SCHEMA}"
+        )
+    # Nodes that write records in two formats would not see each other, and go two ways.
+    written = body.get("format", 1)
+    if written != FORMAT:
+        raise UsageError(
+            f"{_shown(RunPaths(log_path).record)}: its nodes write record format {written}, as fsbarrier {body.get('version')} does; "
+            f"this fsbarrier {fsbarrier.__version__} reads and writes format {FORMAT}"
         )
     claimed = body.pop("digest", None)
     if claimed != _digest(body):

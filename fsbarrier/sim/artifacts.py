@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from fsbarrier.errors import FsbarrierError, ProgramFailed
-from fsbarrier.protocol.state import Node, Part
+from fsbarrier.node.job import NodeUnfit
+from fsbarrier.protocol.state import Exit, Node, Part
 from fsbarrier.sim.history import Merged
 
 if TYPE_CHECKING:
@@ -102,6 +103,10 @@ class Piece:
             wait = next(self.steps)
         except StopIteration as stop:
             process.work.ended(self, True, stop.value)
+        except NodeUnfit as error:
+            self.alive = False
+            process.agent.exit = Exit(error.exit_code, "left", str(error))
+            process.world.finish(process)
         except FsbarrierError as error:
             process.work.ended(self, False, {"error": str(error), "log": ["the program's last line"]})
         else:

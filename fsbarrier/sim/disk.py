@@ -90,15 +90,19 @@ class Disk:
     """The server's truth. `coarse_s`: changes of a directory within one such span share a modification time.
 
     `order`: how a listing is ordered, 0 as created, 1 reversed, 2 by name. `exclusive` False: every create succeeds (the class of
-    filesystems that must be refused).
+    filesystems that must be refused). `links` False: an exclusive create takes three steps, as fsbarrier.files does it without hard links.
     """
 
-    def __init__(self, *, coarse_s: float = 0.0, order: int = 0, exclusive: bool = True) -> None:
+    def __init__(
+        self, *, coarse_s: float = 0.0, order: int = 0, exclusive: bool = True, links: bool = True
+    ) -> None:
         self.now = 0.0
         self.files: dict[str, File] = {}
         self.dirs: dict[str, Directory] = {}
         self.torn: set[str] = set()
-        self.coarse_s, self.exclusive = coarse_s, exclusive
+        self.coarse_s, self.exclusive, self.links = coarse_s, exclusive, links
+        # files in which a bit has flipped, until somebody restores them
+        self.spoilt: set[str] = set()
         self._ordered = _ORDERS[order]
         # called with each record that is written, except heartbeats
         self.watch: Watcher = lambda path, record, file: None

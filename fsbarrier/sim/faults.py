@@ -27,6 +27,9 @@ KINDS = {
     "twin": "a node is started a second time elsewhere while the first one lives",
     "program": "a phase's program fails",
     "stop": "an operator asks the run to end, at the next safe point or at once",
+    "unreadable": "a bit flips in a record and stays flipped, or one host can read no generation's record, until somebody mends it",
+    "version": "a node is started again with other code than the others'",
+    "nolinks": "the filesystem has no hard links, so that an exclusive create takes several steps",
     "junk": "files that are not ours, and torn ones, lie in every directory of the protocol",
     "winners": "an exclusive create that two clients win: the class that must be refused (only on demand)",
 }
@@ -34,7 +37,20 @@ USUAL = frozenset(KINDS) - {"winners"}
 # operations in one look of one node: more are a livelock
 LIVELOCK = 5000
 PAUSES_S = (0.3, 2.0, 4.0, 5.0, 8.0, 13.0, 16.0, 18.0, 22.0, 30.0, 45.0)
-STRIKES = ("crash", "crash", "pause", "pause", "slow", "power", "outage", "leave", "twin", "stop")
+STRIKES = (
+    "crash",
+    "crash",
+    "pause",
+    "pause",
+    "slow",
+    "power",
+    "outage",
+    "leave",
+    "twin",
+    "stop",
+    "unreadable",
+    "version",
+)
 _ERRORS = (errno.EIO, errno.ENOSPC, errno.ESTALE)
 
 

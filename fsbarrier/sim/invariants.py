@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from fsbarrier.program import PHASE_NAMES, Program
-from fsbarrier.protocol.facts import Generation, Payload, Record
+from fsbarrier.protocol.facts import Generation, Join, Payload, Record
 from fsbarrier.sim import fact_removal
 from fsbarrier.sim.history import Done, History, Merged, Place
 
@@ -272,6 +272,10 @@ def outcomes(world: World) -> Iterator[str]:
         allowed |= {4}
     if struck and (rules.on_node_failure != "shrink" or rules.min_nodes > 1):
         allowed |= {5}
+    if "unreadable" in struck:
+        allowed |= {3}
+    if "version" in struck:
+        allowed |= {2}
     if 6 in codes and any(incarnation > 1 for _, incarnation in history.joins):
         allowed |= {6}
     if "leave" in struck:
@@ -370,6 +374,15 @@ def budget(nodes: int) -> float:
     return 4.2 + 1 / nodes
 
 
+def i14_the_same_code(history: History) -> Iterator[str]:
+    """The members of a generation run the same code."""
+    for number, (_, record) in history.generations.items():
+        joins = [history.joins[member.rank, member.incarnation].record for member in record.members]
+        codes = {join.digest for join in joins if isinstance(join, Join)}
+        if len(codes) > 1:
+            yield f"the members of generation {number} run {len(codes)} kinds of code"
+
+
 def i12_operations(history: History) -> float:
     """The operations that a node needed in a row, on average, without the listings by which it waits: to write its fact (two for a
     temporary file and its rename; three for the leader's, which is linked and unlinked), to read the leader's, to remove its old one
@@ -393,4 +406,5 @@ ALL: dict[str, Callable[[History], Iterator[str]]] = {
     "I9 openings": fact_removal.openings_tell_all,
     "I9 few": fact_removal.facts_stay_few,
     "I11": i11_no_wait_on_a_missing_name,
+    "I14": i14_the_same_code,
 }

@@ -74,6 +74,7 @@ class Process:
             self.host,
             (f"10.0.0.{rank}",),
             world.setup.iterations,
+            digest=world.codes[rank],
             time=f"p{number}",
         )
         self.agent = NodeLoop(cast(Store, client), self.observer, world.rules, self.work, join, self._record)

@@ -6,7 +6,8 @@
     when node 0 enters train_rollout, 2 s later: stop node 2 for 30 s
     at 5 s: ask to stop
 
-Actions: kill / start / end node R (or `all`), start node R elsewhere (on another host), stop node R for S s, freeze node R for S s
+Actions: kill / start / end node R (or `all`), start node R elsewhere (on another host), start node R with other code, spoil FILE (a bit
+flips in the newest whose path ends so), let node R read no generation, mend what cannot be read, stop node R for S s, freeze node R for S s
 (its host too), hold node R at create for S s (in the middle of that operation; its heartbeats go on), stop node R at create for S s
 (there too, but all of it), fail node R in PHASE [K times], ask to stop, ask to
 stop at once, lose power, fill the disk of node R for S s.
@@ -128,6 +129,14 @@ def _action(world: World, text: str) -> Callable[[], None]:
         return lambda: _do(world, verb, ranks)
     if match := re.fullmatch(r"start node (\d+) elsewhere", text):
         return partial(strikes.start_elsewhere, world, int(match[1]))
+    if match := re.fullmatch(r"start node (\d+) with other code", text):
+        return partial(strikes.start_with_other_code, world, int(match[1]))
+    if match := re.fullmatch(r"spoil (\S+)", text):
+        return partial(strikes.spoil_a_record, world, match[1])
+    if match := re.fullmatch(r"let node (\d+) read no generation", text):
+        return partial(strikes.hide_generations, world, int(match[1]))
+    if text == "mend what cannot be read":
+        return partial(strikes.mend, world)
     if match := re.fullmatch(r"(stop|freeze|hold) node (\d+)(?: at (\w+))? for ([\d.]+) s", text):
         verb, rank, at, seconds = match[1], int(match[2]), match[3] or "", float(match[4])
         return lambda: _hold(world, verb, rank, at, seconds)

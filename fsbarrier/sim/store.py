@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fsbarrier.protocol.codec import Fault
 from fsbarrier.protocol.facts import R, Record
 from fsbarrier.rundir.record_store import REPLACED
 from fsbarrier.sim.disk import Content, Directory, Disk, File, SimPath, as_record
@@ -55,6 +56,8 @@ class Client:
         # on rows (invariant I12)
         verbs = "make_dir", "read", "put", "create", "remove", "remove_dir", "is_there_now"
         self.ops = dict.fromkeys(verbs, 0)
+        # the directory of which this host can read no file; "": it can read all
+        self.cannot_read = ""
         # whether the next read gives half of a file
         self.garbled: Callable[[str, str], bool] | None = None
         # reads of names that did not exist (invariant I11)
@@ -144,10 +147,17 @@ class Client:
                 self.disk.watch_missed(path, self.host)
             else:
                 self.misses[path] = self.misses.get(path, 0) + 1
-        elif self.garbled is not None and self.garbled(self.host, path):
+        elif (
+            (self.garbled is not None and self.garbled(self.host, path))
+            or (self.disk.spoilt and path in self.disk.spoilt)
+            or (self.cannot_read and path.startswith(self.cannot_read))
+        ):
             return as_record(MIXED, cls)
         content = self._remembered(path, file) if file is None or self._caching else file.content
         return content if content is None or isinstance(content, cls) else as_record(content, cls)
+
+    def fault(self, path: SimPath, cls: type[R]) -> Fault:
+        return Fault("half of it is another record's")
 
     def _remembered(self, path: SimPath, file: File | None) -> Content | None:
         """What this mount takes for the content of a file."""
@@ -178,6 +188,10 @@ class Client:
         return file
 
     def create(self, path: SimPath, record: Record) -> bool:
+        # Until the last of the steps nothing lies under the name.
+        for _ in range(0 if self.disk.links else 2):
+            if (after := self._trouble("create", path)) is not None:
+                raise after()
         after = self._trouble("create", path)
         file = self.disk.files.get(path)
         free = file is None or not self.disk.exclusive

@@ -26,6 +26,8 @@ def heal(world: World) -> None:
     world.end_s = world.now + world.settle_s
     world.say("all faults stop")
     world.mishap_rate = world.garbling.rate = 0.0
+    mend(world)
+    world.codes = [""] * world.setup.nodes
     world.awaited.clear()
     for process in world.processes:
         process.mishap = None
@@ -59,6 +61,9 @@ def strike(world: World, strike: Strike) -> None:
     if strike.kind == "stop":
         ask_to_stop(world, now=strike.whole)
         return
+    if strike.kind == "unreadable" and strike.whole:
+        spoil_a_record(world)
+        return
     struck = [p for p in world.processes if p.up and strike.rank in (p.rank, None)]
     if strike.kind == "power":
         cut_power(world, struck, again=True)
@@ -91,6 +96,55 @@ def strike_now(world: World, strike: Strike, process: Process) -> None:
             start_elsewhere(world, process.rank)
         case "outage":
             fail_disk(world, strike)
+        case "unreadable":
+            hide_generations(world, process.rank)
+            maybe_kill(world, process)
+        case "version":
+            world.history.faults.add("crash")
+            world.kill(process, "killed")
+            start_with_other_code(world, process.rank, world.rng.random() * 5)
+
+
+def start_with_other_code(world: World, rank: int, delay: float = 0.0) -> None:
+    world.history.faults.add("version")
+    world.codes[rank] = "other"
+    world.start(rank, delay)
+
+
+def hide_generations(world: World, rank: int) -> None:
+    """A node's host can read no generation's record, until somebody mends it."""
+    world.history.faults.add("unreadable")
+    world.say(f"node {rank}'s host can read no generation's record")
+    for host, (client, _) in world.clients.items():
+        if host == world.hosts[rank]:
+            client.cannot_read = str(PATHS.generations)
+
+
+def mend(world: World) -> None:
+    """Somebody restores what was spoilt, and mends what hosts cannot read."""
+    if world.disk.spoilt or any(client.cannot_read for client, _ in world.clients.values()):
+        world.say("what could not be read is mended")
+    world.disk.spoilt.clear()
+    for client, _ in world.clients.values():
+        client.cannot_read = ""
+
+
+def spoil_a_record(world: World, name: str = "") -> None:
+    """A bit flips in a record, and stays: a random one, or the newest whose path ends with `name`."""
+    world.history.faults.add("unreadable")
+    written = [write.path for write in world.history.writes if write.path.endswith(name)]
+    if written:
+        path = written[-1] if name or world.rng.random() < 0.5 else world.rng.choice(written)
+        world.disk.spoilt.add(path)
+        world.say(f"a bit flips in {path}")
+
+
+def maybe_kill(world: World, process: Process) -> None:
+    """Half of the time a node is killed and started again, so that it must read what it had read before."""
+    if world.rng.random() < 0.5:
+        world.history.faults.add("crash")
+        world.kill(process, "killed")
+        world.start(process.rank, 0.2 + world.rng.random())
 
 
 def start_elsewhere(world: World, rank: int) -> None:

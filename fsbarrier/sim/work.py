@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.node.job import NodeUnfit
 from fsbarrier.program import (
     Command,
     Context,
@@ -110,7 +111,11 @@ class SimWork:
                 work = builder(context)
                 break
             except OSError as error:
-                yield self._retry(error, since)
+                try:
+                    yield self._retry(error, since)
+                except ProgramFailed:
+                    # As fsbarrier.node.job_runner: another host may be able to read it, and no program has failed.
+                    raise NodeUnfit(str(error)) from None
         return (yield from self._do(work, context, piece))
 
     def _retry(self, error: OSError, since: float) -> float:

@@ -72,8 +72,9 @@ class World:
         )
         self.settings = settings(setup.nodes, phases)
         drawn, coarse = faults.draw_habits(rng, mix)
+        links = "nolinks" not in mix or rng.random() < 0.7
         self.habits = setup.habits or drawn
-        self.disk = Disk(coarse_s=coarse, order=rng.randrange(3), exclusive="winners" not in mix)
+        self.disk = Disk(coarse_s=coarse, order=rng.randrange(3), exclusive="winners" not in mix, links=links)
         self.disk.watch = self._written
         self.disk.watch_removal, self.disk.watch_missed = self._removed, self._missed
         self.artifacts = Artifacts()
@@ -91,6 +92,8 @@ class World:
         self.clients: dict[str, tuple[Client, Trouble]] = {}
         # where each rank is started now
         self.hosts = [f"host{rank}" for rank in range(setup.nodes)]
+        # what each rank is started with: the digest of its code
+        self.codes = [""] * setup.nodes
         self.strikes = faults.draw_strikes(rng, mix, setup.nodes, setup.iterations)
         self.mishap_rate = rng.choice((0.0, 0.0, 0.01, 0.05)) if mix else 0.0
         self.garbling = faults.Garbling(seed, mix, self.history.faults)
@@ -248,7 +251,8 @@ class World:
         process = self.new_process(rank, *self.clients[host])
         self.processes.append(process)
         self.history.starts[process.number] = (self.now, rank)
-        self.say(f"node {rank} is started on {host}")
+        with_code = f" with code {self.codes[rank]}" if self.codes[rank] else ""
+        self.say(f"node {rank} is started on {host}{with_code}")
         process.wake(self.now)
 
     def new_process(self, rank: int, client: Client, trouble: Trouble) -> Process:
@@ -288,7 +292,9 @@ class World:
         self.ending = True
         self.history.ended[process.number] = Ended(self.now, process.rank, code, why)
         self.say(f"node {process.rank} ends with code {code}: {why}")
-        if not self.healed and code in (3, 143) and self.rng.random() < 0.6:
+        if code == 2:
+            self.codes[process.rank] = ""
+        if not self.healed and code in (2, 3, 143) and self.rng.random() < 0.6:
             self.start(process.rank, 1 + self.rng.random() * 20)
 
     def kill(self, process: Process, why: str) -> None:

@@ -1,0 +1,204 @@
+"""A record that cannot be read is never taken for absent, and nodes with other code are refused. With real daemons and real files."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster import FAST, REPO, Cluster
+
+from fsbarrier.node.loop import NodeLoop
+from fsbarrier.node.observer import Observer, Paces
+from fsbarrier.program import PHASE_NAMES, Phase, Program
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position
+from fsbarrier.protocol.state import Node, Part, Rules, Stage
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.record_store import PosixStore
+
+ROWS = tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))
+RULES = Rules(Program("ping", ROWS), 1)
+
+
+class NoWork:
+    def launch(self, node: Node, part: Part) -> None: ...
+    def cancel(self) -> None: ...
+    def report(self) -> None: ...
+    def progress(self) -> dict[str, object]:
+        return {}
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+
+
+def other_format(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"fsbarrier/1", b"fsbarrier/2", 1))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def node_loop(folder: Path, rank: int = 0) -> NodeLoop:
+    store = PosixStore()
+    observer = Observer(store, RunPaths(folder), RULES.table, Paces())
+    observer.prepare()
+    join = Join(rank, 0, "host", 1, "boot")
+    agent = NodeLoop(store, observer, RULES, NoWork(), join, lambda event, node, fields: None)
+    agent.start(0.0)
+    return agent
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """What all that is no heartbeat and no join holds."""
+    found = (
+        path for path in folder.rglob("*") if path.is_file() and path.parent.name not in ("beats", "joins")
+    )
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "says"),
+    [
+        (flip_a_bit, 3, r"cannot be read for 1\d s: torn: length or digest differs; .*fsbarrier recover"),
+        (cut, 3, r"cannot be read for 1\d s: empty"),
+        (other_format, 2, r"record format 2; this fsbarrier reads format 1"),
+    ],
+)
+def test_a_generation_that_cannot_be_read_is_no_absent_one(
+    tmp_path: Path, spoil: Callable[[Path], None], code: int, says: str
+) -> None:
+    """Its nodes are gone. Whoever starts must neither go on from the generation before it, nor seal that, nor create another."""
+    paths, store = RunPaths(tmp_path), PosixStore()
+    store.make_dir(paths.generations)
+    for number in (1, 2):
+        generation = Generation(number, (Member(0, number),), 0, Position(number, 0), "start")
+        store.create(paths.generation(number), generation)
+    spoil(paths.generation(2))
+    before = snapshot(tmp_path)
+    agent = node_loop(tmp_path)
+    for second in range(40):
+        agent.tick(float(second))
+    assert agent.exit is not None
+    assert (agent.exit.code, agent.exit.state) == (code, "left")
+    assert agent.exit.reason.startswith(str(paths.generation(2)))
+    assert re.search(says, agent.exit.reason)
+    assert snapshot(tmp_path) == before
+
+
+def test_it_is_followed_once_it_can_be_read(tmp_path: Path) -> None:
+    agent = node_loop(tmp_path)
+    paths = agent.observer.paths
+    generation = Generation(1, (Member(0, 1),), 0, Position(1, 0), "start", until=1)
+    agent.store.create(paths.generation(1), generation)
+    whole = paths.generation(1).read_bytes()
+    cut(paths.generation(1))
+    for second in range(10):
+        agent.tick(float(second))
+    assert agent.exit is None and agent.node.stage is Stage.JOINING
+    paths.generation(1).write_bytes(whole)
+    agent.tick(10.0)
+    assert agent.exit is not None and agent.exit.reason == "1 iterations are done"
+
+
+def test_a_leaders_fact_that_cannot_be_read_ends_the_wait_for_it(tmp_path: Path) -> None:
+    """And names the file: without that the members would wait for ever for what all of them have published."""
+    agent = node_loop(tmp_path, rank=1)
+    paths, store = agent.observer.paths, agent.store
+    members = (Member(0, 1), Member(1, 1))
+    store.create(paths.generation(1), Generation(1, members, 0, Position(1, 0), "start"))
+    fact = agent.observer.row_dir(1, Position(1, 0)) / "node-0000.done"
+    store.make_dir(fact.parent)
+    store.create(fact, Fact(0, 1, "done"))
+    flip_a_bit(fact)
+    for second in range(30):
+        store.put(paths.beat(0, 1), Beat(0, 1, second, "host", 1, "running", 1, 1, 0))
+        agent.tick(float(second))
+        assert (agent.exit is not None) == (second >= 15)
+    assert agent.exit is not None
+    assert agent.exit.code == 3 and agent.exit.reason.startswith(f"{fact} cannot be read")
+
+
+@pytest.mark.parametrize("name", ["000001.json", "notes.txt"])
+def test_a_stop_that_cannot_be_read_is_one_all_the_same(tmp_path: Path, name: str) -> None:
+    """Somebody asked for an end, if not how soon; but other people's files ask for nothing."""
+    observer = Observer(PosixStore(), RunPaths(tmp_path), RULES.table)
+    stops = tmp_path / "coordination" / "stops"
+    stops.mkdir(parents=True)
+    # It was there before this node started, so it was meant for an earlier session.
+    (stops / "000009.json").write_bytes(b"torn")
+    observer.prepare()
+    observer.learn_join(Join(0, 1, "host", 1, "boot"))
+    observer.started_as = 1
+    (stops / name).write_bytes(b"torn")
+    assert observer.view(Node(0, 1, 0.0), 0.0).stop is None
+    assert observer.view(Node(0, 1, 0.0), 14.9).stop is None
+    stop = observer.view(Node(0, 1, 0.0), 15.0).stop
+    assert (stop is None) == (name == "notes.txt")
+    assert stop is None or (not stop.now and "000001.json cannot be read: no record of fsbarrier" in stop.who)
+
+
+def test_after_a_flipped_bit_the_run_goes_neither_back_nor_elsewhere(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 1, *FAST) as cluster:
+        paths = RunPaths(cluster.log_path)
+
+        def session(iterations: int) -> int:
+            cluster.flags = ("--program", "toy", *FAST, "--iterations", str(iterations))
+            cluster.start()
+            return cluster.wait()[0]
+
+        assert (session(1), session(2)) == (0, 0)
+        whole = paths.generation(2).read_bytes()
+        flip_a_bit(paths.generation(2))
+        merged = {path: path.read_bytes() for path in paths.trajectories("train").iterdir()}
+        assert session(3) == 3
+        said = cluster.said(0)
+        assert "gen-000002.json cannot be read for 2 s: torn" in said and "fsbarrier recover" in said
+        assert {path: path.read_bytes() for path in paths.trajectories("train").iterdir()} == merged
+        assert len(os.listdir(paths.generations)) == 2
+        paths.generation(2).write_bytes(whole)
+        assert session(3) == 0
+        assert [e["iteration"] for e in cluster.events() if e["event"] == "iteration_finished"] == [1, 2, 3]
+
+
+def other_clone(folder: Path, file: str, old: str, new: str) -> dict[str, str]:
+    """The environment in which a node runs a copy of this code, with one change."""
+    for name in ("fsbarrier", "phases"):
+        shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPO / "pyproject.toml", folder)
+    source = folder / file
+    assert old in source.read_text()
+    source.write_text(source.read_text().replace(old, new))
+    # Python would look into the present folder first.
+    return {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
+
+
+def test_nodes_of_other_versions_are_refused_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Of another record format at once, and of other code once a living node is seen to run the run's."""
+    with Cluster(tmp_path, 2, *FAST, "--iterations", "2", "toy.phase_s=1") as cluster:
+        cluster.start(0)
+        cluster.beating(0, lambda beat: True)
+        cluster.env[1] = other_clone(
+            tmp_path / "format", "fsbarrier/protocol/codec.py", "FORMAT = 1", "FORMAT = 2"
+        )
+        cluster.start(1)
+        assert cluster.wait(1) == {1: 2}
+        assert "its nodes write record format 1" in cluster.said(1)
+        assert "reads and writes format 2" in cluster.said(1)
+        # The right one still finds its place.
+        del cluster.env[1]
+        cluster.start(1)
+        cluster.in_phase(1, 2)
+        cluster.kill(1)
+        cluster.env[1] = other_clone(tmp_path / "code", "phases/rl.py", "math.ceil", "math.floor")
+        cluster.start(1)
+        assert cluster.wait() == {0: 0, 1: 2}
+        assert "start all nodes with the same fsbarrier and program" in cluster.said(1)
+        members = [e["members"] for e in cluster.events() if e["event"] == "generation_started"]
+        assert members[0] == [0, 1] and members[-1] == [0]
