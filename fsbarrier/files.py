@@ -111,12 +111,14 @@ def rename(temporary: Path, path: Path) -> None:
         raise
 
 
-def create_exclusive(path: Path, data: bytes, *, durable: bool = True) -> bool:
+def create_exclusive(path: Path, data: bytes, *, durable: bool = True, never_torn: bool = False) -> bool:
     """Put `data` at `path` unless something is there already; True where `path` now holds *our* file.
 
     A hard link decides who is first. After an error look at the file to learn who was, never at the error code: an NFS server may
     answer EEXIST to a request that it carried out itself, and some filesystems answer EPERM to the loser of a race. Where a
-    filesystem has no hard links, the final name itself is created exclusively. Raises OSError for anything else.
+    filesystem has no hard links, the final name itself is created exclusively, and a process that is killed before it has written all
+    leaves it torn for good. With `never_torn` it is created as a folder with the record in it, which `read_created` reads.
+    Raises OSError for anything else.
     """
     temporary = _write_temporary(path, data, durable)
     try:
@@ -125,7 +127,7 @@ def create_exclusive(path: Path, data: bytes, *, durable: bool = True) -> bool:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
     if won is None:
-        won = _create_in_place(path, data, durable)
+        won = (_create_as_folder if never_torn else _create_in_place)(path, data, durable)
     if won and durable:
         fsync_dir(path.parent)
     return won
@@ -165,10 +167,7 @@ def _look(path: Path) -> os.stat_result | None:
 
 
 def _create_in_place(path: Path, data: bytes, durable: bool) -> bool:
-    """The same without hard links. Until the last byte is written the record is torn, and readers treat it as not there yet.
-
-    A process that dies in between leaves it torn. Nobody removes it: a process that only seemed dead may still complete it.
-    """
+    """The same without hard links. Nobody removes what is torn: a process that only seemed dead may still complete it."""
     try:
         fd = open_new(path)
     except OSError as error:
@@ -177,6 +176,48 @@ def _create_in_place(path: Path, data: bytes, durable: bool) -> bool:
         raise
     _fill(fd, data, durable)
     return True
+
+
+def _create_as_folder(path: Path, data: bytes, durable: bool) -> bool:
+    """The same without hard links, whole or not at all: a folder that holds the record takes the name in one step.
+
+    A folder cannot be renamed to the name of a file, nor to that of a folder in which something lies. So exactly one process wins, also
+    where another host can make hard links. One that dies before that step leaves a temporary name and nothing else.
+    """
+    folder, record = temporary_beside(path), f"record-{secrets.token_hex(6)}"
+    try_to_make_dirs(folder)
+    try:
+        _fill(open_new(folder / record), data, durable)
+        if durable:
+            fsync_dir(folder)
+        os.rename(folder, path)
+        return True
+    except OSError:
+        # The name of the record inside is nobody else's, and tells whose it is where an error came back although the rename was done.
+        there = _look(path)
+        if there is not None and stat.S_ISDIR(there.st_mode) and record in os.listdir(path):
+            return True
+        shutil.rmtree(folder, ignore_errors=True)
+        if there is None:
+            raise
+        return False
+
+
+def read_created(path: Path) -> bytes:
+    """What `create_exclusive` put at `path`, as a file or as a folder, freshly opened. Raises OSError."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(path, flags)
+    try:
+        with os.fdopen(fd, "rb", closefd=False) as stream:
+            return stream.read()
+    except IsADirectoryError:
+        pass
+    finally:
+        os.close(fd)
+    for name in os.listdir(path):
+        with os.fdopen(os.open(path / name, flags), "rb") as stream:
+            return stream.read()
+    raise FileNotFoundError(errno.ENOENT, "its record is not to be seen yet", str(path))
 
 
 def _write_temporary(path: Path, data: bytes, durable: bool) -> Path:

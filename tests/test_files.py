@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,24 +27,32 @@ def link_fails(number: int) -> None:
 
 
 def race(
-    folder: Path, me: int, without_links: bool, start: multiprocessing.synchronize.Barrier
+    folder: Path,
+    me: int,
+    without_links: bool,
+    never_torn: bool,
+    start: multiprocessing.synchronize.Barrier,
 ) -> list[bool]:
     if without_links:
         link_fails(errno.EOPNOTSUPP)
     start.wait(30)
-    return [files.create_exclusive(folder / f"{n}", b"%d" % me * 50, durable=False) for n in range(NAMES)]
+    return [
+        files.create_exclusive(folder / f"{n}", b"%d" % me * 50, durable=False, never_torn=never_torn)
+        for n in range(NAMES)
+    ]
 
 
-def racer(folder: Path, me: int, without_links: bool, start, results) -> None:  # type: ignore[no-untyped-def]
-    results.put((me, race(folder, me, without_links, start)))
+def racer(folder: Path, me: int, without_links: bool, never_torn: bool, start, results) -> None:  # type: ignore[no-untyped-def]
+    results.put((me, race(folder, me, without_links, never_torn, start)))
 
 
+@pytest.mark.parametrize("never_torn", [False, True])
 @pytest.mark.parametrize("without_links", [(), (0, 1, 2, 3), (0, 2)], ids=["links", "none", "mixed"])
-def test_one_process_wins_each_name(tmp_path: Path, without_links: tuple[int, ...]) -> None:
+def test_one_process_wins_each_name(tmp_path: Path, without_links: tuple[int, ...], never_torn: bool) -> None:
     context = multiprocessing.get_context("fork")
     start, results = context.Barrier(PROCESSES), context.Queue()
     racers = [
-        context.Process(target=racer, args=(tmp_path, me, me in without_links, start, results))
+        context.Process(target=racer, args=(tmp_path, me, me in without_links, never_torn, start, results))
         for me in range(PROCESSES)
     ]
     for process in racers:
@@ -52,7 +63,7 @@ def test_one_process_wins_each_name(tmp_path: Path, without_links: tuple[int, ..
     for number in range(NAMES):
         winners = [me for me, won in wins.items() if won[number]]
         assert len(winners) == 1
-        assert (tmp_path / f"{number}").read_bytes() == b"%d" % winners[0] * 50
+        assert files.read_created(tmp_path / f"{number}") == b"%d" % winners[0] * 50
     assert len(os.listdir(tmp_path)) == NAMES, "a temporary file is left"
 
 
@@ -67,6 +78,58 @@ def test_without_hard_links_the_name_itself_is_created_exclusively(
     assert not files.create_exclusive(path, b"second")
     assert path.read_bytes() == b"first" and path.stat().st_mode & 0o777 == 0o600
     assert os.listdir(tmp_path) == ["record"]
+
+
+def test_without_hard_links_a_killed_process_leaves_no_torn_record(tmp_path: Path) -> None:
+    """Killed before each of its calls in turn: the name is free, and the next one wins it, or the record is whole."""
+    calls = ("mkdir", "chmod", "open", "write", "fsync", "close", "rename", "unlink", "stat")
+    killed_at, path = 0, tmp_path
+    while not (killed_at and path.exists() and files.read_created(path) == b"first"):
+        killed_at += 1
+        assert killed_at < 60
+        path = tmp_path / f"record-{killed_at}"
+        if (child := os.fork()) == 0:
+            link_fails(errno.EOPNOTSUPP)
+            left = killed_at
+
+            def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+                def count(*args: Any, **more: Any) -> Any:
+                    nonlocal left
+                    left -= 1
+                    if not left:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return call(*args, **more)
+
+                return count
+
+            for name in calls:
+                setattr(os, name, counted(getattr(os, name)))
+            files.create_exclusive(path, b"first", never_torn=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert not path.exists() or files.read_created(path) == b"first"
+        won = files.create_exclusive(path, b"second", never_torn=True)
+        assert files.read_created(path) == (b"second" if won else b"first")
+    assert killed_at > 8
+    # What is left of those that were killed is a temporary name, which readers skip.
+    assert all(name.startswith((".record-", "record-")) for name in os.listdir(tmp_path))
+
+
+def test_without_hard_links_a_lost_reply_is_a_win_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", os.link)
+    link_fails(errno.EOPNOTSUPP)
+    real, path = os.rename, tmp_path / "record"
+
+    def rename(*args: Any) -> None:
+        real(*args)
+        raise OSError(errno.EIO, "the reply is lost")
+
+    monkeypatch.setattr(os, "rename", rename)
+    assert files.create_exclusive(path, b"mine", never_torn=True)
+    assert not files.create_exclusive(path, b"theirs", never_torn=True)
+    assert files.read_created(path) == b"mine" and os.listdir(tmp_path) == ["record"]
 
 
 def test_a_reply_that_got_lost_is_a_win_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

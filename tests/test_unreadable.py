@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster import FAST, REPO, Cluster
+from cluster import FAST, REPO, Cluster, assert_exactly_once
 
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer, Paces
@@ -202,3 +202,38 @@ def test_nodes_of_other_versions_are_refused_and_the_run_goes_on(tmp_path: Path)
         assert "start all nodes with the same fsbarrier and program" in cluster.said(1)
         members = [e["members"] for e in cluster.events() if e["event"] == "generation_started"]
         assert members[0] == [0, 1] and members[-1] == [0]
+
+
+WITHOUT_LINKS = """
+import os, signal
+def link(*args, **more):
+    raise OSError(95, "no hard links here")
+os.link, last, writes, write, open_ = link, "", 0, os.write, os.open
+def noting(path, flags, *args, **more):
+    global last
+    last = str(path) if flags & os.O_EXCL else last
+    return open_(path, flags, *args, **more)
+def killing(fd, data):
+    global writes
+    place = os.environ.get("KILLED_IN")
+    writes += bool(place and place in last)
+    if writes == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(fd, data)
+os.open, os.write = noting, killing
+"""
+
+
+def test_without_hard_links_a_leader_killed_in_the_middle_of_its_fact_can_start_again(tmp_path: Path) -> None:
+    """The first write is to a temporary name, which cannot be linked. The second is that of the record itself."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(WITHOUT_LINKS)
+    with Cluster(tmp_path, 1, *FAST, "--iterations", "1") as cluster:
+        without_links = {"PYTHONPATH": f"{tmp_path / 'site'}:{REPO}"}
+        cluster.env[0] = {**without_links, "KILLED_IN": "p05-eval_decide"}
+        cluster.start()
+        assert cluster.wait() == {0: -9}
+        cluster.env[0] = without_links
+        cluster.start()
+        assert cluster.wait() == {0: 0}, cluster.said(0)
+        assert_exactly_once(cluster.log_path, 1)

@@ -88,9 +88,7 @@ class PosixStore:
             raise
 
     def _read(self, path: Path, cls: type[R]) -> R:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        with os.fdopen(fd, "rb") as stream:
-            return decode(stream.read(), cls)
+        return decode(files.read_created(path), cls)
 
     def fault(self, path: Path, cls: type[R]) -> Fault:
         try:
@@ -105,7 +103,7 @@ class PosixStore:
         files.write_atomic(path, encode(record))
 
     def create(self, path: Path, record: Record) -> bool:
-        return files.create_exclusive(path, encode(record))
+        return files.create_exclusive(path, encode(record), never_torn=True)
 
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)

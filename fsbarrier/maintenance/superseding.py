@@ -1,0 +1,72 @@
+"""Where the newest generation, or what it decided, cannot be read: lets the run go on all the same, because a person asks for it.
+
+Nodes never do this by themselves, for to them an unreadable record is never an absent one. What is damaged stays where it is. A new
+generation is recorded behind it, which has ended already and says where the run goes on: the next session starts from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsbarrier.host.identity import user_at_host
+from fsbarrier.loader import load_program
+from fsbarrier.node.daemon import make_rules
+from fsbarrier.node.observer import Observer
+from fsbarrier.node.resume import LastGeneration
+from fsbarrier.protocol.facts import Generation, Member, Payload, Position, Verdict
+from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir.names import GENERATION, START
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.rundir.runrecord import RunRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Superseding:
+    """The generation that lets a run go on, and `because`: what cannot be read, and why."""
+
+    because: str
+    generation: Generation
+
+    @property
+    def policy(self) -> str:
+        """The policy with which it goes on."""
+        published: Payload = self.generation.decisions.get("weights_publish", {})
+        return Path(published["value"]["folder"]).name if published else "the run's first model"
+
+    def as_json(self) -> dict[str, object]:
+        start = self.generation.start
+        where = {"generation": self.generation.number, "iteration": start.iteration, "policy": self.policy}
+        return {"unreadable": self.because, **where}
+
+
+def needed(record: RunRecord, iteration: int) -> Superseding | None:
+    """What would let the run go on at `iteration` with the policy that model.pt names; None where nodes can read all that they need.
+
+    Raises OSError, ProgramFailed (that policy is not complete).
+    """
+    store, paths = PosixStore(), record.paths
+    numbers = GENERATION.parse_all(store.names(paths.generations))
+    if not numbers:
+        return None
+    program = load_program(record.settings.program)
+    observer = Observer(store, paths, program)
+    observer.prepare()
+    rules = make_rules(record.settings, program)
+    because = _unreadable(observer, LastGeneration(observer), max(numbers), rules)
+    if not because:
+        return None
+    starts = sorted(START.parse_all(store.names(paths.joins)))
+    members = tuple(Member(rank, incarnation) for rank, incarnation in {s.rank: s.incarnation for s in starts}.items())
+    why = f"recovered by {user_at_host()}: the run goes on at iteration {iteration}"
+    generation = Generation(
+        number=max(numbers) + 1,
+        members=members,
+        leader=members[0].rank,
+        start=Position(iteration, rules.span({})[0]),
+        reason=why,
+        decisions=_served(record.log_path, iteration),
+        verdict=Verdict(0, why),
+    )
+    return Superseding(because, generation)
