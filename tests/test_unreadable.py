@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -162,9 +164,42 @@ def test_after_a_flipped_bit_the_run_goes_neither_back_nor_elsewhere(tmp_path: P
         assert "gen-000002.json cannot be read for 2 s: torn" in said and "fsbarrier recover" in said
         assert {path: path.read_bytes() for path in paths.trajectories("train").iterdir()} == merged
         assert len(os.listdir(paths.generations)) == 2
+        shown = recover(cluster.log_path, "--iteration", "3", "--dry-run")
+        assert (
+            "gen-000002.json: torn" in shown
+            and "would go on at iteration 3 with policy-000002.g0002" in shown
+        )
+        assert len(os.listdir(paths.generations)) == 2
         paths.generation(2).write_bytes(whole)
         assert session(3) == 0
         assert [e["iteration"] for e in cluster.events() if e["event"] == "iteration_finished"] == [1, 2, 3]
+
+
+def recover(log_path: Path, *words: str) -> str:
+    argv = [sys.executable, "-m", "fsbarrier", "recover", "--log-path", str(log_path), *words]
+    done = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("spoilt", ["generation", "leader's fact"])
+def test_a_person_may_let_the_run_go_on_without_it(tmp_path: Path, spoilt: str) -> None:
+    """From the policy that model.pt names, in a generation whose number nobody has had; and no node did so before."""
+    with Cluster(tmp_path, 1, *FAST, "--iterations", "2") as cluster:
+        paths = RunPaths(cluster.log_path)
+        cluster.start()
+        assert cluster.wait() == {0: 0}
+        fact = next(paths.iteration(1, 2).glob("p11-*")) / "node-0000.done"
+        flip_a_bit(paths.generation(1) if spoilt == "generation" else fact)
+        assert "goes on at iteration 3 with policy-000002.g0001" in recover(
+            cluster.log_path, "--iteration", "3"
+        )
+        assert "supersedes" not in recover(cluster.log_path, "--iteration", "3")
+        cluster.flags = ("--program", "toy", *FAST, "--iterations", "3")
+        cluster.start()
+        assert cluster.wait() == {0: 0}, cluster.said(0)
+        assert Path(os.readlink(paths.served_model)).parent.name == "policy-000003.g0003"
+        assert_exactly_once(cluster.log_path, 3)
 
 
 def other_clone(folder: Path, file: str, old: str, new: str) -> dict[str, str]:

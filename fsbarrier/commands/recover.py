@@ -13,6 +13,7 @@ from fsbarrier.data.mergeranks import RanksRequest
 from fsbarrier.data.rankfiles import FoundFile
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.maintenance import recovery
+from fsbarrier.maintenance.superseding import needed, record_generation
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir import heartbeats, runrecord
 from fsbarrier.rundir.names import SPLITS
@@ -59,7 +60,12 @@ def main(args: argparse.Namespace) -> int:
         if refused and not args.dry_run:
             # Before anything is changed.
             raise UsageError(refused[0])
+        superseding = needed(record, args.iteration)
+        if superseding is not None:
+            outcome["goes_on"] = superseding.as_json()
         if not args.dry_run:
+            if superseding is not None:
+                record_generation(record, superseding)
             outcome["quarantined_in"] = str(recovery.quarantine(log_path, aside) or "")
             plan = [merge(log_path, split, found, args, dry_run=False) for split in SPLITS]
         outcome["splits"] = plan
@@ -139,6 +145,12 @@ def as_text(outcome: JsonObject, found: list[FoundFile]) -> str:
         lines.append(f"would move {len(outcome['would_quarantine'])} file(s) to quarantine/")
     if outcome.get("quarantined_in"):
         lines.append(f"moved what cannot be used to {outcome['quarantined_in']}")
+    if on := outcome.get("goes_on"):
+        does = "would go on" if outcome["dry_run"] else "goes on"
+        lines.append(f"no node can go on from {on['unreadable']}")
+        lines.append(
+            f"generation {on['generation']} supersedes it: the run {does} at iteration {on['iteration']} with {on['policy']}"
+        )
     for split in outcome["splits"]:
         lines += _merged_as_text(split)
     lines.append("nothing was changed" if outcome["dry_run"] else "the normal command goes on from here")

@@ -6,15 +6,18 @@ generation is recorded behind it, which has ended already and says where the run
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsbarrier.errors import UsageError
 from fsbarrier.host.identity import user_at_host
 from fsbarrier.loader import load_program
 from fsbarrier.node.daemon import make_rules
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.resume import LastGeneration
 from fsbarrier.protocol.facts import Generation, Member, Payload, Position, Verdict
+from fsbarrier.protocol.state import Rules
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.names import GENERATION, START
 from fsbarrier.rundir.paths import RunPaths
@@ -57,8 +60,9 @@ def needed(record: RunRecord, iteration: int) -> Superseding | None:
     because = _unreadable(observer, LastGeneration(observer), max(numbers), rules)
     if not because:
         return None
-    starts = sorted(START.parse_all(store.names(paths.joins)))
-    members = tuple(Member(rank, incarnation) for rank, incarnation in {s.rank: s.incarnation for s in starts}.items())
+    # Of each rank its last start, by the names alone: that is what the next session's are newer than.
+    starts = {start.rank: start.incarnation for start in sorted(START.parse_all(store.names(paths.joins)))}
+    members = tuple(Member(rank, incarnation) for rank, incarnation in starts.items())
     why = f"recovered by {user_at_host()}: the run goes on at iteration {iteration}"
     generation = Generation(
         number=max(numbers) + 1,
@@ -70,3 +74,39 @@ def needed(record: RunRecord, iteration: int) -> Superseding | None:
         verdict=Verdict(0, why),
     )
     return Superseding(because, generation)
+
+
+def record_generation(record: RunRecord, superseding: Superseding) -> None:
+    """Record it. Raises OSError, UsageError where somebody else was first."""
+    generation = superseding.generation
+    path = record.paths.generation(generation.number)
+    if not PosixStore().create(path, generation):
+        raise UsageError(f"{path} was made meanwhile: is the run at work?")
+
+
+def _unreadable(observer: Observer, last: LastGeneration, newest: int, rules: Rules) -> str:
+    """What of the newest generation nodes need and cannot read; "" where they can."""
+    if observer.newest is None or observer.newest.number < newest:
+        path = observer.paths.generation(newest)
+        return f"{path}: {observer.store.fault(path, Generation).why}"
+    try:
+        last.recover(rules, 0.0)
+    except OSError as error:
+        if error.errno != errno.EAGAIN:
+            raise
+        return f"{error.filename}: {error.strerror}"
+    return ""
+
+
+def _served(log_path: Path, iteration: int) -> dict[str, Payload]:
+    """The decision that published what model.pt names now; none before the first."""
+    made = checkpoints.served_policy(log_path)
+    if made is None:
+        return {}
+    folder = RunPaths(log_path).checkpoint(made.number, made.generation)
+    value = {
+        "policy_version": made.number,
+        "folder": str(folder),
+        "digest": checkpoints.read_manifest(folder).digest,
+    }
+    return {"weights_publish": {"iteration": iteration - 1, "value": value}}
