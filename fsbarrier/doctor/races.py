@@ -75,7 +75,7 @@ def _race(folder: Path, me: int, begin: float, round_s: float) -> Races:
             absent.exists()
         pause.wait(max(0.0, min(due, end) - time.monotonic()))
         try:
-            if files.create_exclusive(path, mine, durable=False):
+            if files.create_exclusive(path, mine, durable=False, never_torn=True):
                 result.won.append(number)
         except OSError as error:
             name = errno.errorcode.get(error.errno or 0, "unknown")
@@ -95,7 +95,7 @@ def _has_links(folder: Path, me: int) -> bool:
 
 def _content(path: Path) -> str:
     with contextlib.suppress(OSError):
-        return path.read_bytes().decode(errors="replace")
+        return files.read_created(path).decode(errors="replace")
     return ""
 
 
