@@ -11,6 +11,7 @@ import errno
 import hashlib
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path

@@ -106,7 +106,7 @@ def test_it_is_followed_once_it_can_be_read(tmp_path: Path) -> None:
     assert agent.exit is None and agent.node.stage is Stage.JOINING
     paths.generation(1).write_bytes(whole)
     agent.tick(10.0)
-    assert agent.exit is not None and agent.exit.reason == "1 iterations are done"
+    assert agent.exit is not None and agent.exit.reason == "1 iteration is done"
 
 
 def test_a_leaders_fact_that_cannot_be_read_ends_the_wait_for_it(tmp_path: Path) -> None:
