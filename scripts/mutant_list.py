@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import mutant_faults as faults
+import mutant_records as records
 import mutant_work as work
 
 from fsbarrier.protocol.membership import Limits
@@ -59,9 +60,9 @@ MUTANTS = [
     Mutant(faults.recover_from_start, "I2 I3", "power,crash"),
     Mutant(faults.restart_without_a_seal, "I3", story="restarted_while_it_goes_on"),
     Mutant(faults.unreadable_is_absent, "I2 I3", "garbled,power"),
-    Mutant(faults.unreadable_generation_is_none, "I2 I3", story="unreadable_generation"),
-    Mutant(faults.wait_for_ever_for_what_cannot_be_read, "I6", story="one_host_cannot_read"),
-    Mutant(faults.any_code_is_admitted, "I14", "version"),
+    Mutant(records.unreadable_generation_is_none, "I2 I3", story="unreadable_generation"),
+    Mutant(records.wait_for_ever_for_what_cannot_be_read, "I6", story="one_host_cannot_read"),
+    Mutant(records.any_code_is_admitted, "I14", "version"),
     Mutant(faults.error_is_an_empty_listing, "I2 I3 I6 I7 error", "power,crash,errors,outage", seeds=1500),
     Mutant(faults.forget_on_error, "I1 I6", "errors,lost,outage"),
     Mutant(faults.never_dead, "I6", "crash"),

@@ -18,6 +18,7 @@ from fsbarrier.node.observer import Observer, Paces
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node, Part, Rules, Stage
+from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 
@@ -40,7 +41,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def other_format(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"fsbarrier/1", b"fsbarrier/2", 1))
+    path.write_bytes(path.read_bytes().replace(b"fsbarrier/2", b"fsbarrier/3", 1))
 
 
 def cut(path: Path) -> None:
@@ -70,7 +71,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     [
         (flip_a_bit, 3, r"cannot be read for 1\d s: torn: length or digest differs; .*fsbarrier recover"),
         (cut, 3, r"cannot be read for 1\d s: empty"),
-        (other_format, 2, r"record format 2; this fsbarrier reads format 1"),
+        (other_format, 2, r"record format 3; this fsbarrier reads format 2"),
     ],
 )
 def test_a_generation_that_cannot_be_read_is_no_absent_one(
@@ -115,7 +116,7 @@ def test_a_leaders_fact_that_cannot_be_read_ends_the_wait_for_it(tmp_path: Path)
     paths, store = agent.observer.paths, agent.store
     members = (Member(0, 1), Member(1, 1))
     store.create(paths.generation(1), Generation(1, members, 0, Position(1, 0), "start"))
-    fact = agent.observer.row_dir(1, Position(1, 0)) / "node-0000.done"
+    fact = agent.observer.row_dir(1, Position(1, 0)) / fact_name(1, 0)
     store.make_dir(fact.parent)
     store.create(fact, Fact(0, 1, "done"))
     flip_a_bit(fact)
@@ -189,7 +190,7 @@ def test_a_person_may_let_the_run_go_on_without_it(tmp_path: Path, spoilt: str) 
         paths = RunPaths(cluster.log_path)
         cluster.start()
         assert cluster.wait() == {0: 0}
-        fact = next(paths.iteration(1, 2).glob("p11-*")) / "node-0000.done"
+        fact = next(paths.facts_of(1).glob("p11-*")) / fact_name(2, 0)
         flip_a_bit(paths.generation(1) if spoilt == "generation" else fact)
         assert "goes on at iteration 3 with policy-000002.g0001" in recover(
             cluster.log_path, "--iteration", "3"
@@ -220,12 +221,12 @@ def test_nodes_of_other_versions_are_refused_and_the_run_goes_on(tmp_path: Path)
         cluster.start(0)
         cluster.beating(0, lambda beat: True)
         cluster.env[1] = other_clone(
-            tmp_path / "format", "fsbarrier/protocol/codec.py", "FORMAT = 1", "FORMAT = 2"
+            tmp_path / "format", "fsbarrier/protocol/codec.py", "FORMAT = 2", "FORMAT = 3"
         )
         cluster.start(1)
         assert cluster.wait(1) == {1: 2}
-        assert "its nodes write record format 1" in cluster.said(1)
-        assert "reads and writes format 2" in cluster.said(1)
+        assert "its nodes write record format 2" in cluster.said(1)
+        assert "reads and writes format 3" in cluster.said(1)
         # The right one still finds its place.
         del cluster.env[1]
         cluster.start(1)

@@ -106,7 +106,13 @@ class PosixStore:
         return files.create_exclusive(path, encode(record), never_torn=True)
 
     def remove(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            # Without hard links it may be a folder (`files.create_exclusive`).
+            if not path.is_dir():
+                raise
+            shutil.rmtree(path)
 
     def remove_dir(self, path: Path) -> None:
         try:

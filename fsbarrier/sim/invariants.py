@@ -14,6 +14,7 @@ from fsbarrier.program import PHASE_NAMES, Program
 from fsbarrier.protocol.facts import Generation, Join, Payload, Record
 from fsbarrier.sim import fact_removal
 from fsbarrier.sim.history import Done, History, Merged, Place
+from fsbarrier.sim.publication import published_too_late
 
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World
@@ -196,20 +197,7 @@ def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
         assert generation is not None
         if used.stamp != _decided_merge(history, generation.number, found.iteration):
             yield f"node {used.node.rank} made a batch of {found.out}, not of the merge that was decided"
-    yield from _published_too_late(history, stamps)
-
-
-def _published_too_late(history: History, stamps: Mapping[int, Merged]) -> Iterator[str]:
-    """Nobody makes a result public where a newer generation was to be seen, and model.pt never goes back."""
-    public = [(put.name, stamps[put.stamp].generation, put.shown) for put in history.published]
-    public += [("model.pt", put.generation, put.shown) for put in history.served]
-    for name, generation, shown in public:
-        newer = [n for n in history.generations if n > generation and f"gen-{n:06d}.json" in shown]
-        if newer:
-            yield f"{name} became generation {generation}'s where generation {max(newer)} was to be seen"
-    for before, after in zip(history.served[:-1], history.served[1:], strict=True):
-        if (after.version, after.generation) < (before.version, before.generation):
-            yield f"model.pt went from {before.folder} back to {after.folder}"
+    yield from published_too_late(history, stamps)
 
 
 def _decided_merge(history: History, number: int, iteration: int) -> int | None:

@@ -1,0 +1,20 @@
+"""What must hold of results that become public: merged files under their plain names, and model.pt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from fsbarrier.sim.history import History, Merged
+
+
+def published_too_late(history: History, stamps: Mapping[int, Merged]) -> Iterator[str]:
+    """Nobody makes a result public where a newer generation was to be seen, and model.pt never goes back."""
+    public = [(put.name, stamps[put.stamp].generation, put.shown) for put in history.published]
+    public += [("model.pt", put.generation, put.shown) for put in history.served]
+    for name, generation, shown in public:
+        newer = [n for n in history.generations if n > generation and f"gen-{n:06d}.json" in shown]
+        if newer:
+            yield f"{name} became generation {generation}'s where generation {max(newer)} was to be seen"
+    for before, after in zip(history.served[:-1], history.served[1:], strict=True):
+        if (after.version, after.generation) < (before.version, before.generation):
+            yield f"model.pt went from {before.folder} back to {after.folder}"
