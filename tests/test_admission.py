@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from cluster import Cluster
 from test_planning import QWEN_7B
 
+from fsbarrier.errors import NodesRefused
 from fsbarrier.host.accelerators import Accelerator, detect
+from fsbarrier.node import job_runner
 from fsbarrier.node.admission import GIB, Objection, cluster_of, examine
 from fsbarrier.node.fingerprint import Fingerprint
 from fsbarrier.planning.model_shape import ModelShape
@@ -55,6 +58,7 @@ def test_who_lacks_accelerators_is_named() -> None:
     assert lacking.refused and not differing.refused
     assert str(lacking) == "refused  --expect-gpus 24       there are 20: node 1 (b) has 4 of 8"
     assert differing.found == "node 1 (b): 4 x nvidia H100 (80.0 GiB); the others: 8 x nvidia H100 (80.0 GiB)"
+    assert found(NODE, few, NODE, expect_gpus=23)[0].found == "there are 20: node 1 (b) has 4 of 8"
     assert only(NODE, NODE, num_nodes=3, expect_gpus=24).found == "there are 16: node 2 is not there"
 
 
@@ -111,6 +115,27 @@ def test_what_a_plan_finds_impossible_is_a_warning() -> None:
         22 * GIB,
         GIB,
     )
+
+
+def test_only_a_session_that_starts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = [Objection(True, "torch differs", "who: what"), Objection(False, "clocks are apart", "who: when")]
+    monkeypatch.setattr(job_runner, "objections", lambda context: wrong)
+
+    def admit(reason: str, rank: int = 0) -> Any:
+        context = SimpleNamespace(generation=4, node_rank=rank, leader=0)
+        runner = job_runner.JobRunner(cast(Any, None), cast(Any, None), lambda: None)
+        node = SimpleNamespace(generation=SimpleNamespace(reason=reason))
+        first = runner._admit(cast(Any, context), cast(Any, node))
+        assert runner._admit(cast(Any, context), cast(Any, node)) == [], "once in a generation"
+        return first
+
+    for reason in ("start", "start again"):
+        with pytest.raises(
+            NodesRefused, match=r"(?s)cannot carry this run: torch differs: who: what\nrefused .*\nwarning "
+        ):
+            admit(reason)
+    assert [line["what"] for line in admit("node 2 (b) lost")] == ["torch differs", "clocks are apart"]
+    assert admit("node 2 (b) lost", rank=1) == []
 
 
 def test_a_node_tells_what_it_is(tmp_path: Path) -> None:

@@ -167,7 +167,8 @@ def test_one_that_does_not_come_up_fails_them_all_by_its_number(tmp_path: Path, 
 
 def test_one_that_dies_is_back_at_its_address_with_the_same_weights(tmp_path: Path, make: Make) -> None:
     replicas = make(2)
-    infos = replicas.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
+    replicas.ensure(write_model(tmp_path / "first"), 0, cancel=NEVER)
+    infos = replicas.ensure(write_model(tmp_path / "a"), 1, cancel=NEVER)
     with replicas.kept_alive() as keeper:
         os.kill(infos[1].pid, signal.SIGKILL)
         wait_until(replicas.engines[1].how_it_ended)
@@ -175,7 +176,7 @@ def test_one_that_dies_is_back_at_its_address_with_the_same_weights(tmp_path: Pa
     assert served(infos[1]) == served(infos[0]) == str(tmp_path / "a") and keeper.problem == ""
     (event,) = keeper.events
     assert event["engine_note"] == "engine 1 was gone (signal 9) and is started again"
-    assert [info.action for info in replicas.ensure(tmp_path / "a", 0, cancel=NEVER)] == ["kept", "kept"]
+    assert [info.action for info in replicas.ensure(tmp_path / "a", 1, cancel=NEVER)] == ["kept", "kept"]
 
 
 def test_a_start_under_way_ends_with_the_program_that_needed_it(
