@@ -357,6 +357,29 @@ def test_a_cancelled_job_leaves_nothing_and_reports_nothing(place: Workplace) ->
     assert running.report() is None and not woken.is_set() and running.progress() == {}
 
 
+def test_no_work_begins_for_a_cancelled_job(place: Workplace) -> None:
+    job = Job()
+    job.cancel.set()
+    with pytest.raises(Cancelled):
+        work_kinds.carry_out(Value({}), context(), job, place)
+
+
+def test_a_job_that_ends_while_it_is_cancelled_reports_nothing(place: Workplace) -> None:
+    """Its failure would count as one of the row that the node is in by then."""
+    begun = threading.Event()
+
+    def each(context: Context) -> Work:
+        begun.set()
+        assert running._job is not None and running._job.cancel.wait(30)
+        raise ProgramFailed("too late")
+
+    running, woken = jobs(place, each)
+    running.launch(NODE, Part.EACH)
+    assert begun.wait(30)
+    running.cancel()
+    assert running.report() is None and not woken.is_set()
+
+
 def test_a_directory_that_fails_for_a_moment_is_asked_again(place: Workplace) -> None:
     answers = iter([OSError("stale"), Value({"a": 1})])
 
