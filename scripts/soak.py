@@ -1,0 +1,226 @@
+#!/usr/bin/env python3
+"""A week in an hour: real daemons of the toy program for thousands of iterations, struck now and then, and watched for growth.
+
+    python scripts/soak.py --nodes 8 --iterations 5000 --seed 7
+
+Daemons are killed, stopped and started again at random, as scripts/chaos.py does it but less often, until the run has done its
+iterations. All the while each daemon's memory and open files, the files in the run directory and the journals are measured. Then
+tests/outside_checker.py judges the run. Exit code 0: every bound was kept, every daemon ended with 0, and nothing is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos import REPO, Chaos
+
+#: rows of the toy program
+ROWS = 14
+#: how often everything is measured
+MEASURE_S = 5.0
+#: a daemon's memory counts as settled so long after its start; from then on growth is counted
+WARM_S = 60.0
+
+
+@dataclass
+class Bound:
+    """One thing that is measured: the most that was seen, and the most that may be."""
+
+    what: str
+    unit: str
+    most: float
+    seen: float = 0.0
+
+    def see(self, value: float) -> None:
+        self.seen = max(self.seen, value)
+
+    @property
+    def line(self) -> str:
+        verdict = "ok" if self.seen <= self.most else "EXCEEDED"
+        return f"{self.what:<58} {self.seen:>10.1f} {self.most:>10.1f} {self.unit:<6} {verdict}"
+
+
+@dataclass
+class Daemon:
+    """One start of a daemon: when it was first measured, and its memory once that had settled."""
+
+    since: float
+    settled_mib: float | None = None
+
+
+@dataclass
+class Meter:
+    """Measures a run while it goes on, from outside."""
+
+    soak: Soak
+    memory: Bound = field(default_factory=lambda: Bound("a daemon's memory", "MiB", 250.0))
+    growth: Bound = field(default_factory=lambda: Bound("its growth after the first minute", "MiB", 24.0))
+    descriptors: Bound = field(default_factory=lambda: Bound("a daemon's open files", "", 64.0))
+    daemons: dict[int, Daemon] = field(default_factory=dict)
+    coordination: Bound = field(init=False)
+    started: Bound = field(init=False)
+    journal: Bound = field(init=False)
+    data: Bound = field(init=False)
+
+    def __post_init__(self) -> None:
+        nodes = len(self.soak.nodes)
+        # Three facts of each node a row, in two generations and in those that are about to be removed; then claims and folders.
+        self.coordination = Bound("files of generations in coordination/", "", 4.0 * 3 * nodes * ROWS + 1000)
+        self.started = Bound("other files, for each start or change of members", "", 12.0)
+        self.journal = Bound("journal of a node, for each iteration", "KiB", 16.0)
+        # Of each split the merged file and each rank's, under two names each.
+        self.data = Bound("files of trajectories, for each iteration and node", "", 4.5 + 4.0 / nodes)
+
+    @property
+    def bounds(self) -> list[Bound]:
+        return [
+            self.memory,
+            self.growth,
+            self.descriptors,
+            self.coordination,
+            self.started,
+            self.journal,
+            self.data,
+        ]
+
+    def measure(self, iteration: int) -> None:
+        for node in self.soak.nodes:
+            if node.process is not None and node.state == "alive":
+                self._measure_daemon(node.process.pid)
+        root, nodes = self.soak.log_path, len(self.soak.nodes)
+        coordination = root / "coordination"
+        self.coordination.see(sum(count_below(folder) for folder in coordination.glob("gen-0*")))
+        known = {"coordination", "train_trajectories", "test_trajectories", "checkpoints"}
+        others = sum(count_below(root / name) for name in ("logs", "events") if (root / name).is_dir()) + sum(
+            count_below(coordination / name) for name in ("joins", "beats", "generations", "stops")
+        )
+        starts = len(list((coordination / "joins").glob("*.json")))
+        changes = len(list((coordination / "generations").glob("*.json")))
+        self.started.see((others + len(set(os.listdir(root)) - known)) / max(1, starts + changes))
+        if iteration > 5:
+            journals = sum(path.stat().st_size for path in (root / "events").glob("*.jsonl"))
+            # What a loss or a start adds is not the iterations'.
+            self.journal.see(max(0.0, journals / 1024 - 32.0 * (starts + changes)) / iteration / nodes)
+            trajectories = sum(count_below(root / f"{split}_trajectories") for split in ("train", "test"))
+            self.data.see(max(0.0, trajectories - 2.0 * nodes * changes) / iteration / nodes)
+
+    def _measure_daemon(self, pid: int) -> None:
+        now, proc = time.monotonic(), Path(f"/proc/{pid}")
+        try:
+            resident = int((proc / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+            self.descriptors.see(len(os.listdir(proc / "fd")))
+        except (OSError, IndexError):
+            return
+        daemon = self.daemons.setdefault(pid, Daemon(now))
+        self.memory.see(resident)
+        if now - daemon.since >= WARM_S:
+            daemon.settled_mib = resident if daemon.settled_mib is None else daemon.settled_mib
+            self.growth.see(resident - daemon.settled_mib)
+
+
+class Soak(Chaos):
+    """Strikes until the run has done its iterations, and measures meanwhile."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        super().__init__(arguments, folder)
+        self.nodes[0].argv += ["--iterations", str(arguments.iterations)]
+        self.iterations = arguments.iterations
+        self.meter = Meter(self)
+
+    def iteration(self) -> int:
+        """Where the furthest node is, by its heartbeat."""
+        furthest = 0
+        for path in (self.log_path / "coordination" / "beats").glob("*.json"):
+            try:
+                beat = json.loads(path.read_bytes().partition(b"\n")[2])
+            except (OSError, ValueError):
+                continue
+            furthest = max(furthest, int(beat["iteration"]))
+        return furthest
+
+    def soak(self, every_s: float) -> None:
+        """Strike about once in `every_s` until the last iterations begin."""
+        began = time.monotonic()
+        following, measured = began + every_s, began
+        while (iteration := self.iteration()) < self.iterations - 2:
+            now = time.monotonic()
+            self.bring_back(now)
+            if now >= following:
+                self.strike_one(now)
+                following = now + self.dice.uniform(0.5, 1.5) * every_s
+            if now - measured >= MEASURE_S:
+                self.meter.measure(iteration)
+                measured = now
+                rate = iteration / (now - began)
+                self.show(f"iteration {iteration} of {self.iterations}, {rate:.2f} a second")
+            if all(node.state == "dead" and node.due is None for node in self.nodes):
+                return
+            self.idle.wait(0.2)
+
+    def finish(self) -> list[str]:
+        """Bring back whoever is down, and wait for the end. Gives what is wrong about it."""
+        self.bring_back(float("inf"))
+        wrong = self.ends()
+        self.meter.measure(self.iterations)
+        return wrong
+
+
+def count_below(folder: Path) -> int:
+    """Files and folders below a folder that others write to."""
+    return sum(len(folders) + len(files) for _, folders, files in os.walk(folder))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--nodes", type=int, default=8, help="daemons (default 8)")
+    parser.add_argument("--iterations", type=int, default=5000, help="of the run (default 5000)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--every-s", type=float, default=60.0, help="seconds between strikes (default 60)")
+    parser.add_argument("--beat-s", type=float, help="a heartbeat (default: by nodes)")
+    parser.add_argument("--tasks", type=int, default=16, help="tasks of an iteration (default 16)")
+    parser.add_argument("--phase-s", type=float, default=0.05, help="seconds of a working phase")
+    parser.add_argument("--path", type=Path, help="where to make the run (default: temporary); kept if given")
+    arguments = parser.parse_args()
+    arguments.program = "toy"
+    folder = Path(tempfile.mkdtemp(prefix="soak-", dir=arguments.path))
+    soak = Soak(arguments, folder)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        soak.start()
+        soak.soak(arguments.every_s)
+        wrong = soak.finish()
+    finally:
+        soak.kill_all()
+    wrong += soak.leftovers()
+    judge = [sys.executable, str(REPO / "tests" / "outside_checker.py"), str(soak.log_path)]
+    judged = subprocess.run(
+        [*judge, "--tasks", str(arguments.tasks)], capture_output=True, text=True, check=False
+    )
+    wrong += [
+        f"{bound.what}: {bound.seen:.1f} {bound.unit}, and {bound.most:.1f} is the bound"
+        for bound in soak.meter.bounds
+        if bound.seen > bound.most
+    ]
+    print(f"\n{'':<58} {'most':>10} {'bound':>10}")
+    print("\n".join([*(bound.line for bound in soak.meter.bounds), *wrong]))
+    print(f"the judge: {judged.stdout.strip()}{judged.stderr}")
+    bad = bool(wrong or judged.returncode)
+    if bad or arguments.path is not None:
+        print(f"kept: {folder}; seed {arguments.seed}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
