@@ -21,6 +21,9 @@ from fsbarrier.errors import ProgramFailed
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HEAD_FILE = "model-head.safetensors"
+# The architectures with which this was tried in the real vLLM (tests/test_architectures.py). Its Gemma 2, for one, has no place for a head
+# and would not start; a tied model of any other kind is restarted instead of reloaded.
+KNOWN = frozenset({"gemma", "llama", "qwen2", "qwen3"})
 COPY_BYTES = 16 << 20
 
 
@@ -29,11 +32,11 @@ _making = threading.Lock()
 
 
 def with_own_head(model: ModelFolder, policy_version: int, place: Path) -> ModelFolder:
-    """`model` as it is to be served: a folder made in `place` if it is tied, and an architecture that names its embedding as most do.
+    """`model` as it is to be served: a folder made in `place` if it is tied, and of an architecture with which that is known to work.
 
     What `place` holds of other policies goes. Raises ProgramFailed.
     """
-    if not model.tied or model.signature is None:
+    if not model.tied or model.signature is None or model.config.get("model_type") not in KNOWN:
         return model
     holding = [(file, tensors_in(file)) for file in weight_files(model.path)]
     embeddings = [(file, begin, entries) for file, (begin, entries) in holding if EMBEDDING in entries]
