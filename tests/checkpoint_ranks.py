@@ -1,6 +1,6 @@
 """Checkpoints written and read by 1 to 4 processes, sharded in every way; each process is forked, so that torch is imported once.
 
-`python checkpoint_ranks.py FOLDER SEED reshard=4 kill=3 damage=20` fails where something is not to the last bit what it was.
+`python checkpoint_ranks.py FOLDER SEED reshard=4 nodes=3 kill=3 damage=20` fails where something is not to the last bit what it was.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
 from fsbarrier.training import checkpoint_write, safetensors_file, trainer_state
+from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.slices import local_part
 from fsbarrier.training.stored_tensors import StoredTensors
 
@@ -104,17 +105,25 @@ def trained(mode: str, world: int, seed: int = 0) -> tuple[Qwen2ForCausalLM, tor
     return model, optimizer
 
 
-def save(out: Path, mode: str, rank: int, world: int, dtype: torch.dtype, beside: Path) -> None:
+def save(
+    out: Path,
+    mode: str,
+    rank: int,
+    world: int,
+    dtype: torch.dtype,
+    beside: Path,
+    on_node: NodeState | None = None,
+) -> None:
     model, optimizer = trained(mode, world)
     parameters = dict(model.named_parameters())
     state = trainer_state.TrainerState.of(
         parameters, optimizer, STEPS, without_weights=dtype is torch.float32
     )
-    new = checkpoint_write.NewVersion(1, model, model.state_dict(), dtype, beside, state)
+    new = checkpoint_write.NewVersion(1, model, model.state_dict(), dtype, beside, state, on_node)
     checkpoint_write.save(out, new, rank, world)
 
 
-def check_restored(folder: Path, mode: str, world: int) -> None:
+def check_restored(folder: Path, mode: str, world: int, kept: Path | None = None) -> None:
     """What a process of another group reads is to the last bit what one process alone would have."""
     expected_model, expected = trained("none", 1)
     model = model_of(seed=99)
@@ -124,8 +133,9 @@ def check_restored(folder: Path, mode: str, world: int) -> None:
     with StoredTensors.of_model(folder / "model") as stored:
         for name, parameter in parameters.items():
             stored.fill(name, parameter)
-    steps = trainer_state.restore(folder / "trainer", parameters, optimizer, 1)
-    assert steps == STEPS
+    folders = [folder / "trainer"] if kept is None else [kept / "trainer", folder / "trainer"]
+    found = trainer_state.restore_first(folders, parameters, optimizer, 1)
+    assert found.optimizer_steps == STEPS
     for name, one in expected_model.named_parameters():
         mine = parameters[name]
         assert torch.equal(local(mine), local(like(mine, one.detach()))), f"{name} differs"
@@ -190,6 +200,33 @@ def reshard(folder: Path, draw: random.Random, number: int) -> None:
     )
     assert not any(read), read
     check_files(out, dtype)
+
+
+def nodes(folder: Path, draw: random.Random, number: int) -> None:
+    """The state kept on two nodes of two processes: read there again; and when one node is lost, by the other if it has all of it."""
+    beside, out = beside_of(folder), folder / f"v{number}"
+    mode, dtype = modes(4)[number % 3], draw.choice([torch.float32, torch.bfloat16])
+    print(f"{number}: {mode}, {dtype}", flush=True)
+
+    def kept(rank: int) -> NodeState:
+        first = rank // 2 * 2
+        return NodeState(folder / f"node{first // 2}", range(first, first + 2))
+
+    def read(rank: int, world: int, other_is_lost: bool) -> None:
+        here = kept(rank).of_version(out.name)
+        try:
+            check_restored(out, mode, world, here)
+            assert not (other_is_lost and mode == "all")
+        except trainer_state.StateGone:
+            assert other_is_lost and mode == "all"
+
+    store = folder / "store"
+    assert not any(in_ranks(4, store, lambda rank: save(out, mode, rank, 4, dtype, beside, kept(rank))))
+    assert not list(out.rglob("part-*"))
+    assert not any(in_ranks(4, store, lambda rank: read(rank, 4, False)))
+    shutil.rmtree(folder / "node1")
+    assert not any(in_ranks(2, store, lambda rank: read(rank, 2, True)))
+    assert not any(in_ranks(1, store, lambda rank: read(rank, 1, True)))
 
 
 def kill(folder: Path, draw: random.Random, number: int) -> None:
@@ -297,10 +334,11 @@ def restored_alone(out: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     where, seed, *rounds = sys.argv[1:]
+    rounds_of = {"reshard": reshard, "nodes": nodes, "kill": kill, "damage": damage}
     for one in rounds:
         what, _, times = one.partition("=")
         folder = Path(where) / what
         folder.mkdir()
         draw = random.Random(int(seed))
         for number in range(int(times)):
-            {"reshard": reshard, "kill": kill, "damage": damage}[what](folder, draw, number)
+            rounds_of[what](folder, draw, number)

@@ -94,7 +94,7 @@ class Case:
             Processes(chosen.trainer),
             chosen,
             model_folder=folder / "model",
-            state_folder=None,
+            state_folders=[],
             policy_version=0,
         )
         if recompute:

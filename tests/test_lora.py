@@ -61,7 +61,7 @@ def test_adapters_go_on_as_if_there_had_been_no_end_between_two_updates(tmp_path
         Processes(work.settings.trainer),
         work.settings,
         model_folder=tmp_path / "model",
-        state_folder=None,
+        state_folders=[],
         policy_version=0,
     )
     train(kept, TrainingBatch.load(tmp_path / "batch"), work.settings, tmp_path / "model")

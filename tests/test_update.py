@@ -83,7 +83,7 @@ def test_a_resumed_trainer_does_what_one_that_never_stopped_does(tmp_path: Path)
         Processes(work.settings.trainer),
         work.settings,
         model_folder=tmp_path / "model",
-        state_folder=None,
+        state_folders=[],
         policy_version=0,
     )
     train(kept, TrainingBatch.load(tmp_path / "batch"), work.settings, tmp_path / "model")

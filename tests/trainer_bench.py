@@ -116,7 +116,8 @@ class Bench:
 
     def spec(self, name: str, **fields: Any) -> dict[str, Any]:
         return {
-            "run_id": "test",
+            "run_id": f"test-{self.folder.name}",
+            "node_rank": 0,
             "iteration": 1,
             "generation": 1,
             "policy_version": 0,

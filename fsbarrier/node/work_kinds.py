@@ -131,8 +131,8 @@ def _publish_weights(work: PublishWeights, context: Context, job: Job, log_path:
     }
     events = [journal_line("weights_published", value)]
     last_look()
-    best = work.best.get("best_folder")
-    checkpoints.retain(log_path, work.keep, work.folder, work.keep_every, best, job.live_on)
+    needed = (work.best.get("best_folder"), manifest.state_in)
+    checkpoints.retain(log_path, work.keep, work.folder, work.keep_every, needed, job.live_on)
     last_look()
     removed = retention.remove_old(
         log_path,

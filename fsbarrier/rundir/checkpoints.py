@@ -16,7 +16,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,15 +37,22 @@ READERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a policy version's folder holds, by the name relative to it."""
+    """What a policy version's folder holds, by the name relative to it.
+
+    `state_in`: the folder of the policy version from which a run goes on if the nodes that trained this one are gone; "": this one,
+    which has its own trainer state; None: there is none yet, and the run would begin with its first model again.
+    """
 
     policy_version: int
     files: Mapping[str, FileDigest]
+    state_in: str | None = ""
 
     def encode(self) -> bytes:
         """The bytes of its file."""
         listed = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in self.files.items()}
-        return json.dumps({"policy_version": self.policy_version, "files": listed}, indent=1).encode()
+        body = {"policy_version": self.policy_version, "files": listed}
+        elsewhere = {} if self.state_in == "" else {"state_in": self.state_in}
+        return json.dumps(body | elsewhere, indent=1).encode()
 
     @property
     def digest(self) -> str:
@@ -76,7 +83,10 @@ def read_manifest(folder: Path) -> Manifest:
             str(name): FileDigest(int(item["bytes"]), str(item["sha256"]))
             for name, item in body["files"].items()
         }
-        return Manifest(int(body["policy_version"]), listed)
+        state_in = body.get("state_in", "")
+        if state_in and POLICY_FOLDER.parse(state_in) is None:
+            raise ValueError(f"{state_in!r} is no folder of a policy version")
+        return Manifest(int(body["policy_version"]), listed, state_in)
     except FileNotFoundError:
         raise ProgramFailed(f"{folder} is no complete policy version: it has no {MANIFEST}") from None
     except (
@@ -231,22 +241,24 @@ def retain(
     keep: int,
     current: Path,
     every: int = 0,
-    best: str | None = None,
+    named: Collection[str | None] = (),
     between: Callable[[], None] = lambda: None,
 ) -> list[Path]:
-    """Remove all but the newest `keep` policy versions (0: keep all), every `every`-th (0: none) and the folder named `best`.
+    """Remove all but the newest `keep` policy versions (0: keep all), every `every`-th (0: none) and the folders `named`.
 
-    Never `current` or the one before it, which a node may still be loading. Gives what was removed. `between` is called before each
-    removal, and may end it all by raising.
+    Never `current` or the one before it, which a node may still be loading, nor those with the trainer state that one of the others
+    needs. Gives what was removed. `between` is called before each removal, and may end it all by raising.
     """
     if keep <= 0:
         return []
     folders = versions(log_path)
     newest = [version for version, _ in folders if version <= _version(current)]
     spared = set(sorted(set(newest), reverse=True)[: max(keep, 2)])
+    others = [folder for version, folder in folders if version in spared and folder != current]
+    needed = {*named, *map(_state_in, others)}
     removed = []
     for version, folder in folders:
-        wanted = version in spared or folder.name == best or (every and version % every == 0)
+        wanted = version in spared or folder.name in needed or (every and version % every == 0)
         if not wanted and version < _version(current):
             between()
             with contextlib.suppress(OSError):
@@ -255,6 +267,14 @@ def retain(
                 shutil.rmtree(folder)
                 removed.append(folder)
     return removed
+
+
+def _state_in(folder: Path) -> str | None:
+    try:
+        return read_manifest(folder).state_in
+    except ProgramFailed:
+        # It is not complete, or is being removed.
+        return None
 
 
 def versions(log_path: Path) -> list[tuple[int, Path]]:

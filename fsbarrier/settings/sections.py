@@ -280,6 +280,15 @@ class CheckpointSettings(Section):
     keep: Count = setting(3, "How many policy versions, and training batches, stay on disk.")
     keep_every: CountOrZero = setting(0, "Every so-many-th policy version stays for good; 0: none does.")
     keep_best: bool = setting(True, "The policy version with the best evaluation so far stays, too.")
+    trainer_every: CountOrZero = setting(
+        0,
+        "After how many updates the trainer's state (fp32 weights and moments) goes to the shared directory; in between each node "
+        "keeps its own part, and a run that loses one goes back to the last version with a state. 0: after each update, or, where "
+        "that takes longer than 2 s, as often as it takes at most a tenth of the time of updates.",
+    )
+    local_dir: str = setting(
+        "", "Where a node keeps that part: a fast disk or memory of its own; empty: in its temporary folder."
+    )
     keep_trajectories: CountOrZero = setting(
         0,
         "Of how many iterations up to the newest update the trajectories stay on disk, `update.recency` at least; 0: all.",

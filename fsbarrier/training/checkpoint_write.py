@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -31,9 +32,10 @@ from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.hashed_file import FileDigest, HashedFile, copy_hashed, digest_of
 from fsbarrier.training import safetensors_file
 from fsbarrier.training.lora import Adapters
+from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.slices import Shares, gather, local_part, parts_to_write, whole_tensor
 from fsbarrier.training.stored_tensors import StoredPart
-from fsbarrier.training.trainer_state import LAYOUT, Layout, TrainerState
+from fsbarrier.training.trainer_state import LAYOUT, Layout, Pace, TrainerState
 
 T = TypeVar("T")
 
@@ -51,7 +53,8 @@ class NewVersion:
     """What is to be saved, as every process gives it: tensors are DTensors, or plain ones that all processes hold whole.
 
     `weights`: what is served, in the order of the layers, to be written in `dtype`, and with `adapters` merged. `beside`: the folder
-    whose tokenizer and other small files are copied.
+    whose tokenizer and other small files are copied. `on_node`: where the nodes keep the trainer's state, each its own part; None: in
+    the version itself. `state_in`: see Manifest; it counts only where the nodes keep the state.
     """
 
     policy_version: int
@@ -61,6 +64,8 @@ class NewVersion:
     beside: Path
     trainer: TrainerState
     adapters: Adapters | None = None
+    on_node: NodeState | None = None
+    state_in: str | None = None
 
     def served(self, name: str) -> Tensor:
         """The whole of a weight. Every process must call this in the same order."""
@@ -75,12 +80,15 @@ class Written:
     digests: dict[str, FileDigest] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)
     parts: dict[str, StoredPart] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 def save(out: Path, version: NewVersion, rank: int, world: int) -> None:
     """Leave a complete policy version in `out`. Every process must call this; all fail together. Raises ProgramFailed."""
-    _together(out, lambda: _begin(out) if rank == 0 else None)
+    _together(out, lambda: _begin(out, version, rank))
     written = _together(out, lambda: _write(out, version, rank, world))
+    if version.on_node is not None:
+        _together(out, lambda: _commit_on_node(out, version, rank, written))
     _together(out, lambda: _commit(out, version, written) if rank == 0 else None)
 
 
@@ -102,27 +110,38 @@ def _together(out: Path, act: Callable[[], T]) -> list[T]:
     return [value for _, (value,) in results]
 
 
-def _begin(out: Path) -> None:
-    if (out / checkpoints.MANIFEST).exists():
-        raise ProgramFailed(f"{out} is a complete policy version already; nothing was written")
-    # Of an attempt that did not get as far as its manifest.
+def _begin(out: Path, version: NewVersion, rank: int) -> None:
+    if rank == 0:
+        if (out / checkpoints.MANIFEST).exists():
+            raise ProgramFailed(f"{out} is a complete policy version already; nothing was written")
+        _make_empty(out)
+    if version.on_node is not None and rank == version.on_node.ranks[0]:
+        _make_empty(version.on_node.of_version(out.name))
+
+
+def _make_empty(folder: Path) -> None:
+    """Remove what an attempt left that did not get as far as its manifest."""
     for leftover in FOLDERS:
-        shutil.rmtree(out / leftover, ignore_errors=True)
-    files.make_dirs(out)
+        shutil.rmtree(folder / leftover, ignore_errors=True)
+    (folder / checkpoints.MANIFEST).unlink(missing_ok=True)
+    files.make_dirs(folder)
 
 
 def _write(out: Path, version: NewVersion, rank: int, world: int) -> Written:
-    for name in FOLDERS:
-        files.make_dirs(out / name)
+    trainer = (version.on_node.of_version(out.name) if version.on_node else out) / "trainer"
+    for folder in (out / "model", trainer):
+        files.make_dirs(folder)
     written = Written()
     _write_weights(out, version, rank, world, written)
     if version.adapters is not None:
         _write_adapters(out / "model" / "adapter", version.model, version.adapters, rank, written)
     if rank == 0:
         _write_beside(out, version, written)
-    _write_part(out, version.trainer, rank, world, written)
-    for name in FOLDERS:
-        files.fsync_dir(out / name)
+    began = time.monotonic()
+    _write_part(trainer, version, rank, world, written)
+    written.seconds = time.monotonic() - began
+    for folder in (out / "model", trainer):
+        files.fsync_dir(folder)
     return written
 
 
@@ -220,32 +239,58 @@ def copy_beside(source: Path, out: Path) -> dict[str, FileDigest]:
     return {name: copy_hashed(source / name, out / name) for name in chosen}
 
 
-def _write_part(out: Path, state: TrainerState, rank: int, world: int, written: Written) -> None:
-    mine = parts_to_write(state.tensors, rank, world)
+def _write_part(folder: Path, version: NewVersion, rank: int, world: int, written: Written) -> None:
+    here = version.on_node.ranks if version.on_node else range(world)
+    mine = parts_to_write(version.trainer.tensors, rank, world, here)
     if not mine:
         return
     file = f"part-{rank:05d}.safetensors"
     data = {name: part.data for name, part in mine.items()}
-    written.digests[f"trainer/{file}"], checks = safetensors_file.write(out / "trainer" / file, data)
+    written.digests[f"trainer/{file}"], checks = safetensors_file.write(folder / file, data)
     written.parts = {name: StoredPart(file, part.box, tuple(checks[name])) for name, part in mine.items()}
+
+
+def _write_layout(folder: Path, version: NewVersion, pace: Pace, written: Iterable[Written]) -> FileDigest:
+    parts: dict[str, list[StoredPart]] = {}
+    for one in written:
+        for name, part in one.parts.items():
+            parts.setdefault(name, []).append(part)
+    state = version.trainer
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.tensors.items()}
+    layout = Layout(version.policy_version, state.optimizer_steps, state.scalars, shapes, parts, pace)
+    return _write_bytes(folder / "trainer" / LAYOUT, layout.encoded())
+
+
+def _commit_on_node(out: Path, version: NewVersion, rank: int, written: list[Written]) -> None:
+    """The node's own manifest, of what its processes wrote of the trainer's state."""
+    node = version.on_node
+    if node is None or rank != node.ranks[0]:
+        return
+    folder, ours = node.of_version(out.name), [written[one] for one in node.ranks]
+    digests = {
+        name: one for part in ours for name, one in part.digests.items() if name.startswith("trainer/")
+    }
+    digests[f"trainer/{LAYOUT}"] = _write_layout(folder, version, version.trainer.pace, ours)
+    checkpoints.commit(folder, checkpoints.Manifest(version.policy_version, digests))
 
 
 def _commit(out: Path, version: NewVersion, written: list[Written]) -> None:
     """What needs to know of all parts; the manifest is the last."""
+    state = () if version.on_node else ("trainer/",)
     digests: dict[str, FileDigest] = {}
     weights: dict[str, str] = {}
-    parts: dict[str, list[StoredPart]] = {}
     for one in written:
-        digests |= one.digests
+        digests |= {
+            name: digest for name, digest in one.digests.items() if name.startswith(("model/", *state))
+        }
         weights |= one.weights
-        for name, part in one.parts.items():
-            parts.setdefault(name, []).append(part)
-    steps = version.trainer.optimizer_steps
-    layout = Layout(version.policy_version, steps, version.trainer.scalars, parts)
-    digests[f"trainer/{LAYOUT}"] = _write_bytes(out / "trainer" / LAYOUT, layout.encoded())
+    if state:
+        pace = Pace(saved_s=max(one.seconds for one in written))
+        digests[f"trainer/{LAYOUT}"] = _write_layout(out, version, pace, written)
     total = sum(digests[f"model/{file}"].size for file in set(weights.values()))
     digests |= write_index(out / "model", weights, total)
-    checkpoints.commit(out, checkpoints.Manifest(version.policy_version, digests))
+    state_in = version.state_in if version.on_node else ""
+    checkpoints.commit(out, checkpoints.Manifest(version.policy_version, digests, state_in))
 
 
 def write_index(model: Path, weights: Mapping[str, str], total: int) -> dict[str, FileDigest]:

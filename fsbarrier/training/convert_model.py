@@ -33,7 +33,7 @@ def convert(model: Path, trainer: Path | None, out: Path, dtype: torch.dtype) ->
         architecture = None
         if dtype is torch.float32 and trainer is not None and torch.bfloat16 in map(source.dtype, names):
             layout = Layout.read(trainer)
-            source = stack.enter_context(StoredTensors(trainer, layout.parts))
+            source = stack.enter_context(StoredTensors(trainer, layout.shapes, layout.parts))
             names = {key.partition("/")[2]: key for key in layout.parts if key.startswith(f"{WEIGHT}/")}
             architecture = _architecture(model)
             # A tied weight has the name under which it comes first.
@@ -41,7 +41,7 @@ def convert(model: Path, trainer: Path | None, out: Path, dtype: torch.dtype) ->
                 raise UsageError(
                     f"{trainer}: not all weights are there in fp32 (none of {min(lacking)}); export bf16"
                 )
-        sizes = {name: prod(source.shape(key) or ()) * dtype.itemsize for name, key in names.items()}
+        sizes = {name: prod(source.shapes[key]) * dtype.itemsize for name, key in names.items()}
         weights: dict[str, str] = {}
         # One file after the other, so that no more than one is in memory.
         for _, file, chosen in checkpoint_write.plan_files(sizes, world=1):

@@ -55,7 +55,7 @@ def without_weights(folder: Path, settings: TrainerSettings) -> PreTrainedModel 
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UsageError(f"the model in {folder} cannot be loaded: {str(error).splitlines()[0]}") from None
     stored = StoredTensors.of_model(folder)
-    known = all(stored.shape(name) == tuple(one.shape) for name, one in model.named_parameters())
+    known = all(stored.shapes.get(name) == tuple(one.shape) for name, one in model.named_parameters())
     return _for_training(model, settings) if known else None
 
 

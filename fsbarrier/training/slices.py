@@ -78,13 +78,19 @@ class Shares:
         return chosen
 
 
-def parts_to_write(tensors: Mapping[str, Tensor], rank: int, world: int) -> dict[str, LocalPart]:
-    """The parts that this process writes: every part of every tensor is written by exactly one process."""
+def parts_to_write(tensors: Mapping[str, Tensor], rank: int, world: int, here: range) -> dict[str, LocalPart]:
+    """The parts that this process writes: of the processes `here`, exactly one writes each part that any of them holds.
+
+    `here`: all processes, or those of this node. A node's hold the same only where all processes do; else each has its own.
+    """
     shares, mine = Shares(), {}
     for name, tensor in tensors.items():
         part = local_part(tensor, rank, world)
-        writer = shares.next(part.replicas, tensor.numel() * tensor.element_size())
-        if part.replica == writer and part.data.numel():
+        replica, replicas = part.replica, part.replicas
+        if len(here) < world:
+            replica, replicas = (rank - here.start, len(here)) if replicas == world else (0, 1)
+        writer = shares.next(replicas, tensor.numel() * tensor.element_size())
+        if replica == writer and part.data.numel():
             mine[name] = part
     return mine
 

@@ -44,6 +44,7 @@ class StoredTensors:
     """The tensors of one folder, by name. Used in a `with`: files are opened when they are first needed, and closed at its end."""
 
     folder: Path
+    shapes: Mapping[str, tuple[int, ...]]
     parts: Mapping[str, list[StoredPart]]
     _open: dict[str, Any] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
@@ -57,20 +58,15 @@ class StoredTensors:
     @classmethod
     def of_model(cls, folder: Path) -> Self:
         """The weights of a Hugging Face folder. Raises ProgramFailed."""
+        shapes: dict[str, tuple[int, ...]] = {}
         parts: dict[str, list[StoredPart]] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with reading(path), safe_open(path, framework="pt") as file:
                 # In the order of the file, which is that of the layers.
                 for name in file.offset_keys():
-                    shape = tuple(file.get_slice(name).get_shape())
-                    parts[name] = [StoredPart(path.name, Box((0,) * len(shape), shape))]
-        return cls(folder, parts)
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """The whole tensor's; None where nothing of it is stored."""
-        boxes = [part.box for part in self.parts.get(name, ())]
-        ends = [[begin + size for begin, size in zip(box.start, box.shape, strict=True)] for box in boxes]
-        return tuple(map(max, zip(*ends, strict=True))) if ends else None
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
+                    parts[name] = [StoredPart(path.name, Box((0,) * len(shapes[name]), shapes[name]))]
+        return cls(folder, shapes, parts)
 
     def dtype(self, name: str) -> torch.dtype:
         """Raises ProgramFailed."""
@@ -81,7 +77,7 @@ class StoredTensors:
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """All of a tensor, in `dtype` where it holds fractions. Raises ProgramFailed."""
         stored = self.dtype(name)
-        found = torch.empty(self.shape(name) or (), dtype=dtype if stored.is_floating_point else stored)
+        found = torch.empty(self.shapes[name], dtype=dtype if stored.is_floating_point else stored)
         self.fill(name, found)
         return found
 
@@ -89,7 +85,7 @@ class StoredTensors:
         """Read into `target` what this process holds of it (all of a plain tensor). Raises ProgramFailed."""
         stored = self.parts.get(name, [])
         part = local_part(target, rank=0, world=1)
-        shape = self.shape(name)
+        shape = self.shapes.get(name)
         if shape != tuple(target.shape):
             raise ProgramFailed(
                 f"{self.folder}: {name} has the shape {shape}, the model's is {tuple(target.shape)}"

@@ -5,6 +5,7 @@ A Trainer knows nothing of a batch, so it may outlive one; optimizer_step.py tra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -19,12 +20,13 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.training import checkpoint_write, policy
 from fsbarrier.training.checkpoint_write import NewVersion
 from fsbarrier.training.lora import Adapters
+from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.policy_model import PolicyModel, packs
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout, choose_layout
 from fsbarrier.training.stored_tensors import StoredTensors
 from fsbarrier.training.torch_backend import TorchBackend
-from fsbarrier.training.trainer_state import TrainerState, restore
+from fsbarrier.training.trainer_state import Pace, TrainerState, restore_first
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Trainer:
     packs: bool
     # What is trained in the policy's place, if anything is.
     adapters: Adapters | None
+    pace: Pace
 
     @classmethod
     def load(
@@ -48,14 +51,14 @@ class Trainer:
         settings: Settings,
         *,
         model_folder: Path,
-        state_folder: Path | None,
+        state_folders: Sequence[Path],
         policy_version: int,
     ) -> Self:
-        """The policy in `model_folder`, with the trainer state that belongs to it; None: a new optimizer. With adapters (`lora.rank`) it
-        is the policy that they were put into, and the trainer state holds them.
+        """The policy in `model_folder`, with the trainer state that belongs to it, of the first folder that has it; none: a new optimizer.
+        With adapters (`lora.rank`) it is the policy that they were put into, and the trainer state holds them.
 
         Raises UsageError (no whole model, or settings that cannot be in effect), ProgramFailed (a state that is damaged, or
-        another version's).
+        another version's), StateGone.
         """
         layout = choose_layout(
             settings.trainer, processes, lambda: update_load(model_folder, settings, processes)
@@ -75,14 +78,23 @@ class Trainer:
             with StoredTensors.of_model(model_folder) as stored, torch.no_grad():
                 for name, parameter in empty.named_parameters():
                     stored.fill(name, parameter)
-        steps = 0
-        if state_folder is not None:
-            steps = restore(state_folder, trained(causal), backend.optimizer, policy_version)
-        return cls(processes, layout, model, backend, steps, packs(causal), adapters)
+        steps, pace = 0, Pace()
+        if state_folders:
+            found = restore_first(state_folders, trained(causal), backend.optimizer, policy_version)
+            steps, pace = found.optimizer_steps, found.pace
+        return cls(processes, layout, model, backend, steps, packs(causal), adapters, pace)
 
-    def save(self, out: Path, *, model_folder: Path, policy_version: int) -> None:
+    def save(
+        self,
+        out: Path,
+        *,
+        model_folder: Path,
+        policy_version: int,
+        on_node: NodeState | None = None,
+        state_in: str | None = None,
+    ) -> None:
         """Leave the new policy version in `out`. Every process must call this, and writes its part; all fail together. What the model's
-        folder has beside its weights is copied. Raises ProgramFailed."""
+        folder has beside its weights is copied. For the rest see NewVersion. Raises ProgramFailed."""
         model, adapters = self.model.causal, self.adapters
         dtype = self.processes.serving_dtype
         state = TrainerState.of(
@@ -91,9 +103,14 @@ class Trainer:
             self.optimizer_steps,
             # Weights that are served in less precision must not lose it from one update to the next. Adapters are not served at all.
             without_weights=dtype is torch.float32 and adapters is None,
+            pace=self.pace,
         )
         weights = model.state_dict() if adapters is None else adapters.weights(model)
-        new = NewVersion(policy_version, model, weights, dtype, model_folder, state, adapters)
+        new = NewVersion(
+            *(policy_version, model, weights, dtype, model_folder, state, adapters),
+            on_node=on_node,
+            state_in=state_in,
+        )
         checkpoint_write.save(out, new, self.processes.rank, self.processes.world)
 
 

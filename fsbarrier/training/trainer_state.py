@@ -7,8 +7,8 @@ lies where. Nothing in it depends on how many processes wrote it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
+from fsbarrier.training.slices import gather
 from fsbarrier.training.stored_tensors import StoredPart, StoredTensors
 
 LAYOUT = "layout.json"
@@ -28,12 +29,21 @@ WEIGHT = "weight"
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """How long the last save of a state to the shared directory took, and for how long updates have worked since."""
+
+    saved_s: float = 0.0
+    worked_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerState:
     """As one process holds it. `tensors`: "exp_avg/model.norm.weight" and the like; `scalars`: what the optimizer counts."""
 
     optimizer_steps: int
     tensors: Mapping[str, Tensor]
     scalars: Mapping[str, float]
+    pace: Pace = field(default_factory=Pace)
 
     @classmethod
     def of(
@@ -43,6 +53,7 @@ class TrainerState:
         optimizer_steps: int,
         *,
         without_weights: bool,
+        pace: Pace | None = None,
     ) -> Self:
         """`parameters`: those that are trained, by name. `without_weights`: what is served holds them to the last bit."""
         tensors = {} if without_weights else {f"{WEIGHT}/{name}": one for name, one in parameters.items()}
@@ -53,7 +64,7 @@ class TrainerState:
                     tensors[f"{key}/{name}"] = value
                 else:
                     scalars[f"{key}/{name}"] = float(value)
-        return cls(optimizer_steps, tensors, scalars)
+        return cls(optimizer_steps, tensors, scalars, pace or Pace())
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +74,18 @@ class Layout:
     policy_version: int
     optimizer_steps: int
     scalars: Mapping[str, float]
+    shapes: Mapping[str, tuple[int, ...]]
     parts: Mapping[str, list[StoredPart]]
+    pace: Pace = field(default_factory=Pace)
 
     def encoded(self) -> bytes:
-        tensors = {name: [part.as_json() for part in parts] for name, parts in self.parts.items()}
+        tensors = {
+            name: {"shape": shape, "parts": [part.as_json() for part in self.parts.get(name, ())]}
+            for name, shape in self.shapes.items()
+        }
         counts = {"policy_version": self.policy_version, "optimizer_steps": self.optimizer_steps}
-        return json.dumps(
-            {"format": FORMAT, **counts, "scalars": dict(self.scalars), "tensors": tensors}
-        ).encode()
+        known = {"format": FORMAT, **counts, **asdict(self.pace)}
+        return json.dumps({**known, "scalars": dict(self.scalars), "tensors": tensors}).encode()
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -86,20 +101,51 @@ class Layout:
             found = json.loads(path.read_bytes())
             if found["format"] != FORMAT:
                 raise ValueError(f"its format is {found['format']}, this is for {FORMAT}")
-            parts = {
-                str(name): [StoredPart.from_json(part) for part in stored]
-                for name, stored in found["tensors"].items()
-            }
+            tensors = {str(name): tensor for name, tensor in found["tensors"].items()}
+            parts = {name: [StoredPart.from_json(one) for one in tensors[name]["parts"]] for name in tensors}
+            shapes = {name: tuple(int(size) for size in tensors[name]["shape"]) for name in tensors}
             scalars = {str(name): float(value) for name, value in found["scalars"].items()}
-            return cls(int(found["policy_version"]), int(found["optimizer_steps"]), scalars, parts)
+            pace = Pace(float(found["saved_s"]), float(found["worked_s"]))
+            counts = int(found["policy_version"]), int(found["optimizer_steps"])
+            return cls(*counts, scalars, shapes, parts, pace)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ProgramFailed(f"{path} is no layout of a trainer state: {error}") from None
 
 
+class StateGone(Exception):
+    """No trainer state of this policy version is left that all processes can read."""
+
+
+def restore_first(
+    folders: Sequence[Path],
+    parameters: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    policy_version: int,
+) -> Layout:
+    """Go on from the first of the folders from which all processes can; the last is in the shared directory, the others on nodes.
+
+    Every process must call this. Raises StateGone where the last one's policy version was saved without a state, ProgramFailed where
+    it has one that is damaged.
+    """
+    failed = ""
+    for folder in folders:
+        layout, failed = None, ""
+        try:
+            layout = restore(folder, parameters, optimizer, policy_version)
+        except ProgramFailed as error:
+            failed = str(error)
+        failed = next(filter(None, gather(failed)), "")
+        if layout is not None and not failed:
+            return layout
+    if checkpoints.read_manifest(folders[-1].parent).state_in != "":
+        raise StateGone
+    raise ProgramFailed(failed)
+
+
 def restore(
     folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, policy_version: int
-) -> int:
-    """Go on from a trainer state, whichever processes wrote it: this one reads its own parts. Gives the optimizer steps made so far.
+) -> Layout:
+    """Go on from a trainer state, whichever processes wrote it: this one reads its own parts.
 
     Raises ProgramFailed naming the file that is damaged, lacks something, or belongs to another version.
     """
@@ -120,7 +166,7 @@ def restore(
     entries: dict[str, list[str]] = {name: [] for name in parameters}
     for one in (*layout.scalars, *layout.parts):
         entries[one.partition("/")[2]].append(one.partition("/")[0])
-    with StoredTensors(folder, layout.parts) as stored:
+    with StoredTensors(folder, layout.shapes, layout.parts) as stored:
         for name, parameter in parameters.items():
             before = optimizer.state.get(parameter, {})
             state = {}
@@ -137,4 +183,4 @@ def restore(
                     stored.fill(full, state[key])
             if state:
                 optimizer.state[parameter] = state
-    return layout.optimizer_steps
+    return layout

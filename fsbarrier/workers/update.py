@@ -1,7 +1,7 @@
 """Phase 10: one policy update on all nodes, started by torchrun. Batch in; Hugging Face folder and trainer state out.
 
 `torchrun ... -m fsbarrier.workers.update --spec SPEC.json`. Every process takes its share of each minibatch
-(fsbarrier/training/optimizer_step.py); the main one saves (fsbarrier/training/trainer.py).
+(fsbarrier/training/optimizer_step.py), and saves its part (fsbarrier/training/checkpoint_write.py).
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 import torch
 
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.worker_contract import Progress, run_worker
+from fsbarrier.training import save_plan
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.failures import explained, tell_torchrun
+from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes
+from fsbarrier.training.resume import begin
 from fsbarrier.training.trainer import Trainer, update_load
 
 NO_SIGNAL = "no group had a signal to learn from: the weights are unchanged"
@@ -30,12 +33,15 @@ NO_SIGNAL = "no group had a signal to learn from: the weights are unchanged"
 class UpdateSpec(TypedDict):
     """What this program reads of its spec."""
 
+    run_id: str
+    node_rank: int
+    iteration: int
     batch: str
     #: the folder of the policy to be trained, and the trainer state that belongs to it; None: the optimizer begins anew
     model: str
     trainer_state: str | None
-    #: the folder of policy version 0, into which adapters are put (lora.rank)
-    first_model: NotRequired[str]
+    #: the folder of policy version 0, into which adapters are put (lora.rank), and to which a run may have to go back
+    first_model: str
     policy_version: int
     #: where the new policy is saved
     out: str
@@ -65,39 +71,50 @@ def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str
     batch = TrainingBatch.load(Path(spec["batch"]))
     started = time.monotonic()
     torch.manual_seed(spec["new_policy_version"])
-    model_folder = Path(spec["model"])
-    adapted = settings.lora.rank and spec["trainer_state"] is not None
-    trainer = Trainer.load(
+    node = NodeState.of(settings.checkpoint, spec["run_id"], spec["node_rank"], processes)
+    start = begin(
         processes,
         settings,
-        model_folder=Path(spec["first_model"]) if adapted else model_folder,
-        state_folder=None if spec["trainer_state"] is None else Path(spec["trainer_state"]),
+        node,
+        model=Path(spec["model"]),
+        trainer_state=None if spec["trainer_state"] is None else Path(spec["trainer_state"]),
         policy_version=spec["policy_version"],
+        first_model=Path(spec["first_model"]),
     )
+    trainer, out, version = start.trainer, Path(spec["out"]), spec["new_policy_version"]
+    last = spec["iteration"] == settings.iterations
+    on_node = save_plan.choose(trainer, settings.checkpoint, node, out, version, last=last)
     steps = len(batch.steps)
 
     def show(step: int) -> None:
         if processes.speaks_for_its_node:
             progress.show(step, steps, "steps", last=step == steps)
 
-    totals = train(trainer, batch, settings, model_folder, show)
+    # The rollouts were not made by a policy that was gone back to.
+    totals = Sums() if start.went_back else train(trainer, batch, settings, start.model, show)
     if processes.is_main:
         progress.show(steps, steps, "steps", last=True, note="saving")
-    trainer.save(Path(spec["out"]), model_folder=model_folder, policy_version=spec["new_policy_version"])
+    trainer.pace = replace(trainer.pace, worked_s=trainer.pace.worked_s + time.monotonic() - started)
+    trainer.save(
+        out, model_folder=start.model, policy_version=version, on_node=on_node, state_in=start.state_in
+    )
     peak = processes.peak_memory_bytes()
     if not processes.speaks_for_its_node:
         return None
+    node.forget_before(version - 1)
     return {
         "out": spec["out"],
         "policy_version": spec["new_policy_version"],
         **metrics(totals, batch, settings),
+        **({"optimizer_steps": 0} if start.went_back else {}),
+        "trainer_state": "nodes" if on_node else "shared",
         "seconds": round(time.monotonic() - started, 3),
         "device": str(processes.device),
         # Of one process, as fsbarrier/planning/ has it and as it was: the host's memory on a CPU.
-        "memory_estimate_gb": estimated_memory_gb(model_folder, settings, trainer),
+        "memory_estimate_gb": estimated_memory_gb(start.model, settings, trainer),
         "memory_peak_gb": round(peak / 1e9, 3),
         "distributed": trainer.layout.words(processes),
-        "note": "" if batch.steps else NO_SIGNAL,
+        "note": start.went_back or ("" if batch.steps else NO_SIGNAL),
     }
 
 

@@ -1,0 +1,71 @@
+"""The trainer's state between two updates on the nodes themselves: written without the shared directory, and gone with the node.
+
+Only every so-many-th policy version has its trainer state in the shared directory (`checkpoint.trainer_every`). After the updates in
+between each node keeps what its own processes hold, in the same format, below `checkpoint.local_dir`. If a node is lost and its part
+with it, the run goes back to the newest version whose state is in the shared directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from fsbarrier import files
+from fsbarrier.rundir.names import POLICY_FOLDER
+from fsbarrier.settings.sections import CheckpointSettings
+from fsbarrier.training.processes import Processes
+from fsbarrier.training.trainer_state import Pace
+
+# A state that is written faster than this goes to the shared directory after each update; a slower one takes at most this part of the
+# time that updates take.
+CHEAP_S, WORTH = 2.0, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class NodeState:
+    """`folder`: of this run and node. `ranks`: of this node's processes; the first of them does what only one may do."""
+
+    folder: Path
+    ranks: range
+
+    @classmethod
+    def of(cls, settings: CheckpointSettings, run_id: str, node_rank: int, processes: Processes) -> Self:
+        base = Path(settings.local_dir or Path(tempfile.gettempdir()) / f"fsbarrier-{os.getuid()}")
+        first = processes.rank - processes.local_rank
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return cls(base / run_id / f"node_{node_rank}", range(first, first + here))
+
+    def of_version(self, name: str) -> Path:
+        """The folder of a policy version, by the name of its folder in the shared directory."""
+        return self.folder / name
+
+    def has_room(self, size: int) -> bool:
+        """Whether this user can write so many bytes here, and nobody else."""
+        try:
+            files.make_dirs(self.folder)
+            ours = self.folder.stat().st_uid == os.getuid() and not self.folder.is_symlink()
+            return ours and shutil.disk_usage(self.folder).free >= size
+        except OSError:
+            return False
+
+    def forget_before(self, policy_version: int) -> None:
+        """Remove the states of older versions; an update that fails begins again from the version before its own."""
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                made = POLICY_FOLDER.parse(path.name)
+                if made is not None and made.number < policy_version:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def is_due(every: int, policy_version: int, pace: Pace, *, last: bool) -> bool:
+    """Whether this version's trainer state goes to the shared directory. `last`: the run ends after it."""
+    if last:
+        return True
+    if every:
+        return policy_version % every == 0
+    return pace.saved_s < CHEAP_S or pace.worked_s * WORTH >= pace.saved_s

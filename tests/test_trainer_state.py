@@ -1,0 +1,152 @@
+"""The trainer's state on the nodes between two saves to the shared directory, and what happens when a node takes its part with it."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_bench import Bench, bench
+
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir.names import POLICY_FOLDER
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.settings.sections import Settings
+
+pytestmark = pytest.mark.torch
+
+
+def update(work: Bench, version: int, **fields: Any) -> dict[str, Any]:
+    before = POLICY_FOLDER.build(version - 1, 1) if version > 1 else ""
+    return work.update(POLICY_FOLDER.build(version, 1), version=version, before=before, **fields)
+
+
+def manifest(work: Bench, version: int) -> checkpoints.Manifest:
+    return checkpoints.check_sizes(work.folder / POLICY_FOLDER.build(version, 1))
+
+
+def weights(work: Bench, version: int) -> dict[str, Any]:
+    return work.weights(POLICY_FOLDER.build(version, 1))
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(bool((one[name] == other[name]).all()) for name in one)
+
+
+def run_every(folder: Path, every: int) -> Bench:
+    """A bench on the same rollouts for every update."""
+    more = {"algorithm__max_logprob_gap": 1e9, "checkpoint__local_dir": str(folder / "node")}
+    work = bench(folder, checkpoint__trainer_every=every, **more)
+    work.prepare()
+    return work
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Bench:
+    return run_every(tmp_path, 2)
+
+
+def kept_on_node(work: Bench) -> Path:
+    return work.folder / "node" / f"test-{work.folder.name}" / "node_0"
+
+
+def test_training_goes_on_from_what_the_node_kept(work: Bench, tmp_path: Path) -> None:
+    told = [update(work, version) for version in (1, 2, 3)]
+    assert [one["trainer_state"] for one in told] == ["nodes", "shared", "nodes"]
+    assert [manifest(work, version).state_in for version in (1, 2, 3)] == [None, "", "policy-000002.g0001"]
+    assert not any(name.startswith("trainer/") for name in manifest(work, 3).files)
+    assert [path.name for path in kept_on_node(work).iterdir()] == ["policy-000003.g0001"]
+    other = tmp_path / "always"
+    other.mkdir()
+    always = run_every(other, 1)
+    for version in (1, 2, 3):
+        update(always, version)
+        assert same(weights(work, version), weights(always, version))
+
+
+def test_an_update_can_be_done_again_by_the_next_generation(work: Bench) -> None:
+    work.nested["checkpoint"]["trainer_every"] = 9
+    update(work, 1)
+    update(work, 2)
+    again = work.update("policy-000002.g0002", version=2, before="policy-000001.g0001")
+    assert again["note"] == "" and same(work.weights("policy-000002.g0002"), weights(work, 2))
+
+
+@pytest.mark.parametrize("fault", ["gone", "torn"])
+def test_without_the_node_s_part_the_policy_goes_back(work: Bench, fault: str) -> None:
+    for version in (1, 2, 3):
+        update(work, version)
+    assert not same(weights(work, 2), weights(work, 3))
+    part = kept_on_node(work) / "policy-000003.g0001" / "trainer" / "part-00000.safetensors"
+    if fault == "gone":
+        shutil.rmtree(kept_on_node(work))
+    else:
+        part.write_bytes(part.read_bytes()[:-9])
+    told = update(work, 4)
+    assert told["optimizer_steps"] == 0
+    assert "policy version 3 is gone with a node" in told["note"] and "is version 2 again" in told["note"]
+    assert same(weights(work, 4), weights(work, 2))
+    # From there it goes on as if versions 3 and 4 had not been.
+    update(work, 5)
+    assert same(weights(work, 5), weights(work, 3))
+
+
+def test_before_the_first_save_it_begins_with_the_first_model(work: Bench) -> None:
+    update(work, 1)
+    shutil.rmtree(kept_on_node(work))
+    assert "is version 0 again" in update(work, 2)["note"]
+    first = Bench(work.folder, work.nested).weights("")
+    assert same(weights(work, 2), first) and manifest(work, 2).state_in == ""
+
+
+def test_the_last_update_of_a_run_leaves_its_state(work: Bench) -> None:
+    work.nested["iterations"] = 1
+    assert update(work, 1)["trainer_state"] == "shared"
+
+
+def test_a_node_without_room_writes_to_the_shared_directory(
+    work: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsbarrier.training.node_state import NodeState
+
+    monkeypatch.setattr(NodeState, "has_room", lambda self, size: False)
+    assert update(work, 1)["trainer_state"] == "shared"
+
+
+def test_room_is_checked_before_anything_is_trained(work: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 90, 10))
+    with pytest.raises(
+        ProgramFailed, match=r"policy version 1 takes 0\.0 GB .*has 0\.0 GB free; nothing was trained"
+    ):
+        update(work, 1)
+    assert not (work.folder / POLICY_FOLDER.build(1, 1)).exists()
+
+
+def test_how_often_by_default() -> None:
+    from fsbarrier.training.node_state import is_due
+    from fsbarrier.training.trainer_state import Pace
+
+    assert is_due(0, 1, Pace(), last=False)  # the first is always saved, and so is known to cost something
+    assert is_due(0, 7, Pace(saved_s=1.9, worked_s=0.1), last=False)
+    assert not is_due(0, 7, Pace(saved_s=40.0, worked_s=399.0), last=False)
+    assert is_due(0, 7, Pace(saved_s=40.0, worked_s=400.0), last=False)
+    assert is_due(0, 7, Pace(saved_s=40.0, worked_s=1.0), last=True)
+    assert [version for version in range(1, 8) if is_due(3, version, Pace(), last=False)] == [3, 6]
+    assert Settings().checkpoint.trainer_every == 0
+
+
+def test_a_state_that_is_still_needed_is_not_removed(tmp_path: Path) -> None:
+    for version in range(1, 8):
+        folder = RunPaths(tmp_path).checkpoint(version, 1)
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "config.json").write_text("{}")
+        state_in = "" if version in (1, 3) else POLICY_FOLDER.build(3 if version > 3 else 1, 1)
+        whole = checkpoints.write_manifest(folder, version)
+        checkpoints.commit(folder, checkpoints.Manifest(version, whole.files, state_in))
+    current = RunPaths(tmp_path).checkpoint(7, 1)
+    checkpoints.retain(tmp_path, 2, current, named=[None, POLICY_FOLDER.build(2, 1)])
+    assert [version for version, _ in checkpoints.versions(tmp_path)] == [2, 3, 6, 7]
