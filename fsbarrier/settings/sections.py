@@ -2,6 +2,7 @@
 
 Plain dataclasses, because every program and every command reads settings; what people chose is checked once, by resolve.py, and the
 annotations here say how. docs/settings.md is generated from the descriptions: `python scripts/settings_doc.py`.
+The file is longer than others because it is one table.
 """
 
 from __future__ import annotations
@@ -282,13 +283,9 @@ class CheckpointSettings(Section):
     keep_best: bool = setting(True, "The policy version with the best evaluation so far stays, too.")
     trainer_every: CountOrZero = setting(
         0,
-        "After how many updates the trainer's state (fp32 weights and moments) goes to the shared directory; in between each node "
-        "keeps its own part, and a run that loses one goes back to the last version with a state. 0: after each update, or, where "
-        "that takes longer than 2 s, as often as it takes at most a tenth of the time of updates.",
+        "The trainer's state goes to the shared directory every so many updates; 0: as often as that is cheap (2 s, or a tenth).",
     )
-    local_dir: str = setting(
-        "", "Where a node keeps that part: a fast disk or memory of its own; empty: in its temporary folder."
-    )
+    local_dir: str = setting("", "Where nodes keep their part in between; empty: in their temporary folder.")
     keep_trajectories: CountOrZero = setting(
         0,
         "Of how many iterations up to the newest update the trajectories stay on disk, `update.recency` at least; 0: all.",
