@@ -226,10 +226,11 @@ def _write_temporary(path: Path, data: bytes, durable: bool) -> Path:
     try:
         fd = open_new(temporary)
     except OSError as error:
-        # It may have been created although an error came back. Take another name, and leave nothing under this one.
+        # It may have been created although an error came back; if the client then tried again by itself, that is EEXIST. Take another
+        # name, and leave nothing under this one.
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        if error.errno not in FAILING:
+        if error.errno not in FAILING and error.errno != errno.EEXIST:
             raise
         temporary = temporary_beside(path)
         fd = open_new(temporary)

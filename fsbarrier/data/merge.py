@@ -39,8 +39,9 @@ from fsbarrier.data.shardwriter import pickle_entry
 from fsbarrier.data.torchpickle import ALIGNMENT, FormatError
 from fsbarrier.data.torchzip import Entry, first_entries, header_bytes, make_entry, write_at, write_directory
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.files import fsync_dir, make_dirs, open_new
+from fsbarrier.files import fsync_dir, make_dirs, open_new, rename
 from fsbarrier.host.identity import host_name
+from fsbarrier.retry import FAILING, retry
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def merge(request: MergeRequest, on_progress: OnProgress | None = None) -> Aggre
     Raises UsageError (missing tasks, parts that cannot be merged, a foreign file in the way), StoreError.
     """
     try:
-        return _merge(request, on_progress)
+        # Nothing is done before the last rename, so it may be begun anew.
+        return retry(lambda: _merge(request, on_progress), errnos=FAILING)
     except OSError as error:
         raise StoreError(f"{request.out}: cannot merge: {error.strerror or error}") from error
 
@@ -197,11 +199,11 @@ class _Merge:
             finally:
                 os.close(fd)
             if not bad:
-                os.replace(temporary, self.out)
+                rename(temporary, self.out)
                 fsync_dir(self.out.parent)
             return bad
         finally:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 os.unlink(temporary)
 
     def _write(self, fd: int) -> set[GroupPlace]:

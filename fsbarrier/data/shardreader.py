@@ -12,6 +12,7 @@ from fsbarrier.data.torchpickle import FormatError
 from fsbarrier.data.torchunpickle import FetchStorage, Unpickler
 from fsbarrier.data.torchzip import Entry, read_directory
 from fsbarrier.data.trajectory import Trajectory, TrajectoryFile
+from fsbarrier.retry import FAILING, retry
 
 
 def read_trajectories(fd: int, group: GroupEntry) -> list[Trajectory]:
@@ -47,7 +48,7 @@ def load(path: Path) -> TrajectoryFile:
     """
     with reading(path) as fd:
         try:
-            entries = read_directory(fd, os.fstat(fd).st_size)
+            entries = read_directory(fd, retry(lambda: os.fstat(fd), errnos=FAILING).st_size)
         except FormatError:
             entries = []
         if entries:

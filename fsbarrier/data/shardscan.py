@@ -116,7 +116,9 @@ def reading(path: Path) -> Iterator[int]:
         try:
             yield fd
         finally:
-            os.close(fd)
+            # Nothing was written: whatever closing says, what was read is right.
+            with contextlib.suppress(OSError):
+                os.close(fd)
     except OSError as error:
         raise StoreError(f"{path}: cannot read it: {error.strerror or error}") from error
     except FormatError as error:
@@ -141,7 +143,7 @@ def scan_shard(path: Path, limit_bytes: int | None = None, *, verify: bool = Tru
     Raises StoreError (cannot be read), NotOurs, FormatError (no start of a trajectory file).
     """
     with reading(path) as fd:
-        size = os.fstat(fd).st_size
+        size = retry(lambda: os.fstat(fd), errnos=FAILING).st_size
         limited = size if limit_bytes is None else min(size, limit_bytes)
         if _is_torn_start(fd, limited):
             return ShardScan(path, {}, (), 0, limited, finished=False)

@@ -168,7 +168,7 @@ def latencies(scratch: Path, samples: int = SAMPLES) -> list[Check]:
     operations: dict[str, Callable[[], object]] = {
         "write and rename": lambda: files.write_atomic(scratch / f"w{next(counter)}", b"x" * 400),
         "durable exclusive create": lambda: files.create_exclusive(scratch / f"c{next(counter)}", b"x" * 400),
-        "make a directory": lambda: os.mkdir(scratch / f"d{next(counter)}"),
+        "make a directory": lambda: files.try_to_make_dirs(scratch / f"d{next(counter)}"),
         "list": lambda: len(os.listdir(scratch)),
         "open and read": lambda: (scratch / "read").read_bytes(),
     }

@@ -18,8 +18,10 @@ KINDS = {
     "lost": "an operation is done, and an error returned",
     "errors": "an operation fails once with ESTALE, EIO or ENOSPC",
     "garbled": "a read gives part of a new content and part of an old one",
+    "handles": "a host can for a while not read a file that is there (ESTALE)",
+    "shared": "several nodes use one mount, and so share its caches",
     "outage": "every operation of a node fails for a while (EIO), or every write (ENOSPC)",
-    "slow": "an operation of a node hangs for a while, its heartbeats go on",
+    "slow": "an operation of a node hangs for a while, and soon its heartbeats stop",
     "crash": "a node's processes are killed, also between two operations; it is started again, or not",
     "power": "a host, or all of them at once, loses power: what was not flushed may be lost or torn",
     "pause": "a node is stopped (SIGSTOP, or its whole host) and wakes up later, maybe after it was given up",
@@ -133,6 +135,24 @@ def draw_habits(rng: Random, mix: Collection[str]) -> tuple[Habits, float]:
         listing_frees=rng.random() < 0.7,
     )
     return habits, rng.choice((0.0, 0.0, 0.01, 1.0))
+
+
+class StaleHandles:
+    """Files that a host cannot read for a while, with a random generator of its own; each read of a file asks it.
+
+    A record is then not there yet (record_store.REPLACED), also one that this host has read before.
+    """
+
+    def __init__(self, seed: int, mix: Collection[str], struck: set[str]) -> None:
+        self._rng, self._struck = Random(f"handles {seed}"), struck
+        self._until: dict[tuple[str, str], float] = {}
+        self.rate = self._rng.choice((0.0, 0.0, 0.001, 0.01)) if "handles" in mix else 0.0
+
+    def __call__(self, host: str, path: str, now: float) -> bool:
+        if self._rng.random() < self.rate:
+            self._until[host, path] = now + self._rng.choice((0.3, 1.0, 3.0, 8.0))
+            self._struck.add("handles")
+        return self._until.get((host, path), 0.0) > now
 
 
 class Garbling:

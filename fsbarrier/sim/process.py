@@ -203,13 +203,13 @@ class Process:
             self._failed(how)
 
     def _failed(self, how: str) -> None:
-        """The filesystem failed. Like the daemon, try again for `dead_s`; a start is not tried again."""
+        """The filesystem failed. Like the daemon, try again for `outage_s`; a start is not tried again."""
         now = self.world.now
         if self.failing_since is None:
             self.failing_since = now
         if not self.joined:
             self.world.end(self, 3, how)
-        elif now - self.failing_since >= self.world.rules.limits.dead_s:
+        elif now - self.failing_since >= self.world.rules.limits.outage_s:
             self.agent.exit = Exit(3, "left", how)
 
     # --- heartbeats and the journal ---
@@ -222,7 +222,9 @@ class Process:
             self.deferred.append(self.beat)
             return
         world, now = self.world, self.world.now
-        if now - self.ticked_at <= world.rules.limits.dead_s:
+        # As the daemon's own thread does it. Polls that would see nothing are left out here, so only an operation that hangs counts.
+        stuck_s = now - self.ticked_at if self.strand is not None else 0.0
+        if stuck_s <= world.rules.limits.suspect_s / 2:
             self.put_beat()
         pause_s = self.world.beat_s
         if self.agent.node.stage is JOINING:

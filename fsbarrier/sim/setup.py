@@ -42,7 +42,10 @@ class Setup:
     watchers: int | None = None
     # seconds between a node's heartbeats
     beat_s: float | None = None
-    limits: Limits = field(default_factory=lambda: Limits(join_timeout_s=60.0, rejoin_timeout_s=40.0))
+    # Some outages outlast `outage_s` here, some do not.
+    limits: Limits = field(
+        default_factory=lambda: Limits(join_timeout_s=60.0, rejoin_timeout_s=40.0, outage_s=25.0)
+    )
     # of working phases, in seconds; one is drawn each time
     lengths: tuple[float, ...] | None = None
     habits: Habits | None = None

@@ -47,7 +47,8 @@ Alarm = Callable[[str, str], Failure | None]
 class Client:
     """One host's mount of the Disk; it outlives the processes of that host, as a kernel's caches do."""
 
-    def __init__(self, disk: Disk, host: str, habits: Habits) -> None:
+    def __init__(self, disk: Disk, host: str, habits: Habits, beside: Client | None = None) -> None:
+        """`beside`: another client that uses the same mount."""
         self.disk, self.host, self.habits = disk, host, habits
         # The operations of the look under way are counted. From number `alarm_at` on, `alarm` decides what becomes of each.
         self.done = 0
@@ -60,13 +61,15 @@ class Client:
         self.cannot_read = ""
         # whether the next read gives half of a file
         self.garbled: Callable[[str, str], bool] | None = None
+        # whether a file cannot be read now
+        self.stale_handle: Callable[[str, str, float], bool] | None = None
         # reads of names that did not exist (invariant I11)
         self.misses: dict[str, int] = {}
         self._caching = habits != Habits() or bool(disk.coarse_s)
         # names, modification time, until when they are remembered
-        self._lists: dict[Directory, tuple[list[str], float, float]] = {}
-        self._contents: dict[str, tuple[Content, float]] = {}
-        self._absent: dict[str, float] = {}
+        self._lists: dict[Directory, tuple[list[str], float, float]] = beside._lists if beside else {}
+        self._contents: dict[str, tuple[Content, float]] = beside._contents if beside else {}
+        self._absent: dict[str, float] = beside._absent if beside else {}
 
     def _trouble(self, verb: str, path: str) -> Failure | None:
         if ROWS in path:
@@ -153,6 +156,8 @@ class Client:
             or (self.cannot_read and path.startswith(self.cannot_read))
         ):
             return as_record(MIXED, cls)
+        elif self.stale_handle is not None and self.stale_handle(self.host, path, self.disk.now):
+            return None
         content = self._remembered(path, file) if file is None or self._caching else file.content
         return content if content is None or isinstance(content, cls) else as_record(content, cls)
 

@@ -25,7 +25,7 @@ def heal(world: World) -> None:
     world.history.healed_at = world.now
     world.end_s = world.now + world.settle_s
     world.say("all faults stop")
-    world.mishap_rate = world.garbling.rate = 0.0
+    world.mishap_rate = world.garbling.rate = world.stale_handles.rate = 0.0
     mend(world)
     world.codes = [""] * world.setup.nodes
     world.awaited.clear()
@@ -34,7 +34,7 @@ def heal(world: World) -> None:
         if process.paused:
             world.resume(process)
     for client, trouble in world.clients.values():
-        client.garbled = None
+        client.garbled = client.stale_handle = None
         trouble.set_outage(None)
     down = [rank for rank in range(world.setup.nodes) if not lives(world, rank) and may_return(world, rank)]
     for rank in down:

@@ -119,8 +119,8 @@ class SimWork:
         return (yield from self._do(work, context, piece))
 
     def _retry(self, error: OSError, since: float) -> float:
-        """How long to wait before the next try of a shared directory that fails `since` then. Raises ProgramFailed after `dead_s`."""
-        if self.world.now > since + self.world.rules.limits.dead_s:
+        """How long to wait before the next try of a shared directory that fails `since` then. Raises ProgramFailed after `outage_s`."""
+        if self.world.now > since + self.world.rules.limits.outage_s:
             raise ProgramFailed(f"the shared directory fails: {error}") from None
         return RETRY_S
 

@@ -30,6 +30,8 @@ from fsbarrier.sim.store import Client, Habits
 EVENTS = 20_000
 # After the faults stop, all must end within so much virtual time for each iteration.
 SETTLE_S = 900.0
+# Of the schedules with the oldest usual listings some have much older ones: an NFS client may keep one for a minute.
+OLD_S, VERY_OLD_S = 3.0, 60.0
 NEVER_S = float("inf")
 Action = Callable[[], None]
 
@@ -73,6 +75,8 @@ class World:
         self.settings = settings(setup.nodes, phases)
         drawn, coarse = faults.draw_habits(rng, mix)
         links = "nolinks" not in mix or rng.random() < 0.7
+        if drawn.listing_s == OLD_S and Random(f"listings {seed}").random() < 0.2:
+            drawn = replace(drawn, listing_s=VERY_OLD_S)
         self.habits = setup.habits or drawn
         self.disk = Disk(coarse_s=coarse, order=rng.randrange(3), exclusive="winners" not in mix, links=links)
         self.disk.watch = self._written
@@ -97,6 +101,9 @@ class World:
         self.strikes = faults.draw_strikes(rng, mix, setup.nodes, setup.iterations)
         self.mishap_rate = rng.choice((0.0, 0.0, 0.01, 0.05)) if mix else 0.0
         self.garbling = faults.Garbling(seed, mix, self.history.faults)
+        self.stale_handles = faults.StaleHandles(seed, mix, self.history.faults)
+        # Nodes in containers of one host, say. The first one's mount is the others', too.
+        self.one_mount = "shared" in mix and Random(f"shared {seed}").random() < 0.15
         self.failure_rate = rng.choice((0.0, 0.0, 0.0, 0.01, 0.04)) if "program" in mix else 0.0
         self.lengths = setup.lengths or rng.choice(
             ((0.02, 0.05, 0.2), (0.02, 0.05, 0.2), (0.1, 0.2, 1.0), (0.02, 0.05, 0.1, 0.1, 0.1, 9.0))
@@ -119,7 +126,8 @@ class World:
         self.starting = 0
         # Some process has ended, maybe the last one.
         self.ending = False
-        self.settle_s = SETTLE_S * setup.iterations
+        # A row may take as long as a listing is old, and a few are done again.
+        self.settle_s = (SETTLE_S + 30 * self.habits.listing_s) * setup.iterations
         # when everything must have ended
         self.end_s = NEVER_S if mix else self.settle_s
         # In the order of time. It is so short that a heap would not be faster.
@@ -242,8 +250,12 @@ class World:
         self.starting -= 1
         host = self.hosts[rank]
         if host not in self.clients:
-            client = Client(self.disk, host, self.habits)
+            first = next(iter(self.clients.values()), None) if self.one_mount else None
+            client = Client(self.disk, host, self.habits, first[0] if first else None)
             client.garbled = self.garbling if self.garbling.rate else None
+            client.stale_handle = self.stale_handles if self.stale_handles.rate else None
+            if first:
+                self.history.faults.add("shared")
             self.clients[host] = (
                 client,
                 Trouble(client, lambda seconds, stopped: self._block(host, seconds, stopped)),

@@ -31,6 +31,7 @@ from typing import Self
 import fsbarrier
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.retry import until_seen
 from fsbarrier.rundir import log_tail
 from fsbarrier.supervision import guard, orphans, processes
 
@@ -291,7 +292,7 @@ def _open_log(path: Path, name: str, argv: Sequence[str]) -> tuple[int, int]:
         line = f"--- {now} ended what a killed daemon had left: {', '.join(map(str, ended))}\n{line}"
     try:
         files.make_dirs(path.parent)
-        fd = files.open_append(path)
+        fd = until_seen(lambda: files.open_append(path))
         try:
             os.write(fd, line.encode(errors="surrogateescape"))
             return fd, os.lseek(fd, 0, os.SEEK_CUR)
