@@ -46,6 +46,7 @@ from fsbarrier.data.trajectory import REQUIRED, is_judged
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.files import fsync_dir, open_new
 from fsbarrier.protocol.facts import Payload
+from fsbarrier.retry import FAILING, retry
 
 CREATED_BY = f"fsbarrier {__version__}"
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -96,7 +97,7 @@ class ShardWriter:
         self._start, start = first_entries({SHARD_JSON: text.encode(), **TORCH_FILES})
         try:
             try:
-                os.close(open_new(path))
+                os.close(retry(lambda: open_new(path), errnos=FAILING))
                 self._begin(start)
             except FileExistsError:
                 self._resume(start)

@@ -42,6 +42,8 @@ class Process:
         self.host = client.host
         self.up = True
         self.paused = False
+        # It was paused, and has not looked since.
+        self.slept = False
         # The whole host is stopped: its programs stand still too.
         self.frozen = False
         self.deferred: list[Callable[[], None]] = []
@@ -156,6 +158,7 @@ class Process:
     def _look(self) -> str:
         """One look of the daemon's loop (or its start), and what was unusual about it; never raises."""
         now = self.ticked_at = self.world.now
+        self.slept = False
         try:
             if not self.joined:
                 return self._join()
@@ -219,11 +222,13 @@ class Process:
         if not self.up:
             return
         if self.paused:
+            self.slept = True
             self.deferred.append(self.beat)
             return
         world, now = self.world, self.world.now
-        # As the daemon's own thread does it. Polls that would see nothing are left out here, so only an operation that hangs counts.
-        stuck_s = now - self.ticked_at if self.strand is not None else 0.0
+        # As the daemon's own thread does it. Polls that would see nothing are left out here, so only an operation that hangs counts,
+        # and a pause after which this process has not looked yet.
+        stuck_s = now - self.ticked_at if self.strand is not None or self.slept else 0.0
         if stuck_s <= world.rules.limits.suspect_s / 2:
             self.put_beat()
         pause_s = self.world.beat_s
