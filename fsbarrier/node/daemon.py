@@ -210,7 +210,8 @@ class Daemon:
         while True:
             last = self._ended.is_set()
             silent_s = time.monotonic() - self._looked_at
-            if silent_s <= coordination.suspect_s / 2 or self.agent.exit is not None:
+            held_back = silent_s > coordination.suspect_s / 2 and self.agent.exit is None
+            if not held_back:
                 # If this fails, the loop meets the same filesystem and decides what follows.
                 with contextlib.suppress(OSError):
                     beat = self.agent.beat()
@@ -223,7 +224,8 @@ class Daemon:
             joining = self.agent.node.stage is Stage.JOINING
             hidden_since = min(self.agent.observer.hidden_beats.values(), default=time.monotonic())
             slowest_s = max(slowest_s, min(time.monotonic() - hidden_since, coordination.suspect_s / 2))
-            pause_s = JOINING_BEAT_S if joining else coordination.beat_s
+            # Once the loop looks again (it was only paused), the others should know at once.
+            pause_s = JOINING_BEAT_S if joining or held_back else coordination.beat_s
             self._ended.wait(pause_s if slowest_s < HIDDEN_S else max(pause_s, slowest_s))
 
     @contextmanager

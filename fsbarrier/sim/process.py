@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from fsbarrier.sim.world import World
 
 JOINING = Stage.JOINING
+# until a heartbeat is tried again that was held back
+HELD_BACK_S = 0.2
 # The longest time between two polls. A poll is simulated only where it sees something new.
 POLL_S = 0.1
 # The following times are multiples of the time between two heartbeats.
@@ -229,8 +231,11 @@ class Process:
         # As the daemon's own thread does it. Polls that would see nothing are left out here, so only an operation that hangs counts,
         # and a pause after which this process has not looked yet.
         stuck_s = now - self.ticked_at if self.strand is not None or self.slept else 0.0
-        if stuck_s <= world.rules.limits.suspect_s / 2:
-            self.put_beat()
+        if stuck_s > world.rules.limits.suspect_s / 2:
+            # Once the loop looks again, the others should know at once.
+            world.at(now + HELD_BACK_S, self.beat)
+            return
+        self.put_beat()
         pause_s = self.world.beat_s
         if self.agent.node.stage is JOINING:
             age_s = now - self.started
