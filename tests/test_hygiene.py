@@ -177,6 +177,16 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert anchor in anchors(there), f"{relative(path)} links to {target}"
 
 
+def test_each_decision_has_a_number_of_its_own() -> None:
+    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    numbers = [page.name[:4] for page in pages]
+    assert numbers == [f"{number:04d}" for number in range(1, len(pages) + 1)]
+    for page in pages:
+        assert page.read_text().startswith(f"# {page.name[:4]} "), (
+            f"{relative(page)} calls itself something else"
+        )
+
+
 def runnable() -> Iterator[tuple[str, str]]:
     """The code blocks that stand under a line `<!-- tested -->`: they must run as they are, from the clone."""
     for path in documents():
