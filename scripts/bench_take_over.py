@@ -112,6 +112,7 @@ def toy_spec(folder: Path, rank: int, shares: Sequence[Sequence[int]], **changes
     return {
         "do": "rollout",
         "run_id": "bench",
+        "log_path": str(folder),
         "split": "train",
         "node_rank": rank,
         "incarnation": 1,

@@ -119,7 +119,7 @@ def save(
     state = trainer_state.TrainerState.of(
         parameters, optimizer, STEPS, without_weights=dtype is torch.float32
     )
-    new = checkpoint_write.NewVersion(1, model, model.state_dict(), dtype, beside, state, on_node)
+    new = checkpoint_write.NewVersion(1, model, model.state_dict(), dtype, beside, state, on_node=on_node)
     checkpoint_write.save(out, new, rank, world)
 
 

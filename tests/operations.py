@@ -93,7 +93,7 @@ def recording(root: Path) -> Iterator[Recorder]:
         for name in ("rename", "replace"):
             patch.setattr(os, name, around(name, lambda old, new: recorder.note("rename", new, old)))
         patch.setattr(os, "link", around("link", lambda old, new: recorder.note("link", new, old)))
-        patch.setattr(os, "symlink", around("symlink", lambda old, new: recorder.note("symlink", new)))
+        patch.setattr(os, "symlink", around("symlink", lambda old, new, *_: recorder.note("symlink", new)))
         patch.setattr(os, "unlink", around("unlink", lambda path, *_: recorder.note("unlink", path)))
         patch.setattr(os, "mkdir", around("mkdir", lambda path, *_: recorder.note("mkdir", path)))
         patch.setattr(builtins, "open", opened)

@@ -58,10 +58,13 @@ def test_without_hard_links_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "link", refuse(errno.EOPNOTSUPP))
     with recording(tmp_path) as seen:
         assert PosixStore().create(tmp_path / "record", RECORDS["generation"])
-    last = len(seen.done)
-    assert seen.flushed_before("record", last)
-    flushed = [at for at in seen.all("flush") if seen.done[at].path == "record"]
-    assert seen.all("flush-dir")[-1] > flushed[-1]
+    # A folder takes the name, when the record in it and the folder itself are flushed; then its name is.
+    renamed = seen.all("rename")[-1]
+    folder = seen.done[renamed].source
+    (written,) = [at for at in seen.all("write") if Path(seen.done[at].path).parent.name == folder]
+    assert seen.flushed_before(seen.done[written].path, renamed)
+    folders = {seen.done[at].path: at for at in seen.all("flush-dir")}
+    assert written < folders[folder] < renamed < folders["."]
 
 
 def test_what_is_replaced_durably_is_flushed_before_it_is_renamed(tmp_path: Path) -> None:
@@ -158,8 +161,9 @@ def test_a_copy_of_the_weights_is_flushed_before_it_is_public(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = policy(tmp_path, 1)
+    # Before the recording: whoever is put in last must be taken out first.
+    monkeypatch.setattr(os, "symlink", refuse(errno.EOPNOTSUPP))
     with recording(tmp_path) as seen:
-        monkeypatch.setattr(os, "symlink", refuse(errno.EOPNOTSUPP))
         checkpoints.publish_link(tmp_path, folder)
     public = seen.one("rename", "model.pt")
     copied = seen.done[public].source

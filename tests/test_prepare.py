@@ -273,7 +273,7 @@ def test_another_runs_rollouts_are_not_taken_for_ones_own(tmp_path: Path) -> Non
     from fsbarrier.aggregate import Part, aggregate
 
     write_groups(tmp_path / "part", [group(0, [0, 1])])
-    for name, run_id in (("own", "test"), ("other", "another")):
+    for name, run_id in (("own", f"test-{tmp_path.name}"), ("other", "another")):
         aggregate(
             [Part(tmp_path / "part", None)], tmp_path / name, metadata={"run_id": run_id}, expected=None
         )
