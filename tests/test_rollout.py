@@ -363,7 +363,7 @@ def test_what_would_only_wait_in_the_engine_is_left_for_others(tmp_path: Path, f
 
 
 def test_the_phase_ends_without_its_last_tasks(tmp_path: Path, fake: Fake) -> None:
-    ends = {"completion_threshold": 0.6, "rollout.grace_s": 0.1}
+    ends = {"completion_threshold": 0.6, "grace_s": 0.1}
     done = run(make_spec(tmp_path, fake.url, ["ba=", "dc=", "fe!gate="], **ends))
     assert done.code == 0, done.stderr
     assert (sorted(done.result["tasks"]), done.result["ended_early"]) == ([0, 1], True)

@@ -215,6 +215,7 @@ def other_clone(folder: Path, file: str, old: str, new: str) -> dict[str, str]:
     return {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
 
 
+@pytest.mark.slow
 def test_nodes_of_other_versions_are_refused_and_the_run_goes_on(tmp_path: Path) -> None:
     """Of another record format at once, and of other code once a living node is seen to run the run's."""
     with Cluster(tmp_path, 2, *FAST, "--iterations", "2", "toy.phase_s=1") as cluster:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.errors import UsageError
+from fsbarrier.host.mounts import mount_of
 from fsbarrier.settings.sources import ChosenValue, nearest
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 Environ = Mapping[str, str]
 FREE_BYTES = 16 * 1024 * 1024
+# Filesystems in which nobody can make files.
+NO_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts")
 # How long the user's code may take to be imported: a large library on a slow filesystem takes minutes.
 TRY_CODE_S = 600.0
 REWARDS = ("exact", "numeric", "math", "judge")
@@ -97,9 +100,11 @@ def check_log_path(path: Path) -> None:
     if not os.access(there, os.W_OK | os.X_OK):
         raise UsageError(f"--log-path {path}: {there} is not writable for you")
     try:
-        status = os.statvfs(there)
+        kind, status = mount_of(there).kind, os.statvfs(there)
     except OSError as error:
         raise UsageError(f"--log-path {path}: {there}: {error.strerror}") from None
+    if kind in NO_FILES:
+        raise UsageError(f"--log-path {path}: {there} is the kernel's own ({kind}), and keeps no files")
     free = status.f_bavail * status.f_frsize
     if status.f_flag & os.ST_RDONLY:
         raise UsageError(f"--log-path {path}: its filesystem is mounted read-only")
