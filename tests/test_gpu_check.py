@@ -1,0 +1,131 @@
+"""scripts/gpu_check.py on the CPU, as users run it: the figures are there and sane, and a mode that fails is one line. What a card does
+this cannot show."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+
+pytestmark = pytest.mark.torch
+
+
+def run(*argv: str) -> tuple[int, dict[str, list[str]], str]:
+    """(exit code, the words of each row of the table, all that was said)."""
+    paths = f"{REPO}{os.pathsep}{REPO / 'tests'}"
+    # What a launcher tells its processes means nothing here.
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "203.0.113.1", "MASTER_PORT": "1"}
+    env = {**os.environ, **launched, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True)
+    rows = re.findall(r"^([a-z-]+) {2,}(\S.*)$", done.stdout, re.MULTILINE)
+    return done.returncode, {name: cells.split() for name, cells in rows}, f"{done.stdout}\n{done.stderr}"
+
+
+def test_each_mode_has_its_figures(tmp_path: Path) -> None:
+    modes = ("plain", "flash", "offload-all", "lora")
+    script = str(REPO / "scripts" / "gpu_check.py")
+    code, rows, said = run(script, "--dir", str(tmp_path), "--modes", *modes)
+    assert code == 0, said
+    assert list(rows) == ["mode", *modes], said
+    assert rows.pop("flash")[:2] == ["not", "tried:"]
+    assert rows.pop("mode")[:2] == ["tokens/s", "s/step"]
+    for cells in rows.values():
+        tokens_s, step_s, use, peak, reserved, plan, gradient, written, read = cells
+        # 16 sequences, of which four have 64 tokens and the others at least 32.
+        assert 16 * 32 < number(tokens_s) * number(step_s) < 16 * 64
+        assert use == reserved == "-"
+        assert 0.05 < number(peak) < 8 and 2 <= number(plan) < 2.2
+        assert number(gradient) > 0 and number(written) > 0 and number(read) > 0
+    # It is the same gradient, however it is computed.
+    assert rows["plain"][6] == rows["offload-all"][6] != rows["lora"][6]
+    assert "plain: step 4 of 4" in said and "lora: reading the checkpoint" in said
+    assert not list(tmp_path.iterdir())
+
+
+def number(cell: str) -> float:
+    return float(cell.replace(",", ""))
+
+
+def test_what_fails_is_one_line_and_the_others_go_on(tmp_path: Path) -> None:
+    code, rows, said = run("-c", "import test_gpu_check as it; it.struck()", "--dir", str(tmp_path))
+    assert code == 1, said
+    assert rows["plain"] == rows["no-checkpointing"] == ["out", "of", "memory"], said
+    assert rows["offload-optimizer"] == ["failed"]
+    assert len(rows["offload-all"]) == 9 and rows["offload-all"][8] == "failed"
+    assert len(rows["lora"]) == 9
+    assert "plain: out of memory: about to: killed" in said
+    assert "no-checkpointing: out of memory: about to: CUDA out of memory. Tried" in said
+    assert (
+        "offload-optimizer: failed: about to: strange" in said and 'ValueError("strange\\nand long")' in said
+    )
+    assert "offload-all, reading back: failed: reading the checkpoint: what was read back" in said
+    assert "only memory: 0" in said
+    assert not list(tmp_path.iterdir())
+
+
+def struck() -> None:
+    """The script's main(), where training in some modes fails."""
+    import torch
+
+    from scripts import gpu_check
+
+    train = gpu_check.train_mode
+
+    def train_or_fail(show: gpu_check.Show, mode: gpu_check.Mode, *places: Any) -> Any:
+        show("about to")
+        if mode is gpu_check.MODES["plain"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mode is gpu_check.MODES["no-checkpointing"]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+        if mode is gpu_check.MODES["offload-optimizer"]:
+            raise ValueError("strange\nand long")
+        got = train(show, mode, *places)
+        spoilt = mode is gpu_check.MODES["offload-all"]
+        return replace(got, bits={name: bits ^ 1 for name, bits in got.bits.items()}) if spoilt else got
+
+    gpu_check.train_mode = train_or_fail
+    given = sys.argv
+    sys.argv = [*given, "--modes", "plain", "no-checkpointing"]
+    print(f"only memory: {gpu_check.main()}")
+    sys.argv = [*given, "--modes", "plain", "no-checkpointing", "offload-optimizer", "offload-all", "lora"]
+    sys.exit(gpu_check.main())
+
+
+@pytest.mark.parametrize(
+    "flags", ["--size 9b", "--modes plain,lora", "--steps 1", "--layers 0", "--dir /nowhere"]
+)
+def test_bad_flags(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from scripts import gpu_check
+
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.options_of(flags.split())
+    assert ended.value.code == 2
+    assert flags.split()[0] in capsys.readouterr().err
+
+
+def test_the_arithmetic_of_utilisation() -> None:
+    from fsbarrier.planning.model_shape import ModelShape
+    from scripts import gpu_check
+
+    shape = ModelShape.of_config(
+        {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512, "num_attention_heads": 4}
+    )
+    # Per token six operations a parameter that multiplies, and attention's two products over half of all pairs.
+    products, attention = 6 * (2 * shape.block * 30 + 512 * 64 * 7), 6 * 2 * 64 * (10**2 + 20**2)
+    assert gpu_check.flops(shape, [10, 20], 7, lora=False) == products + attention
+    assert gpu_check.flops(shape, [10, 20], 7, lora=True) == products * 2 // 3 + attention
+    assert gpu_check.peak_of("NVIDIA H100 80GB HBM3") == gpu_check.peak_of("NVIDIA H200") == 989e12
+    assert (
+        gpu_check.peak_of("NVIDIA H100 PCIe") == 756e12
+        and gpu_check.peak_of("NVIDIA A100-SXM4-80GB") == 312e12
+    )
+    assert gpu_check.peak_of("NVIDIA A10G") is None
