@@ -92,7 +92,14 @@ class UpdateLoad:
 
     @property
     def total(self) -> int:
-        return sum(self.parts.values())
+        """The most that is there at once, in bytes."""
+        parts = self.parts
+        if self.offload != "optimizer":
+            return sum(parts.values())
+        # The optimizer steps on the accelerator: all moments are there then, and what the backward pass needed no longer is.
+        moments = replace(self, offload="none").parts["moments"]
+        stepping = parts["weights"] + parts["gradients"] + moments + parts["overhead"]
+        return max(sum(parts.values()), stepping)
 
     @property
     def on_host(self) -> int:
