@@ -109,6 +109,8 @@ class Observer:
     row: RowListing | None = None
     #: the generation that was listed last and could not be read
     _unreadable: Unreadable | None = None
+    #: when a record could not be read last
+    _unread_at: float = _AT_ONCE
     #: since when a request to stop cannot be read; None: since before this node started
     _unreadable_stops: dict[str, float | None] = field(default_factory=dict)
     _known_generations: list[str] = field(default_factory=list)
@@ -177,8 +179,13 @@ class Observer:
             self._beats_due = now + paces.beats_s / (paces.eager if joining else 1)
 
     def _unread(self, path: Path, cls: type[R], now: float, before: Unreadable | None) -> Unreadable:
-        """What the state machine is told of a record that cannot be read; `before`: what it was told last."""
-        since = before.since if before is not None and before.path == str(path) else now
+        """What the state machine is told of a record that cannot be read; `before`: what it was told last.
+
+        Only time in which this node looked counts: one that was stopped for 20 s after one garbled read has read it once.
+        """
+        blind = now - self._unread_at >= self.paces.blind_s
+        since = before.since if before is not None and before.path == str(path) and not blind else now
+        self._unread_at = now
         return Unreadable(str(path), self.store.fault(path, cls), since)
 
     def _look_at_row(
