@@ -116,6 +116,35 @@ def test_three_nodes_in_any_order_give_one_answer(doctors: Doctors) -> None:
     )
 
 
+def test_what_a_killed_doctor_left_goes_although_another_is_still_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsbarrier.doctor.meeting.LEFTOVER_S", 0.0)
+    lobby = tmp_path / FOLDER / "lobby"
+    lobby.mkdir(parents=True)
+    gone = Visitor("0" * 16, num_nodes=2, rank=1, met=("f" * 16,), host="gone", boot_id="")
+    (lobby / gone.token).write_bytes(pack(asdict(gone)))
+    (lobby.parent / gone.token / "group").mkdir(parents=True)
+    second_left, found = threading.Event(), dict[int, list[str]]()
+
+    def visit(rank: int) -> None:
+        with Meeting(tmp_path, 2, rank, Interruption()) as meeting:
+            meeting.meet(20.0, lambda line: None)
+            meeting.exchange("that it is ready", None)
+            if rank == 0:
+                assert second_left.wait(DEADLINE_S)
+                found[rank] = sorted(path.name for path in lobby.iterdir() if not path.name.startswith("."))
+
+    threads = [threading.Thread(target=visit, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    threads[1].join(DEADLINE_S)
+    second_left.set()
+    threads[0].join(DEADLINE_S)
+    assert len(found[0]) == 1 and gone.token not in found[0], "only the first doctor's own record is left"
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_node_that_never_comes_is_named(doctors: Doctors) -> None:
     known = doctors.start("--num-nodes", "3", "--worker", "1", "--wait", "3")
     other = doctors.start("--num-nodes", "3", "--master", "--wait", "3")

@@ -156,8 +156,10 @@ class Meeting:
             return
         now = self._of_others()
         same = {path for path, content in self._found_at_start.items() if now.get(path) == content}
-        # The records of doctors that examine something do not change either; their session does.
-        busy = any(path.parent == self.folder for path in now.keys() - same)
+        # The records of doctors that examine something do not change either; their session does. This doctor's own session ends now,
+        # and may still be here because the others have not gone yet.
+        ours = {self.session} if self.members else set()
+        busy = any(path.parent == self.folder for path in now.keys() - same - ours)
         for path in same:
             if path.parent == self.folder:
                 _remove_tree(path)
@@ -167,16 +169,25 @@ class Meeting:
     def _of_others(self) -> dict[Path, object]:
         """What doctors have put here, with what changes while they live. Raises OSError."""
         found: dict[Path, object] = {}
-        # Nobody has been here, or the last one is just taking a folder away.
-        with contextlib.suppress(FileNotFoundError):
-            for folder in self.folder.iterdir():
+        for folder in _listed(self.folder):
+            # Another doctor may take the folder away between two reads of it.
+            with contextlib.suppress(FileNotFoundError):
                 if folder != self.lobby.folder and folder.is_dir():
                     found[folder] = read_beats(folder / "group")
-            for path in self.lobby.folder.iterdir():
-                # A temporary file is what a killed doctor was writing: no write takes as long as a visit.
-                if path.name.startswith(".") or visitor_of(path) is not None:
-                    found[path] = visitor_of(path)
+        for path in _listed(self.lobby.folder):
+            visitor = visitor_of(path)
+            # A temporary file is what a killed doctor was writing: no write takes as long as a visit.
+            if path.name.startswith(".") or visitor is not None:
+                found[path] = visitor
         return found
+
+
+def _listed(folder: Path) -> list[Path]:
+    """What is in the folder; nothing where there is none. Raises OSError."""
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 def _remove_tree(folder: Path) -> None:
