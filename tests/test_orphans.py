@@ -21,6 +21,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The records' folder of this test and of the daemons it starts, each of which ends orphans at its first start of a program."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
+    # Where that place cannot be used, the home is.
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(orphans, "_swept", threading.Lock())
     return tmp_path / f"fsbarrier-{os.geteuid()}"
 

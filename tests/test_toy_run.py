@@ -91,12 +91,10 @@ def test_a_start_removes_what_a_killed_one_left_in_the_temporary_folder(tmp_path
         cluster.start()
         cluster.in_phase(0, 2)
         cluster.kill(0)
-        (left,) = [
-            path for path in temporary.iterdir() if path.name.startswith("fsbarrier-") and "-n0-" in path.name
-        ]
+        (left,) = temporary.glob("fsbarrier-*/*-n0-*")
         cluster.start()
         assert cluster.wait() == {0: 0}, cluster.said(0)
-        assert not left.exists() and not list(temporary.glob("fsbarrier-*-n0-*"))
+        assert not left.exists() and not list(temporary.glob("fsbarrier-*/*-n0-*"))
 
 
 @pytest.mark.slow

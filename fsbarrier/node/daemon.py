@@ -25,6 +25,7 @@ from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, EXIT_SIGTERM, Fenced, S
 from fsbarrier.host import accelerators
 from fsbarrier.host.addresses import candidate_addresses
 from fsbarrier.host.identity import boot_id, host_name
+from fsbarrier.host.private_folder import private_folder
 from fsbarrier.loader import code_digest, load_program
 from fsbarrier.node.context_maker import ContextMaker
 from fsbarrier.node.event_log import EventLog
@@ -64,11 +65,16 @@ def run_node(record: RunRecord, settings: Settings, *, node_rank: int, until: in
     with ExitStack() as stack:
         with _starting(record):
             lock = stack.enter_context(hold_rank(record, node_rank, settings.coordination.suspect_s))
-            prefix = f"fsbarrier-{record.run_id[-8:]}-n{node_rank}-"
+            private = private_folder()
+            if private.passed_over:
+                print(
+                    f"fsbarrier: warning: {private.passed_over}; {private.path} is used instead", flush=True
+                )
+            prefix = f"{record.run_id[-8:]}-n{node_rank}-"
             # An earlier start that was killed left its folder. This one holds the rank, so nobody uses that any more.
-            for killed in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+            for killed in private.path.glob(f"{prefix}*"):
                 shutil.rmtree(killed, ignore_errors=True)
-            work_dir = Path(tempfile.mkdtemp(prefix=prefix))
+            work_dir = Path(tempfile.mkdtemp(prefix=prefix, dir=private.path))
             stack.callback(shutil.rmtree, work_dir, ignore_errors=True)
             daemon = Daemon(record, settings, node_rank, until, work_dir, lock)
         stack.callback(daemon.close)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from pathlib import Path
 import filelock
 
 from fsbarrier.errors import UsageError
+from fsbarrier.host.private_folder import private_folder
 from fsbarrier.rundir.heartbeats import live_nodes, read_beats
 from fsbarrier.rundir.runrecord import RunRecord
 
@@ -45,14 +44,14 @@ class RankLock:
 def hold_rank(record: RunRecord, rank: int, watch_s: float) -> Iterator[RankLock]:
     """While this lasts, this process is the only daemon of `rank` in reach of a lock. Raises UsageError if the rank is taken, OSError.
 
-    The lock lies in the temporary directory. Another host has another one, and so has a second container on this host, whatever its
-    host name. So the lock proves only that the start which held it last has ended. If the rank's last heartbeat is not that start's,
-    this watches it for `watch_s`, in which a living node's heartbeat would be seen to change. If two start at the same instant, the
-    one with the lower incarnation ends later, with exit code 6.
+    The lock lies in this user's private folder of this machine. Another host has another one, and so has a second container on this
+    host, whatever its host name. So the lock proves only that the start which held it last has ended. If the rank's last heartbeat is
+    not that start's, this watches it for `watch_s`, in which a living node's heartbeat would be seen to change. If two start at the
+    same instant, the one with the lower incarnation ends later, with exit code 6.
     """
     root = record.log_path
     name = hashlib.sha256(f"{root.resolve()}:{rank}".encode()).hexdigest()[:16]
-    lock_file = Path(tempfile.gettempdir()) / f"fsbarrier-{os.getuid()}-{name}.lock"
+    lock_file = private_folder().path / f"{name}.lock"
     lock = filelock.FileLock(lock_file, mode=0o600)
     beat = read_beats(root, rank).get(rank)
     try:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -20,6 +18,7 @@ from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.host.identity import boot_id
+from fsbarrier.host.private_folder import private_folder
 from fsbarrier.retry import Backoff
 from fsbarrier.supervision import processes
 
@@ -35,17 +34,15 @@ _swept = threading.Lock()
 def record_tree(name: str, tree: Mapping[int, int]) -> None:
     """Record that `tree` (pid -> start time) is ours, in place of what was recorded as `name` before."""
     with contextlib.suppress(OSError):
-        if (folder := _folder()) is not None:
-            me = os.getpid()
-            record = {"here": _here(), "daemon": [me, processes.Stat(me).start], "tree": list(tree.items())}
-            files.write_atomic(folder / _file_name(name), json.dumps(record).encode())
+        me = os.getpid()
+        record = {"here": _here(), "daemon": [me, processes.Stat(me).start], "tree": list(tree.items())}
+        files.write_atomic(private_folder().path / _file_name(name), json.dumps(record).encode())
 
 
 def forget_tree(name: str) -> None:
     """Everything that was recorded as `name` has ended."""
     with contextlib.suppress(OSError):
-        if (folder := _folder()) is not None:
-            (folder / _file_name(name)).unlink(missing_ok=True)
+        (private_folder().path / _file_name(name)).unlink(missing_ok=True)
 
 
 def end_orphans() -> dict[int, int]:
@@ -57,7 +54,7 @@ def end_orphans() -> dict[int, int]:
     if not _swept.acquire(blocking=False):
         return hit
     with contextlib.suppress(OSError):
-        for path in sorted(folder.glob("*.json")) if (folder := _folder()) is not None else []:
+        for path in sorted(private_folder().path.glob("*.json")):
             # A record may be torn, or of another version.
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 hit |= _end_recorded(path)
@@ -113,13 +110,3 @@ def _here() -> dict[str, str]:
 
 def _file_name(name: str) -> str:
     return f"{os.readlink('/proc/self/ns/pid').strip('pid:[]')}-{os.getpid()}-{name}.json"
-
-
-def _folder() -> Path | None:
-    """The folder of the records, made if need be; None where somebody else has taken its name."""
-    folder = Path(tempfile.gettempdir()) / f"fsbarrier-{os.geteuid()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-    return folder if mine else None

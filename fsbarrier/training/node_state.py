@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from fsbarrier import files
+from fsbarrier.host.private_folder import private_folder
 from fsbarrier.rundir.names import POLICY_FOLDER
 from fsbarrier.settings.sections import CheckpointSettings
 from fsbarrier.training.processes import Processes
@@ -35,7 +35,7 @@ class NodeState:
 
     @classmethod
     def of(cls, settings: CheckpointSettings, run_id: str, node_rank: int, processes: Processes) -> Self:
-        base = Path(settings.local_dir or Path(tempfile.gettempdir()) / f"fsbarrier-{os.getuid()}")
+        base = Path(settings.local_dir) if settings.local_dir else private_folder().path
         first = processes.rank - processes.local_rank
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return cls(base / run_id / f"node_{node_rank}", range(first, first + here))

@@ -1,0 +1,86 @@
+"""Locks and sockets lie where only this user can go; what another user puts in the way blocks nobody and is named."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from other_user import UID, needs_root
+
+from fsbarrier.host.private_folder import private_folder
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    temporary.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    return temporary
+
+
+def test_it_is_in_the_temporary_directory_and_this_users_alone(temporary: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = private_folder()
+    finally:
+        os.umask(before)
+    assert folder.path == temporary / f"fsbarrier-{os.geteuid()}" and not folder.passed_over
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert private_folder() == folder
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "open"])
+def test_what_is_in_its_place_and_not_ours_alone_is_passed_over(temporary: Path, kind: str) -> None:
+    taken, elsewhere = temporary / f"fsbarrier-{os.geteuid()}", temporary / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    if kind == "link":
+        taken.symlink_to(elsewhere)
+    elif kind == "file":
+        taken.touch(mode=0o600)
+    else:
+        taken.mkdir()
+        taken.chmod(0o770)
+    folder = private_folder()
+    assert folder.path.is_relative_to(Path.home()) and str(taken) in folder.passed_over
+    assert not list(elsewhere.iterdir())
+
+
+def test_where_a_login_gives_a_folder_it_comes_second(
+    temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = tmp_path / "session"
+    session.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    (temporary / f"fsbarrier-{os.geteuid()}").touch()
+    assert private_folder().path == session / "fsbarrier"
+
+
+def test_where_no_place_can_be_used_all_are_named(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = temporary / f"fsbarrier-{os.geteuid()}"
+    taken.touch()
+    (temporary / "a-file").touch()
+    monkeypatch.setenv("HOME", str(temporary / "a-file"))
+    with pytest.raises(PermissionError, match=r"fsbarrier-.*a-file"):
+        private_folder()
+
+
+@needs_root
+def test_another_user_cannot_block_a_rank(tmp_path: Path) -> None:
+    """He made the folder of the locks first, with all the locks that he could think of in it."""
+    temporary = tmp_path / "tmp"
+    (temporary / "fsbarrier-0").mkdir(parents=True)
+    os.chown(temporary / "fsbarrier-0", UID, UID)
+    with Cluster(tmp_path, 1, "--iterations", "1", program="ping") as cluster:
+        cluster.env[0] = {"TMPDIR": str(temporary), "HOME": str(tmp_path), "XDG_RUNTIME_DIR": ""}
+        cluster.start()
+        assert cluster.wait() == {0: 0}, cluster.said(0)
+        assert f"{temporary}/fsbarrier-0 belongs to user {UID}" in cluster.said(0)
+    assert not list((temporary / "fsbarrier-0").iterdir())
