@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsbarrier.protocol.facts import Fact, Generation, Position
+from fsbarrier.sim.false_death import i7_no_false_death
 from fsbarrier.sim.history import Ended, Entry, Event, History, Missing, Published, Used
 from fsbarrier.sim.invariants import budget, check, i12_operations
 from fsbarrier.sim.scenario import prepare
@@ -207,6 +208,30 @@ def test_a_change_is_noticed(world: World, number: str, change: Callable[[Histor
     fresh(world.history)
     change(world.history)
     assert number in {violation.number for violation in check(world)}
+
+
+@pytest.mark.parametrize(
+    ("unread", "holds"),
+    [
+        pytest.param([], False, id="all looks showed it"),
+        pytest.param([20.0 + 2.5 * n for n in range(9)], True, id="no look of the last 20 s did"),
+        pytest.param([20.0 + 2.5 * n for n in range(9) if n != 4], False, id="one look in between did"),
+        pytest.param([22.0, 24.0], False, id="the last looks did"),
+    ],
+)
+def test_a_heartbeat_that_could_not_be_read_was_not_visible(
+    world: World, unread: list[float], holds: bool
+) -> None:
+    """Node 1 takes node 0 for dead, which beats all the time. Only what node 1's mount showed it counts."""
+    history = world.history
+    event = history.events[first(history, "node_lost")]
+    lost = [{"node_rank": 0, "host": "host0", "why": "no heartbeat for 15.0 s"}]
+    history.events[:] = [replace(event, time=40.0, began=40.0, fields={"lost": lost})]
+    history.beats[0, 1] = [2.0 * n for n in range(21)]
+    history.ended.clear()
+    history.unread["host1", "/run/coordination/beats/node-0000.inc-0001.json"] = unread
+    history.unread["host2", "/run/coordination/beats/node-0000.inc-0001.json"] = [5.0 * n for n in range(9)]
+    assert (list(i7_no_false_death(history)) == []) is holds
 
 
 def test_more_operations_than_the_budget_are_noticed() -> None:

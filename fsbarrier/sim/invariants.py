@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fsbarrier.program import PHASE_NAMES, Program
 from fsbarrier.protocol.facts import Generation, Join, Payload, Record
 from fsbarrier.sim import fact_removal
+from fsbarrier.sim.false_death import i7_no_false_death
 from fsbarrier.sim.history import Done, History, Merged, Place
 from fsbarrier.sim.publication import published_too_late
 
@@ -283,44 +284,6 @@ def _finished(world: World) -> bool:
     return any(
         _all_done((number, *end), record, history) for number, (_, record) in history.generations.items()
     )
-
-
-def i7_no_false_death(history: History) -> Iterator[str]:
-    """Nobody who lives is called dead before `dead_s` without a heartbeat that could be seen. The mount may still hide the youngest
-    heartbeats, so those do not count.
-    """
-    # A look that was held up may count up to `blind_s` of silence too much.
-    held = history.faults & {"slow", "pause"}
-    least = history.dead_s - (history.blind_s if held else 0.0) - 0.1
-    # A look that met half a heartbeat learned nothing, so the one before it counts.
-    garbled_s = history.blind_s if "garbled" in history.faults else 0.0
-    for event in history.events:
-        if event.event != "node_lost":
-            continue
-        generation = event.node.generation
-        assert generation is not None
-        for lost in event.fields["lost"]:
-            incarnation = generation.incarnation_of(lost["node_rank"])
-            # This is another node's judgement, which is checked against what that node saw.
-            told = lost["why"].startswith("found by")
-            if told or "no heartbeat" not in lost["why"] or incarnation is None:
-                continue
-            ended = history.ended.get(_process_of(lost["node_rank"], incarnation, history))
-            if ended is not None and ended.time <= event.began:
-                continue
-            beats = history.beats.get((lost["node_rank"], incarnation), ())
-            seen = [time for time in beats if time <= event.began - history.hidden_s - garbled_s]
-            silent = event.began - max(seen, default=history.starts[event.process][0])
-            if silent < least:
-                yield f"node {event.node.rank} took node {lost['node_rank']} for dead after {silent:.1f} s of silence"
-
-
-def _process_of(rank: int, incarnation: int, history: History) -> int:
-    """The last process that ran as this start of a node; -1 for none."""
-    for event in reversed(history.events):
-        if event.node.rank == rank and event.node.incarnation == incarnation:
-            return event.process
-    return -1
 
 
 def i8_only_whole_records(history: History) -> Iterator[str]:

@@ -65,6 +65,8 @@ class Client:
         self.stale_handle: Callable[[str, str, float], bool] | None = None
         # reads of names that did not exist (invariant I11)
         self.misses: dict[str, int] = {}
+        # when reads of a file showed nothing of what lies there (invariant I7)
+        self.unread: dict[str, list[float]] = {}
         self._caching = habits != Habits() or bool(disk.coarse_s)
         # names, modification time, until when they are remembered
         self._lists: dict[Directory, tuple[list[str], float, float]] = beside._lists if beside else {}
@@ -138,9 +140,11 @@ class Client:
                 after = self.alarm("read", path)
             except OSError as error:
                 if error.errno in REPLACED:
+                    self._unread(path)
                     return None
                 raise
             if after is GarbledRead:
+                self._unread(path)
                 return as_record(MIXED, cls) if path in self.disk.files else None
             if after is not None:
                 raise after()
@@ -155,11 +159,16 @@ class Client:
             or (self.disk.spoilt and path in self.disk.spoilt)
             or (self.cannot_read and path.startswith(self.cannot_read))
         ):
+            self._unread(path)
             return as_record(MIXED, cls)
         elif self.stale_handle is not None and self.stale_handle(self.host, path, self.disk.now):
+            self._unread(path)
             return None
         content = self._remembered(path, file) if file is None or self._caching else file.content
         return content if content is None or isinstance(content, cls) else as_record(content, cls)
+
+    def _unread(self, path: str) -> None:
+        self.unread.setdefault(path, []).append(self.disk.now)
 
     def fault(self, path: SimPath, cls: type[R]) -> Fault:
         return Fault("half of it is another record's")

@@ -236,6 +236,8 @@ class World:
         for client, _ in self.clients.values():
             for path, count in client.misses.items():
                 self.history.misses[path] = max(count, self.history.misses.get(path, 0))
+            for path, times in client.unread.items():
+                self.history.unread[client.host, path] = times
             for verb, count in client.ops.items():
                 self.history.operations[verb] = self.history.operations.get(verb, 0) + count
 

@@ -1,0 +1,56 @@
+"""What must hold of the deaths that nodes conclude from silence (I7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fsbarrier.sim.history import Event, History
+from fsbarrier.sim.setup import PATHS
+
+
+def i7_no_false_death(history: History) -> Iterator[str]:
+    """Nobody who lives is called dead before `dead_s` without a heartbeat that could be seen. The mount may still hide the youngest
+    heartbeats, so those do not count.
+    """
+    # A look that was held up may count up to `blind_s` of silence too much.
+    held = history.faults & {"slow", "pause"}
+    least = history.dead_s - (history.blind_s if held else 0.0) - 0.1
+    for event in history.events:
+        if event.event != "node_lost":
+            continue
+        generation = event.node.generation
+        assert generation is not None
+        for lost in event.fields["lost"]:
+            incarnation = generation.incarnation_of(lost["node_rank"])
+            # This is another node's judgement, which is checked against what that node saw.
+            told = lost["why"].startswith("found by")
+            if told or "no heartbeat" not in lost["why"] or incarnation is None:
+                continue
+            ended = history.ended.get(_process_of(lost["node_rank"], incarnation, history))
+            if ended is not None and ended.time <= event.began:
+                continue
+            beats = history.beats.get((lost["node_rank"], incarnation), ())
+            until = _last_whole_look(history, event, lost["node_rank"], incarnation) - history.hidden_s
+            seen = [time for time in beats if time <= until]
+            silent = event.began - max(seen, default=history.starts[event.process][0])
+            if silent < least:
+                yield f"node {event.node.rank} took node {lost['node_rank']} for dead after {silent:.1f} s of silence"
+
+
+def _last_whole_look(history: History, event: Event, rank: int, incarnation: int) -> float:
+    """When the node of an event last looked at a heartbeat. Looks that could not read what lay there taught it nothing, so the one before
+    them counts; two looks are never further apart than `blind_s`.
+    """
+    looked = event.began
+    for time in reversed(history.unread.get((event.node.host, str(PATHS.beat(rank, incarnation))), ())):
+        if time <= event.time and looked - time <= history.blind_s:
+            looked = min(looked, time)
+    return looked
+
+
+def _process_of(rank: int, incarnation: int, history: History) -> int:
+    """The last process that ran as this start of a node; -1 for none."""
+    for event in reversed(history.events):
+        if event.node.rank == rank and event.node.incarnation == incarnation:
+            return event.process
+    return -1
