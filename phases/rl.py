@@ -317,8 +317,7 @@ def update(ctx: Context) -> Work:
     """Every node: one multi-node torchrun, or the user's own trainer command."""
     prepared, ready = ctx.decided("batch_prepare"), ctx.decided("update_ready")
     assert prepared is not None and ready is not None
-    policy = ctx.policy
-    version = policy.version + 1
+    policy, version = ctx.policy, ctx.policy_version + 1
     out = ctx.paths.checkpoint(version, ctx.generation)
     spec = {
         "batch": prepared["batch"],
@@ -351,7 +350,8 @@ def update(ctx: Context) -> Work:
         *("-m", "fsbarrier.workers.update", "--spec", "{spec}"),
     )
     event = "updated" if ctx.node_rank == ctx.leader else ""
-    return Command(argv, "update.log", spec={**ctx.identity(), **spec}, env=env, extra=known, event=event)
+    spec = {**ctx.identity(), **spec, "weights_dir": "{weights_dir}"}
+    return Command(argv, "update.log", spec=spec, env=env, extra=known, event=event)
 
 
 def publish_weights(ctx: Context) -> Work:

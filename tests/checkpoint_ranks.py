@@ -23,7 +23,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.training import checkpoint_write, safetensors_file, trainer_state
+from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.slices import local_part
 from fsbarrier.training.stored_tensors import StoredTensors
@@ -113,13 +115,16 @@ def save(
     dtype: torch.dtype,
     beside: Path,
     on_node: NodeState | None = None,
+    copy: NodeCopy | None = None,
 ) -> None:
     model, optimizer = trained(mode, world)
     parameters = dict(model.named_parameters())
     state = trainer_state.TrainerState.of(
         parameters, optimizer, STEPS, without_weights=dtype is torch.float32
     )
-    new = checkpoint_write.NewVersion(1, model, model.state_dict(), dtype, beside, state, on_node=on_node)
+    new = checkpoint_write.NewVersion(
+        *(1, model, model.state_dict(), dtype, beside, state), on_node=on_node, copy=copy
+    )
     checkpoint_write.save(out, new, rank, world)
 
 
@@ -220,13 +225,35 @@ def nodes(folder: Path, draw: random.Random, number: int) -> None:
         except trainer_state.StateGone:
             assert other_is_lost and mode == "all"
 
+    def copied(rank: int) -> NodeCopy:
+        return NodeCopy(WeightsCopy(folder / f"copy{rank // 2}"), kept(rank).ranks)
+
     store = folder / "store"
-    assert not any(in_ranks(4, store, lambda rank: save(out, mode, rank, 4, dtype, beside, kept(rank))))
+    for rank in (0, 2):
+        copied(rank).place.folder.mkdir(exist_ok=True)
+    assert not any(
+        in_ranks(4, store, lambda rank: save(out, mode, rank, 4, dtype, beside, kept(rank), copied(rank)))
+    )
     assert not list(out.rglob("part-*"))
+    for rank in (0, 2):
+        check_copy(copied(rank).place, out)
     assert not any(in_ranks(4, store, lambda rank: read(rank, 4, False)))
     shutil.rmtree(folder / "node1")
     assert not any(in_ranks(2, store, lambda rank: read(rank, 2, True)))
     assert not any(in_ranks(1, store, lambda rank: read(rank, 1, True)))
+
+
+def check_copy(place: WeightsCopy, out: Path) -> None:
+    """What the node's processes left agrees with the manifest, in every byte and with nothing beside."""
+    files = sorted(place.unchecked(out.name).iterdir())
+    assert files and all(path.suffix == ".safetensors" for path in files), files
+    assert place.confirm(out / "model", lambda: None) == ""
+    here = place.checked(out.name)
+    assert place.nearest(out / "model") == here
+    assert {path.name: path.read_bytes() for path in here.iterdir()} == {
+        path.name: path.read_bytes() for path in (out / "model").iterdir()
+    }
+    assert [path.name for path in place.folder.iterdir()] == [out.name]
 
 
 def kill(folder: Path, draw: random.Random, number: int) -> None:
@@ -234,12 +261,13 @@ def kill(folder: Path, draw: random.Random, number: int) -> None:
     beside = beside_of(folder)
     world = draw.randint(1, 3)
     mode, victim = draw.choice(modes(world)), draw.randrange(world)
-    out, told = folder / f"v{number}", folder / f"calls{number}"
+    out, told, place = folder / f"v{number}", folder / f"calls{number}", WeightsCopy(folder / "copies")
+    place.folder.mkdir(exist_ok=True)
 
     def act(rank: int, dies_at: int) -> None:
         if rank == victim:
             count_calls(told, dies_at)
-        save(out, mode, rank, world, torch.bfloat16, beside)
+        save(out, mode, rank, world, torch.bfloat16, beside, copy=NodeCopy(place, range(world)))
 
     assert not any(in_ranks(world, folder / "store", lambda rank: act(rank, -1)))
     calls = int(told.read_text())
@@ -249,12 +277,15 @@ def kill(folder: Path, draw: random.Random, number: int) -> None:
     print(f"{number}: {mode} x {world}, process {victim} dies at call {dies_at} of {calls}", flush=True)
     ended = in_ranks(world, folder / "store", lambda rank: act(rank, dies_at))
     assert os.WTERMSIG(ended[victim]) == signal.SIGKILL, ended
+    # What no manifest vouches for is never read.
+    assert place.nearest(out / "model") == out / "model"
     if (out / checkpoints.MANIFEST).exists():
         check_files(out, torch.bfloat16)
+        check_copy(place, out)
         shutil.rmtree(out)
     else:
         try:
-            checkpoints.check_sizes(out)
+            place.confirm(out / "model", lambda: None)
         except ProgramFailed as error:
             assert str(out) in str(error)
         else:
@@ -263,10 +294,11 @@ def kill(folder: Path, draw: random.Random, number: int) -> None:
         in_ranks(
             world,
             folder / "store",
-            lambda rank: save(out, mode, rank, world, torch.bfloat16, beside),
+            lambda rank: act(rank, -1),
         )
     )
     check_files(out, torch.bfloat16)
+    check_copy(place, out)
 
 
 def count_calls(told: Path, dies_at: int) -> None:

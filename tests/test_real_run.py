@@ -19,14 +19,16 @@ SMALL = ("rollout.tasks=24", "rollout.samples=8", "eval.tasks=32", "optimizer.wa
 @pytest.mark.torch
 @pytest.mark.timeout(900)
 def test_two_nodes_two_iterations(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2, "--iterations", "2", *SMALL, program="rl") as cluster:
+    copies = tmp_path / "copies"
+    copied = f"checkpoint.weights_dir={copies}"
+    with Cluster(tmp_path, 2, "--iterations", "2", *SMALL, copied, program="rl") as cluster:
         cluster.start()
         assert cluster.wait(deadline_s=800) == {0: 0, 1: 0}, cluster.said(0) + cluster.said(1)
         events, paths = cluster.events(), RunPaths(cluster.log_path)
         assert_phases_in_order(cluster)
         assert_trajectories_open_in_torch(paths)
         assert_new_weights_are_served(paths, events)
-        assert leftovers(cluster.log_path) == []
+        assert leftovers(cluster.log_path) == [] and not list(copies.iterdir())
 
 
 @pytest.mark.engine
@@ -89,6 +91,8 @@ def assert_new_weights_are_served(paths: RunPaths, events: list[dict[str, object
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    checked = [(e["serving"], e["weights_from"]) for e in events if e["event"] == "weights_checked"]
+    assert sorted(checked) == [(f"policy-{n:06d}.g0001", "node") for n in (1, 1, 2, 2)]
     updates = [e for e in events if e["event"] == "updated"]
     assert [e["policy_version"] for e in updates] == [1, 2]
     gaps = [float(str(e["logprob_gap_max"])) for e in updates]

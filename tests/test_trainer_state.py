@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -14,6 +15,7 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.names import POLICY_FOLDER
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
 
 pytestmark = pytest.mark.torch
@@ -150,3 +152,31 @@ def test_a_state_that_is_still_needed_is_not_removed(tmp_path: Path) -> None:
     current = RunPaths(tmp_path).checkpoint(7, 1)
     checkpoints.retain(tmp_path, 2, current, named=[None, POLICY_FOLDER.build(2, 1)])
     assert [version for version, _ in checkpoints.versions(tmp_path)] == [2, 3, 6, 7]
+
+
+def test_the_next_update_reads_the_copy_of_the_weights_on_its_node(work: Bench, tmp_path: Path) -> None:
+    copies = WeightsCopy(tmp_path / "copies")
+    copies.folder.mkdir()
+    update(work, 1, weights_dir=str(copies.folder))
+    model = tmp_path / POLICY_FOLDER.build(1, 1) / "model"
+    assert copies.confirm(model, lambda: None) == ""
+    # What is in the shared directory is not even there.
+    (model / "model.safetensors").unlink()
+    assert update(work, 2, weights_dir=str(copies.folder))["optimizer_steps"] > 0
+    assert [path.name for path in copies.folder.iterdir()] == [POLICY_FOLDER.build(2, 1) + ".unchecked"]
+
+
+def test_a_copy_for_which_the_room_runs_out_costs_one_line(
+    work: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fsbarrier.training import safetensors_file
+
+    def full(path: Path, tensors: Any) -> None:
+        path.write_bytes(b"as much as there was room for")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(safetensors_file, "write_unhashed", full)
+    (tmp_path / "copies").mkdir()
+    update(work, 1, weights_dir=str(tmp_path / "copies"))
+    assert capsys.readouterr().err.count("no copy of the weights on this node") == 1
+    assert not list((tmp_path / "copies").iterdir()) and manifest(work, 1).state_in is None

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +19,12 @@ from typing import NoReturn
 
 import fsbarrier
 from fsbarrier import files
-from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, EXIT_SIGTERM, Fenced, StoreError
+from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, EXIT_SIGTERM, Fenced, StoreError, UsageError
 from fsbarrier.host import accelerators
 from fsbarrier.host.addresses import candidate_addresses
 from fsbarrier.host.identity import boot_id, host_name
+from fsbarrier.host.mounts import LOCAL, mount_of
+from fsbarrier.host.own_folder import own_folder
 from fsbarrier.host.private_folder import private_folder
 from fsbarrier.loader import code_digest, load_program
 from fsbarrier.node.context_maker import ContextMaker
@@ -43,6 +43,7 @@ from fsbarrier.protocol.state import Exit, Rules, Stage
 from fsbarrier.retry import Backoff, until_seen
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.signals import ENDING, handled
 
@@ -52,6 +53,8 @@ JOINING_BEAT_S = 0.2
 HIDDEN_S = 1.0
 # How long the last heartbeat, and the last lines on the console, may take where a filesystem or a terminal hangs.
 LAST_WORDS_S = 1.0
+# Where a copy of the newest weights costs no disk.
+IN_MEMORY = Path("/dev/shm")
 # How long a program may take to end when its node ends.
 GRACE_S = 0.5
 
@@ -70,16 +73,29 @@ def run_node(record: RunRecord, settings: Settings, *, node_rank: int, until: in
                 print(
                     f"fsbarrier: warning: {private.passed_over}; {private.path} is used instead", flush=True
                 )
-            prefix = f"{record.run_id[-8:]}-n{node_rank}-"
-            # An earlier start that was killed left its folder. This one holds the rank, so nobody uses that any more.
-            for killed in private.path.glob(f"{prefix}*"):
-                shutil.rmtree(killed, ignore_errors=True)
-            work_dir = Path(tempfile.mkdtemp(prefix=prefix, dir=private.path))
-            stack.callback(shutil.rmtree, work_dir, ignore_errors=True)
-            daemon = Daemon(record, settings, node_rank, until, work_dir, lock)
+            name = f"{record.run_id[-8:]}-n{node_rank}"
+            work_dir = stack.enter_context(own_folder(private.path, name))
+            place = place_for_weights(settings, record.log_path)
+            weights = WeightsCopy(stack.enter_context(own_folder(place, name))) if place else None
+            daemon = Daemon(record, settings, node_rank, until, work_dir, weights, lock)
         stack.callback(daemon.close)
         with daemon.signals():
             return daemon.run()
+
+
+def place_for_weights(settings: Settings, log_path: Path) -> Path | None:
+    """Where this node keeps a copy of the newest weights; None: its engines read the run directory. Raises UsageError, OSError."""
+    wanted = settings.checkpoint.weights_dir
+    if wanted == "none" or not settings.manages_engine:
+        return None
+    if wanted == "auto":
+        elsewhere = mount_of(log_path).family.category != LOCAL
+        return IN_MEMORY if elsewhere and os.access(IN_MEMORY, os.W_OK | os.X_OK) else None
+    try:
+        files.make_dirs(Path(wanted))
+    except OSError as error:
+        raise UsageError(f"checkpoint.weights_dir={wanted}: {error.strerror or error}") from None
+    return Path(wanted)
 
 
 @contextmanager
@@ -101,6 +117,7 @@ class Daemon:
         rank: int,
         until: int | None,
         work_dir: Path,
+        weights: WeightsCopy | None,
         lock: RankLock,
     ) -> None:
         """Look at the run directory, and make everything that this node needs. Raises OSError."""
@@ -125,6 +142,7 @@ class Daemon:
             log_path=record.log_path,
             stall_timeout_s=settings.coordination.stall_timeout_s,
             outage_s=settings.coordination.outage_s,
+            weights=weights,
         )
         wake = threading.Event()
         context = ContextMaker(record, settings, program, observer, len(devices))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from fsbarrier.host.accelerator_drivers import Accelerator, driver_version
+from fsbarrier.host.memory import host_memory
 from fsbarrier.protocol.facts import JsonObject, Payload
 
 # What must agree for one update of all nodes, and the names under which it is installed.
@@ -40,7 +41,7 @@ class Fingerprint:
     @classmethod
     def collect(cls, devices: Sequence[Accelerator], *, log_dir: Path, work_dir: Path) -> Self:
         """This node's, while nothing of ours runs yet. `log_dir` is in the run directory, `work_dir` on this node."""
-        total, free = _memory()
+        total, free = host_memory()
         return cls(
             python=platform.python_version(),
             packages={name: _version(names) for name, names in PACKAGES.items()},
@@ -67,15 +68,6 @@ def _version(names: Sequence[str]) -> str:
         with contextlib.suppress(PackageNotFoundError):
             return version(name)
     return ""
-
-
-def _memory() -> tuple[int, int]:
-    """The host's memory, and how much of it programs may still take."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-        return kib["MemTotal"] << 10, kib["MemAvailable"] << 10
-    return 0, 0
 
 
 def _disk_free(path: Path) -> int:

@@ -15,6 +15,7 @@ from fsbarrier.errors import StoreError
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.timing import OUTAGE_S
 from fsbarrier.retry import retry
+from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.supervision.worker_contract import read_progress
 
 if TYPE_CHECKING:
@@ -120,8 +121,10 @@ class Workplace:
     engine_access: list[Payload] = field(default_factory=list)
     # Left by OpenRendezvous: holds the port until torchrun is started, which takes it over.
     rendezvous: socket.socket | None = None
-    # The model folder that was compared with its manifest last.
+    # The model folder in the run directory that was compared with its manifest last.
     checked_model: Path | None = None
+    # This node's own copy of the newest weights, where it has a place for one.
+    weights: WeightsCopy | None = None
     programs_started: int = 0
 
     def close_rendezvous(self) -> None:

@@ -12,6 +12,7 @@ from fsbarrier import files
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.rendezvous import listen, port_of, reachable
 from fsbarrier.node.job import Job, Result, Workplace, journal_line
+from fsbarrier.node.weights import checked_weights
 from fsbarrier.node.worker_program import run_program
 from fsbarrier.program import (
     Command,
@@ -73,12 +74,12 @@ def _serve_weights(work: ServeWeights, job: Job, workplace: Workplace) -> Result
     version = work.policy_version
     serving = f"engine: policy version {version}"
     job.progress = {"note": serving}
-    _check_once(work.folder, job, workplace)
+    folder, checked = checked_weights(work.folder, job, workplace)
 
     def show(ready: int) -> None:
         job.progress = {"note": f"{serving}, {ready} ready"}
 
-    infos = workplace.engines.ensure(work.folder, version, threads=work.threads, cancel=job.cancel, show=show)
+    infos = workplace.engines.ensure(folder, version, threads=work.threads, cancel=job.cancel, show=show)
     workplace.engine_access = [{"url": i.url, "api_key": i.api_key, "model": i.model} for i in infos]
     lines = [
         {
@@ -91,18 +92,8 @@ def _serve_weights(work: ServeWeights, job: Job, workplace: Workplace) -> Result
         }
         for number, info in enumerate(infos)
     ]
+    lines = [*checked, *lines]
     return {"engines": len(infos), "engine_s": round(max(info.seconds for info in infos), 3), "events": lines}
-
-
-def _check_once(model: Path, job: Job, workplace: Workplace) -> None:
-    """Before its engines load a policy version, this node compares it with its manifest; vLLM then reads it from the page cache.
-
-    The run's first model, and a model folder of the user's own, have no manifest.
-    """
-    if model != workplace.checked_model and (model.parent / checkpoints.MANIFEST).exists():
-        with job.using_directory(f"checking {model.parent.name}"):
-            checkpoints.verify(model.parent, f"{model.name}/", job.live_on)
-        workplace.checked_model = model
 
 
 def _refuse_if_outdated(context: Context, job: Job) -> None:

@@ -31,9 +31,14 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
     workplace.close_rendezvous()
     workplace.programs_started += 1
     own = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
-    engines, uses_engines = workplace.engine_access, "{engine}" in work.spec.values()
+    uses_engines, copy = "{engine}" in work.spec.values(), workplace.weights
+    # What only this node knows.
+    known = {"{engine}": workplace.engine_access, "{weights_dir}": None if copy is None else str(copy.folder)}
     try:
-        spec = {key: engines if value == "{engine}" else value for key, value in work.spec.items()}
+        spec = {
+            key: known.get(value, value) if isinstance(value, str) else value
+            for key, value in work.spec.items()
+        }
         own.write_spec({"settings": context.settings.as_json(), **spec})
     except OSError as error:
         raise NodeUnfit(

@@ -125,19 +125,25 @@ def verify(folder: Path, part: str = "", between_reads: Callable[[], None] = lam
     read, and may end the check by raising.
     """
     manifest = check_sizes(folder)
-    chosen = {name: digest for name, digest in manifest.files.items() if name.startswith(part)}
+    compare(
+        folder, {name: one for name, one in manifest.files.items() if name.startswith(part)}, between_reads
+    )
+    return manifest
+
+
+def compare(folder: Path, expected: Mapping[str, FileDigest], between_reads: Callable[[], None]) -> None:
+    """Read the files below `folder`, several at once. Raises ProgramFailed naming one that is not what is expected."""
 
     def check(name: str) -> None:
         path = folder / name
         with _reading(path):
             found = files.sha256_file(path, between_reads)
-        if found != chosen[name].sha256:
+        if found != expected[name].sha256:
             raise ProgramFailed(f"{path} differs from what {MANIFEST} says: it was changed or damaged")
 
     with ThreadPoolExecutor(READERS) as threads:
-        for _ in threads.map(check, chosen):
+        for _ in threads.map(check, expected):
             pass
-    return manifest
 
 
 def check_file(folder: Path, name: str) -> None:

@@ -286,6 +286,11 @@ class CheckpointSettings(Section):
         "The trainer's state goes to the shared directory every so many updates; 0: as often as that is cheap (2 s, or a tenth).",
     )
     local_dir: str = setting("", "Where nodes keep their part in between; empty: in their temporary folder.")
+    weights_dir: str = setting(
+        "auto",
+        "Folder on each node for a copy of the new weights, from which its engines load them; auto: /dev/shm where the run directory is "
+        "on a network mount, else none; none: they read the run directory.",
+    )
     keep_trajectories: CountOrZero = setting(
         0,
         "Of how many iterations up to the newest update the trajectories stay on disk, `update.recency` at least; 0: all.",

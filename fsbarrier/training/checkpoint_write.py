@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
@@ -32,6 +32,7 @@ from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.hashed_file import FileDigest, HashedFile, copy_hashed, digest_of
 from fsbarrier.training import safetensors_file
 from fsbarrier.training.lora import Adapters
+from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.slices import Shares, gather, local_part, parts_to_write, whole_tensor
 from fsbarrier.training.stored_tensors import StoredPart
@@ -54,7 +55,8 @@ class NewVersion:
 
     `weights`: what is served, in the order of the layers, to be written in `dtype`, and with `adapters` merged. `beside`: the folder
     whose tokenizer and other small files are copied. `on_node`: where the nodes keep the trainer's state, each its own part; None: in
-    the version itself. `state_in`: see Manifest; it counts only where the nodes keep the state.
+    the version itself. `state_in`: see Manifest; it counts only where the nodes keep the state. `copy`: where this node gets a copy of
+    the weights, if there is room; None: nowhere.
     """
 
     policy_version: int
@@ -66,6 +68,7 @@ class NewVersion:
     adapters: Adapters | None = None
     on_node: NodeState | None = None
     state_in: str | None = None
+    copy: NodeCopy | None = None
 
     def served(self, name: str) -> Tensor:
         """The whole of a weight. Every process must call this in the same order."""
@@ -85,7 +88,9 @@ class Written:
 
 def save(out: Path, version: NewVersion, rank: int, world: int) -> None:
     """Leave a complete policy version in `out`. Every process must call this; all fail together. Raises ProgramFailed."""
-    _together(out, lambda: _begin(out, version, rank))
+    began = _together(out, lambda: _begin(out, version, rank))
+    if version.copy is not None and not began[version.copy.ranks[0]]:
+        version = replace(version, copy=None)
     written = _together(out, lambda: _write(out, version, rank, world))
     if version.on_node is not None:
         _together(out, lambda: _commit_on_node(out, version, rank, written))
@@ -110,13 +115,17 @@ def _together(out: Path, act: Callable[[], T]) -> list[T]:
     return [value for _, (value,) in results]
 
 
-def _begin(out: Path, version: NewVersion, rank: int) -> None:
+def _begin(out: Path, version: NewVersion, rank: int) -> bool:
+    """Make place for what will be written; gives whether this process has found room for its node's copy of the weights."""
     if rank == 0:
         if (out / checkpoints.MANIFEST).exists():
             raise ProgramFailed(f"{out} is a complete policy version already; nothing was written")
         _make_empty(out)
     if version.on_node is not None and rank == version.on_node.ranks[0]:
         _make_empty(version.on_node.of_version(out.name))
+    if version.copy is None or rank != version.copy.ranks[0]:
+        return False
+    return version.copy.place.begin(out.name, sum(_sizes(version.weights, version.dtype).values()))
 
 
 def _make_empty(folder: Path) -> None:
@@ -146,20 +155,28 @@ def _write(out: Path, version: NewVersion, rank: int, world: int) -> Written:
 
 
 def _write_weights(out: Path, version: NewVersion, rank: int, world: int, written: Written) -> None:
-    """All processes gather every weight, one after the other; whose file it belongs in keeps it, and writes it when all are there."""
+    """All processes gather every weight, one after the other; those that write the file it belongs in keep it until all are there."""
     planned = plan_files(_sizes(version.weights, version.dtype), world)
-    mine: dict[str, dict[str, Tensor]] = {file: {} for owner, file, _ in planned if owner == rank}
-    for _, file, names in planned:
+    copy = version.copy
+    mine: dict[str, dict[str, Tensor]] = {}
+    for number, (owner, file, names) in enumerate(planned):
+        kept = rank in (owner, copy and copy.writer(number, owner))
         for name in names:
             whole = version.served(name)
-            if file in mine:
-                mine[file][name] = whole.to("cpu", copy=True) if whole.device.type != "cpu" else whole
-    for file, tensors in mine.items():
+            if kept:
+                tensor = whole.to("cpu", copy=True) if whole.device.type != "cpu" else whole
+                mine.setdefault(file, {})[name] = tensor
+    for owner, file, _ in planned:
+        if file not in mine:
+            continue
         # transformers loads some architectures under other names than the folder has, and several tensors as one.
-        stored = revert_weight_conversion(version.model, tensors)
-        path = out / "model" / file
-        written.digests[f"model/{file}"], _ = safetensors_file.write(path, stored)
-        written.weights |= dict.fromkeys(stored, file)
+        stored = revert_weight_conversion(version.model, mine.pop(file))
+        if copy is not None:
+            copy.write(out.name, file, stored)
+        if owner == rank:
+            path = out / "model" / file
+            written.digests[f"model/{file}"], _ = safetensors_file.write(path, stored)
+            written.weights |= dict.fromkeys(stored, file)
 
 
 def _write_adapters(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
+from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.trainer import Trainer
@@ -27,6 +29,7 @@ def begin(
     processes: Processes,
     settings: Settings,
     node: NodeState,
+    copy: NodeCopy | None,
     *,
     model: Path,
     trainer_state: Path | None,
@@ -38,42 +41,31 @@ def begin(
     Without any state to go on from, what was learned since the last one cannot be trained further as it was: the policy goes back to
     the version that has one. Raises what Trainer.load raises.
     """
+
+    def load(weights: Path, states: Sequence[Path], number: int) -> Trainer:
+        # Adapters are put into the first model, and the state holds them.
+        folder = first_model if settings.lora.rank else weights
+        return Trainer.load(
+            *(processes, settings), model_folder=folder, state_folders=states, policy_version=number
+        )
+
     if trainer_state is None:
-        trainer = Trainer.load(
-            processes, settings, model_folder=model, state_folders=[], policy_version=policy_version
-        )
-        return Beginning(trainer, model, None)
+        return Beginning(load(model, [], policy_version), model, None)
     version = trainer_state.parent
-    folders = [node.of_version(version.name) / "trainer", trainer_state]
+    state_in = checkpoints.read_manifest(version).state_in
     try:
-        trainer = Trainer.load(
-            processes,
-            settings,
-            model_folder=first_model if settings.lora.rank else model,
-            state_folders=folders,
-            policy_version=policy_version,
-        )
-        state_in = checkpoints.read_manifest(version).state_in
+        here = model if copy is None else copy.place.nearest(model)
+        trainer = load(here, [node.of_version(version.name) / "trainer", trainer_state], policy_version)
         return Beginning(trainer, model, version.name if state_in == "" else state_in)
     except StateGone:
-        state_in = checkpoints.read_manifest(version).state_in
-    origin, number, folders = first_model, 0, []
+        pass
+    origin, states, number = first_model, [], 0
     if state_in is not None:
         before = version.parent / state_in
-        origin, number, folders = (
-            before / "model",
-            checkpoints.read_manifest(before).policy_version,
-            [before / "trainer"],
-        )
-    trainer = Trainer.load(
-        processes,
-        settings,
-        model_folder=first_model if settings.lora.rank else origin,
-        state_folders=folders,
-        policy_version=number,
-    )
+        origin, states = before / "model", [before / "trainer"]
+        number = checkpoints.read_manifest(before).policy_version
     why = (
         f"the trainer state of policy version {policy_version} is gone with a node that kept a part of it; this version is version "
         f"{number} again, the newest whose state is in the shared directory"
     )
-    return Beginning(trainer, origin, state_in, why)
+    return Beginning(load(origin, states, number), origin, state_in, why)

@@ -7,6 +7,7 @@ whether they are what was written.
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fsbarrier import files
 from fsbarrier.rundir.hashed_file import FileDigest, HashedFile
 
 BLOCK_BYTES = 16 << 20
@@ -39,6 +41,29 @@ TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[FileDigest, dict[str, list[int]]]:
     """Write and flush a new file; gives its digest, and of each tensor the checksums of its blocks. Raises OSError."""
+    checks: dict[str, list[int]] = {}
+    with HashedFile(path) as file:
+        file.write(_header(tensors))
+        for name, tensor in tensors.items():
+            checks[name] = []
+            for block in _blocks(tensor):
+                view = bytes_of(block)
+                checks[name].append(zlib.crc32(view))
+                file.write(view)
+    return file.digest, checks
+
+
+def write_unhashed(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write the same file without flushing it, for whoever compares it with another one's digest. Raises OSError."""
+    with os.fdopen(files.open_new(path), "wb") as file:
+        file.write(_header(tensors))
+        for tensor in tensors.values():
+            for block in _blocks(tensor):
+                file.write(bytes_of(block))
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    """What the file says of its tensors, which lie one after the other behind it."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -48,16 +73,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[FileDigest, dict[s
     encoded = json.dumps(header, separators=(",", ":")).encode()
     # The tensors begin at a multiple of eight.
     encoded += b" " * (-len(encoded) % 8)
-    checks: dict[str, list[int]] = {}
-    with HashedFile(path) as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name, tensor in tensors.items():
-            checks[name] = []
-            for block in _blocks(tensor):
-                view = bytes_of(block)
-                checks[name].append(zlib.crc32(view))
-                file.write(view)
-    return file.digest, checks
+    return len(encoded).to_bytes(8, "little") + encoded
 
 
 def rows_of_a_block(shape: tuple[int, ...], element_size: int) -> int:

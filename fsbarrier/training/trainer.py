@@ -20,6 +20,7 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.training import checkpoint_write, policy
 from fsbarrier.training.checkpoint_write import NewVersion
 from fsbarrier.training.lora import Adapters
+from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.policy_model import PolicyModel, packs
 from fsbarrier.training.processes import Processes
@@ -92,6 +93,7 @@ class Trainer:
         policy_version: int,
         on_node: NodeState | None = None,
         state_in: str | None = None,
+        copy: NodeCopy | None = None,
     ) -> None:
         """Leave the new policy version in `out`. Every process must call this, and writes its part; all fail together. What the model's
         folder has beside its weights is copied. For the rest see NewVersion. Raises ProgramFailed."""
@@ -110,6 +112,7 @@ class Trainer:
             *(policy_version, model, weights, dtype, model_folder, state, adapters),
             on_node=on_node,
             state_in=state_in,
+            copy=copy,
         )
         checkpoint_write.save(out, new, self.processes.rank, self.processes.world)
 

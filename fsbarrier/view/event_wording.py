@@ -159,6 +159,11 @@ def _engine(event: Event) -> str | None:
     return f"node {event.node_rank}: {note}" if note else None
 
 
+def _weights_checked(event: Event) -> str | None:
+    note = event.text("note")
+    return f"node {event.node_rank}: {note}; its engines read the run directory" if note else None
+
+
 def _phase_started(event: Event) -> str | None:
     if event.phase_name not in LONG:
         return None
@@ -208,6 +213,7 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "updated": _updated,
     "weights_published": _published,
     "nodes_differ": lambda event: f"{event.text('what') or '?'}: {event.text('found') or '?'}",
+    "weights_checked": _weights_checked,
     "engine_ready": _engine,
     "engine_restarted": _engine,
     "phase_started": _phase_started,

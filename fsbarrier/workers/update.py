@@ -16,11 +16,13 @@ from typing import TypedDict
 import torch
 
 from fsbarrier.errors import FsbarrierError, UsageError
+from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.training import save_plan
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.failures import explained, tell_torchrun
+from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes
@@ -46,6 +48,8 @@ class UpdateSpec(TypedDict):
     #: where the new policy is saved
     out: str
     new_policy_version: int
+    #: the folder on this node for a copy of the new weights; None: there is none
+    weights_dir: str | None
 
 
 def main(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, object] | None:
@@ -72,10 +76,13 @@ def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str
     started = time.monotonic()
     torch.manual_seed(spec["new_policy_version"])
     node = NodeState.of(settings.checkpoint, spec["run_id"], spec["node_rank"], processes)
+    place = spec["weights_dir"]
+    copy = None if place is None else NodeCopy(WeightsCopy(Path(place)), node.ranks)
     start = begin(
         processes,
         settings,
         node,
+        copy,
         model=Path(spec["model"]),
         trainer_state=None if spec["trainer_state"] is None else Path(spec["trainer_state"]),
         policy_version=spec["policy_version"],
@@ -96,7 +103,12 @@ def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str
         progress.show(steps, steps, "steps", last=True, note="saving")
     trainer.pace = replace(trainer.pace, worked_s=trainer.pace.worked_s + time.monotonic() - started)
     trainer.save(
-        out, model_folder=start.model, policy_version=version, on_node=on_node, state_in=start.state_in
+        out,
+        model_folder=start.model,
+        policy_version=version,
+        on_node=on_node,
+        state_in=start.state_in,
+        copy=copy,
     )
     peak = processes.peak_memory_bytes()
     if not processes.speaks_for_its_node:

@@ -1,0 +1,51 @@
+"""Folders on this machine that belong to one process and end with it, also when it is killed.
+
+The owner holds a lock on its folder, which the kernel lets go when the owner dies. Whoever makes the next folder in the same place
+removes those that nobody holds any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PREFIX = "fsbarrier-own-"
+
+
+@contextmanager
+def own_folder(base: Path, name: str) -> Iterator[Path]:
+    """A new folder in `base` for this process alone, private to its user, with `name` in its name. Raises OSError."""
+    _remove_abandoned(base)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name}-", dir=base))
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        # Where a filesystem knows no such locks, the folder is not removed for its owner if that is killed.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.is_dir():
+            break
+        # Between the two calls somebody took it for abandoned.
+        os.close(lock)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_abandoned(base: Path) -> None:
+    for folder in base.glob(f"{PREFIX}*"):
+        # Another user's folder cannot be opened, and one that is in use cannot be locked.
+        with contextlib.suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -1,0 +1,37 @@
+"""From which folder a node's engines load a policy version, after what is there was compared with the version's manifest."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from fsbarrier.node.job import Job, Result, Workplace
+from fsbarrier.rundir import checkpoints
+
+
+def checked_weights(model: Path, job: Job, workplace: Workplace) -> tuple[Path, list[Result]]:
+    """The node's own copy of the policy in `model`, else `model` itself, and lines for the journal. Once a version, also after a restart.
+
+    The run's first model, and a model folder of the user's own, have no manifest. Raises ProgramFailed, Cancelled.
+    """
+    copies, version = workplace.weights, model.parent.name
+    if copies is not None and (here := copies.nearest(model)) != model:
+        return here, []
+    if model == workplace.checked_model or not (model.parent / checkpoints.MANIFEST).exists():
+        return model, []
+    began, why_not = time.monotonic(), ""
+    with job.using_directory(f"checking {version}"):
+        if copies is not None:
+            why_not = copies.confirm(model, job.live_on)
+        if copies is None or why_not:
+            # The engines then read it from the page cache.
+            checkpoints.verify(model.parent, f"{model.name}/", job.live_on)
+            workplace.checked_model = model
+    folder = model if copies is None else copies.nearest(model)
+    fields = {
+        "serving": version,
+        "weights_from": "run directory" if folder == model else "node",
+        "seconds": round(time.monotonic() - began, 3),
+        "note": why_not,
+    }
+    return folder, [{"event": "weights_checked", **fields}]

@@ -1,0 +1,84 @@
+"""The newest policy's weights on a node itself: its trainer leaves them there, so that its engines need not read the shared directory.
+
+    FOLDER/policy-000006.g0004.unchecked/model/   what the node's processes of the update write: the files of weights
+    FOLDER/policy-000006.g0004/model/             the same with the small files beside, compared with the committed version's manifest
+
+The node's daemon makes the folder, and it goes with that daemon. Nobody reads a copy that still has its first name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsbarrier import files
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.host.memory import free_bytes
+from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir.hashed_file import copy_hashed
+
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsCopy:
+    """The copies in `folder`; a policy version is known by the name of its folder in the shared directory."""
+
+    folder: Path
+
+    def unchecked(self, version: str) -> Path:
+        return self.folder / f"{version}.unchecked" / "model"
+
+    def checked(self, version: str) -> Path:
+        return self.folder / version / "model"
+
+    def nearest(self, model: Path) -> Path:
+        """The copy of the policy in the shared folder `model`, where this node has one that was checked; else that folder."""
+        here = self.checked(model.parent.name)
+        return here if here.is_dir() else model
+
+    def begin(self, version: str, size: int) -> bool:
+        """Remove all copies, and make place for the next one if there is room for `size` bytes; gives whether there is."""
+        for old in self.folder.iterdir():
+            shutil.rmtree(old, ignore_errors=True)
+        if free_bytes(self.folder) < size:
+            return False
+        files.make_dirs(self.unchecked(version))
+        return True
+
+    def give_up(self, version: str) -> None:
+        shutil.rmtree(self.unchecked(version).parent, ignore_errors=True)
+
+    def confirm(self, model: Path, between_reads: Callable[[], None]) -> str:
+        """Add to the copy of the committed version's folder `model` what it lacks beside the weights, compare all of it with the manifest,
+        and give it the name under which it is read. Why there is none, or "".
+
+        Raises ProgramFailed where the version itself is not whole, and what `between_reads` raises.
+        """
+        version = model.parent.name
+        copy = self.unchecked(version)
+        manifest = checkpoints.check_sizes(model.parent)
+        # An engine needs what lies in the folder itself, not the adapters below it.
+        wanted = {name: one for name, one in manifest.files.items() if Path(name).parent == Path(model.name)}
+        weights = [name for name in wanted if name.endswith(".safetensors")]
+        if not weights or not all((copy.parent / name).is_file() for name in weights):
+            size = sum(wanted[name].size for name in weights)
+            self.give_up(version)
+            return (
+                f"no copy of {version} is here ({size / GB:.1f} GB of weights; {free_bytes(self.folder) / GB:.1f} GB may be written to "
+                f"{self.folder.parent})"
+            )
+        try:
+            for name in wanted.keys() - weights:
+                copy_hashed(model.parent / name, copy.parent / name)
+            if len(list(copy.iterdir())) > len(wanted):
+                raise ProgramFailed(f"{copy} has files that are not in the {checkpoints.MANIFEST}")
+            checkpoints.compare(copy.parent, wanted, between_reads)
+            os.rename(copy.parent, self.checked(version).parent)
+        except (OSError, ProgramFailed) as error:
+            self.give_up(version)
+            return f"the copy of {version} is not what was published ({error})"
+        return ""

@@ -1,0 +1,225 @@
+"""A node's own copy of the newest weights: served only where it is what a committed version's manifest says, and gone with its daemon."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.host import memory
+from fsbarrier.host.own_folder import own_folder
+from fsbarrier.node import daemon
+from fsbarrier.node.job import Job, Workplace
+from fsbarrier.node.weights import checked_weights
+from fsbarrier.rundir import checkpoints, weights_copy
+from fsbarrier.rundir.weights_copy import WeightsCopy
+from fsbarrier.settings.sections import CheckpointSettings, EngineSettings, Settings
+
+VERSION = "policy-000006.g0004"
+WEIGHTS = {"model-00001-of-00002.safetensors": b"w" * 1000, "model-00002-of-00002.safetensors": b"v" * 500}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The model's folder of a committed version in the run directory, with adapters and a trainer state."""
+    folder = tmp_path / "run" / "checkpoints" / VERSION
+    content = {**WEIGHTS, "config.json": b"{}", "adapter/adapter_model.safetensors": b"a"}
+    for name, data in {
+        **{f"model/{name}": data for name, data in content.items()},
+        "trainer/part": b"t",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    checkpoints.write_manifest(folder, 6)
+    return folder / "model"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Workplace:
+    (tmp_path / "node").mkdir()
+    return Workplace(
+        engines=cast(Any, None),
+        work_dir=tmp_path / "work",
+        log_dir=tmp_path / "logs",
+        log_path=tmp_path / "run",
+        stall_timeout_s=60.0,
+        weights=WeightsCopy(tmp_path / "node"),
+    )
+
+
+def left_by_the_trainer(place: Workplace, content: dict[str, bytes] = WEIGHTS) -> WeightsCopy:
+    assert place.weights is not None
+    assert place.weights.begin(VERSION, 1500)
+    for name, data in content.items():
+        (place.weights.unchecked(VERSION) / name).write_bytes(data)
+    return place.weights
+
+
+def test_engines_load_the_node_s_copy_and_nothing_else_is_read_again(
+    model: Path, place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = left_by_the_trainer(place)
+    folder, (line,) = checked_weights(model, Job(), place)
+    assert folder == copies.checked(VERSION) and (line["weights_from"], line["note"]) == ("node", "")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {**WEIGHTS, "config.json": b"{}"}
+    monkeypatch.setattr(checkpoints, "compare", None)
+    assert checked_weights(model, Job(), place) == (folder, [])
+
+
+def test_a_node_that_has_no_copy_reads_the_run_directory_and_says_so_once(
+    model: Path, place: Workplace
+) -> None:
+    folder, (line,) = checked_weights(model, Job(), place)
+    assert folder == model and line["weights_from"] == "run directory"
+    assert line["note"].startswith(f"no copy of {VERSION} is here (0.0 GB of weights; ")
+    assert checked_weights(model, Job(), place) == (model, [])
+
+
+OTHERS = {
+    "an older lineage's": {**WEIGHTS, "model-00002-of-00002.safetensors": b"o" * 500},
+    "cut off": {**WEIGHTS, "model-00001-of-00002.safetensors": b"w" * 999},
+    "one too many": {**WEIGHTS, "model.safetensors": b"o"},
+}
+
+
+@pytest.mark.parametrize("content", OTHERS.values(), ids=OTHERS)
+def test_what_differs_from_the_manifest_is_never_served(
+    model: Path, place: Workplace, content: dict[str, bytes]
+) -> None:
+    """A copy of the same name whose trainer belonged to a run that was taken back, say."""
+    copies = left_by_the_trainer(place, content)
+    folder, (line,) = checked_weights(model, Job(), place)
+    assert folder == model and line["note"].startswith(f"the copy of {VERSION} is not what was published")
+    assert not list(copies.folder.iterdir())
+
+
+def test_a_copy_that_lacks_a_file_of_weights_is_given_up(model: Path, place: Workplace) -> None:
+    first = next(iter(WEIGHTS))
+    copies = left_by_the_trainer(place, {first: WEIGHTS[first]})
+    assert checked_weights(model, Job(), place)[0] == model
+    assert not list(copies.folder.iterdir())
+
+
+def test_a_copy_of_what_was_never_committed_is_not_served(model: Path, place: Workplace) -> None:
+    """Its node died between the copy and the commit, say: without a manifest there is nothing that vouches for it."""
+    copies = left_by_the_trainer(place)
+    (model.parent / checkpoints.MANIFEST).unlink()
+    assert checked_weights(model, Job(), place) == (model, [])
+    with pytest.raises(ProgramFailed, match="has no MANIFEST"):
+        copies.confirm(model, lambda: None)
+    assert copies.nearest(model) == model
+
+
+def test_when_the_version_itself_is_damaged_no_copy_hides_it(model: Path, place: Workplace) -> None:
+    left_by_the_trainer(place)
+    (model / "config.json").write_bytes(b"{")
+    with pytest.raises(ProgramFailed, match=r"config\.json has 1 bytes"):
+        checked_weights(model, Job(), place)
+
+
+def test_the_next_update_removes_the_copy_and_what_an_attempt_left(model: Path, place: Workplace) -> None:
+    copies = left_by_the_trainer(place)
+    checked_weights(model, Job(), place)
+    assert copies.begin("policy-000007.g0004", 10) and copies.begin("policy-000007.g0005", 10)
+    assert [path.name for path in copies.folder.iterdir()] == ["policy-000007.g0005.unchecked"]
+    # That update failed, and version 6 is served again.
+    assert checked_weights(model, Job(), place)[0] == model
+
+
+def test_without_room_there_is_no_copy(
+    model: Path, place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert place.weights is not None
+    monkeypatch.setattr(weights_copy, "free_bytes", lambda folder: 3_100_000_000)
+    assert not place.weights.begin(VERSION, 15_200_000_000)
+    _, (line,) = checked_weights(model, Job(), place)
+    assert "3.1 GB may be written to" in line["note"] and not list(place.weights.folder.iterdir())
+
+
+def test_half_of_the_memory_that_is_left_may_be_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 0, 100))
+    monkeypatch.setattr(memory, "host_memory", lambda: (200, 80))
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "none")
+    monkeypatch.setattr(memory, "mount_of", lambda path: SimpleNamespace(kind="tmpfs"))
+    assert memory.free_bytes(tmp_path) == 40
+    # A container's limit counts too; what it only remembers of files does not.
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    for name, text in {
+        "memory.max": "60\n",
+        "memory.current": "50\n",
+        "memory.stat": "anon 20\nactive_file 15\ninactive_file 15\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert memory.free_bytes(tmp_path) == 20
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.free_bytes(tmp_path) == 40
+    monkeypatch.setattr(memory, "mount_of", lambda path: SimpleNamespace(kind="ext4"))
+    assert memory.free_bytes(tmp_path) == 100
+
+
+def test_where_the_copy_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def place(kind: str, wanted: str = "auto", **more: Any) -> Path | None:
+        family = SimpleNamespace(family=SimpleNamespace(category=kind))
+        monkeypatch.setattr(daemon, "mount_of", lambda path: family)
+        settings = Settings(checkpoint=CheckpointSettings(weights_dir=wanted), **more)
+        return daemon.place_for_weights(settings, tmp_path)
+
+    monkeypatch.setattr(daemon, "IN_MEMORY", tmp_path)
+    assert place("close-to-open") == tmp_path and place("local") is None
+    assert place("close-to-open", "none") is None
+    assert place("local", str(tmp_path / "nvme")) == tmp_path / "nvme" and (tmp_path / "nvme").is_dir()
+    # A server of the user's own may be in another container.
+    assert place("close-to-open", engine=EngineSettings(url="http://here")) is None
+    monkeypatch.setattr(daemon, "IN_MEMORY", tmp_path / "gone")
+    assert place("close-to-open") is None
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"checkpoint\.weights_dir=.*/file/below: "):
+        place("local", str(tmp_path / "file" / "below"))
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from fsbarrier.host.own_folder import own_folder
+with own_folder(Path(sys.argv[1]), "n0") as folder:
+    (folder / "weights").write_text("w")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_owner_s_folder_goes_with_the_next_start_and_a_living_one_s_stays(tmp_path: Path) -> None:
+    owners = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDS, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        killed, living = (Path(str(one.stdout and one.stdout.readline().strip())) for one in owners)
+        owners[0].send_signal(signal.SIGKILL)
+        owners[0].wait()
+        assert (killed / "weights").exists()
+        with own_folder(tmp_path, "n1") as mine:
+            assert sorted(tmp_path.iterdir()) == sorted([living, mine])
+            assert (living / "weights").exists() and mine.stat().st_mode & 0o777 == 0o700
+        owners[1].communicate()
+        assert not list(tmp_path.iterdir())
+    finally:
+        for one in owners:
+            one.kill()
+            one.communicate()
