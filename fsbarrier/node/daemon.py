@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -19,7 +20,15 @@ from typing import NoReturn
 
 import fsbarrier
 from fsbarrier import files
-from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, EXIT_SIGTERM, Fenced, StoreError, UsageError
+from fsbarrier.errors import (
+    EXIT_INTERNAL,
+    EXIT_SIGINT,
+    EXIT_SIGTERM,
+    Fenced,
+    ProgramFailed,
+    StoreError,
+    UsageError,
+)
 from fsbarrier.host import accelerators
 from fsbarrier.host.addresses import candidate_addresses
 from fsbarrier.host.identity import boot_id, host_name
@@ -41,6 +50,7 @@ from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Exit, Rules, Stage
 from fsbarrier.retry import Backoff, until_seen
+from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.weights_copy import WeightsCopy
@@ -187,6 +197,8 @@ class Daemon:
             beats.join(LAST_WORDS_S)
         ended = self.agent.exit
         assert ended is not None
+        if not ended.code:
+            self._remove_trainer_state()
         if ended.code:
             self.events.console.say(f"fsbarrier: {ended.reason}\n", to=2)
         self.events.console.close(LAST_WORDS_S)
@@ -213,6 +225,20 @@ class Daemon:
         with contextlib.suppress(StoreError):
             self.jobs.cancel()
         self.engines.stop()
+
+    def _remove_trainer_state(self) -> None:
+        """Once the run has ended: nobody needs this node's part if the newest policy version has the whole state with it."""
+        paths, local_dir = self.record.paths, self.settings.checkpoint.local_dir
+        with contextlib.suppress(OSError, ProgramFailed):
+            made = checkpoints.served_policy(paths.root)
+            if (
+                made
+                and checkpoints.read_manifest(paths.checkpoint(made.number, made.generation)).state_in == ""
+            ):
+                kept = checkpoints.kept_on_node(local_dir, self.record.run_id, self.agent.node.rank)
+                shutil.rmtree(kept, ignore_errors=True)
+                # Another node may share this machine, and still have its own.
+                kept.parent.rmdir()
 
     def _leave(self, code: int, reason: str) -> None:
         """This node ends and the run does not: the other nodes see it in the last heartbeat and go on without this one."""

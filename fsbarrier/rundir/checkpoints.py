@@ -23,6 +23,7 @@ from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.host.private_folder import private_folder
 from fsbarrier.retry import FAILING, retry
 from fsbarrier.rundir.hashed_file import FileDigest, digest_of
 from fsbarrier.rundir.names import POLICY_FOLDER, MadeBy
@@ -58,6 +59,12 @@ class Manifest:
     def digest(self) -> str:
         """What tells this policy from any other: it stands for the content of all its files."""
         return hashlib.sha256(self.encode()).hexdigest()
+
+
+def kept_on_node(local_dir: str, run_id: str, node_rank: int) -> Path:
+    """Where a node keeps its part of the trainer's state between two saves to the run directory. Raises OSError."""
+    base = Path(local_dir) if local_dir else private_folder().path
+    return base / run_id / f"node_{node_rank}"
 
 
 def write_manifest(folder: Path, policy_version: int) -> Manifest:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from fsbarrier import files
-from fsbarrier.host.private_folder import private_folder
+from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.names import POLICY_FOLDER
 from fsbarrier.settings.sections import CheckpointSettings
 from fsbarrier.training.processes import Processes
@@ -35,10 +35,10 @@ class NodeState:
 
     @classmethod
     def of(cls, settings: CheckpointSettings, run_id: str, node_rank: int, processes: Processes) -> Self:
-        base = Path(settings.local_dir) if settings.local_dir else private_folder().path
+        folder = checkpoints.kept_on_node(settings.local_dir, run_id, node_rank)
         first = processes.rank - processes.local_rank
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return cls(base / run_id / f"node_{node_rank}", range(first, first + here))
+        return cls(folder, range(first, first + here))
 
     def of_version(self, name: str) -> Path:
         """The folder of a policy version, by the name of its folder in the shared directory."""
