@@ -40,6 +40,8 @@ PHASE_NAMES = (
 )
 #: what a publication says of the best policy so far
 BEST = ("best_reward", "best_policy_version", "best_folder")
+#: and of the version that the trained policy is held against
+REFERENCE = "reference_folder"
 #: what `--rl-phase` may run alone
 RL_SLICES = (
     Slice("rollout", "iteration_start", "eval_rollout", result="train_aggregate"),
@@ -113,9 +115,10 @@ class ProbeAddresses:
 
 @dataclass(frozen=True, slots=True)
 class PublishWeights:
-    """Check a policy version's folder, then point the run at it; keep the newest `keep` versions, every `keep_every`-th, and `best`.
+    """Check a policy version's folder, then point the run at it; keep the newest `keep` versions, every `keep_every`-th, and `needed`.
 
-    `best`: the folder of the best policy so far (None: no folder) and what is known of it; it becomes a part of the result.
+    `needed`: the folders (None: no folder) of the best policy so far, with what is known of it, and of the one that the trained policy
+    is held against; it becomes a part of the result.
     `trained_on`: the iteration whose update it is; the trajectories of those that are `keep_trajectories` behind it, or more, are
     removed (0: none is).
     """
@@ -126,7 +129,7 @@ class PublishWeights:
     trained_on: int = 0
     keep_trajectories: int = 0
     keep_every: int = 0
-    best: Payload = field(default_factory=dict)
+    needed: Payload = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +303,27 @@ class Context:
         # The run's first model has no folder among the checkpoints.
         folder = Path(published["folder"]).name if published else None
         return dict(zip(BEST, (reward, self.policy_version, folder), strict=True))
+
+    @property
+    def reference(self) -> Path | None:
+        """The model folder of the policy that the trained one is held against; None: nothing is (`algorithm.kl_coef`)."""
+        if not self.settings.algorithm.kl_coef:
+            return None
+        name = (self.latest("weights_publish") or {}).get(REFERENCE)
+        return self.paths.checkpoints / name / "model" if name else self.model
+
+    def needed_beside(self, folder: Path, policy_version: int) -> Payload:
+        """What stays beside the newest versions once `folder` is published as `policy_version`: see PublishWeights.needed."""
+        best = self.best_evaluated if self.settings.checkpoint.keep_best else {}
+        every = self.settings.algorithm.kl_reference_every if self.settings.algorithm.kl_coef else 0
+        if not every:
+            return best
+        due = policy_version % every == 0
+        # None: it is the run's first model still, which has no folder among the checkpoints.
+        return {
+            **best,
+            REFERENCE: folder.name if due else (self.latest("weights_publish") or {}).get(REFERENCE),
+        }
 
     def decided(self, phase_name: str) -> Payload | None:
         """What the leader published for `phase_name` in this iteration; None if it has not (yet)."""

@@ -324,6 +324,7 @@ def update(ctx: Context) -> Work:
         "model": str(policy.model),
         "first_model": str(ctx.model),
         "trainer_state": str(policy.trainer) if policy.trainer else None,
+        "reference": str(ctx.reference) if ctx.reference else None,
         "out": str(out),
         "policy_version": policy.version,
         "new_policy_version": version,
@@ -361,13 +362,10 @@ def publish_weights(ctx: Context) -> Work:
     return publish(ctx, ctx.paths.checkpoints / updated["out"], updated["policy_version"])
 
 
-def publish(ctx: Context, folder: Path, policy_version: int) -> PublishWeights:
-    kept, recency = ctx.settings.checkpoint, ctx.settings.update.recency
-    trajectories = max(kept.keep_trajectories, recency) if kept.keep_trajectories else 0
-    best = ctx.best_evaluated if kept.keep_best else {}
-    return PublishWeights(
-        folder, policy_version, kept.keep, ctx.iteration, trajectories, kept.keep_every, best
-    )
+def publish(ctx: Context, folder: Path, version: int) -> PublishWeights:
+    kept, needed = ctx.settings.checkpoint, ctx.needed_beside(folder, version)
+    trajectories = max(kept.keep_trajectories, ctx.settings.update.recency) if kept.keep_trajectories else 0
+    return PublishWeights(folder, version, kept.keep, ctx.iteration, trajectories, kept.keep_every, needed)
 
 
 def start_engine(ctx: Context) -> Work:

@@ -176,7 +176,7 @@ def train_mode(show: Show, mode: Mode, model: Path, out: Path, options: argparse
         trainer.save(out, model_folder=model, policy_version=1)
         written_s = time.perf_counter() - began
     lengths = batch.lengths()[options.sequences :]
-    sampled = sum(map(batch.sampled_tokens, rest.steps))
+    sampled = sum(int(batch.sampled_tokens(step).sum()) for step in rest.steps)
     used = flops(shape, lengths, sampled, lora=mode.lora_rank > 0) / seconds
     card = torch.cuda.get_device_name() if processes.device.type == "cuda" else ""
     peak = peak_of(card) if processes.dtype is torch.bfloat16 else None

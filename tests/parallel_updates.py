@@ -20,6 +20,7 @@ from torch import Tensor
 from trainer_bench import Bench, rollouts, settings
 
 from fsbarrier.training.batch import TrainingBatch
+from fsbarrier.training.log_prob_pass import with_old, with_reference
 from fsbarrier.training.micro_batch import MicroBatch, plan
 from fsbarrier.training.optimizer_step import train
 from fsbarrier.training.processes import Processes
@@ -30,6 +31,13 @@ from fsbarrier.training.trainer import Trainer
 # rounding, as for one of 1e-2. In bfloat16 the same numbers are added up in another order, with 8 bits each.
 TOLERANCE = {"float32": (1e-6, 1e-5), "bfloat16": (0.05, 0.5)}
 ALONE = "1x1:none:24"
+# Every term that a loss can have, divided by what only the whole minibatch knows.
+ALGORITHM = {
+    "aggregation": "seq-mean-token-mean",
+    "kl_coef": 0.1,
+    "entropy_coef": 0.01,
+    "mismatch": "token_tis",
+}
 
 
 def small_model(folder: Path, *, tied: bool) -> Any:
@@ -88,6 +96,7 @@ class Case:
         }
         nested = settings(optimizer__lr=1e-2, optimizer__warmup_steps=0, algorithm__max_logprob_gap=1.0)
         nested["trainer"] |= trainer_settings
+        nested["algorithm"] |= ALGORITHM
         chosen = Bench(folder, nested).settings
         batch = TrainingBatch.load(folder / "batch")
         trainer = Trainer.load(
@@ -99,6 +108,8 @@ class Case:
         )
         if recompute:
             batch = recomputed(trainer, batch, self.micro_batch)
+        batch = with_reference(folder / "reference", trainer.layout, trainer.processes, batch, chosen)
+        batch = with_old(trainer, batch, chosen)
         sums = train(trainer, batch, chosen, folder / "model")
         state = trainer.backend.optimizer.state
         weights, moments = {}, {}
@@ -124,7 +135,7 @@ def recomputed(trainer: Trainer, batch: TrainingBatch, micro_batch: int) -> Trai
             batch, indices or batch.steps[0][:1].tolist(), processes.device, packed=trainer.packs
         )
         with torch.no_grad():
-            found = micro.placed(trainer.model(micro.inputs, micro.wanted, 1.0))
+            found = micro.placed(trainer.model(micro.inputs, micro.wanted, 1.0)[0])
         for row, index in enumerate(indices):
             begin, end = batch.offsets[index : index + 2].tolist()
             logprobs[begin:end] = found[row, : end - begin]
@@ -140,6 +151,12 @@ def main(folder: Path, cases: list[str]) -> None:
     folder.mkdir(exist_ok=True)
     model = small_model(folder / "model", tied="tied" in cases)
     rollouts(folder / "merged", model)
+    # A reference policy that is another one.
+    for parameter in model.parameters():
+        parameter.data.mul_(1.1)
+    model.save_pretrained(folder / "reference")
+    for parameter in model.parameters():
+        parameter.data.div_(1.1)
     Bench(folder, settings(trainer__minibatch=24, trainer__epochs=1)).prepare()
     # One optimizer step, over so many that neither 3 nor 4 processes get as many each: some have an empty micro-batch.
     batch = torch.load(folder / "batch", weights_only=True)

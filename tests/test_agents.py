@@ -189,7 +189,7 @@ def test_what_a_token_says_beyond_a_stop_string_is_never_guessed_away(fake: Fake
     assert second.token_ids == [*letters("q !say ab<end>more!! ab<end> !say c!! c"), END]
 
 
-def test_an_answer_that_was_cut_off_makes_the_episode_no_success(fake: Fake) -> None:
+def test_an_answer_that_was_cut_off_marks_the_episode(fake: Fake) -> None:
     async def cut(client: Client) -> None:
         reply = await client.chat([user("!long !say ab!!")])
         assert reply.finish_reason == "length"

@@ -1,66 +1,219 @@
-"""The losses against their formulas, worked out by hand or by another route."""
+"""The losses against numbers that were worked out from the published formulas, by another route than the code's."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
+
+from fsbarrier.settings.presets import PRESETS
+from fsbarrier.settings.sections import AlgorithmSettings
 
 pytestmark = pytest.mark.torch
 
+# Two sequences of three and two tokens.
+NEW = [[-0.5, -1.2, -2.0], [-0.9, -0.4, 0.0]]
+OLD = [[-0.6, -1.9, -1.5], [-0.5, -0.8, 0.0]]
+ENGINE = [[-0.65, -1.6, -1.5], [-1.4, -0.8, 0.0]]
+REFERENCE = [[-0.7, -1.0, -1.8], [-1.1, -0.6, 0.0]]
+MASK = [[True, True, True], [True, True, False]]
+ADVANTAGES = [1.0, -0.5]
 
-def test_grpo_loss_by_hand() -> None:
+PPO = AlgorithmSettings(clip_low=0.2, clip_high=0.28, dual_clip=None)
+
+
+def loss_of(algorithm: AlgorithmSettings, constant: int = 4, **changed: Any) -> tuple[Any, Any, Any]:
+    """(loss, its gradient to the new log-probabilities, sums), in double precision."""
     import torch
 
-    from fsbarrier.training.losses import grpo_loss
+    from fsbarrier.training.losses import Divisor, TokenValues, minibatch_loss
 
-    old = torch.zeros(2, 2)
-    new = torch.log(torch.tensor([[0.5, 1.0], [2.0, 1.1]]))
-    mask = torch.tensor([[True, False], [True, True]])
-    sums = grpo_loss(new, old, torch.tensor([-1.0, 1.0]), mask, clip_low=0.2, clip_high=0.28)
-    # worse sample, ratio 0.5 -> bounded at 0.8; better sample, ratio 2 -> bounded at 1.28, ratio 1.1 within bounds
-    assert float(sums.loss) == pytest.approx(0.8 - 1.28 - 1.1)
-    assert int(sums.clipped) == 2
+    given = {"new": NEW, "old": OLD, "engine": ENGINE, "reference": REFERENCE, "entropy": [[0.0] * 3] * 2}
+    tensors = {name: torch.tensor(changed.get(name, one), dtype=torch.float64) for name, one in given.items()}
+    new = tensors["new"].requires_grad_()
+    if not algorithm.kl_coef:
+        del tensors["reference"]
+    mask = torch.tensor(changed.get("mask", MASK))
+    weights = torch.tensor(changed.get("advantages", ADVANTAGES), dtype=torch.float64)
+    divisor = Divisor(int(mask.sum()), int(mask.any(1).sum()), constant)
+    found = minibatch_loss(algorithm, TokenValues(**tensors), weights, mask, divisor)
+    found.loss.backward()
+    return found.loss.item(), new.grad, found.sums
 
 
-def test_on_policy_the_gradient_is_the_policy_gradient() -> None:
-    """Where nothing has moved yet, d loss / d log p is minus the advantage, and masked tokens get nothing."""
+FIRST = [-0.221034, 0.0, -0.121306]
+CASES: dict[str, tuple[dict[str, Any], float, list[list[float]] | None]] = {
+    "dapo": ({}, -0.3691578, [FIRST, [0.0, 0.149182, 0.0]]),
+    "grpo": ({"aggregation": "seq-mean-token-mean"}, -0.2121388, None),
+    "dr_grpo": ({"aggregation": "seq-mean-token-sum-norm"}, -0.2307237, None),
+    "sums": ({"aggregation": "seq-mean-token-sum"}, -0.9228946, None),
+    "dual clip": ({"dual_clip": 1.3}, -0.3883403, [FIRST, [0.0, 0.0, 0.0]]),
+    "gspo": (
+        {"loss": "gspo", "aggregation": "seq-mean-token-mean"},
+        -0.3025855,
+        [[-0.184195] * 3, [0.125, 0.125, 0.0]],
+    ),
+    "gspo as published": (
+        {"loss": "gspo", "aggregation": "seq-mean-token-mean", "clip_low": 3e-4, "clip_high": 4e-4},
+        -0.2502000,
+        [[0.0] * 3, [0.125, 0.125, 0.0]],
+    ),
+    "cispo": (
+        {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+        0.7164282,
+        [[-0.221034, -0.402751, -0.121306], [0.067032, 0.149182, 0.0]],
+    ),
+    "cispo, two-sided": ({"loss": "cispo"}, 0.6145171, None),
+    "sapo": (
+        {"loss": "sapo", "aggregation": "seq-mean-token-mean"},
+        -0.6130688,
+        [[-0.183687, -0.262270, -0.097275], [0.081329, 0.174578, 0.0]],
+    ),
+    "k1": ({"kl_coef": 2.0, "kl_estimator": "k1"}, -0.3691578 + 2 * 0.04, None),
+    "k2": ({"kl_coef": 2.0, "kl_estimator": "k2"}, -0.3691578 + 2 * 0.02, None),
+    "k3": ({"kl_coef": 2.0, "kl_estimator": "k3"}, -0.3691578 + 2 * 0.0197996, None),
+    "token_tis": ({"mismatch": "token_tis", "mismatch_high": 2.0}, -0.2341400, None),
+    "icepop": ({"mismatch": "icepop", "mismatch_low": 0.5, "mismatch_high": 2.0}, -0.3941400, None),
+    "sequence_mask": ({"mismatch": "sequence_mask", "mismatch_high": 3.0}, 0.0977100, None),
+    "sequence_mask, 1.3": ({"mismatch": "sequence_mask", "mismatch_high": 1.3}, -0.4659879, None),
+    # Minus the rewards' weighted mean log-probability: (1 * 3.7 - 0.5 * 1.3) / 5.
+    "rft": ({"loss": "rft"}, 0.61, [[-0.2] * 3, [0.1, 0.1, 0.0]]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_are_the_published_ones(case: str) -> None:
     import torch
 
-    from fsbarrier.training.losses import grpo_loss
-
-    old = torch.tensor([[-1.0, -2.0, -0.5], [-0.3, -0.7, -9.0]])
-    new = old.clone().requires_grad_()
-    mask = torch.tensor([[True, True, False], [True, True, False]])
-    grpo_loss(new, old, torch.tensor([1.5, -0.5]), mask, clip_low=0.2, clip_high=0.28).loss.backward()
-    assert new.grad is not None
-    assert torch.allclose(new.grad, torch.tensor([[-1.5, -1.5, 0.0], [0.5, 0.5, 0.0]]))
+    changes, expected, gradient = CASES[case]
+    loss, found, _ = loss_of(replace(PPO, **changes))
+    assert loss == pytest.approx(expected, abs=1e-6)
+    if gradient is not None:
+        torch.testing.assert_close(found, torch.tensor(gradient, dtype=torch.float64), rtol=0, atol=1e-6)
 
 
-def test_masked_tokens_cannot_spoil_the_loss() -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_minibatch_may_be_split(case: str) -> None:
+    """Each sequence alone, divided by what belongs to the whole minibatch, adds up to the same."""
     import torch
 
-    from fsbarrier.training.losses import grpo_loss
+    from fsbarrier.training.losses import Divisor, TokenValues, minibatch_loss
 
-    new = torch.tensor([[0.0, -1.0]], requires_grad=True)
-    old = torch.tensor([[-1e9, -1.0]])  # a ratio of infinity, were it not masked
-    sums = grpo_loss(
-        new, old, torch.tensor([1.0]), torch.tensor([[False, True]]), clip_low=0.2, clip_high=0.28
+    algorithm = replace(PPO, **CASES[case][0])
+    parts = []
+    for row in range(2):
+        given = [torch.tensor([one[row]], dtype=torch.float64) for one in (NEW, OLD, ENGINE, NEW, REFERENCE)]
+        values = TokenValues(*given[:4], given[4] if algorithm.kl_coef else None)
+        weight = torch.tensor([ADVANTAGES[row]], dtype=torch.float64)
+        mask = torch.tensor([MASK[row]])
+        parts.append(minibatch_loss(algorithm, values, weight, mask, Divisor(5, 2, 4)).loss.item())
+    assert sum(parts) == pytest.approx(loss_of(algorithm)[0], abs=1e-12)
+
+
+def test_entropy_is_rewarded() -> None:
+    plain = loss_of(PPO)[0]
+    found = loss_of(replace(PPO, entropy_coef=0.5), entropy=[[1.0, 2.0, 3.0], [4.0, 5.0, 99.0]])[0]
+    assert found == pytest.approx(plain - 0.5 * 3, abs=1e-9)
+
+
+def test_what_is_shown_of_the_tokens() -> None:
+    from fsbarrier.training.losses import TOKEN_SUMS
+
+    algorithm = replace(PPO, kl_coef=1.0, mismatch="icepop")
+    entropy = [[1.0, 1.0, 1.0], [1.0, 1.0, 7.0]]
+    shown = dict(zip(TOKEN_SUMS, loss_of(algorithm, entropy=entropy)[2].tolist(), strict=True))
+    # One better token is above 1.28; of the worse ones one is below 0.8. The engine's third token of the two sequences is far off.
+    assert (shown["clipped_high"], shown["clipped_low"], shown["entropy"]) == (1, 1, 5)
+    assert shown["negative_log_likelihood"] == pytest.approx(5.0)
+    assert shown["kl"] == pytest.approx(5 * 0.0197996, abs=1e-6) and shown["mismatch_dropped"] == 1
+    assert shown["policy_kl"] > 0 and shown["mismatch_kl"] > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_masked_tokens_cannot_spoil_the_loss(case: str) -> None:
+    import torch
+
+    wild = [[*row[:2], value] for row, value in zip(OLD, (-1.5, -1e9), strict=True)]
+    clean, gradient, _ = loss_of(replace(PPO, **CASES[case][0]))
+    found, spoiled, sums = loss_of(
+        replace(PPO, **CASES[case][0]), old=wild, engine=[ENGINE[0], [-1.4, -0.8, float("nan")]]
     )
-    sums.loss.backward()
-    assert sums.loss.item() == pytest.approx(-1.0)
-    assert new.grad is not None and bool(torch.isfinite(new.grad).all())
+    assert found == clean and torch.equal(gradient, spoiled) and bool(torch.isfinite(sums).all())
 
 
-def test_advantages_are_centred_and_scaled() -> None:
+def test_a_ratio_beyond_all_bounds_stays_finite() -> None:
+    loss, gradient, _ = loss_of(PPO, old=[[-900.0] * 3] * 2, advantages=[1.0, -1.0])
+    assert abs(loss) < 1e9 and float(gradient.abs().max()) < 1e10
+    bounded, _, _ = loss_of(replace(PPO, dual_clip=10.0), old=[[-900.0] * 3] * 2, advantages=[1.0, -1.0])
+    assert bounded == pytest.approx((3 * -1.28 + 2 * 10) / 5)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_settings_that_give_a_loss(preset: str) -> None:
+    algorithm = replace(AlgorithmSettings(), **PRESETS[preset][1])  # type: ignore[index]
+    loss, gradient, _ = loss_of(algorithm)
+    assert loss == loss and bool((gradient[:, :2] == gradient[:, :2]).all())
+
+
+# --- advantages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "right", "wrong"),
+    [
+        ({}, 1.620182, -0.540061),
+        ({"advantage": "rloo", "normalize_std": False}, 0.857143, -0.285714),
+        ({"normalize_std": False}, 0.75, -0.25),
+        ({"advantage": "reinforce_plus_plus"}, 1.0, 0.0),
+        ({"advantage": "reinforce_plus_plus_baseline"}, 0.75, -0.25),
+    ],
+)
+def test_advantages_of_a_group(changes: dict[str, Any], right: float, wrong: float) -> None:
     import torch
 
     from fsbarrier.training.advantages import group_advantages
 
-    assert group_advantages(torch.tensor([0.0, 1.0]), normalize_std=True).tolist() == pytest.approx(
-        [-0.7071, 0.7071], abs=1e-4
-    )
-    assert group_advantages(torch.tensor([0.0, 0.0, 3.0]), normalize_std=False).tolist() == [-1, -1, 2]
-    assert group_advantages(torch.tensor([1.0, 1.0]), normalize_std=True).tolist() == [0, 0]
-    assert group_advantages(torch.tensor([1.0]), normalize_std=True).tolist() == [0]
+    rewards = torch.tensor([1, 0, 0, 1, 0, 0, 0, 0], dtype=torch.float64)
+    found = group_advantages(rewards, AlgorithmSettings(**changes)).tolist()
+    assert (found[0], found[1]) == pytest.approx((right, wrong), abs=1e-6)
+    if changes.get("advantage") != "reinforce_plus_plus":
+        assert group_advantages(torch.tensor([1.0, 1.0]), AlgorithmSettings(**changes)).tolist() == [0, 0]
+        assert group_advantages(torch.tensor([1.0]), AlgorithmSettings(**changes)).tolist() == [0]
+
+
+def test_a_batch_is_normalised_over_its_tokens() -> None:
+    """As verl's masked_whiten: every token counts once, and its variance is Bessel's."""
+    import torch
+
+    from fsbarrier.training.advantages import batch_advantages
+
+    advantages, tokens = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64), torch.tensor([3, 1, 2])
+    spread = advantages.repeat_interleave(tokens)
+    chosen = AlgorithmSettings(advantage="reinforce_plus_plus")
+    expected = (advantages - spread.mean()) / spread.std()
+    assert torch.allclose(batch_advantages(advantages, tokens, chosen), expected, atol=1e-5)
+    centred = batch_advantages(advantages, tokens, replace(chosen, normalize_std=False))
+    assert torch.allclose(centred, advantages - spread.mean())
+    assert torch.equal(batch_advantages(advantages, tokens, AlgorithmSettings()), advantages)
+
+
+def test_long_answers_lose_reward_little_by_little() -> None:
+    """DAPO's limits: nothing up to 16,384 tokens, then down to -1 at 20,480."""
+    import torch
+
+    from fsbarrier.training.advantages import overlong_penalty
+
+    lengths = torch.tensor([10, 16_384, 18_432, 20_480, 20_500], dtype=torch.float64)
+    shaped = AlgorithmSettings(truncated="shape", overlong_buffer=4096)
+    assert overlong_penalty(shaped, lengths, 20_480).tolist() == [0, 0, -0.5, -1, -1]
+    assert overlong_penalty(replace(shaped, overlong_buffer=None), lengths, 20_480).tolist() == [
+        0,
+        0,
+        -0.5,
+        -1,
+        -1,
+    ]
 
 
 def test_token_log_probs_are_those_of_the_tempered_distribution() -> None:
@@ -69,35 +222,8 @@ def test_token_log_probs_are_those_of_the_tempered_distribution() -> None:
     from fsbarrier.training.losses import token_log_probs
 
     logits, tokens = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
-    found = token_log_probs(logits, tokens, 0.5)
-    expected = torch.log_softmax(logits / 0.5, -1)[:, :-1].gather(2, tokens[:, 1:, None]).squeeze(2)
-    assert torch.allclose(found[:, 1:], expected, atol=1e-5) and bool((found[:, 0] == 0).all())
-
-
-def test_rft_is_the_likelihood_of_what_is_weighted() -> None:
-    import torch
-
-    from fsbarrier.training.losses import rft_loss
-
-    new = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
-    mask = torch.tensor([[True, True], [True, False]])
-    assert float(rft_loss(new, torch.tensor([1.0, 0.5]), mask).loss) == pytest.approx(1 + 2 + 1.5)
-
-
-def test_an_old_trajectory_weighs_no_more_than_a_limit() -> None:
-    """What the policy has come to like much more, and was bad, would else count without bounds."""
-    import torch
-
-    from fsbarrier.training.losses import MAX_RATIO, grpo_loss
-
-    new = torch.tensor([[-0.1]], requires_grad=True)
-    sums = grpo_loss(
-        new,
-        torch.tensor([[-9.0]]),
-        torch.tensor([-1.0]),
-        torch.ones(1, 1, dtype=torch.bool),
-        clip_low=0.2,
-        clip_high=0.28,
-    )
-    sums.loss.backward()
-    assert sums.loss.item() == pytest.approx(MAX_RATIO) and new.grad is not None and new.grad.item() == 0.0
+    found, entropy = token_log_probs(logits, tokens, 0.5)
+    drawn_from = torch.distributions.Categorical(logits=logits[:, :-1] / 0.5)
+    assert torch.allclose(found[:, 1:], drawn_from.log_prob(tokens[:, 1:]), atol=1e-5)
+    assert torch.allclose(entropy[:, 1:], drawn_from.entropy(), atol=1e-5)
+    assert bool((found[:, 0] == 0).all()) and bool((entropy[:, 0] == 0).all())

@@ -52,9 +52,14 @@ def inputs() -> tuple[dict[str, Any], Any]:
 
 
 def reference(model: Any, inputs: dict[str, Any], wanted: Any, temperature: float) -> Any:
+    return log_probs_and_entropies(model, inputs, wanted, temperature)[0]
+
+
+def log_probs_and_entropies(model: Any, inputs: dict[str, Any], wanted: Any, temperature: float) -> Any:
     from fsbarrier.training.losses import token_log_probs
 
-    return token_log_probs(model(**inputs, use_cache=False).logits, inputs["input_ids"], temperature)[wanted]
+    logits = model(**inputs, use_cache=False).logits
+    return [one[wanted] for one in token_log_probs(logits, inputs["input_ids"], temperature)]
 
 
 def gradients(model: Any, log_probs: Any) -> dict[str, Any]:
@@ -86,14 +91,15 @@ def test_log_probs_and_gradients_are_those_of_whole_logits(architecture: str) ->
 
     model = model_of(architecture, **ARCHITECTURES[architecture])
     given, wanted = inputs()
-    expected = reference(model, given, wanted, 0.7)
-    expected_gradients = gradients(model, expected)
+    expected, expected_entropies = log_probs_and_entropies(model, given, wanted, 0.7)
+    expected_gradients = gradients(model, expected + 0.3 * expected_entropies)
     # So little that the vocabulary is cut into slices of a few entries, the last one smaller.
     policy = PolicyModel(model, 8 * int(wanted.sum()) * 10)
     assert policy.head is not None
-    found = policy(given, wanted, 0.7)
+    found, entropies = policy(given, wanted, 0.7)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
-    for name, gradient in gradients(model, found).items():
+    torch.testing.assert_close(entropies, expected_entropies, rtol=1e-6, atol=2e-6)
+    for name, gradient in gradients(model, found + 0.3 * entropies).items():
         scale = float(expected_gradients[name].abs().max())
         assert float((gradient - expected_gradients[name]).abs().max()) <= 2e-6 * max(1.0, scale), name
 
@@ -116,7 +122,7 @@ def test_an_architecture_that_is_not_understood_uses_its_own_forward(
     given, wanted = inputs()
     policy = PolicyModel(model, 1 << 20)
     assert policy.head is None and "Louder" in capsys.readouterr().err
-    torch.testing.assert_close(policy(given, wanted, 1.0), reference(model, given, wanted, 1.0))
+    torch.testing.assert_close(policy(given, wanted, 1.0)[0], reference(model, given, wanted, 1.0))
 
 
 def test_bfloat16_logits_are_compared_in_float32() -> None:
@@ -126,7 +132,7 @@ def test_bfloat16_logits_are_compared_in_float32() -> None:
 
     model = model_of("Llama").to(torch.bfloat16)
     given, wanted = inputs()
-    found = PolicyModel(model, 1 << 20)(given, wanted, 1.0)
+    found, _ = PolicyModel(model, 1 << 20)(given, wanted, 1.0)
     assert found.dtype is torch.float32
     torch.testing.assert_close(found, reference(model, given, wanted, 1.0), rtol=0.02, atol=0.02)
 
@@ -158,10 +164,10 @@ def test_packed_sequences_do_not_see_each_other(architecture: str) -> None:
     for packed in (False, True):
         micro = MicroBatch.of(batch, [2, 0, 1], device, packed=packed)
         assert micro.inputs["input_ids"].shape == ((1, 23) if packed else (3, 12))
-        placed.append(micro.placed(policy(micro.inputs, micro.wanted, 1.0)))
+        placed.append(micro.placed(policy(micro.inputs, micro.wanted, 1.0)[0]))
     torch.testing.assert_close(placed[0], placed[1], rtol=1e-5, atol=1e-5)
     whole = MicroBatch.of(batch, [1], device, packed=False)
-    alone = whole.placed(policy(whole.inputs, whole.wanted, 1.0))
+    alone = whole.placed(policy(whole.inputs, whole.wanted, 1.0)[0])
     torch.testing.assert_close(placed[1][2], alone[0], rtol=1e-5, atol=1e-5)
     assert bool((alone[0] != 0).any())
 
@@ -200,7 +206,7 @@ def test_checkpointed_activations_give_the_same_gradients(tmp_path: Path) -> Non
         with torch.autograd.graph.saved_tensors_hooks(
             lambda one, saved=saved: saved.append(one) or one, lambda one: one
         ):
-            log_probs = PolicyModel(model, 1 << 20)(given, wanted, 1.0)
+            log_probs, _ = PolicyModel(model, 1 << 20)(given, wanted, 1.0)
         found.append(gradients(model, log_probs))
         kept.append(len(saved))
     assert kept[1] < kept[0] / 2
@@ -229,7 +235,7 @@ def test_no_tensor_is_larger_than_the_logits_may_be() -> None:
     weights = 40_000 * 8 * 4
     hidden, targets = torch.randn(300, 8, requires_grad=True), torch.randint(0, 40_000, (300,))
     with Watch() as watch:
-        head(hidden, targets, 1.0).sum().backward()
+        sum(one.sum() for one in head(hidden, targets, 1.0)).backward()
     assert 1 << 18 < watch.largest <= 1 << 20
 
 
@@ -245,9 +251,9 @@ rows, vocabulary, width = 8192, 151936, 64
 head = LogProbHead(torch.nn.Linear(width, vocabulary, bias=False), LogitScaling(cap=30.0), 256 << 20)
 head.linear.weight.grad = torch.zeros_like(head.linear.weight)
 hidden, targets = torch.randn(rows, width, requires_grad=True), torch.randint(0, vocabulary, (rows,))
-head(hidden[:8], targets[:8], 1.0).sum().backward()
+sum(one.sum() for one in head(hidden[:8], targets[:8], 1.0)).backward()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-head(hidden, targets, 1.0).sum().backward()
+sum(one.sum() for one in head(hidden, targets, 1.0)).backward()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
 """
     said = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True)

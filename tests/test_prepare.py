@@ -61,6 +61,38 @@ def test_a_trajectory_that_was_cut_off_is_no_success(tmp_path: Path) -> None:
     assert batch["weights"].tolist() == pytest.approx([-0.57735, 1.1547, -0.57735], abs=1e-4)
 
 
+def test_what_was_cut_off_is_kept_masked_or_shaped(tmp_path: Path) -> None:
+    """Four answers of two tokens at a limit of four; the last two are as long as may be, one of them a success all the same."""
+
+    def weights(**chosen: Any) -> list[float]:
+        four = group(0, [1, 0, 1, 0])
+        for one in four[2:]:
+            one |= {"finish_reason": "length"}
+            for name, more in (("token_ids", [9, 9]), ("loss_mask", [1, 1]), ("logprobs", [-1.0, -1.0])):
+                one[name] += type(one[name])(one[name].typecode, more)
+        (tmp_path / "merged").unlink(missing_ok=True)
+        work = Bench(tmp_path, settings(rollout__max_tokens=4, algorithm__normalize_std=False, **chosen))
+        return [round(weight, 6) for weight in prepared(work, [four])[1]["weights"].tolist()]
+
+    assert weights() == [0.5, -0.5, 0.5, -0.5]
+    assert weights(algorithm__truncated="mask") == [0.5, -0.5]
+    # They lose 0.5 each, and so the mean loses 0.25.
+    shaped = {"algorithm__truncated": "shape", "algorithm__overlong_penalty": 0.5}
+    assert weights(**shaped) == [0.75, -0.25, 0.25, -0.75]
+    assert weights(**shaped, algorithm__overlong_buffer=4) == [0.625, -0.375, 0.375, -0.625]
+    assert weights(algorithm__truncated="mask", algorithm__loss="rft") == [1]
+
+
+def test_a_batch_may_decide_what_its_sequences_weigh(tmp_path: Path) -> None:
+    work = Bench(tmp_path, settings(algorithm__advantage="reinforce_plus_plus"))
+    _, batch = prepared(work, [group(0, [1, 0, 0, 0]), group(1, [2, 1, 1, 1])])
+    weights = batch["weights"]
+    assert weights.mean().item() == pytest.approx(0, abs=1e-6)
+    # Every token counts once, two in each sequence.
+    assert weights.repeat_interleave(2).std().item() == pytest.approx(1, abs=1e-4)
+    assert weights[1] < weights[5] < weights[4]
+
+
 def test_rejection_sampling_takes_successes_only(tmp_path: Path) -> None:
     cut = group(1, [1, 1])
     cut[0]["valid"] = False

@@ -198,10 +198,11 @@ def test_the_result_the_progress_and_the_checkpoint(tmp_path: Path, fake: Fake) 
     assert request["repetition_penalty"] == 1.0 and request["min_p"] == 0.0 and "seed" not in request
 
 
-def test_a_truncated_generation_is_never_a_success(tmp_path: Path, fake: Fake) -> None:
+def test_a_truncated_generation_is_judged_like_any_other(tmp_path: Path, fake: Fake) -> None:
+    """What the update makes of it is algorithm.truncated's affair."""
     assert run(make_spec(tmp_path, fake.url, ["ba!long=", "dc="])).code == 0
     cut = rolled_out(tmp_path)[0][0]
-    assert (cut["text"], cut["finish_reason"], cut["valid"], cut["reward"]) == ("ab", "length", False, 0.0)
+    assert (cut["text"], cut["finish_reason"], cut["valid"], cut["reward"]) == ("ab", "length", True, 1.0)
     assert cut["reward_parts"] == {"exact": 1.0}
 
 

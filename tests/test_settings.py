@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fsbarrier.data.demo_tasks import DEMO_SETTINGS
 from fsbarrier.errors import UsageError
 from fsbarrier.settings import resolve as resolving
+from fsbarrier.settings.presets import PRESETS
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import (
     FLAGS,
@@ -101,6 +102,14 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
         (["trainer.attention=flash_attention_2", "trainer.dtype=float32"], "computes in bfloat16 only"),
         (["rollout.temperature=0"], "rollout.temperature=0.0: greedy samples of a task are all alike"),
         (["rollout.samples=1"], "algorithm.loss=grpo compares the samples of a task"),
+        (
+            ["algorithm.mismatch=icepop", "algorithm.old_logprobs=engine"],
+            "algorithm.mismatch=icepop: corrects the engine's",
+        ),
+        (
+            ["algorithm.overlong_buffer=600"],
+            "algorithm.overlong_buffer=600: must not be above rollout.max_tokens=512",
+        ),
         (
             ["rollout.top_p=0.9"],
             "rollout.top_p=0.9: train rollouts for algorithm.loss=grpo must be sampled from",
@@ -223,3 +232,30 @@ def test_the_page_is_up_to_date() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "settings_doc.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_given_wins_over_a_preset() -> None:
+    plain = resolve("algorithm.preset=gspo").algorithm
+    assert (plain.loss, plain.clip_low, plain.aggregation) == ("gspo", 3e-4, "seq-mean-token-mean")
+    own = resolve("algorithm.clip_low=0.1", "algorithm.preset=gspo").algorithm
+    assert (own.loss, own.clip_low, own.clip_high) == ("gspo", 0.1, 4e-4)
+    # Also over what the built-in task has below everything chosen.
+    below = {"algorithm.loss": "rft", "rollout.samples": 4}
+    assert resolve("algorithm.preset=gspo", defaults=below).algorithm.loss == "gspo"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_can_be_chosen(preset: str) -> None:
+    chosen = resolve(f"algorithm.preset={preset}").algorithm
+    assert all(getattr(chosen, name) == value for name, value in PRESETS[preset][1].items())  # type: ignore[index]
+    assert "arXiv" in PRESETS[preset][0]  # type: ignore[index]
+
+
+def test_a_dry_run_shows_what_a_preset_means() -> None:
+    from fsbarrier.start.dryrun import preset_lines
+
+    lines = preset_lines(resolve("algorithm.preset=dr_grpo", "algorithm.clip_high=0.3"))
+    assert lines[0] == "algorithm.preset=dr_grpo: Understanding R1-Zero-like training, arXiv 2503.20783"
+    assert "  algorithm.clip_high = 0.2 (you chose 0.3)" in lines
+    assert '  algorithm.aggregation = "seq-mean-token-sum-norm"' in lines
+    assert preset_lines(resolve()) == []

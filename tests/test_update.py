@@ -241,7 +241,7 @@ def test_rejection_sampling_makes_successes_likelier(tmp_path: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         with torch.no_grad():
             logits = model(**micro.inputs).logits
-        totals.append(float(token_log_probs(logits, micro.inputs["input_ids"], 1.0)[micro.mask].sum()))
+        totals.append(float(token_log_probs(logits, micro.inputs["input_ids"], 1.0)[0][micro.mask].sum()))
     assert totals[1] > totals[0] + 1
 
 
@@ -270,3 +270,57 @@ def policy_of(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_the_ratio_is_to_what_the_trainer_computes_itself(tmp_path: Path) -> None:
+    """An engine that is far off puts every ratio beyond its bounds; with the trainer's own log-probabilities the first ratio is 1."""
+    wide = {"algorithm__max_logprob_gap": 9.0, "trainer__minibatch": 24, "trainer__epochs": 1}
+    found = {}
+    for name in ("engine", "trainer"):
+        work = bench(tmp_path / name, algorithm__old_logprobs=name, **wide)
+        work.prepare()
+        change_batch(work, logprobs=lambda old: old - 0.6 * (old != 0))
+        found[name] = work.update("v1")
+    assert found["engine"]["clip_fraction"] > 0.4 and found["engine"]["policy_kl"] > 0.1
+    assert found["trainer"]["clip_fraction"] == 0 and found["trainer"]["policy_kl"] == pytest.approx(
+        0, abs=1e-9
+    )
+    assert found["trainer"]["mismatch_kl"] == pytest.approx(0.6 + 0.548812 - 1, abs=1e-3)
+    corrected = bench(tmp_path / "icepop", algorithm__mismatch="icepop", algorithm__mismatch_high=1.5, **wide)
+    corrected.prepare()
+    change_batch(corrected, logprobs=lambda old: old - 0.6 * (old != 0))
+    # e ** 0.6 is above 1.5: no token counts, and nothing changes.
+    assert corrected.update("v1")["mismatch_dropped"] == 1
+    assert same_weights(corrected, "", "v1")
+
+
+def test_a_policy_comes_nearer_to_its_reference(tmp_path: Path) -> None:
+    """Nothing but the distance to another policy counts; that to itself is nothing."""
+    chosen = {"algorithm__kl_coef": 1.0, "algorithm__max_logprob_gap": 9.0, "optimizer__lr": 0.01}
+    work = bench(tmp_path, **chosen, trainer__epochs=1, trainer__minibatch=24)
+    work.prepare()
+    change_batch(work, weights=lambda weights: 0 * weights)
+    assert work.update("same", reference=str(tmp_path / "model"))["kl"] == pytest.approx(0, abs=1e-9)
+    other = policy_of(tmp_path / "model")
+    for parameter in other.parameters():
+        parameter.data.mul_(1.5)
+    other.save_pretrained(tmp_path / "other")
+    first = work.update("v1", reference=str(tmp_path / "other"))
+    second = work.update("v2", version=2, before="v1", reference=str(tmp_path / "other"))
+    assert 0 < second["kl"] < first["kl"] and first["entropy"] > 1
+
+
+def change_batch(work: Any, **changes: Any) -> None:
+    import torch
+
+    batch = torch.load(work.folder / "batch", weights_only=True)
+    for name, change in changes.items():
+        batch[name] = change(batch[name])
+    torch.save(batch, work.folder / "batch")
+
+
+def same_weights(work: Any, one: str, other: str) -> bool:
+    import torch
+
+    first, second = work.weights(one), work.weights(other)
+    return all(torch.equal(first[name], second[name]) for name in first)

@@ -142,6 +142,7 @@ class Bench:
             "model": str(self.folder / before / "model"),
             "first_model": str(self.folder / "model"),
             "trainer_state": str(self.folder / before / "trainer") if before else None,
+            "reference": None,
             "out": str(self.folder / out),
             "policy_version": version - 1,
             "new_policy_version": version,

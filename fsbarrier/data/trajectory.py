@@ -67,7 +67,7 @@ class Trajectory(Sampled, total=False):
     reward: Required[float]
     #: what the reward was made from, by name
     reward_parts: dict[str, float]
-    #: False where it was cut off, or failed, or could not be judged: then it never counts as a success
+    #: False where it failed or could not be judged: then it never counts as a success
     valid: bool
     #: "stop", "length" (cut off) or "error"
     finish_reason: str

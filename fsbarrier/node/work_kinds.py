@@ -118,11 +118,11 @@ def _publish_weights(work: PublishWeights, context: Context, job: Job, log_path:
         "policy_version": work.policy_version,
         "folder": str(work.folder),
         "digest": manifest.digest,
-        **work.best,
+        **work.needed,
     }
     events = [journal_line("weights_published", value)]
     last_look()
-    needed = (work.best.get("best_folder"), manifest.state_in)
+    needed = (work.needed.get("best_folder"), work.needed.get("reference_folder"), manifest.state_in)
     checkpoints.retain(log_path, work.keep, work.folder, work.keep_every, needed, job.live_on)
     last_look()
     removed = retention.remove_old(

@@ -38,7 +38,7 @@ async def _judged_again(origin: Origin, task: Task, item: Trajectory, reward: Re
         # Only an episode has turns; its reward sees the whole conversation.
         messages = item["messages"] if "turns" in item else None
         score = await reward.score(task, item["text"], messages)
-        changed |= _judgement(score, metadata, sampled_well=item["finish_reason"] == "stop")
+        changed |= _judgement(score, metadata, sampled=item["finish_reason"] != "error")
         changed["timings"] = {**item["timings"], "reward_s": round(score.seconds, 6)}
     return cast(Trajectory, {**item, **changed})
 
@@ -58,16 +58,16 @@ async def _score(reward: Reward, group: Group, sample: Sample) -> Score:
     return await reward.score(group.task, sample.text, sample.messages)
 
 
-def _judgement(score: Score, metadata: JsonObject, *, sampled_well: bool) -> dict[str, object]:
-    """The fields of a trajectory that its judgement decides; `metadata` are its other metadata."""
+def _judgement(score: Score, metadata: JsonObject, *, sampled: bool) -> dict[str, object]:
+    """The fields of a trajectory that its judgement decides; `metadata` are its other metadata. `sampled`: nothing failed before."""
     told = dict(metadata)
     if score.info:
         told["reward_info"] = dict(score.info)
     if score.error is not None:
         told["reward_error"] = score.error
-    valid = sampled_well and score.error is None
+    valid = sampled and score.error is None
     return {
-        # What was cut off or failed is never a success; what it would have been given stays in `reward_parts`.
+        # What failed is never a success; what it would have been given stays in `reward_parts`.
         "reward": score.reward if valid else min(0.0, score.reward),
         "reward_parts": dict(score.parts),
         "valid": valid,
@@ -93,6 +93,6 @@ def _trajectory(origin: Origin, group: Group, number: int, sample: Sample, score
         **sample.record(group),
         "finish_reason": sample.finish_reason,
         "timings": {**sample.timings, "reward_s": round(score.seconds, 6)},
-        **_judgement(score, metadata, sampled_well=sample.finish_reason == "stop" and sample.error is None),
+        **_judgement(score, metadata, sampled=sample.finish_reason != "error" and sample.error is None),
     }
     return cast(Trajectory, made)

@@ -135,9 +135,19 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
         not learns or s.rollout.temperature > 0,
         f"{as_chosen('rollout.temperature')}: greedy samples of a task are all alike; an update needs more than 0",
     )
+    compares = s.algorithm.loss != "rft" and s.algorithm.advantage != "reinforce_plus_plus"
     require(
-        not learns or s.algorithm.loss != "grpo" or s.rollout.samples > 1,
+        not learns or not compares or s.rollout.samples > 1,
         f"{as_chosen('rollout.samples')}: {as_chosen('algorithm.loss')} compares the samples of a task; give 2 or more",
+    )
+    require(
+        s.algorithm.mismatch == "none" or s.algorithm.old_logprobs != "engine",
+        f"{as_chosen('algorithm.mismatch')}: corrects the engine's log-probabilities by the trainer's, and with "
+        f"{as_chosen('algorithm.old_logprobs')} there are none",
+    )
+    require(
+        s.algorithm.overlong_buffer is None or s.algorithm.overlong_buffer <= s.rollout.max_tokens,
+        f"{as_chosen('algorithm.overlong_buffer')}: must not be above {as_chosen('rollout.max_tokens')}",
     )
     # The engine's log-probabilities are of the cut-off distribution, the trainer's of the whole one: their ratio would be no ratio of
     # two policies, and below 1 from the start.
@@ -146,7 +156,7 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
         ("rollout.top_k", s.rollout.top_k > 0),
     ):
         require(
-            not (learns and cut_off and s.algorithm.loss == "grpo"),
+            not (learns and cut_off and s.algorithm.loss != "rft"),
             f"{as_chosen(key)}: train rollouts for {as_chosen('algorithm.loss')} must be sampled from the whole "
             f"distribution, else the update is biased; for evaluations there is {key.replace('rollout', 'eval')}",
         )

@@ -1,7 +1,8 @@
 """From what people chose to one checked, frozen `Settings`.
 
 Sources, later wins: the defaults in sections.py, what the caller puts below everything chosen (the built-in task's settings, timeouts
-that fit the filesystem), `--config FILE.toml`, flags, `key=value`. What people chose arrives as ChosenValue (sources.py).
+that fit the filesystem), the values of `algorithm.preset`, `--config FILE.toml`, flags, `key=value`. What people chose arrives as
+ChosenValue (sources.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.checks import check, one_line
+from fsbarrier.settings.presets import preset_values
 from fsbarrier.settings.section import Section
 from fsbarrier.settings.sections import Settings, sections
 from fsbarrier.settings.sources import ChosenValue, Kind, nearest
@@ -70,7 +72,8 @@ def resolve(
     known = known_names()
     for item in by_key.values():
         _check_name(item, known)
-    values = {**(defaults or {}), **{key: item.value for key, item in by_key.items()}}
+    own = {key: item.value for key, item in by_key.items()}
+    values = {**(defaults or {}), **preset_values(own.get("algorithm.preset")), **own}
     num_nodes = values.get("num_nodes")
     if "rank_weights" not in values and isinstance(num_nodes, int):
         # A mistyped number of nodes must not fill the memory before it is refused.

@@ -27,6 +27,7 @@ from fsbarrier.settings.value_types import (
     Nodes,
     NotNegative,
     Positive,
+    Preset,
     RlPhase,
     Seconds,
     Weights,
@@ -133,16 +134,72 @@ class JudgeSettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSettings(Section):
-    """What the update optimises."""
+    """What the update optimises (phases 8 and 10)."""
 
-    loss: Literal["grpo", "rft"] = setting(
+    preset: Preset | None = setting(
+        None, "A published recipe, whose values hold where you give none; `--dry-run` shows what it sets."
+    )
+    loss: Literal["grpo", "gspo", "cispo", "sapo", "rft"] = setting(
         "grpo",
-        "`grpo`: clipped policy gradient on group-normalised rewards; `rft`: fine-tuning on successes.",
+        "`grpo`: policy gradient with a clipped ratio; `gspo`: with one ratio a sequence; `cispo`: with a clipped weight; `sapo`: with "
+        "a soft gate; `rft`: fine-tuning on successes.",
     )
     clip_low: Fraction = setting(0.2, "The probability ratio is clipped at 1 - clip_low.")
     clip_high: Positive = setting(0.28, "The probability ratio is clipped at 1 + clip_high.")
-    normalize_std: bool = setting(True, "Divide a group's advantages by its rewards' standard deviation.")
+    dual_clip: Annotated[float, Bounds(gt=1)] | None = setting(
+        10.0, "What a ratio counts at most where the advantage is negative; none: no bound."
+    )
+    aggregation: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+    ] = setting(
+        "token-mean",
+        "What a minibatch's loss is of its tokens': the mean, the mean of sequences' means, or of their sums, or that divided by "
+        "`aggregation_length`.",
+    )
+    aggregation_length: Count | None = setting(
+        None, "The constant that stands for a length (Dr.GRPO); none: `rollout.max_tokens`."
+    )
+    advantage: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = setting(
+        "grpo",
+        "What a reward is held against: the group's mean; the mean of the group's others; the batch's mean; the group's mean, and then "
+        "the batch's.",
+    )
+    normalize_std: bool = setting(
+        True,
+        "Divide advantages by the standard deviation of the group's rewards, or of the batch's advantages.",
+    )
     drop_zero_signal: bool = setting(True, "Leave out groups whose rewards are all equal.")
+    truncated: Literal["keep", "mask", "shape"] = setting(
+        "keep",
+        "Answers that were cut off: `keep`, trained on with the reward that they got; `mask`, counted in their group but not trained "
+        "on; `shape`, kept, and every answer loses reward as it nears `rollout.max_tokens`.",
+    )
+    overlong_buffer: Count | None = setting(
+        None, "With `shape`: how many tokens before the limit the loss begins; none: a fifth of the limit."
+    )
+    overlong_penalty: Positive = setting(1.0, "With `shape`: the reward that is lost at the limit.")
+    old_logprobs: Literal["auto", "trainer", "engine"] = setting(
+        "auto",
+        "What the ratio is to: log-probabilities that the trainer computes before the first step, or those that the engine gave; auto: "
+        "the engine's where both compute in float32 and nothing is corrected.",
+    )
+    mismatch: Literal["none", "token_tis", "icepop", "sequence_mask"] = setting(
+        "none",
+        "Correction for what trainer and engine give different probabilities (the weight w is their ratio): tokens weigh w, but "
+        "mismatch_high at most; w within the two bounds, else nothing; or a sequence weighs the product of its tokens', and nothing "
+        "above mismatch_high.",
+    )
+    mismatch_low: FractionOrZero = setting(0.5, "The lower bound of `icepop`.")
+    mismatch_high: Positive = setting(2.0, "The upper bound of the correction.")
+    kl_coef: NotNegative = setting(0.0, "Weight of the distance to a reference policy in the loss.")
+    kl_estimator: Literal["k1", "k2", "k3"] = setting(
+        "k3",
+        "How that distance is estimated: the log-ratio, half its square, or the one that is never negative.",
+    )
+    kl_reference_every: CountOrZero = setting(
+        0, "The reference is the newest policy version that this divides; 0: the first policy, for good."
+    )
+    entropy_coef: NotNegative = setting(0.0, "Weight of the policy's entropy, which the loss then rewards.")
     max_logprob_gap: Positive | None = setting(
         None,
         "The update fails where, on the first minibatch, trainer and engine disagree by more than this on "

@@ -51,3 +51,15 @@ CommandLine = Annotated[str, ShellWords(_join_words), Bounds(min_length=1)]
 Weights = tuple[Positive, ...]
 Betas = tuple[Decay, Decay]
 RlPhase = Literal["rollout", "update", "both"]
+Preset = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rft",
+]

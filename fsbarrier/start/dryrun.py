@@ -34,6 +34,7 @@ from fsbarrier.program import (
 )
 from fsbarrier.protocol.facts import Join, Member, Payload
 from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.settings.presets import PRESETS
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import flatten
 from fsbarrier.start.machines import planned
@@ -58,7 +59,7 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
             )
         )
         return 0
-    for line in planned_lines(record, settings):
+    for line in (*planned_lines(record, settings), *preset_lines(settings)):
         print(f"# {line}")
     print(f"# settings (digest {record.settings_digest[:12]})")
     for key, value in flatten(settings.as_json(), ()).items():
@@ -71,6 +72,19 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
             if rank == node_rank:
                 print(f"{index:2d} {name:<18} {command}")
     return 0
+
+
+def preset_lines(settings: Settings) -> list[str]:
+    """What the preset sets, and what was given in the place of that."""
+    preset = settings.algorithm.preset
+    if preset is None:
+        return []
+    lines = [f"algorithm.preset={preset}: {PRESETS[preset][0]}"]
+    for name, value in PRESETS[preset][1].items():
+        used = getattr(settings.algorithm, name)
+        other = "" if used == value else f" (you chose {json.dumps(used)})"
+        lines.append(f"  algorithm.{name} = {json.dumps(value)}{other}")
+    return lines
 
 
 def planned_lines(record: RunRecord, settings: Settings) -> list[str]:

@@ -1,11 +1,17 @@
-"""What each trajectory of a group weighs in the loss: its advantage (GRPO), or its reward if it was a success (RFT).
+"""What each trajectory weighs in the loss: its advantage, or with rft its reward if it was a success.
 
-GRPO: Shao et al. 2024 (DeepSeekMath), rewards normalised within the group.
+grpo                           Shao et al. 2024 (arXiv 2402.03300): the reward less the group's mean; without the division by the
+                               standard deviation Liu et al. 2025 (Dr.GRPO, 2503.20783)
+rloo                           Ahmadian et al. 2024 (2402.14740): less the mean of the group's others
+reinforce_plus_plus[_baseline] Hu et al. 2025 (2501.03262): normalised over the batch's tokens; with a baseline the group's mean
+                               goes first
+truncated=shape                Yu et al. 2025 (DAPO, 2503.14476), soft overlong punishment
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -17,32 +23,67 @@ from fsbarrier.settings.sections import AlgorithmSettings
 STD_FLOOR = 1e-6
 
 
-def weigh_group(group: Sequence[Trajectory], algorithm: AlgorithmSettings) -> list[tuple[Trajectory, float]]:
+def weigh_group(
+    group: Sequence[Trajectory], algorithm: AlgorithmSettings, max_tokens: int
+) -> list[tuple[Trajectory, float]]:
     """The trajectories to learn from, each with its weight; [] where the group teaches nothing.
 
-    A trajectory that nobody could judge is left out, and nothing is compared with it.
+    A trajectory that nobody could judge is left out, and nothing is compared with it. `max_tokens`: where an answer is cut off.
     """
     judged = [trajectory for trajectory in group if is_judged(trajectory)]
+    masked = {id(t) for t in judged if algorithm.truncated == "mask" and t.get("finish_reason") == "length"}
     if algorithm.loss == "rft":
-        return [(t, float(t["reward"])) for t in judged if t["valid"] and t["reward"] > 0]
+        successes = [t for t in judged if t["valid"] and t["reward"] > 0]
+        return [(t, float(t["reward"])) for t in successes if id(t) not in masked]
     if not judged:
         return []
     rewards = torch.tensor([counted_reward(t) for t in judged], dtype=torch.float64)
     if algorithm.drop_zero_signal and bool((rewards == rewards[0]).all()):
         return []
-    advantages = group_advantages(rewards, normalize_std=algorithm.normalize_std)
-    return list(zip(judged, advantages.tolist(), strict=True))
+    if algorithm.truncated == "shape":
+        lengths = torch.tensor([longest_answer(t) for t in judged], dtype=torch.float64)
+        rewards = rewards + overlong_penalty(algorithm, lengths, max_tokens)
+    weighed = zip(judged, group_advantages(rewards, algorithm).tolist(), strict=True)
+    return [(t, weight) for t, weight in weighed if id(t) not in masked]
 
 
-def group_advantages(rewards: Tensor, *, normalize_std: bool) -> Tensor:
-    """Rewards of one group, shape [samples], to advantages of the same shape: centred, and scaled by the standard deviation."""
+def group_advantages(rewards: Tensor, algorithm: AlgorithmSettings) -> Tensor:
+    """Rewards of one group, shape [samples], to advantages of the same shape: as far as the group decides about them."""
+    samples = len(rewards)
+    if algorithm.advantage == "reinforce_plus_plus":
+        return rewards
     centred = rewards - rewards.mean()
-    if not normalize_std or len(rewards) < 2:
+    if algorithm.advantage == "reinforce_plus_plus_baseline" or samples < 2:
         return centred
-    return centred / (rewards.std() + STD_FLOOR)
+    scale = rewards.std() + STD_FLOOR if algorithm.normalize_std else 1.0
+    leave_one_out = samples / (samples - 1) if algorithm.advantage == "rloo" else 1.0
+    return centred * leave_one_out / scale
+
+
+def batch_advantages(advantages: Tensor, tokens: Tensor, algorithm: AlgorithmSettings) -> Tensor:
+    """Advantages of a whole batch's sequences and how many tokens each has, both [sequences], to what they weigh."""
+    if algorithm.loss == "rft" or algorithm.advantage in ("grpo", "rloo") or not len(advantages):
+        return advantages
+    mean = (advantages * tokens).sum() / tokens.sum()
+    centred = advantages - mean
+    variance = (centred.square() * tokens).sum() / (tokens.sum() - 1).clamp(min=1)
+    return centred / (variance.sqrt() + STD_FLOOR) if algorithm.normalize_std else centred
 
 
 def counted_reward(trajectory: Trajectory) -> float:
-    """A trajectory's reward; one that failed or was cut off never counts as a success, whatever its reward says."""
+    """A trajectory's reward; one that failed never counts as a success, whatever its reward says."""
     reward = float(trajectory["reward"])
     return reward if trajectory["valid"] else min(reward, 0.0)
+
+
+def longest_answer(trajectory: Trajectory) -> int:
+    """Tokens of the longest turn that the policy wrote: what `rollout.max_tokens` limits."""
+    runs = groupby(torch.as_tensor(trajectory["loss_mask"]).tolist())
+    return max((sum(1 for _ in run) for sampled, run in runs if sampled), default=0)
+
+
+def overlong_penalty(algorithm: AlgorithmSettings, lengths: Tensor, max_tokens: int) -> Tensor:
+    """What answers of these lengths lose: nothing up to the buffer before the limit, then evenly more."""
+    buffer = algorithm.overlong_buffer or max(1, max_tokens // 5)
+    over = (lengths - (max_tokens - buffer)) / buffer
+    return -algorithm.overlong_penalty * over.clamp(0, 1)

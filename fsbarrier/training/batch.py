@@ -104,7 +104,10 @@ def write_batch(
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """A batch as the update reads it; the fields are the file's, and both are described above."""
+    """A batch as the update reads it; the fields are the file's, and both are described above.
+
+    `old`, `reference`: like `logprobs`, but the trainer's own before the first step, and the reference policy's; None: not computed.
+    """
 
     token_ids: Tensor
     loss_mask: Tensor
@@ -113,6 +116,8 @@ class TrainingBatch:
     weights: Tensor
     current: Tensor
     steps: tuple[Tensor, ...]
+    old: Tensor | None = None
+    reference: Tensor | None = None
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -130,6 +135,7 @@ class TrainingBatch:
         lengths: list[int] = self.offsets.diff().tolist()
         return lengths
 
-    def sampled_tokens(self, indices: Tensor) -> int:
-        """How many tokens of these sequences the model sampled."""
-        return sum(int(self.loss_mask[self.offsets[i] : self.offsets[i + 1]].sum()) for i in indices.tolist())
+    def sampled_tokens(self, indices: Tensor) -> Tensor:
+        """How many tokens of each of these sequences the model sampled."""
+        before = torch.nn.functional.pad(self.loss_mask.cumsum(0), (1, 0))
+        return before[self.offsets[indices + 1]] - before[self.offsets[indices]]

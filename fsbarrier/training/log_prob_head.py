@@ -51,14 +51,15 @@ class LogProbHead(nn.Module):
         self.scaling = scaling
         self.max_bytes = max_bytes
 
-    def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        """float32 [n]: the log-probability of each target after its hidden state. hidden: [n, width]; targets: int64 [n]."""
+    def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """float32 [n], twice: the log-probability of each target after its hidden state, and the entropy of what it was drawn from.
+        hidden: [n, width]; targets: int64 [n]."""
         weight = self.linear.weight
         # A slice's gradient is there twice until it has its place.
         entry = BYTES_PER_LOGIT * len(hidden) + weight.shape[1] * weight.element_size()
         plan = _Plan(self.scaling, temperature, max(1, self.max_bytes // entry))
         hidden = hidden.to(weight.dtype)
-        found: Tensor = _HeadLogProbs.apply(hidden, weight, self.linear.bias, targets, plan)
+        found: tuple[Tensor, Tensor] = _HeadLogProbs.apply(hidden, weight, self.linear.bias, targets, plan)
         return found
 
 
@@ -92,40 +93,58 @@ class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan
-    ) -> Tensor:
-        # Of each row the largest logit so far, and the sum of all e ** (logit - largest).
+    ) -> tuple[Tensor, Tensor]:
+        # Of each row the largest logit so far, and the sums of all e ** (logit - largest), and of these times (logit - largest).
         largest = torch.full_like(targets, -torch.inf, dtype=torch.float32)
-        total, chosen = torch.zeros_like(largest), torch.zeros_like(largest)
+        total, weighted, chosen = (torch.zeros_like(largest) for _ in range(3))
         for entries in plan.slices(len(weight)):
             logits = plan.logits(hidden, weight[entries], None if bias is None else bias[entries])
             logits.div_(plan.temperature)
             here, at = plan.inside(targets, entries)
             chosen = torch.where(here, logits.gather(1, at).squeeze(1), chosen)
             before, largest = largest, torch.maximum(largest, logits.amax(1))
-            total *= torch.exp(before - largest)
-            total += logits.sub_(largest[:, None]).exp_().sum(1)
+            # Nothing is there before the first slice.
+            rise = torch.where(total > 0, before - largest, 0.0)
+            weighted = rise.exp() * (weighted + rise * total)
+            total *= rise.exp()
+            exponentials = logits.sub_(largest[:, None]).exp()
+            total += exponentials.sum(1)
+            weighted += torch.linalg.vecdot(exponentials, logits)
             # Before the next slice is there.
-            del logits
-        ctx.save_for_backward(hidden, weight, bias, targets, largest, total)
+            del logits, exponentials
+        entropy = total.log() - weighted / total
+        ctx.save_for_backward(hidden, weight, bias, targets, largest, total, entropy)
         ctx.plan = plan
-        return chosen - largest - total.log()
+        ctx.set_materialize_grads(False)
+        return chosen - largest - total.log(), entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, largest, total = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, largest, total, entropy = ctx.saved_tensors
         plan: _Plan = ctx.plan
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         to_hidden = torch.zeros_like(hidden, dtype=torch.float32) if wants_hidden else None
         to_weight = torch.empty_like(weight) if wants_weight else None
         to_bias = torch.empty_like(bias) if wants_bias else None
+        grad = torch.zeros_like(largest) if grad is None else grad
         grad = (grad / plan.temperature)[:, None]
         for entries in plan.slices(len(weight)):
             logits = plan.logits(hidden, weight[entries], None if bias is None else bias[entries])
             slope = plan.scaling.slope(logits)
             here, at = plan.inside(targets, entries)
-            # d log p(target) / d logit is (is it the target) - p.
-            logits.div_(plan.temperature).sub_(largest[:, None]).exp_().mul_(-grad / total[:, None])
+            logits.div_(plan.temperature).sub_(largest[:, None])
+            # d log p(target) / d logit is (is it the target) - p; d entropy / d logit is -p (log p + entropy).
+            scale = -grad / total[:, None]
+            if entropy_grad is None:
+                logits.exp_().mul_(scale)
+            else:
+                of_entropy = (entropy_grad / plan.temperature / total)[:, None]
+                probabilities = logits.exp()
+                logits.add_((entropy - total.log())[:, None]).mul_(-of_entropy).add_(scale).mul_(
+                    probabilities
+                )
+                del probabilities
             logits.scatter_add_(1, at, grad * here[:, None]).mul_(slope)
             del slope
             if to_bias is not None:

@@ -17,8 +17,8 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.training.micro_batch import MicroBatch
 from fsbarrier.training.processes import Processes
 
-# The largest mean difference that the precision explains.
-LIMITS = {torch.float32: 2e-3, torch.bfloat16: 0.05}
+# The largest mean difference that the precision explains: where both compute in float32, and where one of them does not.
+LIMITS = {True: 2e-3, False: 0.05}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class GapSums:
         """`new`: the trainer's log-probabilities. What older policies sampled says nothing of this one's engine."""
         own = mask & micro.current[:, None]
         if bool(own.any()):
-            gap = (new.detach() - micro.old).abs()[own].double()
+            gap = (new.detach() - micro.engine).abs()[own].double()
             self.values[0] += gap.sum()
             self.values[1] += len(gap)
             self.values[2] = torch.maximum(self.values[2], gap.max())
@@ -70,7 +70,11 @@ def check(gap: LogprobGap, settings: Settings, processes: Processes, model: Path
 
 
 def limit_of(settings: Settings, processes: Processes) -> float:
-    """What the lower of the two precisions explains. The engine's `auto` is float32 on a CPU, else bfloat16."""
+    return LIMITS[both_exact(settings, processes)]
+
+
+def both_exact(settings: Settings, processes: Processes) -> bool:
+    """Whether trainer and engine compute in float32. The engine's `auto` is that on a CPU, else bfloat16."""
     engine = settings.engine.dtype
     exact = engine == "float32" or (engine == "auto" and processes.device.type == "cpu")
-    return LIMITS[processes.dtype if exact else torch.bfloat16]
+    return exact and processes.dtype is torch.float32

@@ -1,13 +1,27 @@
-"""The losses of the update. Tensors in, tensors out; no model, no files.
+"""The losses of the update: tensors in, tensors out; no model, no files. What a trajectory weighs is in advantages.py.
 
-GRPO: the clipped surrogate of PPO (Schulman et al. 2017) with separate bounds and a mean over tokens as in DAPO (Yu et al. 2025); its
-advantages are in advantages.py. RFT: maximum likelihood of the successful trajectories (rejection-sampling fine-tuning, Yuan et al.
-2023).
+`minibatch_loss` puts one loss together from the settings `algorithm.*`:
+
+    ratio        token: new / old                        sequence (gspo): the geometric mean of its tokens' ratios
+    objective    grpo, gspo: clipped    cispo: clipped and detached    sapo: gated softly    rft: likelihood
+    mismatch     its weight for what the engine computed otherwise than the trainer: none, token_tis, icepop, sequence_mask
+    + kl_coef * distance to a reference policy (k1, k2, k3)          - entropy_coef * entropy
+    aggregation  the sum over tokens, divided in one of four ways
+
+Everything is [sequences, length] and holds log-probabilities in nats, but for advantages [sequences]. Sources:
+
+    clip             Schulman et al. 2017 (arXiv 1707.06347); a bound of its own above: Yu et al. 2025 (DAPO, 2503.14476)
+    dual clip        Ye et al. 2020 (1912.09729)             gspo    Zheng et al. 2025 (2507.18071)
+    cispo            MiniMax 2025 (2506.13585)               sapo    Gao et al. 2025 (2511.20347)
+    rft              Yuan et al. 2023 (2308.01825)           k1-k3   Schulman 2020 (joschu.net/blog/kl-approx.html)
+    aggregations     token mean: DAPO; mean of means: Shao et al. 2024 (GRPO, 2402.03300); by a constant: Liu et al. 2025
+                     (Dr.GRPO, 2503.20783)
+    token_tis        Yao et al. 2025 (fengyao.notion.site/off-policy-rl)    icepop    Ling team 2025 (2510.18855)
+    sequence_mask    Liu et al. 2025 (richardli.xyz/rl-collapse), as TRL computes it
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -15,56 +29,183 @@ from torch import Tensor
 
 from fsbarrier.settings.sections import AlgorithmSettings
 
-# Of the trained policy to the one that sampled: what an old trajectory may weigh at most (truncated importance weight).
-MAX_RATIO = 10.0
+# A log-ratio beyond this says no more than that the two policies have nothing in common; its exponential stays finite.
+MOST_LOG_RATIO = 20.0
+# How sharply SAPO's gate closes, by the sign of the advantage: its paper's values.
+SAPO_TEMPERATURES = (1.0, 1.05)
+
+# What people are shown of an update: sums over tokens, each divided by their number in the end.
+TOKEN_SUMS = (
+    "clipped_low",
+    "clipped_high",
+    "entropy",
+    "negative_log_likelihood",
+    "kl",
+    "policy_kl",
+    "mismatch_kl",
+    "mismatch_dropped",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """What is known of each token. `new` (and `entropy`, where it counts) have a gradient, the others have none."""
+
+    new: Tensor
+    # Of the policy that the ratio is to.
+    old: Tensor
+    # As the engine had it when it sampled.
+    engine: Tensor
+    entropy: Tensor
+    # Of the reference policy; None where nothing is held against it.
+    reference: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Divisor:
+    """Of the whole minibatch, over all processes: tokens that count, sequences with any, and the constant that stands for a length."""
+
+    tokens: int
+    sequences: int
+    constant: int
 
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """Sums over the tokens of one micro-batch, so that any split of a minibatch adds up to the same. All scalars but `loss` detached."""
+    """`loss`: this micro-batch's part of the minibatch's loss, so that any split adds up to the same. `sums`: of TOKEN_SUMS, detached."""
 
     loss: Tensor
-    # How many tokens' ratios were clipped.
-    clipped: Tensor
-    # Minus the log-probability of the sampled tokens: an estimate of the entropy.
-    surprise: Tensor
+    sums: Tensor
 
 
-def policy_loss(
-    algorithm: AlgorithmSettings, new: Tensor, old: Tensor, weights: Tensor, mask: Tensor
+def minibatch_loss(
+    algorithm: AlgorithmSettings, values: TokenValues, advantages: Tensor, mask: Tensor, divisor: Divisor
 ) -> LossSums:
-    """The loss that the settings name. new, old, mask: [batch, length]; weights: [batch], of the kind that the loss takes."""
-    if algorithm.loss == "rft":
-        return rft_loss(new, weights, mask)
-    return grpo_loss(new, old, weights, mask, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
-
-
-def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """Log-probability of each token given those before it, at the sampling temperature.
-
-    logits [batch, length, vocabulary], tokens [batch, length] -> [batch, length]; position 0, which nothing predicts, is 0.
-    """
-    scaled = logits[:, :-1].float() / (temperature if temperature > 0 else 1.0)
-    chosen = scaled.gather(2, tokens[:, 1:, None]).squeeze(2)
-    return torch.nn.functional.pad(chosen - scaled.logsumexp(2), (1, 0))
-
-
-def grpo_loss(
-    new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
-) -> LossSums:
-    """The clipped surrogate, summed over tokens. new, old, mask: [batch, length]; advantages: [batch].
-
-    `old` are the log-probabilities under the policy that sampled, whichever that was: the ratio is the importance weight.
-    """
-    ratio = torch.exp(torch.where(mask, new - old, 0.0).clamp(max=math.log(MAX_RATIO)))
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    """A micro-batch's part of the loss that the settings name. `mask`: the tokens that count."""
+    new, old, engine = (torch.where(mask, one, 0.0) for one in (values.new, values.old, values.engine))
+    log_ratio = sequence_log_ratio(new - old, mask) if algorithm.loss == "gspo" else new - old
+    ratio = bounded_exp(log_ratio)
     weight = advantages[:, None]
-    objective = torch.minimum(ratio * weight, bounded * weight)
-    clipped = (ratio * weight > bounded * weight) & mask
-    return LossSums(-(objective * mask).sum(), clipped.sum().detach(), -(new * mask).sum().detach())
+    token_loss = policy_objective(algorithm, new, ratio, weight)
+    correction = mismatch_weight(algorithm, old - engine, mask)
+    token_loss = token_loss * correction
+    kl = torch.zeros_like(new)
+    if values.reference is not None:
+        kl = kl_estimate(algorithm.kl_estimator, new, torch.where(mask, values.reference, 0.0))
+        token_loss = token_loss + algorithm.kl_coef * kl
+    if algorithm.entropy_coef:
+        token_loss = token_loss - algorithm.entropy_coef * values.entropy
+    with torch.no_grad():
+        low, high = clipped(algorithm, ratio, weight)
+        of_old, of_engine = (kl_estimate("k3", new, old), kl_estimate("k3", old, engine))
+        shown = (low, high, values.entropy, -new, kl, of_old, of_engine, correction == 0)
+        sums = torch.stack([torch.where(mask, one, 0).sum().double() for one in shown])
+    return LossSums(aggregated(algorithm.aggregation, token_loss, mask, divisor), sums)
 
 
-def rft_loss(new: Tensor, weights: Tensor, mask: Tensor) -> LossSums:
-    """Negative log-likelihood of the sampled tokens, summed. new, mask: [batch, length]; weights: [batch], 0 leaves one out."""
-    likelihood = -(new * mask * weights[:, None]).sum()
-    return LossSums(likelihood, torch.zeros((), device=new.device), -(new * mask).sum().detach())
+# --- ratios -------------------------------------------------------------------------------------------------------------
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
+
+
+def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """[sequences, 1]: the mean over a sequence's tokens (GSPO)."""
+    return (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+# --- what is minimised, for each token ----------------------------------------------------------------------------------
+
+
+def policy_objective(algorithm: AlgorithmSettings, new: Tensor, ratio: Tensor, weight: Tensor) -> Tensor:
+    """`weight`: the advantages, [sequences, 1]; with rft the rewards."""
+    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    match algorithm.loss:
+        case "grpo" | "gspo":
+            # Worse than expected and much likelier than before: without a bound it would count without limit.
+            bounded = ratio if algorithm.dual_clip is None else ratio.clamp(max=algorithm.dual_clip)
+            return (-torch.minimum(bounded * weight, ratio.clamp(low, high) * weight)).expand_as(new)
+        case "cispo":
+            return -ratio.clamp(low, high).detach() * weight * new
+        case "sapo":
+            temperature = torch.where(weight > 0, *(weight.new_tensor(one) for one in SAPO_TEMPERATURES))
+            return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * weight
+        case "rft":
+            return -new * weight
+
+
+def clipped(algorithm: AlgorithmSettings, ratio: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Which tokens' ratios a bound holds back, below and above."""
+    below, above = ratio < 1 - algorithm.clip_low, ratio > 1 + algorithm.clip_high
+    match algorithm.loss:
+        case "grpo" | "gspo":
+            return below & (weight < 0), above & (weight > 0)
+        case "cispo":
+            return below, above
+        case _:
+            return torch.zeros_like(below), torch.zeros_like(above)
+
+
+# --- corrections and further terms --------------------------------------------------------------------------------------
+
+
+def mismatch_weight(algorithm: AlgorithmSettings, log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """What a token weighs because the engine sampled it with another probability than the trainer gives it (`log_ratio`: trainer's
+    over engine's)."""
+    log_ratio = log_ratio.detach()
+    low, high = algorithm.mismatch_low, algorithm.mismatch_high
+    match algorithm.mismatch:
+        case "none":
+            return torch.ones_like(log_ratio)
+        case "token_tis":
+            return bounded_exp(log_ratio).clamp(max=high)
+        case "icepop":
+            ratio = bounded_exp(log_ratio)
+            return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+        case "sequence_mask":
+            ratio = bounded_exp((log_ratio * mask).sum(1, keepdim=True))
+            return torch.where(ratio <= high, ratio, 0.0).expand_as(log_ratio)
+
+
+def kl_estimate(estimator: str, new: Tensor, other: Tensor) -> Tensor:
+    """How far `new` is from `other`, from tokens that the former sampled."""
+    apart = (other - new).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+    match estimator:
+        case "k1":
+            return -apart
+        case "k2":
+            return apart.square() / 2
+        case _:
+            return apart.exp() - apart - 1
+
+
+# --- from tokens to one number ------------------------------------------------------------------------------------------
+
+
+def aggregated(aggregation: str, token_loss: Tensor, mask: Tensor, divisor: Divisor) -> Tensor:
+    """A micro-batch's part of the minibatch's loss. The names are verl's."""
+    of_sequences = torch.where(mask, token_loss, 0.0).sum(1)
+    match aggregation:
+        case "token-mean":
+            return of_sequences.sum() / divisor.tokens
+        case "seq-mean-token-mean":
+            return (of_sequences / mask.sum(1).clamp(min=1)).sum() / divisor.sequences
+        case "seq-mean-token-sum":
+            return of_sequences.sum() / divisor.sequences
+        case _:
+            return of_sequences.sum() / (divisor.sequences * divisor.constant)
+
+
+# --- from logits, where they are all there ------------------------------------------------------------------------------
+
+
+def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Of each token given those before it, at the sampling temperature: its log-probability, and the entropy of what it was drawn from.
+
+    logits [batch, length, vocabulary], tokens [batch, length] -> twice [batch, length]; position 0, which nothing predicts, is 0.
+    """
+    all_log_probs = (logits[:, :-1].float() / (temperature if temperature > 0 else 1.0)).log_softmax(2)
+    chosen = all_log_probs.gather(2, tokens[:, 1:, None]).squeeze(2)
+    entropy = -(all_log_probs.exp() * all_log_probs).sum(2)
+    return torch.nn.functional.pad(chosen, (1, 0)), torch.nn.functional.pad(entropy, (1, 0))

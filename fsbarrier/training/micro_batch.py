@@ -19,15 +19,18 @@ class MicroBatch:
 
     `inputs` are the model's arguments. Their input_ids hold the sequences below each other, padded on the right, or *packed*: one after
     the other in a single row, which only an attention that keeps them apart may get. `wanted` (bool, like input_ids) are the tokens that
-    the policy sampled. For the loss: mask (bool), old [sequences, longest], padded in either case; weights, current (bool) [sequences].
+    the policy sampled. For the loss: mask (bool), engine, old, reference (or None) [sequences, longest], padded in either case; weights,
+    current (bool) [sequences].
     """
 
     inputs: dict[str, Tensor]
     wanted: Tensor
     mask: Tensor
+    engine: Tensor
     old: Tensor
     weights: Tensor
     current: Tensor
+    reference: Tensor | None = None
 
     @classmethod
     def of(cls, batch: TrainingBatch, indices: list[int], device: torch.device, *, packed: bool) -> Self:
@@ -38,7 +41,10 @@ class MicroBatch:
         mask = pad_sequence(sampled, batch_first=True)
         # Nothing predicts the first token.
         mask[:, 0] = False
-        old = pad_sequence([batch.logprobs[span] for span in spans], batch_first=True)
+
+        def padded(values: Tensor) -> Tensor:
+            return pad_sequence([values[span] for span in spans], batch_first=True)
+
         if packed:
             # Positions that begin anew tell the attention where the next sequence begins.
             positions = torch.cat([torch.arange(len(one)) for one in tokens])
@@ -49,13 +55,16 @@ class MicroBatch:
             inputs = {"input_ids": pad_sequence(tokens, batch_first=True), "attention_mask": attention}
             wanted = mask
         chosen = torch.tensor(indices)
-        parts = (wanted, mask, old, batch.weights[chosen], batch.current[chosen].bool())
+        engine, old = padded(batch.logprobs), padded(batch.logprobs if batch.old is None else batch.old)
+        parts = [wanted, mask, engine, old, batch.weights[chosen], batch.current[chosen].bool()]
+        if batch.reference is not None:
+            parts.append(padded(batch.reference))
         there = {name: value.to(device) for name, value in inputs.items()}
         return cls(there, *(part.to(device) for part in parts))
 
     def placed(self, found: Tensor) -> Tensor:
         """[sequences, longest]: what the model found for the wanted tokens, in their places for the loss; elsewhere 0."""
-        return torch.zeros_like(self.old).masked_scatter(self.mask, found)
+        return torch.zeros_like(self.engine).masked_scatter(self.mask, found)
 
 
 def plan(

@@ -1,9 +1,9 @@
-"""The optimizer steps of one update: gradients of each minibatch's token mean, clipped and applied."""
+"""The optimizer steps of one update: gradients of each minibatch's loss, clipped and applied."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,23 +15,25 @@ from fsbarrier.settings.sections import OptimizerSettings, Settings
 from fsbarrier.training import logprob_gap
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.logprob_gap import GapSums, LogprobGap
-from fsbarrier.training.losses import policy_loss
+from fsbarrier.training.losses import TOKEN_SUMS, Divisor, TokenValues, minibatch_loss
 from fsbarrier.training.micro_batch import MicroBatch, plan
 from fsbarrier.training.trainer import Trainer
 
 
 @dataclass
 class Sums:
-    """Sums over the tokens of some steps, the same on every process. `clipped`, `surprise`: see losses.LossSums."""
+    """Of one or several steps, the same on every process."""
 
+    # Of the steps' losses, and of the norms of their gradients before they were clipped.
     loss: float = 0.0
-    clipped: float = 0.0
-    surprise: float = 0.0
-    tokens: int = 0
-    # The norms of the steps' gradients before they were clipped.
     grad_norm: float = 0.0
+    tokens: int = 0
+    # By name (losses.TOKEN_SUMS), over the tokens.
+    of_tokens: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(TOKEN_SUMS, 0.0))
     # Of the first step alone.
     gap: LogprobGap = field(default_factory=LogprobGap)
+    # Of the last step; None where there was none.
+    learning_rate: float | None = None
 
 
 def train(
@@ -50,8 +52,8 @@ def train(
         if gap_sums is not None:
             totals.gap = gap_sums.over_all(trainer.processes)
             logprob_gap.check(totals.gap, settings, trainer.processes, model_folder)
-        learning_rate = learning_rate_of(settings.optimizer, trainer.optimizer_steps + 1)
-        grad_norm = trainer.backend.step(learning_rate, settings.optimizer.grad_clip)
+        totals.learning_rate = learning_rate_of(settings.optimizer, trainer.optimizer_steps + 1)
+        grad_norm = trainer.backend.step(totals.learning_rate, settings.optimizer.grad_clip)
         if not math.isfinite(step.loss) or not math.isfinite(grad_norm):
             raise ProgramFailed(
                 f"optimizer step {number}: loss {step.loss}, gradient norm {grad_norm}; "
@@ -59,10 +61,9 @@ def train(
             )
         trainer.optimizer_steps += 1
         totals.loss += step.loss
-        totals.clipped += step.clipped
-        totals.surprise += step.surprise
-        totals.tokens += step.tokens
         totals.grad_norm += grad_norm
+        totals.tokens += step.tokens
+        totals.of_tokens = {name: one + step.of_tokens[name] for name, one in totals.of_tokens.items()}
         show(number)
     return totals
 
@@ -75,7 +76,7 @@ def learning_rate_of(settings: OptimizerSettings, step: int) -> float:
 def accumulate(
     trainer: Trainer, batch: TrainingBatch, indices: Tensor, settings: Settings, gap_sums: GapSums | None
 ) -> Sums:
-    """The gradient of one minibatch's token mean; gives the sums over all processes.
+    """The gradient of one minibatch's loss; gives the sums over all processes.
 
     Every process runs the same number of micro-batches, for all of them take part in gathering a sharded policy; one without a
     sequence left runs the minibatch's first one with weight zero. `gap_sums`: where to add up the log-probability gap, if at all.
@@ -89,18 +90,21 @@ def accumulate(
         most_tokens=settings.trainer.max_tokens_per_micro_batch,
         packed=trainer.packs,
     )[processes.rank]
-    tokens = batch.sampled_tokens(indices)
-    sums = torch.zeros(3, dtype=torch.float64, device=processes.device)
+    sampled = batch.sampled_tokens(indices)
+    constant = settings.algorithm.aggregation_length or settings.rollout.max_tokens
+    divisor = Divisor(int(sampled.sum()), int(sampled.count_nonzero()), constant)
+    sums = torch.zeros(1 + len(TOKEN_SUMS), dtype=torch.float64, device=processes.device)
     for number, chosen in enumerate(mine, start=1):
         micro = MicroBatch.of(batch, chosen or indices[:1].tolist(), processes.device, packed=trainer.packs)
         mask = micro.mask if chosen else torch.zeros_like(micro.mask)
         found = trainer.model(micro.inputs, micro.wanted, settings.rollout.temperature)
-        new = micro.placed(found)
-        part = policy_loss(settings.algorithm, new, micro.old, micro.weights, mask)
-        # Gradients are added up over micro-batches and processes, to that of the mean over all their tokens.
-        trainer.backend.backward(part.loss / tokens, last=number == len(mine))
-        sums += torch.stack([part.loss.detach(), part.clipped, part.surprise]).double()
+        new, entropy = (micro.placed(one) for one in found)
+        values = TokenValues(new, micro.old, micro.engine, entropy, micro.reference)
+        part = minibatch_loss(settings.algorithm, values, micro.weights, mask, divisor)
+        # Gradients are added up over micro-batches and processes, to that of the whole minibatch's loss.
+        trainer.backend.backward(part.loss, last=number == len(mine))
+        sums += torch.cat([part.loss.detach()[None], part.sums])
         if gap_sums is not None:
             gap_sums.add(new, micro, mask)
-    loss, clipped, surprise = processes.sum(sums).tolist()
-    return Sums(loss, clipped, surprise, tokens)
+    loss, *of_tokens = processes.sum(sums).tolist()
+    return Sums(loss, tokens=divisor.tokens, of_tokens=dict(zip(TOKEN_SUMS, of_tokens, strict=True)))

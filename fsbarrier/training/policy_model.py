@@ -1,4 +1,4 @@
-"""The policy as the update runs it: tokens in, log-probabilities of the tokens that are asked for out."""
+"""The policy as the update runs it: tokens in, log-probabilities of the tokens that are asked for out, and entropies."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ class PolicyModel(nn.Module):
                 file=sys.stderr,
             )
 
-    def forward(self, inputs: Mapping[str, Tensor], wanted: Tensor, temperature: float) -> Tensor:
-        """float32 [wanted tokens], in order: the log-probability of each given those before it, at the sampling temperature.
+    def forward(
+        self, inputs: Mapping[str, Tensor], wanted: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """float32 [wanted tokens], in order, twice: the log-probability of each given those before it, at the sampling temperature,
+        and the entropy of the distribution that it was drawn from.
 
         `inputs`: what the model takes, among it input_ids [rows, length]. `wanted`: bool [rows, length], never a row's first token.
         """
@@ -47,10 +50,13 @@ class PolicyModel(nn.Module):
         temperature = temperature if temperature > 0 else 1.0
         if self.head is None:
             logits = self.causal(**inputs, use_cache=False).logits
-            return token_log_probs(logits, tokens, temperature)[wanted]
+            log_probs, entropies = token_log_probs(logits, tokens, temperature)
+            return log_probs[wanted], entropies[wanted]
         hidden = self.causal.base_model(**inputs, use_cache=False)[0]
         at = wanted.flatten().nonzero().squeeze(1)
-        found: Tensor = self.head(hidden.flatten(0, 1)[at - 1], tokens.flatten()[at], temperature)
+        found: tuple[Tensor, Tensor] = self.head(
+            hidden.flatten(0, 1)[at - 1], tokens.flatten()[at], temperature
+        )
         return found
 
 

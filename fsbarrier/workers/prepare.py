@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict
 
+import torch
+
 from fsbarrier.errors import UsageError
-from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.sections import AlgorithmSettings, Settings
 from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.training import replay
-from fsbarrier.training.advantages import counted_reward, weigh_group
+from fsbarrier.training.advantages import batch_advantages, counted_reward, weigh_group
 from fsbarrier.training.batch import TrainingSequence, minibatches, sequences_of, write_batch
 from fsbarrier.training.trajectory_source import merged_files, read_groups, run_of
 
@@ -59,7 +61,7 @@ def main(spec: PrepareSpec, settings: Settings, progress: Progress) -> dict[str,
         else:
             chosen.extend(groups)
     chosen.extend(draw.chosen())
-    sequences = [sequence for group in chosen for sequence in group]
+    sequences = weighed_as_batch([sequence for group in chosen for sequence in group], settings.algorithm)
     steps = minibatches(len(sequences), settings.trainer.minibatch, settings.trainer.epochs, seed=seed)
     out = Path(spec["batch"])
     metadata = {
@@ -98,12 +100,22 @@ def teaching_groups(
         progress.show(seen.trajectories, 0, "trajectories")
         # Whether the policy to be trained has sampled it, in this run.
         current = run_id in (None, spec["run_id"]) and group[0]["policy_version"] == spec["policy_version"]
-        weighed = weigh_group(group, settings.algorithm)
+        weighed = weigh_group(group, settings.algorithm, settings.rollout.max_tokens)
         sequences = [
             one for trajectory, weight in weighed for one in sequences_of(trajectory, weight, current)
         ]
         if sequences:
             yield sequences
+
+
+def weighed_as_batch(
+    sequences: Sequence[TrainingSequence], algorithm: AlgorithmSettings
+) -> list[TrainingSequence]:
+    """The same sequences with what the whole batch decides about their weights."""
+    weights = torch.tensor([one.weight for one in sequences], dtype=torch.float64)
+    tokens = torch.tensor([int(one.loss_mask.sum()) for one in sequences])
+    weights = batch_advantages(weights, tokens, algorithm)
+    return [replace(one, weight=weight) for one, weight in zip(sequences, weights.tolist(), strict=True)]
 
 
 if __name__ == "__main__":

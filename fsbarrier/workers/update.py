@@ -22,6 +22,7 @@ from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.training import save_plan
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.failures import explained, tell_torchrun
+from fsbarrier.training.log_prob_pass import with_old, with_reference
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.optimizer_step import Sums, train
@@ -45,6 +46,8 @@ class UpdateSpec(TypedDict):
     #: the folder of policy version 0, into which adapters are put (lora.rank), and to which a run may have to go back
     first_model: str
     policy_version: int
+    #: the folder of the policy that the new one is held against (algorithm.kl_coef); None: none
+    reference: str | None
     #: where the new policy is saved
     out: str
     new_policy_version: int
@@ -98,7 +101,13 @@ def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str
             progress.show(step, steps, "steps", last=step == steps)
 
     # The rollouts were not made by a policy that was gone back to.
-    totals = Sums() if start.went_back else train(trainer, batch, settings, start.model, show)
+    totals = Sums()
+    if not start.went_back:
+        if spec["reference"]:
+            reference = Path(spec["reference"])
+            batch = with_reference(reference, trainer.layout, processes, batch, settings)
+        batch = with_old(trainer, batch, settings)
+        totals = train(trainer, batch, settings, start.model, show)
     if processes.is_main:
         progress.show(steps, steps, "steps", last=True, note="saving")
     trainer.pace = replace(trainer.pace, worked_s=trainer.pace.worked_s + time.monotonic() - started)
@@ -117,7 +126,7 @@ def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str
     return {
         "out": spec["out"],
         "policy_version": spec["new_policy_version"],
-        **metrics(totals, batch, settings),
+        **metrics(totals, batch),
         **({"optimizer_steps": 0} if start.went_back else {}),
         "trainer_state": "nodes" if on_node else "shared",
         "seconds": round(time.monotonic() - started, 3),
@@ -139,21 +148,21 @@ def estimated_memory_gb(model_folder: Path, settings: Settings, trainer: Trainer
     return round(replace(load, shards=trainer.layout.shards).total / 1e9, 3)
 
 
-def metrics(totals: Sums, batch: TrainingBatch, settings: Settings) -> dict[str, object]:
+def metrics(totals: Sums, batch: TrainingBatch) -> dict[str, object]:
     """What people see of the update: means over its tokens, and over its steps."""
     tokens, steps = max(1, totals.tokens), max(1, len(batch.steps))
     return {
         "optimizer_steps": len(batch.steps),
-        "loss": totals.loss / tokens,
-        "clip_fraction": totals.clipped / tokens,
-        "entropy": totals.surprise / tokens,
+        "loss": totals.loss / steps,
+        "clip_fraction": (totals.of_tokens["clipped_low"] + totals.of_tokens["clipped_high"]) / tokens,
+        **{name: value / tokens for name, value in totals.of_tokens.items()},
         "grad_norm": totals.grad_norm / steps,
         "tokens": totals.tokens,
         "trajectories": len(batch.weights),
         "replayed": int((batch.current == 0).sum()),
         "logprob_gap_mean": totals.gap.mean,
         "logprob_gap_max": totals.gap.maximum,
-        "lr": settings.optimizer.lr,
+        "lr": totals.learning_rate,
     }
 
 

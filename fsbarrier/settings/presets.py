@@ -1,0 +1,142 @@
+"""What `algorithm.preset` stands for: the settings of published recipes, below everything that people choose themselves.
+
+A recipe's values are those of its paper. Where the paper names none, or they belong to its model and data (learning rate, batch,
+lengths), they are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fsbarrier.settings.value_types import Preset
+
+# Schulman's clip, symmetric and without a second bound.
+_PPO_CLIP = {"loss": "grpo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+_NO_KL = {"kl_coef": 0.0}
+_EVERY_GROUP = {"drop_zero_signal": False}
+
+#: preset -> source, settings of the section `algorithm`
+PRESETS: Mapping[Preset, tuple[str, Mapping[str, object]]] = {
+    "grpo": (
+        "DeepSeekMath, arXiv 2402.03300",
+        {
+            **_PPO_CLIP,
+            **_EVERY_GROUP,
+            "aggregation": "seq-mean-token-mean",
+            "advantage": "grpo",
+            "normalize_std": True,
+            "kl_coef": 0.04,
+            "kl_estimator": "k3",
+        },
+    ),
+    "dr_grpo": (
+        "Understanding R1-Zero-like training, arXiv 2503.20783",
+        {
+            **_PPO_CLIP,
+            **_NO_KL,
+            **_EVERY_GROUP,
+            "aggregation": "seq-mean-token-sum-norm",
+            "advantage": "grpo",
+            "normalize_std": False,
+        },
+    ),
+    "dapo": (
+        "DAPO, arXiv 2503.14476",
+        {
+            **_NO_KL,
+            "loss": "grpo",
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "dual_clip": None,
+            "aggregation": "token-mean",
+            "advantage": "grpo",
+            "normalize_std": True,
+            "drop_zero_signal": True,
+            "truncated": "shape",
+            "overlong_penalty": 1.0,
+        },
+    ),
+    "gspo": (
+        "GSPO, arXiv 2507.18071",
+        {
+            **_NO_KL,
+            "loss": "gspo",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+            "dual_clip": None,
+            "aggregation": "seq-mean-token-mean",
+            "advantage": "grpo",
+            "normalize_std": True,
+        },
+    ),
+    "cispo": (
+        "MiniMax-M1, arXiv 2506.13585; the bound of 5 is that of ScaleRL, arXiv 2510.13786",
+        {
+            **_NO_KL,
+            "loss": "cispo",
+            "clip_low": 1.0,
+            "clip_high": 4.0,
+            "aggregation": "token-mean",
+            "advantage": "grpo",
+            "normalize_std": True,
+        },
+    ),
+    "sapo": (
+        "SAPO, arXiv 2511.20347",
+        {
+            **_NO_KL,
+            "loss": "sapo",
+            "aggregation": "seq-mean-token-mean",
+            "advantage": "grpo",
+            "normalize_std": True,
+        },
+    ),
+    "rloo": (
+        "Back to Basics, arXiv 2402.14740; k2 in the loss has the gradient of its KL in the reward",
+        {
+            **_PPO_CLIP,
+            **_EVERY_GROUP,
+            "aggregation": "seq-mean-token-sum",
+            "advantage": "rloo",
+            "normalize_std": False,
+            "kl_coef": 0.03,
+            "kl_estimator": "k2",
+        },
+    ),
+    "reinforce_plus_plus": (
+        "REINFORCE++, arXiv 2501.03262",
+        {
+            **_PPO_CLIP,
+            **_EVERY_GROUP,
+            "aggregation": "token-mean",
+            "advantage": "reinforce_plus_plus",
+            "normalize_std": True,
+            "kl_coef": 0.001,
+            "kl_estimator": "k2",
+        },
+    ),
+    "reinforce_plus_plus_baseline": (
+        "REINFORCE++ with a baseline, arXiv 2501.03262",
+        {
+            **_PPO_CLIP,
+            **_EVERY_GROUP,
+            "aggregation": "token-mean",
+            "advantage": "reinforce_plus_plus_baseline",
+            "normalize_std": True,
+            "kl_coef": 0.001,
+            "kl_estimator": "k2",
+        },
+    ),
+    "rft": (
+        "Rejection-sampling fine-tuning, arXiv 2308.01825",
+        {**_NO_KL, "loss": "rft", "aggregation": "token-mean"},
+    ),
+}
+
+
+def preset_values(preset: object) -> dict[str, object]:
+    """Dotted names and values; {} for what is no preset."""
+    for name, (_, values) in PRESETS.items():
+        if name == preset:
+            return {f"algorithm.{key}": value for key, value in values.items()}
+    return {}
