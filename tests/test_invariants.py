@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsbarrier.protocol.facts import Fact, Generation, Position
+from fsbarrier.protocol.facts import Fact, Generation, Position, StopRequest, Verdict
 from fsbarrier.sim.false_death import i7_no_false_death
 from fsbarrier.sim.history import Ended, Entry, Event, History, Missing, Published, Used
 from fsbarrier.sim.invariants import budget, check, i12_operations
@@ -208,6 +208,31 @@ def test_a_change_is_noticed(world: World, number: str, change: Callable[[Histor
     fresh(world.history)
     change(world.history)
     assert number in {violation.number for violation in check(world)}
+
+
+def test_fewer_members_than_asked_for_are_noticed(world: World) -> None:
+    world.rules = replace(world.rules, min_nodes=3)
+    assert [v.number for v in check(world)] == ["I15"]
+    world.rules = replace(world.rules, min_nodes=1, on_node_failure="wait")
+    assert [v.number for v in check(world)] == ["I15"]
+
+
+@pytest.mark.parametrize("code", [0, 2, 4, 5, 7])
+def test_an_end_without_a_reason_is_noticed(world: World, code: int) -> None:
+    """The leader died and the others went on. Had they ended the run, there would be no reason for it on record."""
+    generation(world.history, 2, lambda record: replace(record, verdict=Verdict(code, "because")))
+    assert "I15" in {v.number for v in check(world)}
+
+
+def test_a_stop_at_the_safe_point_is_noticed_elsewhere() -> None:
+    world = prepare("nodes 3\nwhen node 0 enters train_rollout: ask to stop at once")
+    world.run()
+    assert check(world) == []
+    at, request = next(
+        (i, w) for i, w in enumerate(world.history.writes) if isinstance(w.record, StopRequest)
+    )
+    world.history.writes[at] = replace(request, record=replace(request.record, now=False))
+    assert "I15" in {v.number for v in check(world)}
 
 
 @pytest.mark.parametrize(

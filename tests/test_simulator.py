@@ -11,19 +11,21 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from fsbarrier.node import observer
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import PHASE_NAMES
-from fsbarrier.protocol.codec import decode, encode
+from fsbarrier.protocol.codec import CorruptRecord, decode, encode
 from fsbarrier.protocol.facts import R
 from fsbarrier.protocol.state import Node
 from fsbarrier.sim.campaign import campaign
+from fsbarrier.sim.damage import DAMAGES
 from fsbarrier.sim.disk import SimPath
 from fsbarrier.sim.faults import USUAL, parse_mix
-from fsbarrier.sim.invariants import budget, i12_operations
+from fsbarrier.sim.invariants import budget, check, i12_operations
 from fsbarrier.sim.setup import Setup
 from fsbarrier.sim.store import Client, Habits
 from fsbarrier.sim.transcript import transcript
@@ -102,6 +104,29 @@ def test_bytes_would_give_the_nodes_the_same_records() -> None:
     for seed in range(40):
         for write in World(seed, replace(ALL, iterations=2)).run().writes:
             assert decode(encode(write.record), type(write.record)) == write.record  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("said", [*DAMAGES])
+def test_what_is_damaged_is_never_taken_for_a_record(said: str) -> None:
+    """Nor for an absent one: why it cannot be read is known, and which format it has."""
+    rng = Random(said)
+    for write in World(1, replace(ALL, iterations=2)).run().writes:
+        with pytest.raises(CorruptRecord) as caught:
+            decode(DAMAGES[said](encode(write.record), rng), type(write.record))  # type: ignore[type-var]
+        assert caught.value.fault.foreign or said != "{} is written in record format 3"
+
+
+def test_a_person_may_take_a_run_back_and_there_are_two_policies_of_one_version() -> None:
+    setup = Setup(mix=parse_mix("unreadable,program"), iterations=3, phases="both", policy="shrink")
+    twice = 0
+    for seed in range(40):
+        world = World(seed, setup)
+        world.taken_back_to = 2
+        history = world.run()
+        assert check(world) == [], seed
+        versions = {(put.version, put.folder) for put in history.served}
+        twice += len(versions) > len({version for version, _ in versions})
+    assert twice > 3
 
 
 def test_i10_clocks_decide_nothing() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from fsbarrier.errors import FsbarrierError, ProgramFailed
+from fsbarrier.errors import FsbarrierError, NodesRefused, ProgramFailed
 from fsbarrier.node.job import NodeUnfit
 from fsbarrier.protocol.state import Exit, Node, Part
 from fsbarrier.sim.history import Merged
@@ -20,12 +20,14 @@ Waiting = Generator[float, None, dict[str, object]]
 
 @dataclass
 class PartFile:
-    """A rank's growing file of groups; `groups` are durable once they are there."""
+    """A rank's growing file of groups; `groups` are durable once they are there. `policy` is what its header says, `made_by` which policy
+    the node's engine really served."""
 
     generation: int
     iteration: int
     split: str
     policy: str
+    made_by: str
     #: (task, when)
     groups: list[tuple[int, float]] = field(default_factory=list)
 
@@ -62,6 +64,10 @@ class Artifacts:
     meetings: dict[tuple[str, str], Meeting] = field(default_factory=dict)
     stamps: int = 0
     ports: int = 40000
+
+    def identity(self, folder: str) -> str:
+        """What tells the policy in a folder from any other."""
+        return f"{folder.rpartition('/')[2]}:{self.checkpoints[folder].digest}"
 
     def retain(self, keep: int, current: str) -> None:
         """Clean-up after a publication, as fsbarrier.rundir.checkpoints.retain does it."""
@@ -108,7 +114,10 @@ class Piece:
             process.agent.exit = Exit(error.exit_code, "left", str(error))
             process.world.finish(process)
         except FsbarrierError as error:
-            process.work.ended(self, False, {"error": str(error), "log": ["the program's last line"]})
+            value: dict[str, object] = {"error": str(error), "log": ["the program's last line"]}
+            if isinstance(error, NodesRefused):
+                value["refused"] = True
+            process.work.ended(self, False, value)
         else:
             if wait != FOREVER:
                 process.world.after(wait, self.advance)

@@ -1,6 +1,6 @@
 """The shared directory in memory, as the server has it: one Disk with its files and directories.
 
-A record stays the object that was written, for speed; it becomes bytes only where a loss of power tears it.
+In most schedules a record stays the object that was written, for speed, and becomes bytes only where something damages it.
 """
 
 from __future__ import annotations
@@ -89,20 +89,28 @@ Watcher = Callable[[SimPath, Record, File], None]
 class Disk:
     """The server's truth. `coarse_s`: changes of a directory within one such span share a modification time.
 
+    `encode`: what is written in place of a record; None: the record itself, for speed.
+
     `order`: how a listing is ordered, 0 as created, 1 reversed, 2 by name. `exclusive` False: every create succeeds (the class of
     filesystems that must be refused). `links` False: an exclusive create takes three steps, as fsbarrier.files does it without hard links.
     """
 
     def __init__(
-        self, *, coarse_s: float = 0.0, order: int = 0, exclusive: bool = True, links: bool = True
+        self,
+        *,
+        coarse_s: float = 0.0,
+        order: int = 0,
+        exclusive: bool = True,
+        links: bool = True,
+        encode: Callable[[Record], bytes] | None = None,
     ) -> None:
         self.now = 0.0
         self.files: dict[str, File] = {}
         self.dirs: dict[str, Directory] = {}
         self.torn: set[str] = set()
-        self.coarse_s, self.exclusive, self.links = coarse_s, exclusive, links
-        # files in which a bit has flipped, until somebody restores them
-        self.spoilt: set[str] = set()
+        self.coarse_s, self.exclusive, self.links, self._encode = coarse_s, exclusive, links, encode
+        # path -> what lies there in place of the record, until somebody restores it
+        self.spoilt: dict[str, bytes] = {}
         self._ordered = _ORDERS[order]
         # called with each record that is written, except heartbeats
         self.watch: Watcher = lambda path, record, file: None
@@ -129,12 +137,13 @@ class Disk:
     def write(self, path: SimPath, record: Record, host: str, durable: bool) -> File:
         """Put `record` under a name in one step. Raises FileNotFoundError where its directory is missing."""
         file = self.files.get(path)
+        content = record if self._encode is None else self._encode(record)
         if file is None:
-            file = self._create(path, record, host, durable)
+            file = self._create(path, content, host, durable)
         else:
             if file.durable or durable:
                 file.old = file.content
-            file.content, file.host, file.time, file.durable = record, host, self.now, durable
+            file.content, file.host, file.time, file.durable = content, host, self.now, durable
             self.touch(file.directory)
         return file
 

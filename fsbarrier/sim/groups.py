@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 from fsbarrier.errors import OutOfStep, PeerLost, StoreError
 from fsbarrier.group.collective import Collective, broadcast_from
 from fsbarrier.group.group import make_member
-from fsbarrier.protocol.facts import Generation, Join
+from fsbarrier.protocol.facts import Beat, Generation, Join
 from fsbarrier.protocol.state import Exit
 from fsbarrier.rundir.record_store import Store
 from fsbarrier.sim.faults import Crash, Livelock
@@ -126,6 +126,9 @@ class GroupProcess(Process):
         if code not in (3, 6):
             self.group_world.diary.unexpected.append(f"node {self.rank}: {failure!r}")
         self.world.end(self, code, str(failure))
+
+    def next_beat(self) -> Beat:
+        return self.member.beat(self.clock)
 
     # --- the caller ---
 
@@ -239,6 +242,7 @@ class GroupWorld(World):
             for strike in self.strikes
             if strike.kind not in ("stop", "program")
         ]
+        self.taken_back_to = None
         self.odd_rate = self.rng.choice((0.0, 0.0, 0.0, 0.02)) if setup.mix else 0.0
 
     def collective_of(self, row: tuple[int, int], generation: Generation, dice: Random) -> str:
@@ -250,7 +254,7 @@ class GroupWorld(World):
     def new_process(self, rank: int, client: Client, trouble: Trouble) -> Process:
         return GroupProcess(self, len(self.processes), rank, client, trouble)
 
-    def _over(self) -> bool:
+    def over(self) -> bool:
         return {ended.code for ended in self.history.ended.values()} <= {0, 6}
 
 

@@ -169,6 +169,8 @@ class History:
     ended: dict[int, Ended] = field(default_factory=dict)
     said: list[Said] = field(default_factory=list)
     faults: set[str] = field(default_factory=set)
+    # the generations with which a person took the run back
+    recovered: set[int] = field(default_factory=set)
     healed_at: float = 0.0
     stopped_at: float | None = None
     # who still waits at the end, and for what

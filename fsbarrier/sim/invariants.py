@@ -16,6 +16,7 @@ from fsbarrier.sim import fact_removal
 from fsbarrier.sim.false_death import i7_no_false_death
 from fsbarrier.sim.history import Done, History, Merged, Place
 from fsbarrier.sim.publication import published_too_late
+from fsbarrier.sim.verdicts import i15_only_for_a_reason
 
 if TYPE_CHECKING:
     from fsbarrier.sim.world import World
@@ -38,6 +39,7 @@ def check(world: World) -> list[Violation]:
     found = [Violation(number, what) for number, function in ALL.items() for what in function(history)]
     found += [Violation("I3", what) for what in start_positions(history, world.program)]
     found += [Violation("I6", what) for what in outcomes(world)]
+    found += [Violation("I15", what) for what in i15_only_for_a_reason(world)]
     return found
 
 
@@ -97,6 +99,9 @@ def _adopted(history: History, read: Mapping[Place, Payload], times: Mapping[Pla
                 latest[PHASE_NAMES[place[2]]] = (place[1], read[place])
         for name, (iteration, value) in latest.items():
             entry = record.decisions.get(name)
+            if number in history.recovered:
+                # A person decided what holds from here on.
+                break
             if entry is None or (
                 (entry["iteration"], entry["value"]) != (iteration, value)
                 and not _published(history, number - 1, name, entry, iteration)
@@ -140,7 +145,7 @@ def i3_only_forward(history: History) -> Iterator[str]:
 def start_positions(history: History, program: Program) -> Iterator[str]:
     """A generation goes on where the one before it was: at most one row back, then as far as that row says."""
     for number, (write, record) in sorted(history.generations.items()):
-        if number == 1:
+        if number == 1 or number in history.recovered:
             continue
         previous = history.generations.get(number - 1)
         if previous is None:
@@ -177,7 +182,8 @@ def _all_done(place: Place, generation: Generation, history: History) -> bool:
 
 
 def _resumed(place: tuple[int, int], program: Program, history: History) -> tuple[int, int]:
-    return place[0], max(history.first, program.resume_index(place[1]))
+    resume = program.rows[place[1]].resume
+    return place[0], max(history.first, PHASE_NAMES.index(resume) if resume else place[1])
 
 
 def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
@@ -262,8 +268,8 @@ def outcomes(world: World) -> Iterator[str]:
     if struck and (rules.on_node_failure != "shrink" or rules.min_nodes > 1):
         allowed |= {5}
     if "unreadable" in struck:
-        allowed |= {3}
-    if "version" in struck:
+        allowed |= {2, 3}
+    if struck & {"version", "refused"}:
         allowed |= {2}
     if 6 in codes and any(incarnation > 1 for _, incarnation in history.joins):
         allowed |= {6}
@@ -274,7 +280,7 @@ def outcomes(world: World) -> Iterator[str]:
     for ended in history.ended.values():
         if ended.code not in allowed:
             yield f"node {ended.rank} ended with code {ended.code} ({ended.why})"
-    if not codes & {4, 5} and history.stopped_at is None and not _finished(world):
+    if not codes & {4, 5} and "refused" not in struck and history.stopped_at is None and not _finished(world):
         yield "the run was not finished although nothing hinders it"
 
 
@@ -328,6 +334,8 @@ def budget(nodes: int) -> float:
 def i14_the_same_code(history: History) -> Iterator[str]:
     """The members of a generation run the same code."""
     for number, (_, record) in history.generations.items():
+        if number in history.recovered:
+            continue
         joins = [history.joins[member.rank, member.incarnation].record for member in record.members]
         codes = {join.digest for join in joins if isinstance(join, Join)}
         if len(codes) > 1:

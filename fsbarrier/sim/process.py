@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, cast
 from fsbarrier.errors import Fenced
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer, Paces
-from fsbarrier.protocol.facts import Join, Payload
+from fsbarrier.protocol.facts import Beat, Join, Payload
 from fsbarrier.protocol.state import Exit, Node, Stage
+from fsbarrier.retry import PASSING_S
 from fsbarrier.rundir.record_store import Store
 from fsbarrier.sim.disk import Directory, SimPath
 from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
@@ -53,7 +54,7 @@ class Process:
         # when it is going to look
         self.due: list[float] = []
         self.strand: Strand | None = None
-        self.joined = False
+        self.prepared = self.joined = False
         self.failing_since: float | None = None
         self.mishap: Mishap | None = None
         # the directory of its row
@@ -182,7 +183,9 @@ class Process:
         return ""
 
     def _join(self) -> str:
-        self.observer.prepare()
+        if not self.prepared:
+            self.observer.prepare()
+            self.prepared = True
         self.agent.start(self.clock)
         self.joined = True
         return "joined"
@@ -208,12 +211,15 @@ class Process:
             self._failed(how)
 
     def _failed(self, how: str) -> None:
-        """The filesystem failed. Like the daemon, try again for `outage_s`; a start is not tried again."""
+        """The filesystem failed. Like the daemon, try again for `outage_s`; a start is tried again only for a moment."""
         now = self.world.now
         if self.failing_since is None:
             self.failing_since = now
         if not self.joined:
-            self.world.end(self, 3, how)
+            if now - self.failing_since >= PASSING_S:
+                self.world.end(self, 3, how)
+            else:
+                self.wake(now + HELD_BACK_S)
         elif now - self.failing_since >= self.world.rules.limits.outage_s:
             self.agent.exit = Exit(3, "left", how)
 
@@ -242,9 +248,12 @@ class Process:
             pause_s = 0.2 if age_s < 1.0 else 0.8 if age_s < 5.0 else pause_s
         world.at(now + pause_s, self.beat)
 
+    def next_beat(self) -> Beat:
+        return self.agent.beat()
+
     def put_beat(self) -> None:
         """Write a heartbeat. In an outage it is lost; other mishaps strike only the loop's operations."""
-        beat, world = self.agent.beat(), self.world
+        beat, world = self.next_beat(), self.world
         if self.trouble.outage is not None:
             return
         if beat.incarnation != self._beats_as:

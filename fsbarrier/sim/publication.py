@@ -16,5 +16,6 @@ def published_too_late(history: History, stamps: Mapping[int, Merged]) -> Iterat
         if newer:
             yield f"{name} became generation {generation}'s where generation {max(newer)} was to be seen"
     for before, after in zip(history.served[:-1], history.served[1:], strict=True):
-        if (after.version, after.generation) < (before.version, before.generation):
+        taken_back = after.generation in history.recovered
+        if (after.version, after.generation) < (before.version, before.generation) and not taken_back:
             yield f"model.pt went from {before.folder} back to {after.folder}"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fsbarrier.protocol.codec import Fault
+from fsbarrier.protocol.codec import CorruptRecord, Fault, decode
 from fsbarrier.protocol.facts import R, Record
 from fsbarrier.rundir.record_store import REPLACED
 from fsbarrier.sim.disk import Content, Directory, Disk, File, SimPath, as_record
@@ -154,10 +154,11 @@ class Client:
                 self.disk.watch_missed(path, self.host)
             else:
                 self.misses[path] = self.misses.get(path, 0) + 1
-        elif (
-            (self.garbled is not None and self.garbled(self.host, path))
-            or (self.disk.spoilt and path in self.disk.spoilt)
-            or (self.cannot_read and path.startswith(self.cannot_read))
+        elif self.disk.spoilt and path in self.disk.spoilt:
+            self._unread(path)
+            return as_record(self.disk.spoilt[path], cls)
+        elif (self.garbled is not None and self.garbled(self.host, path)) or (
+            self.cannot_read and path.startswith(self.cannot_read)
         ):
             self._unread(path)
             return as_record(MIXED, cls)
@@ -171,7 +172,11 @@ class Client:
         self.unread.setdefault(path, []).append(self.disk.now)
 
     def fault(self, path: SimPath, cls: type[R]) -> Fault:
-        return Fault("half of it is another record's")
+        try:
+            decode(self.disk.spoilt.get(path, MIXED), cls)
+        except CorruptRecord as error:
+            return error.fault
+        return Fault("it does not fit its name")
 
     def _remembered(self, path: SimPath, file: File | None) -> Content | None:
         """What this mount takes for the content of a file."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, cast
 
-from fsbarrier.protocol.facts import Member, StopRequest
+from fsbarrier.protocol.codec import encode
+from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position, StopRequest, Verdict
 from fsbarrier.protocol.state import Exit
+from fsbarrier.sim.damage import DAMAGES
 from fsbarrier.sim.disk import SimPath
 from fsbarrier.sim.faults import Mishap, Strike
 from fsbarrier.sim.process import Process
@@ -26,7 +29,8 @@ def heal(world: World) -> None:
     world.end_s = world.now + world.settle_s
     world.say("all faults stop")
     world.mishap_rate = world.garbling.rate = world.stale_handles.rate = 0.0
-    mend(world)
+    if not take_back(world):
+        mend(world)
     world.codes = [""] * world.setup.nodes
     world.awaited.clear()
     for process in world.processes:
@@ -129,14 +133,60 @@ def mend(world: World) -> None:
         client.cannot_read = ""
 
 
+def take_back(world: World) -> bool:
+    """The newest generation cannot be read, and nobody can restore it: a person ends all nodes and lets the run go on without it.
+
+    As `fsbarrier recover --iteration N` does it (fsbarrier/maintenance/superseding.py), after model.pt was made to name the policy that
+    iteration N began with, if that is still there. Then there will be two policies of the versions after it.
+    """
+    history, iteration = world.history, world.taken_back_to
+    records = [write.record for write in history.writes]
+    newest = max((record.number for record in records if isinstance(record, Generation)), default=0)
+    if iteration is None or not newest or world.over():
+        return False
+    history.faults.add("unreadable")
+    spoil_a_record(world, f"generations/gen-{newest:06d}.json")
+    lost = {path: data for path, data in world.disk.spoilt.items() if f"gen-{newest:06d}" in path}
+    for process in [process for process in world.processes if process.up]:
+        history.faults.add("crash")
+        world.kill(process, "ended by a person")
+    starts: dict[int, int] = {}
+    for join in records:
+        if isinstance(join, Join):
+            starts[join.rank] = max(join.incarnation, starts.get(join.rank, 0))
+    served = [put for put in history.served if put.folder in world.artifacts.checkpoints]
+    begun = [put for put in served if put.version == iteration - 1] or served[-1:]
+    decisions: dict[str, Payload] = {}
+    for put in begun[-1:]:
+        history.served.append(put._replace(generation=newest + 1, shown=()))
+        digest = world.artifacts.checkpoints[put.folder].digest
+        value = {"policy_version": put.version, "folder": put.folder, "digest": digest}
+        decisions["weights_publish"] = {"iteration": iteration - 1, "value": value}
+    members = tuple(Member(rank, starts[rank]) for rank in sorted(starts))
+    why = f"the run goes on at iteration {iteration}"
+    start = Position(iteration, history.first)
+    generation = Generation(
+        newest + 1, members, members[0].rank, start, why, decisions, verdict=Verdict(0, why)
+    )
+    path = cast(SimPath, PATHS.generation(newest + 1))
+    history.recovered.add(newest + 1)
+    world.say(f"a person takes the run back to iteration {iteration}")
+    world.disk.watch(path, generation, world.disk.write(path, generation, "operator", True))
+    mend(world)
+    world.disk.spoilt.update(lost)
+    return True
+
+
 def spoil_a_record(world: World, name: str = "") -> None:
-    """A bit flips in a record, and stays: a random one, or the newest whose path ends with `name`."""
+    """A record is damaged, and stays so: a random one, or a bit flips in the newest whose path ends with `name`."""
     world.history.faults.add("unreadable")
-    written = [write.path for write in world.history.writes if write.path.endswith(name)]
+    written = [write for write in world.history.writes if write.path.endswith(name)]
     if written:
-        path = written[-1] if name or world.rng.random() < 0.5 else world.rng.choice(written)
-        world.disk.spoilt.add(path)
-        world.say(f"a bit flips in {path}")
+        write = written[-1] if name or world.rng.random() < 0.5 else world.rng.choice(written)
+        dice = Random(f"damage {write.path} {world.now}")
+        said = next(iter(DAMAGES)) if name else dice.choice([*DAMAGES])
+        world.disk.spoilt[write.path] = DAMAGES[said](encode(write.record), dice)
+        world.say(said.format(write.path))
 
 
 def maybe_kill(world: World, process: Process) -> None:

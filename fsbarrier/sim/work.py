@@ -6,12 +6,12 @@ programs behind its commands are stand-ins: they take time, fail, leave parts, m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Container, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from fsbarrier.errors import ProgramFailed
+from fsbarrier.errors import NodesRefused, ProgramFailed
 from fsbarrier.node.job import NodeUnfit
 from fsbarrier.program import (
     Command,
@@ -29,6 +29,7 @@ from fsbarrier.program import (
 )
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node, Part, WorkReport
+from fsbarrier.protocol.succession import STARTS
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.sim.artifacts import FOREVER, Checkpoint, Meeting, PartFile, Piece, Waiting
 from fsbarrier.sim.disk import SimPath
@@ -56,6 +57,8 @@ class SimWork:
     def __init__(self, world: World, process: Process) -> None:
         self.world, self.process, self.artifacts = world, process, world.artifacts
         self.piece: Piece | None = None
+        # which policy this node's engine really serves
+        self.serving = ""
         self._report: WorkReport | None = None
 
     def launch(self, node: Node, part: Part) -> None:
@@ -108,6 +111,7 @@ class SimWork:
                     context, since = self.context(piece.node), self.world.now
                 builder = context.phase.each if piece.part is Part.EACH else context.phase.leader
                 assert builder is not None
+                self._admit(piece.node)
                 work = builder(context)
                 break
             except OSError as error:
@@ -117,6 +121,13 @@ class SimWork:
                     # As fsbarrier.node.job_runner: another host may be able to read it, and no program has failed.
                     raise NodeUnfit(str(error)) from None
         return (yield from self._do(work, context, piece))
+
+    def _admit(self, node: Node) -> None:
+        """Where a session begins, its nodes may not fit together."""
+        if self.world.refusals and not self.world.healed and node.place[0].reason in STARTS:
+            self.world.refusals -= 1
+            self.world.history.faults.add("refused")
+            raise NodesRefused("the nodes cannot carry this run")
 
     def _retry(self, error: OSError, since: float) -> float:
         """How long to wait before the next try of a shared directory that fails `since` then. Raises ProgramFailed after `outage_s`."""
@@ -141,6 +152,7 @@ class SimWork:
             case ServeWeights(folder, version):
                 self._need(str(folder.parent) if version else "", piece)
                 yield self.world.length() / 4
+                self.serving = self.artifacts.identity(str(folder.parent)) if version else "start"
                 return {"engine_started": False}
             case ReleaseEngine():
                 yield self.world.short()
@@ -186,9 +198,8 @@ class SimWork:
     def _rollout(self, work: Command, context: Context, piece: Piece) -> Waiting:
         spec = work.spec
         self._need(spec["model"].removesuffix("/model") if spec["policy_version"] else "", piece)
-        part = PartFile(context.generation, context.iteration, spec["split"], spec["policy"])
-        if spec["part"] in self.artifacts.parts:
-            raise AssertionError(f"two writers of {spec['part']}")
+        part = PartFile(context.generation, context.iteration, spec["split"], spec["policy"], self.serving)
+        self._only_writer(self.artifacts.parts, spec["part"])
         self.artifacts.parts[spec["part"]] = part
         for task, wait in zip(spec["tasks"], self._busy(piece, len(spec["tasks"])), strict=True):
             yield wait
@@ -215,6 +226,7 @@ class SimWork:
             tuple(adopted),
             tuple(entries),
         )
+        self._only_writer(self.artifacts.merged, spec["out"])
         self.artifacts.merged[spec["out"]] = merged
         self.world.history.merges.append(merged)
         name, rank = merged.out.rpartition("/")[2], piece.process.rank
@@ -230,7 +242,7 @@ class SimWork:
             part, valid = self.artifacts.parts[source["path"]], source["valid_bytes"]
             for index, (task, _) in enumerate(part.groups[: None if valid is None else valid // GROUP_BYTES]):
                 if task in source["tasks"]:
-                    entry = Entry(task, source["path"], index, part.generation, part.policy)
+                    entry = Entry(task, source["path"], index, part.generation, part.made_by)
                     taken.setdefault(task, entry)
         return [*taken.values()]
 
@@ -243,6 +255,7 @@ class SimWork:
             if stamp is not None:
                 self.world.history.used.append(Used(self.world.now, piece.node, stamp))
         yield from self._busy(piece)
+        self._only_writer(self.artifacts.batches, work.spec["batch"])
         self.artifacts.batches.add(work.spec["batch"])
         return {"batch": work.spec["batch"]}
 
@@ -271,12 +284,19 @@ class SimWork:
         if argv["--node-rank"] == "0":
             self.artifacts.stamps += 1
             made = Checkpoint(spec["new_policy_version"], context.generation, str(self.artifacts.stamps))
+            self._only_writer(self.artifacts.checkpoints, spec["out"])
             self.artifacts.checkpoints[spec["out"]] = made
         return {}
 
+    def _only_writer(self, there: Container[str], name: str) -> None:
+        """Nobody writes what somebody else may be writing, or has written."""
+        if name in there:
+            raise AssertionError(f"two writers of {name}")
+
     def _publish(self, work: PublishWeights, context: Context, piece: Piece) -> Waiting:
         folder = str(work.folder)
-        yield self.world.short()
+        # The checkpoint is compared with its manifest.
+        yield self.world.length() / 2 if self.world.slow_checks else self.world.short()
         self._need(folder, piece)
         yield from self._still_newest(context)
         shown = tuple(self.process.client.shown(GENERATIONS))

@@ -19,6 +19,7 @@ from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
+from fsbarrier.sim.damage import written
 from fsbarrier.sim.disk import Disk, File, SimPath
 from fsbarrier.sim.faults import Mishap, Trouble
 from fsbarrier.sim.history import Asked, Ended, History, Removed, Said, Write, row_of
@@ -78,7 +79,11 @@ class World:
         if drawn.listing_s == OLD_S and Random(f"listings {seed}").random() < 0.2:
             drawn = replace(drawn, listing_s=VERY_OLD_S)
         self.habits = setup.habits or drawn
-        self.disk = Disk(coarse_s=coarse, order=rng.randrange(3), exclusive="winners" not in mix, links=links)
+        # Some schedules exchange bytes, and half of those have fields that this version does not know.
+        dice = Random(f"bytes {seed}")
+        in_bytes = partial(written, later=dice.random() < 0.5) if dice.random() < 0.15 else None
+        exclusive, order = "winners" not in mix, rng.randrange(3)
+        self.disk = Disk(coarse_s=coarse, order=order, exclusive=exclusive, links=links, encode=in_bytes)
         self.disk.watch = self._written
         self.disk.watch_removal, self.disk.watch_missed = self._removed, self._missed
         self.artifacts = Artifacts()
@@ -108,6 +113,13 @@ class World:
         self.lengths = setup.lengths or rng.choice(
             ((0.02, 0.05, 0.2), (0.02, 0.05, 0.2), (0.1, 0.2, 1.0), (0.02, 0.05, 0.1, 0.1, 0.1, 9.0))
         )
+        # how often a session's nodes are still found not to fit together
+        self.refusals = int("program" in mix and Random(f"refused {seed}").random() < 0.03)
+        # In the end a person takes the run back to this iteration; None: nobody does.
+        back = "unreadable" in mix and dice.random() < 0.1
+        self.taken_back_to = dice.randint(1, setup.iterations) if back else None
+        # To check a checkpoint before it is published takes as long as a program.
+        self.slow_checks = bool(mix) and dice.random() < 0.5
         self.healed = not mix
         # (rank, phase) -> how often its program is still to fail there
         self.failures: dict[tuple[int, str], int] = {}
@@ -190,7 +202,7 @@ class World:
         self.ending = False
         if any(process.up for process in self.processes):
             return False
-        if self.healed or self._over():
+        if self.healed or self.over():
             return True
         strikes.heal(self)
         return False
@@ -215,7 +227,7 @@ class World:
             self.awaited.remove(item)
             self.after(item.delay, item.action)
 
-    def _over(self) -> bool:
+    def over(self) -> bool:
         """Whether the run has ended for good, so that starting a node again would change nothing."""
         codes = {ended.code for ended in self.history.ended.values()}
         return codes <= {0, 4, 5} or (self.history.stopped_at is not None and codes <= {0, 4, 5, 6})

@@ -1,0 +1,65 @@
+"""What may come to lie under a record's name in its place: damaged, foreign, or written by another version of the code.
+
+The headers are made here and not asked of the code under test.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from hashlib import sha256
+from random import Random
+
+from fsbarrier.protocol.codec import encode
+from fsbarrier.protocol.facts import JsonObject, Record, StopRequest
+
+
+def written(record: Record, *, later: bool) -> bytes:
+    """A record's bytes. `later`: as a later version writes it, with a field that this one does not know and must ignore."""
+    data = encode(record)
+    return changed(data, lambda body: {**body, "later": {"than": "this"}}) if later else data
+
+
+def changed(data: bytes, change: Callable[[JsonObject], JsonObject]) -> bytes:
+    """A record with other fields, and the header that fits them."""
+    header, _, text = data.partition(b"\n")
+    magic, kind, _, _ = header.split()
+    body = json.dumps(change(json.loads(text)), separators=(",", ":")).encode() + b"\n"
+    return b"%s %s %d %s\n%s" % (magic, kind, len(body), sha256(body).hexdigest()[:32].encode(), body)
+
+
+def flip_a_bit(data: bytes, rng: Random) -> bytes:
+    at = rng.randrange(len(data))
+    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+
+
+def _without_a_field(body: JsonObject) -> JsonObject:
+    return {name: value for name, value in body.items() if name not in ("number", "rank", "who")}
+
+
+def _of_another_type(body: JsonObject) -> JsonObject:
+    return {name: [value] for name, value in body.items()}
+
+
+def _nowhere(body: JsonObject) -> JsonObject:
+    return {**body, "start": {"iteration": 0, "phase": 0}, "rank": 2**80, "who": 7}
+
+
+def _without_an_iteration(body: JsonObject) -> JsonObject:
+    broken = {name: {"iteration": "one", "value": {}} for name in ("train_assign", "update")}
+    return {**body, "decisions": broken, "addresses": [1], "now": "at once"}
+
+
+#: what the story of a schedule says of it -> the bytes that lie there afterwards
+DAMAGES: dict[str, Callable[[bytes, Random], bytes]] = {
+    "a bit flips in {}": flip_a_bit,
+    "{} is emptied": lambda data, rng: b"",
+    "{} is cut off": lambda data, rng: data[: rng.randrange(1, len(data))],
+    "{} is written in record format 3": lambda data, rng: data.replace(b"/2 ", b"/3 ", 1),
+    "{} is written by somebody else": lambda data, rng: b"#!/bin/sh\n",
+    "{} becomes another record": lambda data, rng: encode(StopRequest(True, "somebody")),
+    "{} loses a field": lambda data, rng: changed(data, _without_a_field),
+    "{} has fields of other types": lambda data, rng: changed(data, _of_another_type),
+    "{} has values that cannot be": lambda data, rng: changed(data, _nowhere),
+    "{} has decisions that are none": lambda data, rng: changed(data, _without_an_iteration),
+}

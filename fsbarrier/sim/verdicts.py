@@ -1,0 +1,72 @@
+"""What must hold of how a run begins and ends for all its nodes (I15), by what is on record: the settings that name who may take part, the
+requests to stop, and the programs that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from fsbarrier.protocol.facts import Fact, Generation, StopRequest
+from fsbarrier.sim.history import History, row_of
+
+if TYPE_CHECKING:
+    from fsbarrier.protocol.state import Rules
+    from fsbarrier.sim.world import World
+
+
+def i15_only_for_a_reason(world: World) -> Iterator[str]:
+    """A generation has as many members as the settings ask for, and a run is ended only for a reason that is on record."""
+    history, rules = world.history, world.rules
+    for number, (made, record) in history.generations.items():
+        if number in history.recovered:
+            continue
+        if record.verdict is None:
+            least = rules.min_nodes if rules.on_node_failure == "shrink" else rules.num_nodes
+            if len(record.members) < least:
+                yield f"generation {number} has {len(record.members)} members, at least {least} are asked for"
+            continue
+        code = record.verdict.exit_code
+        why = {0: _asked_to_stop, 2: _refused, 4: _failed_too_often, 5: _too_few}.get(code)
+        if why is None or not why(history, rules, record, made.time):
+            yield f"generation {number} ends the run with exit code {code}, without a reason: {record.verdict.reason}"
+
+
+def _asked_to_stop(history: History, rules: Rules, record: Generation, time: float) -> bool:
+    """Somebody had asked, at once; or at the next safe point, and no member had published more than the first row of its iteration."""
+    asked = [w.record for w in history.writes if isinstance(w.record, StopRequest) and w.time <= time]
+    begun = any(
+        place[:2] == (record.number - 1, record.start.iteration) and place[2] > history.first
+        for place in history.facts
+    )
+    return any(request.now for request in asked) or (bool(asked) and not begun)
+
+
+def _failures(history: History, time: float) -> Iterator[tuple[int, int, Fact]]:
+    """Of each failure that was published before `time`: its generation, its iteration, the fact."""
+    for write in history.writes:
+        fact = write.record
+        if isinstance(fact, Fact) and fact.status == "failed" and write.time <= time:
+            number, iteration, _ = row_of(write.path)
+            yield number, iteration, fact
+
+
+def _refused(history: History, rules: Rules, record: Generation, time: float) -> bool:
+    return any(
+        number == record.number - 1 and fact.value.get("refused")
+        for number, _, fact in _failures(history, time)
+    )
+
+
+def _failed_too_often(history: History, rules: Rules, record: Generation, time: float) -> bool:
+    """Of this iteration as many tries failed as the settings allow, and one more; the last in the generation before."""
+    tries = {
+        number for number, iteration, _ in _failures(history, time) if iteration == record.start.iteration
+    }
+    return len(tries) > rules.retries and record.number - 1 in tries
+
+
+def _too_few(history: History, rules: Rules, record: Generation, time: float) -> bool:
+    """Members of the generation before are missing, and the settings do not let the run go on without them."""
+    before = history.generations[record.number - 1][1]
+    lost = len(record.members) < len(before.members)
+    return lost and (rules.on_node_failure != "shrink" or len(record.members) < rules.min_nodes)
