@@ -21,7 +21,7 @@ from fsbarrier.settings.sources import nearest
 COMMANDS = {
     "run": "run this node (./run.sh is the same, and makes its environment first)",
     "plan": "what a run comes to on given machines: engines, shards, memory; before anything starts",
-    "launch": "start several nodes on this machine, with one live view",
+    "launch": "start several nodes: here, through ssh, Slurm, Kubernetes, SkyPilot or dstack",
     "status": "where a run is, and how each node is doing",
     "top": "the same, live",
     "logs": "the nodes' logs, last lines or as they come",

@@ -291,7 +291,7 @@ CASES = {
     "demo with a rank": ("run --demo --worker 1", ["--demo", "--worker"]),
     "demo with a model": ("run --demo --model model", ["--model", "demo"]),
     "launch without a place": ("launch", ["launch", "`local`"]),
-    "launch elsewhere": ("launch slurm --nodes 2", ["launch slurm", "`local`"]),
+    "launch elsewhere": ("launch mars --nodes 2", ["launch mars", "`local`"]),
     "launch with two numbers": ("launch local --nodes 2 --num-nodes 3", ["--nodes 2", "--num-nodes 3"]),
     "launch with a bad setting": ("launch local --nodes 2 --program ping toy.tasks=x", ["toy.tasks", '"x"']),
     "launch with a bad number": ("launch local --nodes x --program ping", ["--nodes", '"x"']),

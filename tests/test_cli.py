@@ -19,7 +19,8 @@ import pytest
 
 from fsbarrier import errors
 from fsbarrier.cli import COMMANDS, main
-from fsbarrier.commands import local_nodes, logs
+from fsbarrier.commands import logs
+from fsbarrier.launchers.processes import outcome
 from fsbarrier.run_command import Parser
 
 REPO = Path(__file__).resolve().parent.parent
@@ -267,7 +268,7 @@ def test_a_dry_run_as_json(tmp_path: Path) -> None:
     ],
 )
 def test_one_exit_code_for_several_nodes(codes: dict[int, int], expected: int) -> None:
-    assert local_nodes.outcome(codes) == expected
+    assert outcome(codes, lambda line: None) == expected
 
 
 def test_last_lines_reads_from_the_end(tmp_path: Path) -> None:

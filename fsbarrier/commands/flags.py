@@ -72,6 +72,18 @@ def gather(args: argparse.Namespace) -> tuple[ChosenValue, ...]:
     return (*found, *from_words(args.settings, known))
 
 
+def as_typed(args: argparse.Namespace) -> list[str]:
+    """The words that say the same to another `fsbarrier run`."""
+    found = ["--resume"] if args.resume else []
+    for flag, (takes_value, _) in _HELP.items():
+        value = getattr(args, flag[2:].replace("-", "_"))
+        if value not in (None, False):
+            found += [flag, value] if takes_value else [flag]
+    if args.config:
+        found += ["--config", args.config]
+    return [*found, *args.settings]
+
+
 def add_log_path(parser: argparse.ArgumentParser) -> None:
     """The flag by which a command finds its run."""
     parser.add_argument(

@@ -1,44 +1,209 @@
-"""`fsbarrier launch local`: several nodes of one run on this machine (fsbarrier/commands/local_nodes.py)."""
+"""`fsbarrier launch`: start a run's nodes from one place (fsbarrier/launchers)."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
 
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
+from fsbarrier.launchers.job import Job, Machine, check_below_mount, check_name, commands_here, split, write
 
-SUMMARY = """Start several nodes on this machine, with one live view; Ctrl-C ends them all.
+SUMMARY = """Start a run's nodes from one place, or write what a scheduler needs to start them. PLACE is
 
-On several machines there is nothing to launch from one place. Type (or let ssh, Slurm, Kubernetes type) on each node, in
-one clone on the shared filesystem:
+  local       several nodes on this machine, with one live view
+  ssh         on other machines, through ssh; Ctrl-C ends them all
+  slurm       a batch file, handed to sbatch
+  kubernetes  an indexed Job (file)
+  skypilot    a task (file)
+  dstack      a task (file)
 
-  ./run.sh --master --num-nodes 3        on the first node
-  ./run.sh --worker 1                    on the second, and so on
-  srun --nodes 3 --ntasks-per-node 1 ./run.sh    Slurm: ranks and count come from its variables"""
-EXAMPLE = "fsbarrier launch local --nodes 3 --program toy --iterations 2"
+All take the flags and settings of `fsbarrier run`. docs/launching.md has an example of each."""
+EXAMPLE = """fsbarrier launch local --nodes 3 --program toy --iterations 2
+  fsbarrier launch ssh --hosts a,b,c --data-path /data/math --model Qwen2.5-0.5B-Instruct
+  fsbarrier launch slurm --nodes 4 --gpus-per-node 8 --time 12:00:00 --sbatch=--partition=gpu --config run.toml"""
+
+CONTAINERS = ("kubernetes", "skypilot", "dstack")
+#: Flag -> the places that it is for, its value's name, its help. Every place has --nodes and the flags of `run`.
+FLAGS = {
+    "--hosts": (("ssh",), "A,B,...", "the machines, node 0's first"),
+    "--hosts-file": (("ssh",), "FILE", "the same, one a line"),
+    "--ssh": (("ssh",), "COMMAND", "how to call ssh (default: ssh), such as 'ssh -p 2222'"),
+    "--fsbarrier": (
+        ("ssh", "slurm", *CONTAINERS),
+        "COMMAND",
+        "the fsbarrier of the nodes (default: this clone's; in a container: fsbarrier)",
+    ),
+    "--logs": (("ssh",), "DIR", "where the nodes' output goes (default: launch-logs/TIME here)"),
+    "--name": (("slurm", *CONTAINERS), "NAME", "the job's name (default: fsbarrier)"),
+    "--gpus-per-node": (("slurm", *CONTAINERS), "N", "accelerators to ask for on each node"),
+    "--output": (("slurm", *CONTAINERS), "FILE", "where the file is written"),
+    "--time": (("slurm",), "LIMIT", "Slurm's time limit, such as 12:00:00"),
+    "--warn": (("slurm",), "S", "stop and requeue so many seconds before that limit (default: 600)"),
+    "--sbatch": (
+        ("slurm",),
+        "OPTION",
+        "one more option of sbatch, such as --sbatch=--partition=gpu; may be repeated",
+    ),
+    "--image": (CONTAINERS, "IMAGE", "the container image that has fsbarrier in it (see scripts/Dockerfile)"),
+    "--volume": (
+        CONTAINERS,
+        "NAME",
+        "the shared storage: a claim, a volume, with dstack a folder of the instances",
+    ),
+    "--mount": (CONTAINERS, "PATH", "where the nodes see it (default: /shared)"),
+    "--accelerator": (("skypilot",), "NAME", "which accelerator, such as H100"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("where", nargs="?", default="", metavar="local", help="where the nodes are to run")
+    parser.add_argument("place", nargs="?", default="", metavar="PLACE", help=", ".join(PLACES))
     parser.add_argument("--nodes", metavar="N", help="how many (default 1, or what the run's record says)")
+    for flag, (places, value, text) in FLAGS.items():
+        action = "append" if flag == "--sbatch" else "store"
+        parser.add_argument(flag, metavar=value, action=action, help=f"{', '.join(places)}: {text}")
     flags.add_run_flags(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    if args.where != "local":
-        mistake = f"launch {args.where}: not" if args.where and "=" not in args.where else "launch: say"
+    if args.place not in PLACES:
+        mistake = f"launch {args.place}: not" if args.place and "=" not in args.place else "launch: say"
         raise UsageError(
-            f"{mistake} `local`; on other machines type ./run.sh on each node (see fsbarrier launch --help)"
+            f"{mistake} {', '.join(f'`{place}`' for place in PLACES)} (see fsbarrier launch --help)"
         )
+    for flag, (places, _, _) in FLAGS.items():
+        if _value(args, flag) is not None and args.place not in places:
+            raise UsageError(f"{flag}: only with launch {', '.join(places)}")
     if None not in (args.nodes, args.num_nodes) and args.nodes != args.num_nodes:
         raise UsageError(f"--nodes {args.nodes} and --num-nodes {args.num_nodes} differ; one is enough")
+    return PLACES[args.place](args)
+
+
+def _value(args: argparse.Namespace, flag: str) -> str | list[str] | None:
+    value: str | list[str] | None = getattr(args, flag[2:].replace("-", "_"))
+    return value
+
+
+# --- here ---------------------------------------------------------------------------------------------------------------
+
+
+def _local(args: argparse.Namespace) -> int:
     flag = "--num-nodes"
     if args.nodes is not None:
         flag, args.num_nodes = "--nodes", args.nodes
     chosen = flags.gather(args)
     # So that a wrong number is reported with the flag that was typed.
     chosen = tuple(replace(item, source=flag) if item.source == "--num-nodes" else item for item in chosen)
-    from fsbarrier.commands import local_nodes
+    from fsbarrier.launchers import local
 
-    return local_nodes.run_all(chosen, {}, args)
+    return local.run_all(chosen, {}, args, flags.say)
+
+
+# --- elsewhere ----------------------------------------------------------------------------------------------------------
+
+
+def _job(args: argparse.Namespace, nodes: int, log_path: str) -> Job:
+    """What each node is told. Raises UsageError for a flag or a setting that cannot be, before anything is started."""
+    from fsbarrier.settings.resolve import resolve
+
+    args.num_nodes, args.log_path = str(nodes), log_path
+    resolve(flags.gather(args))
+    run, stop = commands_here(args.fsbarrier or ("fsbarrier" if args.place in CONTAINERS else None))
+    return Job(
+        name=check_name(args.name or "fsbarrier"),
+        nodes=nodes,
+        gpus_per_node=_count("--gpus-per-node", args.gpus_per_node, least=0) if args.gpus_per_node else 0,
+        folder=Path.cwd(),
+        log_path=log_path,
+        run=run,
+        stop=stop,
+        words=tuple(flags.as_typed(args)),
+    )
+
+
+def _nodes(args: argparse.Namespace) -> int:
+    flag, text = ("--nodes", args.nodes) if args.nodes is not None else ("--num-nodes", args.num_nodes)
+    if text is None:
+        raise UsageError(f"launch {args.place}: give --nodes N")
+    return _count(flag, text)
+
+
+def _count(flag: str, text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise UsageError(f"{flag} {text}: must be a whole number, {least} or more")
+    return int(text)
+
+
+def _ssh(args: argparse.Namespace) -> int:
+    from fsbarrier.launchers import ssh
+
+    hosts = ssh.read_hosts(args.hosts, Path(args.hosts_file) if args.hosts_file else None)
+    if (args.nodes or args.num_nodes) is not None and _nodes(args) != len(hosts):
+        raise UsageError(f"--nodes {_nodes(args)}: {len(hosts)} hosts are named")
+    job = _job(args, len(hosts), str(flags.find_log_path(args)))
+    words = split("--ssh", args.ssh or "ssh")
+    if args.dry_run:
+        for command in ssh.commands(job, hosts, words):
+            print(shlex.join(command))
+        return 0
+    logs = Path(args.logs or f"launch-logs/{datetime.now(UTC):%Y%m%dT%H%M%SZ}").absolute()
+    return ssh.run_all(job, hosts, words, logs, flags.say)
+
+
+def _slurm(args: argparse.Namespace) -> int:
+    from fsbarrier.launchers import slurm
+
+    job = _job(args, _nodes(args), str(flags.find_log_path(args)))
+    warn_s = _count("--warn", args.warn or "600")
+    text = slurm.batch_file(job, time_limit=args.time, warn_s=warn_s, extra=args.sbatch or ())
+    path = _written(args, text, f"{job.name}.sbatch")
+    if path is not None:
+        print(slurm.submit(path))
+    return 0
+
+
+def _in_containers(args: argparse.Namespace) -> int:
+    from fsbarrier.launchers import dstack, kubernetes, skypilot
+
+    for flag in ("--image", "--volume", "--log-path"):
+        if not _value(args, flag):
+            raise UsageError(
+                f"launch {args.place}: give {flag} ({(FLAGS.get(flag) or ('', '', 'on the volume'))[2]})"
+            )
+    machine = Machine(image=args.image, volume=args.volume, mount=args.mount or "/shared")
+    job = _job(args, _nodes(args), args.log_path)
+    check_below_mount(job, machine, "--log-path")
+    if args.place == "kubernetes":
+        text = kubernetes.job_file(job, machine)
+    elif args.place == "dstack":
+        text = dstack.task_file(job, machine)
+    else:
+        if job.gpus_per_node and not args.accelerator:
+            raise UsageError("launch skypilot: --gpus-per-node needs --accelerator NAME, such as H100")
+        text = skypilot.task_file(job, machine, args.accelerator or "")
+    path = _written(args, text, f"{job.name}.{args.place}.yaml")
+    if path is not None:
+        print(f"written: {path}; its first line says how to start it")
+    return 0
+
+
+def _written(args: argparse.Namespace, text: str, name: str) -> Path | None:
+    """Where the file was written; None for a dry run, which prints it."""
+    if args.dry_run:
+        print(text, end="")
+        return None
+    path = Path(args.output or name)
+    write(path, text)
+    return path
+
+
+PLACES: dict[str, Callable[[argparse.Namespace], int]] = {
+    "local": _local,
+    "ssh": _ssh,
+    "slurm": _slurm,
+    **dict.fromkeys(CONTAINERS, _in_containers),
+}

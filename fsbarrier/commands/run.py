@@ -64,8 +64,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _demo(args: argparse.Namespace, chosen: tuple[ChosenValue, ...]) -> int:
     """The built-in task on three nodes of this machine; an unfinished demo goes on."""
-    from fsbarrier.commands import local_nodes
     from fsbarrier.data.demo_tasks import DEMO_SETTINGS
+    from fsbarrier.launchers import local
 
     if args.master or args.worker is not None:
         raise UsageError("--demo: starts all its nodes itself; drop --master and --worker")
@@ -75,7 +75,7 @@ def _demo(args: argparse.Namespace, chosen: tuple[ChosenValue, ...]) -> int:
     if not any(item.key == "log_path" for item in chosen):
         path = demo_path(preflight.default_log_path(os.environ).parent)
         chosen = (*chosen, ChosenValue("log_path", str(path), "--log-path"))
-    return local_nodes.run_all(chosen, {"num_nodes": DEMO_NODES, **DEMO_SETTINGS}, args)
+    return local.run_all(chosen, {"num_nodes": DEMO_NODES, **DEMO_SETTINGS}, args, flags.say)
 
 
 def demo_path(runs: Path) -> Path:

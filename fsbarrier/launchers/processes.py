@@ -1,0 +1,64 @@
+"""The processes of several nodes, started from here: ending them together, and one exit code for all."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from fsbarrier.supervision.signals import ENDING, handled
+
+if TYPE_CHECKING:
+    from fsbarrier.supervision.supervisor import Child
+
+#: A daemon needs a second or two to end its own programs. After this many seconds it is killed.
+GRACE_S = 15.0
+#: Of several exit codes, the first in this list is nearest to the cause: too few nodes, say, is mostly the result of another failure.
+_NEAREST_CAUSE = (2, 4, 3, 1, 5, 6)
+
+
+class Interrupted(BaseException):
+    """A signal asks this process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def ending_signals() -> Iterator[None]:
+    """While this lasts the first SIGINT, SIGTERM or SIGHUP raises Interrupted; later ones change nothing, since the end is under way."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        for each in ENDING:
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    with handled(ENDING, handle):
+        yield
+
+
+def stop_all(children: Mapping[int, Child]) -> None:
+    """End all of them at the same time; returns when nothing is left."""
+    threads = [
+        threading.Thread(target=child.stop, kwargs={"grace_s": GRACE_S}) for child in children.values()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def outcome(codes: Mapping[int, int], say: Callable[[str], None]) -> int:
+    """One exit code for all nodes. A node killed from outside counts only where the others did not finish without it."""
+    killed = {rank: -code for rank, code in codes.items() if code < 0}
+    for rank, number in killed.items():
+        say(f"node {rank} was killed by {signal.Signals(number).name}")
+    if len(killed) == len(codes):
+        return 128 + next(iter(killed.values()))
+    failed = [code for code in codes.values() if code > 0]
+    known = [code for code in _NEAREST_CAUSE if code in failed]
+    return next(iter(known + failed), 0)

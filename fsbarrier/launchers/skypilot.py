@@ -1,0 +1,38 @@
+"""A SkyPilot task: the same command on each of its nodes."""
+
+from __future__ import annotations
+
+import shlex
+
+from fsbarrier.launchers.job import MARK, Job, Machine, quoted
+
+_TASK = """\
+{mark} Start it with: sky launch FILE
+name: {name}
+num_nodes: {nodes}
+resources:
+  image_id: {image}
+{accelerators}volumes:
+  {mount}: {volume}
+# The rank comes from SKYPILOT_NODE_RANK, which SkyPilot sets.
+run: |
+  cd {folder} && exec {command}
+"""
+
+
+def task_file(job: Job, machine: Machine, accelerator: str) -> str:
+    """The text of the file. `accelerator`: SkyPilot's name of one, such as H100."""
+    accelerators = (
+        f"  accelerators: {quoted(f'{accelerator}:{job.gpus_per_node}')}\n" if job.gpus_per_node else ""
+    )
+    return _TASK.format(
+        mark=MARK,
+        name=quoted(job.name),
+        nodes=job.nodes,
+        image=quoted(f"docker:{machine.image}"),
+        accelerators=accelerators,
+        mount=quoted(machine.mount),
+        volume=quoted(machine.volume),
+        folder=shlex.quote(machine.mount),
+        command=shlex.join([*job.run, *job.words]),
+    )

@@ -1,0 +1,153 @@
+"""`fsbarrier launch ssh`: the nodes of a run on other machines, through the system's own ssh.
+
+Every node's output comes back into a file here, node 0's also onto the terminal. Ctrl-C ends all nodes, and so does the end of this
+process or of a connection: on each machine a short shell script ends the node when its input ends.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsbarrier.errors import EXIT_INTERNAL, UsageError
+from fsbarrier.launchers import open_stdin
+from fsbarrier.launchers.job import Job
+from fsbarrier.launchers.processes import Interrupted, ending_signals, outcome, stop_all
+from fsbarrier.protocol.wording import counted
+from fsbarrier.rundir.log_tail import fit_for_terminal, last_lines
+
+if TYPE_CHECKING:
+    from fsbarrier.supervision.supervisor import Child
+
+Say = Callable[[str], None]
+#: ssh's own exit code where there is no connection.
+NO_CONNECTION = 255
+#: The first line of a node's output: it tells a connection that was lost from one that never came about.
+CONNECTED = "fsbarrier: connected"
+#: Exit codes of a node that was refused, or crashed.
+REFUSED = (EXIT_INTERNAL, UsageError.exit_code)
+#: Seconds between two looks at the nodes.
+LOOK_S = 0.25
+#: No prompt can be answered here. A machine that does not answer for a minute has failed.
+OPTIONS = ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=15", "ServerAliveCountMax=4")
+# On each machine: the node in a process group of its own, ended when our side of the connection ends.
+_ON_EACH_MACHINE = f"""
+echo "{CONNECTED}"
+cd -- "$1" || exit 2
+shift
+exec 3<&0
+setsid "$@" </dev/null 3<&- &
+node=$!
+{{
+  cat <&3 >/dev/null
+  kill -s TERM -- "-$node" && sleep 20 && kill -s KILL -- "-$node"
+}} >/dev/null 2>&1 &
+watcher=$!
+wait "$node"
+code=$?
+kill "$watcher"
+exit "$code"
+"""
+
+
+def read_hosts(text: str | None, file: Path | None) -> tuple[str, ...]:
+    """The machines, node 0's first: `a,b,user@c`, or a file with one a line. Raises UsageError."""
+    if (text is None) == (file is None):
+        raise UsageError("launch ssh: give --hosts a,b,c or --hosts-file FILE")
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--hosts-file {file}: cannot be read: {error}") from None
+        hosts = [line.partition("#")[0].strip() for line in lines]
+    else:
+        hosts = [host.strip() for host in (text or "").split(",")]
+    hosts = [host for host in hosts if host]
+    for host in hosts:
+        if host.startswith("-") or any(character.isspace() for character in host):
+            raise UsageError(f"--hosts: {host!r} is not a host; one is HOST or USER@HOST")
+    if not hosts:
+        raise UsageError("launch ssh: no hosts are named")
+    return tuple(hosts)
+
+
+def commands(job: Job, hosts: Sequence[str], ssh: Sequence[str]) -> list[list[str]]:
+    """What starts each node, by rank."""
+    options = [word for option in OPTIONS for word in ("-o", option)]
+    found = []
+    for rank, host in enumerate(hosts):
+        node = ["env", f"NODE_RANK={rank}", f"NNODES={len(hosts)}", *job.run, *job.words]
+        # ssh gives the other machine's shell one text. It is made of quoted words only.
+        script = shlex.join(["sh", "-c", _ON_EACH_MACHINE, "fsbarrier-node", str(job.folder), *node])
+        found.append([*ssh, *options, host, script])
+    return found
+
+
+def run_all(job: Job, hosts: Sequence[str], ssh: Sequence[str], logs: Path, say: Say) -> int:
+    """Start all nodes and stay until they have ended; one exit code for all. Raises UsageError, StoreError."""
+    from fsbarrier.supervision.supervisor import Child
+
+    children: dict[int, Child] = {}
+    with ending_signals():
+        try:
+            for rank, command in enumerate(commands(job, hosts, ssh)):
+                argv = [sys.executable, "-I", "-S", open_stdin.__file__, *command]
+                children[rank] = Child.start(
+                    argv, log_file=logs / f"node_{rank}.log", name=f"node {rank} on {hosts[rank]}"
+                )
+            say(f"{counted(len(children), 'node')} on {', '.join(hosts)}, output in {logs}; Ctrl-C ends them")
+            codes = _follow(children, hosts, logs / "node_0.log", say)
+        except Interrupted as stopped:
+            stop_all(children)
+            say("everything that was started has ended; the same command goes on from where it was")
+            return 128 + stopped.number
+        except BaseException:
+            stop_all(children)
+            raise
+    return outcome(codes, say)
+
+
+def _follow(children: Mapping[int, Child], hosts: Sequence[str], shown: Path, say: Say) -> dict[int, int]:
+    """Show node 0's output until all nodes have ended; gives the exit codes of those that ended by themselves.
+
+    A node that could not begin ends the others, which would wait for it. One that fails later does not: they know how to go on.
+    """
+    codes: dict[int, int] = {}
+    pause = threading.Event()
+    with shown.open(encoding="utf-8", errors="replace", newline="\n") as output:
+        rest, connected = "", False
+        while len(codes) < len(children):
+            pause.wait(LOOK_S)
+            for rank in children.keys() - codes.keys():
+                child, code = children[rank], children[rank].poll()
+                if code is None:
+                    continue
+                codes[rank] = code
+                if code != 0:
+                    say(
+                        f"node {rank} on {hosts[rank]}: {_reason(code)}: {' '.join(last_lines(child.log_file, 1))}"
+                    )
+                if code in REFUSED or (code == NO_CONNECTION and not _was_connected(child.log_file)):
+                    stop_all({other: each for other, each in children.items() if other not in codes})
+                    return codes
+            *lines, rest = (rest + output.read()).split("\n")
+            for line in lines:
+                if connected:
+                    print(fit_for_terminal(line), flush=True)
+                # What stands before it is the command.
+                connected = connected or line == CONNECTED
+    return codes
+
+
+def _reason(code: int) -> str:
+    return "ssh has no connection" if code == NO_CONNECTION else f"ended with {code}"
+
+
+def _was_connected(log: Path) -> bool:
+    # The lines before it are the command, which has the same words in it.
+    with log.open(encoding="utf-8", errors="replace") as stream:
+        return CONNECTED in stream.read(64 * 1024).split("\n")

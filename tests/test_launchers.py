@@ -1,0 +1,427 @@
+"""`fsbarrier launch ssh | slurm | kubernetes | skypilot | dstack`: what they write, and nodes started through a connection.
+
+The everyday tests put a small program in the place of ssh: it runs, on this machine, the text that ssh would hand to the other one.
+The slow ones use a real sshd and a real Slurm where they are installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fsbarrier.cli import main
+from fsbarrier.launchers.ssh import read_hosts
+from fsbarrier.rundir.journal import read_events
+
+REPO = Path(__file__).resolve().parent.parent
+FSBARRIER = f"env PYTHONPATH={REPO} {sys.executable} -m fsbarrier"
+FAST = ("coordination.beat_s=0.2", "coordination.suspect_s=2", "coordination.dead_s=5")
+DEADLINE_S = 240.0
+IN_CONTAINERS = ("--nodes", "2", "--image", "ghcr.io/me/fsbarrier:1", "--volume", "claim")
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline, pause = time.monotonic() + DEADLINE_S, threading.Event()
+    while not holds():
+        assert time.monotonic() < deadline, what
+        pause.wait(0.05)
+
+
+def processes_naming(text: Path) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                if os.fsencode(text) in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+# --- ssh ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def connection(tmp_path: Path) -> str:
+    """A stand-in for ssh: `OPTIONS HOST TEXT`, where the host `down` does not answer."""
+    path = tmp_path / "ssh"
+    path.write_text(
+        f"#!{sys.executable}\n"
+        "import os, sys\n"
+        "host, text = sys.argv[-2:]\n"
+        "if host == 'down':\n"
+        "    print('no route to it')\n"
+        "    sys.exit(255)\n"
+        "os.execv('/bin/sh', ['sh', '-c', text])\n"
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+class Launched:
+    """A `launch ssh` of the ping program under way."""
+
+    def __init__(self, folder: Path, ssh: str, hosts: str, *words: str) -> None:
+        self.log_path = folder / "run"
+        argv = [sys.executable, "-m", "fsbarrier", "launch", "ssh", "--hosts", hosts, "--ssh", ssh]
+        argv += [
+            "--fsbarrier",
+            FSBARRIER,
+            "--program",
+            "ping",
+            "--log-path",
+            str(self.log_path),
+            *FAST,
+            *words,
+        ]
+        environ = {name: value for name, value in os.environ.items() if "RANK" not in name}
+        self.process = subprocess.Popen(
+            argv,
+            cwd=folder,
+            env={**environ, "PYTHONPATH": str(REPO)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_until_at_work(self) -> None:
+        def at_work() -> bool:
+            assert self.process.poll() is None, self.process.communicate()[0]
+            return any(event.name == "iteration_finished" for event in read_events(self.log_path))
+
+        until(at_work, "no iteration is finished")
+
+    def end(self) -> tuple[int, str]:
+        out, _ = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, out
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    started: list[Launched] = []
+
+    def start(ssh: str, hosts: str, *words: str) -> Launched:
+        started.append(Launched(tmp_path, ssh, hosts, *words))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.communicate()
+
+
+def test_nodes_run_through_connections_and_their_output_comes_back(
+    tmp_path: Path, connection: str, launched: Callable[..., Launched]
+) -> None:
+    code, out = launched(connection, "a,me@b", "--iterations", "2", "--logs", "came back").end()
+    assert code == 0, out
+    assert "2 nodes on a, me@b" in out and "the run ended: 2 iterations are done" in out
+    logs = tmp_path / "came back"
+    assert sorted(path.name for path in logs.iterdir()) == ["node_0.log", "node_1.log"]
+    assert (
+        "node 1 joined" in (logs / "node_1.log").read_text()
+        or "iteration 2" in (logs / "node_1.log").read_text()
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_nodes_end_with_the_launcher(
+    connection: str, launched: Callable[..., Launched], number: int
+) -> None:
+    run = launched(connection, "a,b")
+    run.wait_until_at_work()
+    run.process.send_signal(number)
+    code, out = run.end()
+    assert code == (130 if number == signal.SIGINT else -number), out
+    until(lambda: not processes_naming(run.log_path), "a node outlives its launcher")
+
+
+def test_a_host_that_does_not_answer_ends_the_start_at_once(
+    connection: str, launched: Callable[..., Launched]
+) -> None:
+    run = launched(connection, "a,down")
+    code, out = run.end()
+    assert code == 255 and "node 1 on down: ssh has no connection: no route to it" in out
+    until(lambda: not processes_naming(run.log_path), "a node outlives its launcher")
+
+
+def test_a_mistake_that_only_a_node_finds_ends_the_others(
+    connection: str, launched: Callable[..., Launched]
+) -> None:
+    code, out = launched(connection, "a,b", "--data-path", "/nowhere", "--program", "rl").end()
+    assert code == 2 and "node 0 on a: ended with 2: fsbarrier: error:" in out
+
+
+def test_hosts(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# ours\nnode-1\nme@node-2  # the second\n\n")
+    assert read_hosts(None, file) == ("node-1", "me@node-2")
+    assert read_hosts("a, b,a", None) == ("a", "b", "a")
+
+
+# --- files --------------------------------------------------------------------------------------------------------------
+
+
+def text_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["launch", *words, "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_slurm_file_is_a_shell_script_that_keeps_every_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "it's here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    setting = "reward.kind=my file.py:judge; touch x"
+    words = ("--nodes", "3", "--gpus-per-node", "8", "--time", "1:00:00", "--log-path", str(folder / "run"))
+    text = text_of(capsys, "slurm", *words, "--sbatch=--partition=gpu", "--program", "toy", setting)
+    # Programs that stand for Slurm's: the step ends when it is asked to stop, so the script asks for the queue again.
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    said = tmp_path / "said"
+    for name, does in {
+        "srun": f"echo $$ > {tmp_path}/step; while [ ! -e {tmp_path}/stop ]; do read -t 0.05 x < {tmp_path}/never; done",
+        "fsbarrier": f"touch {tmp_path}/stop",
+        "scontrol": ":",
+    }.items():
+        (tools / name).write_text(
+            f'#!/usr/bin/env bash\nexec 4<>{tmp_path}/never\nprintf "%s\\n" {name} "$@" >> {said}.{name}\n{does}\n'
+        )
+        (tools / name).chmod(0o755)
+    os.mkfifo(tmp_path / "never")
+    script = tmp_path / "job.sh"
+    script.write_text(text)
+    env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    stop = next(line for line in text.splitlines() if line.startswith("trap"))
+    script.write_text(text.replace(stop, f"trap 'requeue=yes; {tools}/fsbarrier stop' USR1"))
+    with subprocess.Popen(["bash", str(script)], env=env, cwd=tmp_path) as process:
+        until((tmp_path / "step").exists, "no step is started")
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(DEADLINE_S) == 0
+    assert setting in Path(f"{said}.srun").read_text().splitlines()
+    assert Path(f"{said}.scontrol").read_text().split() == ["scontrol", "requeue", "17"]
+    options = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert {"#SBATCH --nodes=3", "#SBATCH --gpus-per-node=8", "#SBATCH --partition=gpu"} <= set(options)
+    assert "#SBATCH --signal=B:USR1@600" in options and "#SBATCH --requeue" in options
+    # Options count only before the first command.
+    assert text.splitlines()[1 : len(options) + 1] == options
+    assert shlex.split(stop)[1].endswith(shlex.join(["stop", "--log-path", str(folder / "run")]))
+
+
+@pytest.mark.parametrize(
+    ("place", "more", "has"),
+    [
+        ("kubernetes", (), ["completions: 2", "completionMode: Indexed", 'claimName: "claim"']),
+        ("skypilot", ("--accelerator", "H100"), ["num_nodes: 2", 'accelerators: "H100:8"']),
+        ("dstack", (), ["nodes: 2", "gpu: 8", '- "claim:/shared"']),
+    ],
+)
+def test_files_for_containers(
+    capsys: pytest.CaptureFixture[str], place: str, more: tuple[str, ...], has: list[str]
+) -> None:
+    setting = 'reward.kind=a b.py:$(judge) "x"'
+    words = (*IN_CONTAINERS, "--log-path", "/shared/run", "--gpus-per-node", "8", *more)
+    text = text_of(capsys, place, *words, setting)
+    for each in has:
+        assert each in text
+    if place == "kubernetes":
+        assert json.dumps(setting.replace("$(", "$$(")) in text, "Kubernetes would put a variable there"
+    else:
+        assert shlex.quote(setting) in text.replace('\\"', '"')
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["mars"], "`local`, `ssh`, `slurm`"),
+        (["slurm"], "give --nodes N"),
+        (["slurm", "--nodes", "none"], "--nodes none: must be a whole number, 1 or more"),
+        (["slurm", "--nodes", "2", "--hosts", "a"], "--hosts: only with launch ssh"),
+        (["slurm", "--nodes", "2", "--sbatch=--x\n#SBATCH y"], "--sbatch"),
+        (["slurm", "--nodes", "2", "--name", "My Job"], "--name My Job: lower-case"),
+        (["slurm", "--nodes", "2", "rollout.temprature=1"], "rollout.temperature"),
+        (["ssh"], "give --hosts a,b,c or --hosts-file FILE"),
+        (["ssh", "--hosts", "a,-oProxyCommand=x"], "is not a host"),
+        (["ssh", "--hosts", "a,b", "--nodes", "3"], "--nodes 3: 2 hosts are named"),
+        (["ssh", "--hosts", "a", "--ssh", "ssh 'x"], "--ssh ssh 'x: No closing quotation"),
+        (["ssh", "--hosts-file", "/nowhere/hosts"], "--hosts-file /nowhere/hosts: cannot be read"),
+        (["kubernetes", "--nodes", "2"], "launch kubernetes: give --image"),
+        (["dstack", *IN_CONTAINERS, "--log-path", "/home/run"], "must lie below /shared"),
+        (
+            ["skypilot", *IN_CONTAINERS, "--log-path", "/shared/run", "--gpus-per-node", "8"],
+            "--gpus-per-node needs --accelerator",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
+    assert main(["launch", *words, "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and says in captured.err
+
+
+def test_only_our_own_file_is_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["launch", "kubernetes", *IN_CONTAINERS, "--log-path", "/shared/run"]
+    assert main(words) == 0 and main([*words, "--name", "fsbarrier"]) == 0
+    assert "completions: 2" in (tmp_path / "fsbarrier.kubernetes.yaml").read_text()
+    (tmp_path / "mine.yaml").write_text("kind: mine\n")
+    capsys.readouterr()
+    assert main([*words, "--output", "mine.yaml"]) == 2
+    assert "a file that fsbarrier did not write" in capsys.readouterr().err
+    assert (tmp_path / "mine.yaml").read_text() == "kind: mine\n"
+
+
+# --- the real ones ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sshd(tmp_path: Path) -> Iterator[str]:
+    """A real sshd on loopback, and the ssh command that reaches it as the hosts a, b and c."""
+    found = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+    if found is None or shutil.which("ssh") is None:
+        pytest.skip("no sshd on this machine (Debian: openssh-server)")
+    folder = tmp_path / "sshd"
+    folder.mkdir(mode=0o700)
+    for name in ("host", "id"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    if os.getuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    (folder / "sshd_config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/id.pub\n"
+        f"StrictModes no\nUsePAM no\nPidFile {folder}/pid\n"
+    )
+    (folder / "ssh_config").write_text(
+        f"Host a b c\n HostName 127.0.0.1\n Port {port}\n IdentityFile {folder}/id\n StrictHostKeyChecking no\n"
+        f" UserKnownHostsFile {folder}/known\n LogLevel ERROR\n"
+    )
+    process = subprocess.Popen([found, "-D", "-e", "-f", folder / "sshd_config"], stderr=subprocess.PIPE)
+    try:
+        assert process.stderr is not None
+        while b"listening" not in (line := process.stderr.readline()):
+            assert line, "sshd does not start"
+        yield f"ssh -F {folder}/ssh_config"
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_three_nodes_through_a_real_sshd(sshd: str, launched: Callable[..., Launched]) -> None:
+    run = launched(sshd, "a,b,c", "--iterations", "3")
+    code, out = run.end()
+    assert code == 0 and "3 iterations are done" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_real_connection_ends_its_node(sshd: str, launched: Callable[..., Launched], number: int) -> None:
+    run = launched(sshd, "a,b,c")
+    run.wait_until_at_work()
+    run.process.send_signal(number)
+    code, out = run.end()
+    assert code == (130 if number == signal.SIGINT else -number), out
+    until(lambda: not processes_naming(run.log_path), "a node outlives its launcher")
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A real Slurm with three nodes on this machine."""
+    search = f"{os.environ['PATH']}:/usr/sbin"
+    controller, node = (shutil.which(name, path=search) for name in ("slurmctld", "slurmd"))
+    if controller is None or node is None or os.getuid() != 0:
+        pytest.skip("no Slurm on this machine, or not root (Debian: slurm-wlm)")
+    folder, host = tmp_path / "slurm", socket.gethostname()
+    for name in ("state", "spool"):
+        (folder / name).mkdir(parents=True)
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
+        ports = [server.getsockname()[1] for server in servers]
+    (folder / "slurm.conf").write_text(
+        f"ClusterName=here\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser=root\nAuthType=auth/none\nCredType=cred/none\n"
+        f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool/%n\nSlurmctldPidFile={folder}/ctld.pid\n"
+        f"SlurmdPidFile={folder}/%n.pid\nProctrackType=proctrack/pgid\nTaskPlugin=task/none\nMpiDefault=none\n"
+        f"SelectType=select/cons_tres\nReturnToService=2\nSlurmctldPort={ports[0]}\n"
+        + "".join(
+            f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1\n"
+            for number, port in enumerate(ports[1:])
+        )
+        + "PartitionName=all Nodes=n[0-2] Default=YES State=UP\n"
+    )
+    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+    daemons = [subprocess.Popen([controller, "-D"], stderr=subprocess.DEVNULL)]
+    daemons += [
+        subprocess.Popen([node, "-D", "-N", f"n{number}"], stderr=subprocess.DEVNULL) for number in range(3)
+    ]
+    try:
+        until(lambda: slurm_says("sinfo", "-h", "-o", "%D %t") == "3 idle", "Slurm does not start")
+        yield
+    finally:
+        subprocess.run(["scancel", "-u", "root"], check=False)
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.wait()
+
+
+def slurm_says(*words: str) -> str:
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_real_slurm_job_stops_at_its_time_limit_and_goes_on(
+    tmp_path: Path, slurm: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    log_path = tmp_path / "run"
+    words = [
+        "--nodes",
+        "3",
+        "--time",
+        "3",
+        "--warn",
+        "120",
+        "--log-path",
+        str(log_path),
+        "--fsbarrier",
+        FSBARRIER,
+    ]
+    assert main(["launch", "slurm", *words, "--program", "toy", "toy.tasks=6", "toy.phase_s=0.1"]) == 0
+    job = capsys.readouterr().out.split()[-1]
+
+    def finished() -> list[int]:
+        events = read_events(log_path) if log_path.is_dir() else []
+        return sorted(
+            {event.iteration for event in events if event.name == "iteration_finished" and event.iteration}
+        )
+
+    def requeued() -> bool:
+        return slurm_says("squeue", "-h", "-j", job, "-o", "%T %r") == "PENDING BeginTime"
+
+    until(lambda: bool(finished()), "no iteration is finished")
+    until(requeued, "the job is not back in the queue")
+    assert "asked nodes 0, 1, 2 of run" in (tmp_path / f"fsbarrier-{job}.log").read_text()
+    before = finished()
+    assert before and not processes_naming(log_path)
+    slurm_says("scontrol", "update", f"JobId={job}", "StartTime=now")
+    until(lambda: finished()[-1:] > before[-1:], "the run does not go on")
+    assert finished() == list(range(1, finished()[-1] + 1))
