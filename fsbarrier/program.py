@@ -382,7 +382,12 @@ class Phase(Row[Builder]):
 
 @dataclass(frozen=True, slots=True)
 class Program(Table[Builder]):
-    """A program: its phases in order and its slices. `needs`: what a run of it must have ("model", "data")."""
+    """A program: its phases in order and its slices. `needs`: what a run of it must have ("model", "data").
+
+    `imported`: the modules among its commands (`python -m MODULE`) that are imported once on each node and then forked for each start.
+    Importing one must start no thread, and hold nothing that only one process may have.
+    """
 
     rows: tuple[Phase, ...]
     needs: frozenset[str] = frozenset()
+    imported: tuple[str, ...] = ()

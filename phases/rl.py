@@ -2,6 +2,7 @@
 
 Fourteen rows, and for each row small pure functions that say what a node runs in it. Copy this file and edit it:
 `./run.sh --program ./mine.py`. A row's functions see a Context (fsbarrier/program.py) and return Work; they do nothing themselves.
+The file is longer than others, so that it can be copied as one.
 """
 
 from __future__ import annotations
@@ -395,4 +396,5 @@ PROGRAM = Program(
     ),
     RL_SLICES,
     needs=frozenset({"model", "data"}),
+    imported=("fsbarrier.workers.rollout", "fsbarrier.workers.prepare", "fsbarrier.aggregate"),
 )

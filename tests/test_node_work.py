@@ -35,6 +35,7 @@ from fsbarrier.program import (
 from fsbarrier.protocol.state import Node, Part
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
+from fsbarrier.supervision.template import Template
 
 WRITES_RESULT = "import json, sys; spec = json.load(open(sys.argv[1])); json.dump({'got': spec['n']}, open(spec['result'], 'w'))"
 
@@ -43,6 +44,7 @@ WRITES_RESULT = "import json, sys; spec = json.load(open(sys.argv[1])); json.dum
 def place(tmp_path: Path) -> Workplace:
     return Workplace(
         engines=cast(Any, None),
+        template=Template((), work_dir=tmp_path / "work", log_file=tmp_path / "template.log"),
         work_dir=tmp_path / "work",
         log_dir=tmp_path / "logs",
         log_path=tmp_path,

@@ -56,6 +56,7 @@ from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.signals import ENDING, handled
+from fsbarrier.supervision.template import Template
 
 # Between two heartbeats of a node that joins. It beats fast, since the others wait for it.
 JOINING_BEAT_S = 0.2
@@ -145,8 +146,10 @@ class Daemon:
         self.events = until_seen(lambda: EventLog(record, rules, log_dir / "daemon.log"))
         devices = accelerators.detect()
         self.engines = make_engines(settings, log_dir, work_dir, program.needs, devices)
+        self.template = Template(program.imported, work_dir=work_dir, log_file=log_dir / "template.log")
         self.workplace = Workplace(
             engines=self.engines,
+            template=self.template,
             work_dir=work_dir,
             log_dir=log_dir,
             log_path=record.log_path,
@@ -179,6 +182,8 @@ class Daemon:
         # The others do not know this start before it is announced, so that announcing it may be tried again.
         with _starting(self.record):
             until_seen(lambda: self.agent.start(time.monotonic()))
+        # While the nodes join.
+        self.template.load()
         beats = threading.Thread(target=self._beat, name="beat", daemon=True)
         beats.start()
         try:
@@ -224,6 +229,7 @@ class Daemon:
         # If a program hangs in the kernel, its guard goes on trying to end it.
         with contextlib.suppress(StoreError):
             self.jobs.cancel()
+        self.template.stop()
         self.engines.stop()
 
     def _remove_trainer_state(self) -> None:

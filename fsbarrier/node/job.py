@@ -16,6 +16,7 @@ from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.timing import OUTAGE_S
 from fsbarrier.retry import retry
 from fsbarrier.rundir.weights_copy import WeightsCopy
+from fsbarrier.supervision.template import Template
 from fsbarrier.supervision.worker_contract import read_progress
 
 if TYPE_CHECKING:
@@ -105,9 +106,10 @@ class Job:
 
 @dataclass
 class Workplace:
-    """What all jobs of this node share: its engines, its folders, and what one job leaves behind for a later one."""
+    """What all jobs of this node share: its engines, its programs' template, its folders, and what one job leaves for a later one."""
 
     engines: Engines
+    template: Template
     work_dir: Path
     log_dir: Path
     log_path: Path

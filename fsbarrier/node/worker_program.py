@@ -51,6 +51,7 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
         env=with_this_package(os.environ) | dict(work.env),
         log_file=workplace.log_dir / work.log,
         name=context.phase.name,
+        template=workplace.template,
     )
     with workplace.engines.kept_alive() if uses_engines else nullcontext() as keeper:
         code = _watch(child, context.phase.name, job, workplace, keeper)

@@ -18,6 +18,9 @@ How the tree is held together:
   otherwise a process could fork between the look and the kill, for ever. It repeats this until `waitpid` says that it
   has no child left. Being a subreaper, it then knows that nothing is left at all.
 
+A program that is to find its imports paid is forked by a template (template.py), which forks the outer guard in the place of
+`Popen`. All else is the same; only, the process above the outer guard is the template then, which has guards of its own.
+
 What is said over the socket: the daemon sends the program (see `encode_program`), then lines "stop GRACE_S". The guards
 answer with lines "started PID START", "failed ERRNO STAGE", "ended EXITCODE" (negative: a signal). The socket ends when
 both guards have. The guards write to no file, so a mount that hangs cannot hold them up.
@@ -198,8 +201,19 @@ def receive_program(fd: int) -> tuple[bytes, list[bytes], dict[bytes, bytes]]:
     return cwd, rest[: int(count)], {name: value for name, _, value in pairs}
 
 
-def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes]) -> tuple[int, str]:
-    """Fork the main program; gives its pid, or 0, and the line that tells the daemon how it went."""
+class BecomeProgram(Exception):
+    """Raised in a process that a template has forked to run `argv` with `env`: it unwinds to the template's main, which does so."""
+
+    def __init__(self, argv: list[bytes], env: dict[bytes, bytes]) -> None:
+        super().__init__(argv)
+        self.argv, self.env = argv, env
+
+
+def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes], *, by_fork: bool) -> tuple[int, str]:
+    """Fork the main program; gives its pid, or 0, and the line that tells the daemon how it went.
+
+    `by_fork`: nothing is executed; the new process raises BecomeProgram.
+    """
     reader, writer = os.pipe()
     me, pid = os.getpid(), os.fork()
     if pid == 0:
@@ -218,11 +232,15 @@ def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes]) -> tuple[
             stage = "folder"
             os.chdir(cwd)
             stage = "program"
-            os.execvpe(argv[0], argv, env)
+            if not by_fork:
+                os.execvpe(argv[0], argv, env)
         except OSError as error:
             os.write(writer, f"failed {error.errno or 0} {stage}".encode())
-        finally:
             os._exit(127)
+        except BaseException:
+            os._exit(127)
+        os.close(writer)
+        raise BecomeProgram(argv, env)
     os.close(writer)
     # Python's pipes close when a program is executed: no text means that it was.
     failure = os.read(reader, 256).decode()
@@ -233,8 +251,12 @@ def start_main(cwd: bytes, argv: list[bytes], env: dict[bytes, bytes]) -> tuple[
     return pid, f"started {pid} {Stat(pid).start}"
 
 
-def main() -> int:
-    lifeline, daemon, me = int(sys.argv[1]), int(sys.argv[2]), os.getpid()
+def guard_program(lifeline: int, above: int, *, by_fork: bool = False) -> int:
+    """Be the guards of the program that comes over `lifeline`, until nothing of it is left; gives the exit code of this process.
+
+    `above`: the process that started this one. `by_fork`: see start_main.
+    """
+    me = os.getpid()
 
     def report(line: str) -> None:
         try:
@@ -259,7 +281,7 @@ def main() -> int:
     if inner := os.fork():
         os.close(reader)
         leave_the_log()
-        code = Guard(lifeline, daemon, relay=writer).watch(inner)
+        code = Guard(lifeline, above, relay=writer).watch(inner)
         if code < 0:
             # The inner guard was killed, and with it the main program.
             report(f"ended {code}")
@@ -268,12 +290,16 @@ def main() -> int:
     # A fork does not inherit this.
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     guard = Guard(reader, me)
-    pid, line = start_main(*program)
+    pid, line = start_main(*program, by_fork=by_fork)
     leave_the_log()
     report(line)
     if pid:
         report(f"ended {guard.watch(pid)}")
     return 0
+
+
+def main() -> int:
+    return guard_program(int(sys.argv[1]), int(sys.argv[2]))
 
 
 if __name__ == "__main__":

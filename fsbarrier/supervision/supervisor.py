@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import fsbarrier
 from fsbarrier import files
@@ -34,6 +34,9 @@ from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.retry import until_seen
 from fsbarrier.rundir import log_tail
 from fsbarrier.supervision import guard, orphans, processes
+
+if TYPE_CHECKING:
+    from fsbarrier.supervision.template import ForkedGuard, Template
 
 GUARD = Path(guard.__file__)
 # How long a start may take. It takes 20 ms, but the machine may swap, or Python lie on a slow mount.
@@ -77,7 +80,7 @@ class Child:
         self._log_start = log_start
         self._lock = threading.RLock()
         # The outer guard, our end of the socket to both guards, and what came of a line that is not complete yet.
-        self._guard: subprocess.Popen[bytes]
+        self._guard: subprocess.Popen[bytes] | ForkedGuard
         self._socket: socket.socket
         self._received = b""
         # What a guard reported: the exit code, or errno and stage of a start that failed.
@@ -98,20 +101,22 @@ class Child:
         cwd: Path | str | None = None,
         log_file: Path,
         name: str,
+        template: Template | None = None,
     ) -> Self:
-        """Start `argv` with exactly `env` (None: ours) in `cwd` (None: ours), its output appended to `log_file`.
+        """Start `argv` with exactly `env` (None: ours) in `cwd` (None: ours), its output appended to `log_file`; forked by `template`
+        where it can be.
 
         Raises StartFailed (no such program or folder), StoreError (the log cannot be written), ValueError (a NUL
         byte or no argv).
         """
-        program = guard.encode_program(
-            argv=argv, env=os.environ if env is None else env, cwd=os.path.abspath(cwd or ".")
-        )
+        env = os.environ if env is None else env
+        program = guard.encode_program(argv=argv, env=env, cwd=os.path.abspath(cwd or "."))
         log_fd, log_start = _open_log(log_file, name, argv)
         child = cls(name, log_file, log_start)
         child._socket, theirs = _socket_pair()
         try:
-            child._guard = subprocess.Popen(
+            forked = template.fork_guard(argv, env, theirs, log_fd) if template else None
+            child._guard = forked or subprocess.Popen(
                 [sys.executable, "-I", "-S", str(GUARD), str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log_fd,

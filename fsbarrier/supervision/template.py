@@ -1,0 +1,275 @@
+"""A process that has imported what programs need, and forks one for each start: `python -m fsbarrier.supervision.template`.
+
+    daemon -> guards -> template -> outer guard -> inner guard -> program
+
+A program that is started so is as any other: it has guards, a session, a log, an environment and a process of its own, and nothing of
+an earlier one is in its memory. What it saves is starting Python and importing, which takes longer than most of our programs work.
+
+* Nothing but imports has happened in the template. One that has a thread after them forks nothing, since locks of that thread might be
+  held for ever in the new process; then it ends, and programs are started anew.
+* It ends with the daemon, as every program under guards, and its programs with it. One that was killed is started again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from fsbarrier.errors import FsbarrierError
+from fsbarrier.supervision import private_socket
+from fsbarrier.supervision.guard import BecomeProgram, guard_program
+from fsbarrier.supervision.supervisor import START_S, Child, with_this_package
+
+# One that ends so often without having forked anything would go on doing so.
+STARTS = 3
+
+# --- the daemon's side ---
+
+
+class ForkedGuard:
+    """An outer guard that a template has forked, with the methods of `subprocess.Popen` that a Child uses."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self.pid, self._pidfd = pid, pidfd
+
+    def send_signal(self, number: int) -> None:
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until it has ended. Raises subprocess.TimeoutExpired."""
+        if self._pidfd < 0:
+            return
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        if not poller.poll(None if timeout is None else timeout * 1000):
+            raise subprocess.TimeoutExpired("guard", timeout or 0.0)
+        os.close(self._pidfd)
+        self._pidfd = -1
+
+
+class Template:
+    """The template of one daemon. Any thread may call."""
+
+    def __init__(self, modules: Sequence[str], *, work_dir: Path, log_file: Path) -> None:
+        """`modules`: those that can be started from it, as `python -m MODULE`; where there is none, nothing is ever started from it."""
+        self._modules, self._path, self._log_file = tuple(modules), work_dir / "template", log_file
+        self._environ = with_this_package(os.environ)
+        self._lock = threading.Lock()
+        self._starts = 0
+        self._child: Child | None = None
+        self._listener: socket.socket | None = None
+        # There once it has imported everything.
+        self._connection: socket.socket | None = None
+
+    def load(self) -> None:
+        """Start it, so that it is ready when it is needed; nothing where it runs. A failure shows in its log, and costs only time."""
+        with self._lock:
+            self._load()
+
+    def fork_guard(
+        self, argv: Sequence[str], env: Mapping[str, str], lifeline: socket.socket, log_fd: int
+    ) -> ForkedGuard | None:
+        """The outer guard of a program that is about to come over `lifeline`; None where it has to be started anew."""
+        known = argv[0] == sys.executable and argv[1] == "-m" and argv[2] in self._modules
+        # Libraries read some variables while they are imported.
+        if not known or env != self._environ:
+            return None
+        with self._lock:
+            self._load()
+            try:
+                return self._ask(lifeline, log_fd)
+            except (OSError, ValueError):
+                # It has ended or hangs. What it may have forked ends with it.
+                self._stop()
+                return None
+
+    def stop(self) -> None:
+        """End it and all that it has forked; returns when nothing is left."""
+        with self._lock:
+            self._starts = STARTS
+            self._stop()
+
+    def _load(self) -> None:
+        if self._child is not None and self._child.poll() is not None:
+            self._stop()
+        if self._child is not None or self._starts >= STARTS or not self._modules:
+            return
+        self._starts += 1
+        command = [sys.executable, "-m", __name__, str(self._path), *self._modules]
+        try:
+            self._path.unlink(missing_ok=True)
+            self._listener = private_socket.listen(self._path)
+            self._child = Child.start(command, env=self._environ, log_file=self._log_file, name="template")
+        except (OSError, FsbarrierError):
+            self._stop()
+
+    def _ask(self, lifeline: socket.socket, log_fd: int) -> ForkedGuard | None:
+        """Raises OSError, ValueError."""
+        if self._connection is None and self._listener is not None:
+            # It imports for some seconds. Whoever cannot wait starts anew.
+            with contextlib.suppress(BlockingIOError):
+                self._connection, _ = self._listener.accept()
+        if self._connection is None:
+            return None
+        self._connection.settimeout(START_S)
+        socket.send_fds(self._connection, [b"fork"], [lifeline.fileno(), log_fd])
+        answer, fds, _, _ = socket.recv_fds(self._connection, 64, 1)
+        guard = ForkedGuard(int(answer), fds[0]) if fds else None
+        self._starts = 0
+        return guard
+
+    def _stop(self) -> None:
+        for end in (self._connection, self._listener):
+            if end is not None:
+                end.close()
+        child, self._child, self._connection, self._listener = self._child, None, None, None
+        if child is not None:
+            with contextlib.suppress(FsbarrierError):
+                child.stop(0.0)
+
+
+# --- the template's side ---
+
+
+def main(path: Path, modules: Sequence[str]) -> None:
+    """Import, then fork whenever the daemon asks for it. Ends with the daemon; raises BecomeProgram in each new program."""
+    for module in modules:
+        importlib.import_module(module)
+    for module in modules:
+        # A program is to run it once more, as its main module.
+        del sys.modules[module]
+    end_pools()
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        sys.exit(f"{threads} threads after the imports: programs are started anew")
+    # Not counted again in each new process, which would copy the memory that they share.
+    gc.collect()
+    gc.freeze()
+    with private_socket.connect(path) as connection:
+        serve(connection)
+
+
+def end_pools() -> None:
+    """OpenBLAS, which numpy loads, ends its threads before each fork; it starts them when there is something to compute."""
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+    else:
+        os._exit(0)
+
+
+def serve(connection: socket.socket) -> None:
+    """Fork a guard for each request, until the daemon ends."""
+    me, guards, poller = os.getpid(), dict[int, int](), select.poll()
+    poller.register(connection, select.POLLIN)
+    while True:
+        for fd, _ in poller.poll():
+            if pid := guards.pop(fd, 0):
+                poller.unregister(fd)
+                os.close(fd)
+                os.waitpid(pid, 0)
+                continue
+            request, fds, _, _ = socket.recv_fds(connection, 64, 2)
+            if not request:
+                return
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                be_guard(me, *fds)
+            for given in fds:
+                os.close(given)
+            # Only we can reap it, so this is the right process whatever has become of it.
+            pidfd = os.pidfd_open(pid)
+            socket.send_fds(connection, [b"%d" % pid], [pidfd])
+            guards[pidfd] = pid
+            poller.register(pidfd, select.POLLIN)
+
+
+def be_guard(template: int, lifeline: int, log: int) -> NoReturn:
+    """In a new process: be the guards, or raise BecomeProgram in the process below them that is the program."""
+    code = 1
+    try:
+        os.setsid()
+        os.chdir("/")
+        for fd in (1, 2):
+            os.dup2(log, fd)
+        os.close(log)
+        code = guard_program(lifeline, template, by_fork=True)
+    except BecomeProgram:
+        raise
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+
+def run(argv: Sequence[bytes], env: Mapping[bytes, bytes]) -> NoReturn:
+    """What Python does with `python -m MODULE ...`, once it has started: this process is the program now."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            # That by which the folder was listed is closed already.
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
+    os.environb.clear()
+    os.environb.update(env)
+    if numpy := sys.modules.get("numpy"):
+        # All programs would draw the same numbers. Python's own generator is seeded anew by each fork.
+        numpy.random.seed()
+    sys.argv = ["-m", *map(os.fsdecode, argv[3:])]
+    try:
+        runpy.run_module(os.fsdecode(argv[2]), run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as ended:
+        code = exit_code(ended)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    end(code)
+
+
+def exit_code(ended: SystemExit) -> int:
+    """As Python understands it: anything but a number is a message for people."""
+    if ended.code is None or isinstance(ended.code, int):
+        return ended.code or 0
+    print(ended.code, file=sys.stderr)
+    return 1
+
+
+def end(code: int) -> NoReturn:
+    """What Python does at its end, but for taking its memory apart, which would copy all that was imported."""
+    # Joins threads and closes pools, as multiprocessing has it done in a process that it forked.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code & 255)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), sys.argv[2:])
+        program = None
+    except BecomeProgram as forked:
+        program = (forked.argv, forked.env)
+    if program is not None:
+        run(*program)
