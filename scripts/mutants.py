@@ -1,113 +1,319 @@
-"""Does the proof notice a broken protocol? Puts one deliberate fault after another into it (mutant_list.py) and sees what finds it.
+"""Does anything notice when a promise is broken? Puts one deliberate fault after another into a copy of the source (mutation.py).
 
-    python scripts/mutants.py                 all of them; the table goes into docs/proof.md
-    python scripts/mutants.py never_dead ...  some of them; nothing is written
+    python scripts/mutants.py --jobs 2               all of them; the table goes into docs/proof.md
+    python scripts/mutants.py --area group           one table of scripts/mutant_tables/
+    python scripts/mutants.py Situation.joiners ...  those with one of these words in their names
 
-Exit code 1 where one survives.
+For each fault: schedules of the simulator, then the stories of tests/scenarios, then the tests of what was changed, until something
+finds it. What a story prints does not count, only the invariants that it breaks. Exit code 1 where a fault that breaks a promise
+survives, where one that was recorded as harmless does not, or where one cannot be put in.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import queue
+import resource
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from mutant_list import MUTANTS, Mutant  # noqa: E402
-
-from fsbarrier.sim.campaign import judge  # noqa: E402
-from fsbarrier.sim.faults import parse_mix  # noqa: E402
-from fsbarrier.sim.invariants import budget, i12_operations  # noqa: E402
-from fsbarrier.sim.scenario import play  # noqa: E402
-from fsbarrier.sim.setup import Setup  # noqa: E402
-from fsbarrier.sim.world import World  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from mutation import ROOT, Mutant, mutate, read_tables
 
 PAGE = ROOT / "docs" / "proof.md"
 BEGIN, END = "<!-- mutants: written by scripts/mutants.py -->", "<!-- mutants end -->"
+COPIED = ("fsbarrier", "phases", "tests", "docs", "scripts", "pyproject.toml", "README.md", "run.sh")
+# Processor time after which schedules, which wait for nothing, count as endless; and how long all tests of one fault may take.
+SCHEDULES_CPU_S, TESTS_S = 240, 1800.0
+
+#: Which tests are about a file, by the beginning of its name: the first line that fits counts, quick tests first.
+TESTS = (
+    ("fsbarrier/protocol/codec", "fuzz membership heartbeats unreadable runrecord"),
+    (
+        "fsbarrier/protocol/",
+        "machine succession membership lost assign heartbeats resume unreadable collection group restarts",
+    ),
+    ("fsbarrier/node/rank_lock", "rank_lock"),
+    ("fsbarrier/node/context_maker", "program_rows take_over resume unreadable toy_run"),
+    ("fsbarrier/node/job", "node_work admission"),
+    ("fsbarrier/node/wor", "node_work admission durability"),
+    ("fsbarrier/node/daemon", "heartbeats membership detection restarts supervisor"),
+    (
+        "fsbarrier/node/",
+        "resume membership collection unreadable heartbeats group group_edges durability detection restarts",
+    ),
+    ("fsbarrier/group/", "group_edges group group_simulator"),
+    ("fsbarrier/files", "files durability trajectories aggregate node_work"),
+    ("fsbarrier/retry", "retry files"),
+    ("fsbarrier/rundir/record_store", "files durability unreadable collection group_edges heartbeats"),
+    ("fsbarrier/rundir/heart", "heartbeats rank_lock membership detection"),
+    ("fsbarrier/rundir/stop", "membership restarts policies"),
+    ("fsbarrier/rundir/runrecord", "runrecord fuzz"),
+    ("fsbarrier/rundir/", "durability retention node_work fuzz export"),
+    ("fsbarrier/data/", "trajectories aggregate durability torchzip tables recover"),
+    ("fsbarrier/rollouts/", "take_over program_rows"),
+    ("fsbarrier/maintenance/", "recover unreadable"),
+    ("fsbarrier/training/", "trainer_state checkpoint_ranks"),
+    ("fsbarrier/sim/", ""),
+    ("phases/rl", "program_rows assign take_over"),
+    ("fsbarrier/program", "program_rows assign take_over retention"),
+    ("fsbarrier/", "supervisor node_work"),
+)
+#: what the simulator runs: schedules of nodes, of groups
+RUNS = (
+    "fsbarrier/protocol/",
+    "fsbarrier/node/",
+    "fsbarrier/sim/",
+    "fsbarrier/program",
+    "fsbarrier/rundir/heart",
+    "phases/rl",
+)
+GROUPS = (*RUNS[:2], "fsbarrier/group/")
+LATER = (
+    "fsbarrier/node/daemon",
+    "fsbarrier/node/job",
+    "fsbarrier/node/wor",
+    "fsbarrier/node/rank_lock",
+    "fsbarrier/node/polling",
+)
 
 
-class Caught(NamedTuple):
-    """What found a mutant: the invariants that failed, and where."""
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant: `how` it was found ("schedules", "tests"), and `by` what; `how` "" where nothing found it."""
 
-    invariants: frozenset[str]
+    mutant: Mutant
+    how: str
     by: str
-    seed: int = -1
+
+    @property
+    def wrong(self) -> bool:
+        return (self.how == "") != bool(self.mutant.harmless)
+
+    @property
+    def line(self) -> str:
+        found = f"{self.how}: {self.by}" if self.how else self.by
+        return f"{self.mutant.name}\n    {found}{'' if not self.wrong else '   <--'}"
 
 
-class Changes:
-    """Attributes and items that are changed for a while."""
-
-    def __init__(self) -> None:
-        self._undo: list[tuple[Any, Any, Any, bool]] = []
-
-    def setattr(self, target: Any, name: str, value: Any) -> None:
-        self._undo.append((target, name, target.__dict__[name], False))
-        setattr(target, name, value)
-
-    def setitem(self, target: Any, name: str, value: Any) -> None:
-        self._undo.append((target, name, target[name], True))
-        target[name] = value
-
-    def undo(self) -> None:
-        while self._undo:
-            target, name, value, item = self._undo.pop()
-            target.__setitem__(name, value) if item else setattr(target, name, value)
+# --- one mutant in one copy -------------------------------------------------------------------------------------------------------
 
 
-def hunt(mutant: Mutant) -> Caught | None:
-    """What finds this mutant, which has been put in, by an invariant that it is meant to break; None if nothing does."""
-    if mutant.counted:
-        world = World(0, Setup(nodes=24, mix=frozenset(), phases="both", policy="shrink", lengths=(0.01,)))
-        world.run()
-        spent = i12_operations(world.history)
-        return (
-            Caught(frozenset({"I12"}), f"{spent:.1f} operations a node and row")
-            if spent > budget(24)
-            else None
-        )
-    if mutant.story:
-        text = (ROOT / "tests" / "scenarios" / f"{mutant.story}.txt").read_text()
-        _, broken = play(text.partition("----")[0])
-        return Caught(frozenset(v.number for v in broken), f"story {mutant.story}") if broken else None
-    for seed in range(mutant.seeds):
-        found = broken_by(seed, mutant)
-        if found & {*mutant.breaks.split()}:
-            return Caught(found, f"seed {seed} of `--faults {mutant.mix}`", seed)
-    return None
+class Copy:
+    """A copy of the tree, in which one fault after the other is put in and taken out again."""
 
+    def __init__(self, folder: Path, seeds: int) -> None:
+        self.folder, self.seeds = folder, seeds
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, folder / name)
 
-def broken_by(seed: int, mutant: Mutant) -> frozenset[str]:
-    """The invariants that a schedule breaks, with the protocol as it is now."""
-    setup = Setup(mix=parse_mix(mutant.mix), iterations=mutant.iterations, limits=mutant.limits)
-    return frozenset(violation.number for violation in judge(seed, setup).violations)
-
-
-def main(names: list[str]) -> int:
-    chosen = [m for m in MUTANTS if not names or m.put_in.__name__ in names]
-    rows, alive = [], 0
-    for mutant in chosen:
-        changes = Changes()
-        mutant.put_in(changes)
+    def judge(self, mutant: Mutant) -> Verdict:
+        changed = {path.relative_to(ROOT): text for path, text in mutate(mutant).items()}
+        for path, text in changed.items():
+            (self.folder / path).write_text(text)
         try:
-            caught = hunt(mutant)
+            by = self._schedules([path.as_posix() for path in changed])
+            if by:
+                return Verdict(mutant, "schedules", by)
+            by = self._tests(next(iter(changed)).as_posix())
+            return Verdict(mutant, "tests" if by else "", by or "nothing finds it")
         finally:
-            changes.undo()
-        if caught is not None and caught.seed >= 0 and broken_by(caught.seed, mutant):
-            raise SystemExit(f"{caught.by} breaks the product itself: that proves nothing")
-        alive += caught is None
-        verdict = (
-            f"{', '.join(sorted(caught.invariants))} | {caught.by}" if caught else "nothing | it survives"
+            for path in changed:
+                shutil.copy(ROOT / path, self.folder / path)
+
+    def _schedules(self, changed: Sequence[str]) -> str:
+        """What the first bad schedule breaks, "" where all are good."""
+        kinds = [
+            kind
+            for kind, rooms in (("runs", RUNS), ("groups", GROUPS))
+            if any(path.startswith(rooms) and not path.startswith(LATER) for path in changed)
+        ]
+        if not kinds:
+            return ""
+        words = [
+            str(self.folder / "scripts" / "mutants.py"),
+            "--schedules",
+            *kinds,
+            "--seeds",
+            str(self.seeds),
+        ]
+        done = self._run(words, None)
+        if done.returncode == 0:
+            return ""
+        if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+            return "a schedule does not end"
+        said = (done.stdout + done.stderr).strip().splitlines() or ["no word"]
+        return said[-1]
+
+    def _tests(self, changed: str) -> str:
+        files = next(files for start, files in TESTS if changed.startswith(start))
+        if not files:
+            return ""
+        chosen = [f"tests/test_{name}.py" for name in files.split()]
+        kinds = "not slow and not engine" + ("" if "training/" in changed else " and not torch")
+        words = ["-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", kinds, *chosen]
+        done = self._run(words, TESTS_S)
+        if done is TIMED_OUT:
+            return "its tests do not end"
+        if done.returncode == 0:
+            return ""
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return (failed or done.stdout.splitlines()[-1:] or ["no word"])[0].removeprefix("FAILED tests/")[:150]
+
+    def _run(self, words: list[str], within_s: float | None) -> subprocess.CompletedProcess[str]:
+        child = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
-        rows.append(f"| {mutant.fault} | {verdict} |")
-        print(f"{mutant.name:36} {verdict}", flush=True)
-    print(f"{len(chosen)} mutants, {alive} survive")
-    if not names:
+        try:
+            out, err = child.communicate(timeout=within_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.communicate()
+            return TIMED_OUT
+        return subprocess.CompletedProcess(words, child.returncode, out, err)
+
+
+TIMED_OUT: subprocess.CompletedProcess[str] = subprocess.CompletedProcess([], -1, "", "")
+
+
+# --- schedules, in a process of the copy ------------------------------------------------------------------------------------------
+
+
+def schedules(kinds: Sequence[str], seeds: int) -> str:
+    """The first violation in any schedule or story, "" where there is none. Runs the fsbarrier that is on the path."""
+    resource.setrlimit(resource.RLIMIT_CPU, (SCHEDULES_CPU_S, SCHEDULES_CPU_S + 5))
+    sys.path.insert(0, os.environ["PYTHONPATH"])
+    from fsbarrier.sim.campaign import judge
+    from fsbarrier.sim.invariants import budget, i12_operations
+    from fsbarrier.sim.scenario import play
+    from fsbarrier.sim.setup import Setup
+    from fsbarrier.sim.world import World
+
+    usual = Setup()
+    setups = {
+        "runs": [
+            (usual, 1.0),
+            (replace(usual, iterations=3), 0.3),
+            (replace(usual, nodes=6, watchers=2), 0.2),
+        ],
+        "groups": [(replace(usual, groups=True), 1.0)],
+    }
+    for kind in kinds:
+        for setup, share in setups[kind]:
+            for seed in range(max(1, round(seeds * share))):
+                violations = judge(seed, setup).violations
+                if violations:
+                    what = f"{setup.nodes} nodes, {setup.iterations} iterations{', groups' * setup.groups}"
+                    return f"{violations[0].number} in seed {seed} ({what})"
+    if "runs" in kinds:
+        for story in sorted((ROOT / "tests" / "scenarios").glob("*.txt")):
+            broken = play(story.read_text().partition("----\n")[0])[1]
+            if broken:
+                return f"{broken[0].number} in the story {story.stem}"
+        world = World(
+            0, Setup(5, iterations=4, mix=frozenset(), phases="both", policy="shrink", lengths=(0.01,))
+        )
+        world.run()
+        if i12_operations(world.history) > budget(5):
+            return "I12 with 5 nodes"
+    return ""
+
+
+# --- all of them --------------------------------------------------------------------------------------------------------------------
+
+
+def judge_all(mutants: Sequence[Mutant], jobs: int, seeds: int) -> Iterator[Verdict]:
+    """The verdicts, as they come. Raises DoesNotApply before anything is run."""
+    for mutant in mutants:
+        mutate(mutant)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as threads:
+        copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        for number in range(jobs):
+            (Path(folder) / str(number)).mkdir()
+            copies.put(Copy(Path(folder) / str(number), seeds))
+
+        def work(mutant: Mutant) -> Verdict:
+            copy = copies.get()
+            try:
+                return copy.judge(mutant)
+            finally:
+                copies.put(copy)
+
+        yield from threads.map(work, mutants)
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """What docs/proof.md says: counts by table, and which faults are harmless or survive."""
+    rows = ["| faults in | put in | found | harmless |", "| --- | --- | --- | --- |"]
+    for area in dict.fromkeys(verdict.mutant.area for verdict in verdicts):
+        ours = [verdict for verdict in verdicts if verdict.mutant.area == area]
+        found, harmless = sum(bool(one.how) for one in ours), sum(bool(one.mutant.harmless) for one in ours)
+        rows.append(f"| {area} | {len(ours)} | {found} | {harmless} |")
+    for title, chosen in (
+        (
+            "Nothing finds these, and nothing is lost by them:",
+            [one for one in verdicts if one.mutant.harmless],
+        ),
+        ("Nothing finds these:", [one for one in verdicts if one.wrong and not one.how]),
+    ):
+        if chosen:
+            rows += ["", title, ""]
+            rows += [
+                f"* `{one.mutant.edits[0].where}`: {one.mutant.harmless or one.mutant.promise}"
+                for one in chosen
+            ]
+    return "\n".join(rows)
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="words in the names of mutants (default: all)")
+    parser.add_argument("--area", help="one table of scripts/mutant_tables/")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
+    parser.add_argument("--seeds", type=int, default=300, help="schedules of each kind (default 300)")
+    parser.add_argument("--keep-page", action="store_true", help="do not write docs/proof.md")
+    parser.add_argument("--schedules", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(words)
+    if arguments.schedules:
+        found = schedules(arguments.schedules, arguments.seeds)
+        print(found)
+        return 1 if found else 0
+    mutants = [
+        mutant
+        for mutant in read_tables()
+        if arguments.area in (None, mutant.area)
+        and (not arguments.names or any(word in mutant.name for word in arguments.names))
+    ]
+    verdicts = []
+    for verdict in judge_all(mutants, arguments.jobs, arguments.seeds):
+        verdicts.append(verdict)
+        print(verdict.line, flush=True)
+    wrong = [verdict for verdict in verdicts if verdict.wrong]
+    print(f"{len(verdicts)} mutants, {len(wrong)} are not as they should be")
+    print("\n".join(verdict.line for verdict in wrong))
+    if not (arguments.names or arguments.area or arguments.keep_page):
         head, _, rest = PAGE.read_text().partition(BEGIN)
-        table = "\n".join(["| fault | breaks | found by |", "| --- | --- | --- |", *rows])
-        PAGE.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
-    return 1 if alive else 0
+        PAGE.write_text(f"{head}{BEGIN}\n{table(verdicts)}\n{END}{rest.partition(END)[2]}")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
