@@ -64,8 +64,9 @@ class Command:
     """A program to launch. `spec` is written to a private file; `{spec}` in argv and env is replaced by its path.
 
     A worker program writes its result to the path in spec["result"]; `result` False: the exit code alone decides.
-    `log` names the file in the node's log folder. Among the spec's values `{engine}` becomes the addresses and
-    keys of the local engines, a list, and `{weights_dir}` the folder on this node for a copy of the new weights, or null.
+    `log` names the file in the node's log folder. Among the spec's values `{engine}` becomes the addresses and keys of the local
+    engines, a list, `{weights_dir}` the folder on this node for a copy of the new weights, or null, and `{distrusted}` the engines that
+    the trainer found to sample otherwise in this iteration, pairs of node rank and replica.
     `extra`: what is known of the result beforehand. `event`: the name under which the result's plain values go to the journal.
     """
 

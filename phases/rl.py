@@ -252,16 +252,16 @@ def stop_engine(ctx: Context) -> Work:
 
 def prepare_batch(ctx: Context) -> Work:
     """Leader: the training batch; and a port on which the others try the leader's addresses."""
-    policy = ctx.policy
     prepare = ctx.worker(
         "prepare",
         "update.log",
         merged=learned_from(ctx),
         batch=str(ctx.paths.batch(ctx.iteration, ctx.generation)),
-        model=str(policy.model),
-        policy_version=policy.version,
+        model=str(ctx.policy.model),
+        policy_version=ctx.policy_version,
+        without_engines="{distrusted}",
     )
-    return Steps((prepare, open_rendezvous(ctx)))
+    return Steps((replace(prepare, event="batch_prepared"), open_rendezvous(ctx)))
 
 
 def learned_from(ctx: Context) -> list[str]:

@@ -50,6 +50,10 @@ def test_work_is_spread_and_a_group_stays_where_it_is(tmp_path: Path, fakes: lis
     assert (done.code, done.stderr, done.result["groups"]) == (0, "", 8)
     assert [len(prompts_at(fake)) for fake in fakes] == [4, 4]
     assert sorted(prompts_at(fakes[0]) + prompts_at(fakes[1])) == sorted(prompts)
+    # Each trajectory says which engine made it.
+    for group in rolled_out(tmp_path).values():
+        (replica,) = {item["replica"] for item in group}
+        assert group[0]["prompt"] in prompts_at(fakes[replica])
     assert [(one["replica"], one["up"]) for one in shown["engines"]] == [(0, True), (1, True)]
 
 
@@ -98,6 +102,7 @@ def test_an_engine_that_is_back_gets_work_again(tmp_path: Path, fakes: list[Fake
             assert await place.tokens(prompt="a") == [97]
             first, second = pool.engines
             assert (first.up.is_set(), first.sequences, second.sequences) == (False, 0, 1)
+            assert place.replica is None
             again.append(restarted(fakes[0], tmp_path / "again"))
             await first.up.wait()
             # It has nothing to do, so the next one is its.

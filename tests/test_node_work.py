@@ -65,6 +65,7 @@ def context(*, newest: int = 1) -> Context:
         "joins": {},
         "model": None,
         "leader": 3,
+        "iteration": 5,
     }
     return cast(Context, SimpleNamespace(**fields))
 
@@ -99,6 +100,29 @@ def test_a_program_that_fails_is_quoted_with_the_end_of_its_log(place: Workplace
         work_kinds.carry_out(python("print('the reason'); raise SystemExit(7)"), context(), Job(), place)
     with pytest.raises(ProgramFailed, match="ended well but left no result"):
         work_kinds.carry_out(python("pass"), context(), Job(), place)
+
+
+def test_engines_that_a_program_accuses_are_started_again_once(place: Workplace) -> None:
+    accuses = (
+        "import json, sys; spec = json.load(open(sys.argv[1])); "
+        "json.dump({'differing_engines': spec['they']}, open(spec['result'], 'w')); sys.exit(1)"
+    )
+    again: list[int] = []
+    place.engines = cast(Any, SimpleNamespace(distrust=again.append))
+    here = cast(Any, context())
+
+    def left_out_after(they: object, iteration: int) -> object:
+        here.iteration = iteration
+        with pytest.raises(ProgramFailed):
+            work_kinds.carry_out(python(accuses, spec={"they": they}), here, Job(), place)
+        wanted = python(WRITES_RESULT, spec={"n": "{distrusted}"})
+        return work_kinds.carry_out(wanted, here, Job(), place)["got"]
+
+    # This is node 3.
+    assert left_out_after([[3, 1], [0, 5]], 6) == [[3, 1], [0, 5]] and again == [1]
+    # If it differs again, a start does not mend it: the failure stands.
+    assert left_out_after([[3, 1]], 7) == [] and again == [1]
+    assert left_out_after([["x"], 4, None], 7) == left_out_after("nonsense", 7) == [] and again == [1]
 
 
 def test_a_program_without_a_sign_of_life_is_ended(place: Workplace) -> None:

@@ -133,6 +133,7 @@ class Bench:
         from fsbarrier.workers import prepare
 
         places = {"merged": [str(self.folder / "merged")], "batch": str(self.folder / "batch")}
+        places["without_engines"] = []
         return prepare.main(self.spec("prepare", **{**places, **fields}), self.settings, Progress(None))
 
     def update_spec(self, out: str, *, version: int = 1, before: str = "", **fields: Any) -> dict[str, Any]:

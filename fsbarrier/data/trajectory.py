@@ -77,6 +77,8 @@ class Trajectory(Sampled, total=False):
     #: which weights sampled it; -1 where that is not known
     policy_version: Required[int]
     node_rank: Required[int]
+    #: which of that node's engines sampled it, from 0; not there where that is not known
+    replica: int
     generation: int
     iteration: int
     #: "train" or "test"

@@ -85,6 +85,8 @@ class Engine:
         self.settings, self.external = settings, external
         self.log_file, self.work_dir, self.python, self.threads = log_file, work_dir, python, threads
         self._environ = placement.environment(os.environ)
+        # Whether a server that runs and answers is started again all the same.
+        self.distrusted = False
         self._server: Server | None = None
         self._api_key = secrets.token_urlsafe(24)
         # Holds the port for as long as this engine is there.
@@ -179,7 +181,9 @@ class Engine:
         """A server of ours that serves `model`, with the action that was needed and a note."""
         server, note = self._server, ""
         if server is not None:
-            if not server.healthy(cancel):
+            if self.distrusted:
+                reason = "its log-probabilities were not the trainer's"
+            elif not server.healthy(cancel):
                 reason = f"the server was gone ({server.how_it_ended()})"
             elif server.serving == (model.path, policy_version) and not server.asleep:
                 return server, "kept", ""
@@ -217,6 +221,7 @@ class Engine:
             problem = server.wait_until_it_answers(deadline, cancel)
             if not problem:
                 server.serving = (model.path, policy_version)
+                self.distrusted = False
                 return server
             port_taken = PORT_TAKEN in "\n".join(server.child.last_log_lines(PORT_LINES)).lower()
             message = server.failure_text(problem)

@@ -88,6 +88,11 @@ class Replicas:
 
         return self._side_by_side(bring)
 
+    def distrust(self, replica: int) -> None:
+        """Start this one again before it is used next, if there is one of that number."""
+        for engine in self.engines[replica : replica + 1]:
+            engine.distrusted = True
+
     def release(self, *, cancel: threading.Event) -> Release:
         """Have every replica give its accelerators' memory to the trainer. Raises ProgramFailed where some does not come free."""
         outcomes = self._side_by_side(lambda engine: engine.release(cancel=cancel))

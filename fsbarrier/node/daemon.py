@@ -371,6 +371,9 @@ class NoEngine:
     def kept_alive(self) -> NoReturn:
         raise StoreError("this program has no engine")
 
+    def distrust(self, replica: int) -> None:
+        pass
+
     def release(self, *, cancel: threading.Event) -> Payload:
         return {}
 

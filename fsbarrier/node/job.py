@@ -52,6 +52,8 @@ class Engines(Protocol):
 
     def kept_alive(self) -> Keeper: ...
 
+    def distrust(self, replica: int) -> None: ...
+
     def release(self, *, cancel: threading.Event) -> Payload: ...
 
     def stop(self) -> None: ...
@@ -127,6 +129,8 @@ class Workplace:
     checked_model: Path | None = None
     # This node's own copy of the newest weights, where it has a place for one.
     weights: WeightsCopy | None = None
+    # Engines, by node rank and replica, whose log-probabilities were not the trainer's, and the iteration in which that was found first.
+    distrusted: dict[tuple[int, int], int] = field(default_factory=dict)
     programs_started: int = 0
 
     def close_rendezvous(self) -> None:

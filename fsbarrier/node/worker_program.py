@@ -33,7 +33,13 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
     own = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
     uses_engines, copy = "{engine}" in work.spec.values(), workplace.weights
     # What only this node knows.
-    known = {"{engine}": workplace.engine_access, "{weights_dir}": None if copy is None else str(copy.folder)}
+    known = {
+        "{engine}": workplace.engine_access,
+        "{weights_dir}": None if copy is None else str(copy.folder),
+        "{distrusted}": [
+            one for one, iteration in workplace.distrusted.items() if iteration == context.iteration
+        ],
+    }
     try:
         spec = {
             key: known.get(value, value) if isinstance(value, str) else value
@@ -56,12 +62,30 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
     with workplace.engines.kept_alive() if uses_engines else nullcontext() as keeper:
         code = _watch(child, context.phase.name, job, workplace, keeper)
     if code != 0:
+        _distrust_engines(own.result, context, workplace)
         raise ProgramFailed(f"{program_name(argv)} {_how_it_ended(code)}{_end_of_log(child)}")
     result = read_result(own.result, program_name(argv)) if work.result else {}
     shutil.rmtree(own.folder, ignore_errors=True)
     value = {**work.extra, **result}
     events = [*(keeper.events if keeper else ()), *([journal_line(work.event, value)] if work.event else ())]
     return {**value, "events": events} if events else value
+
+
+def _distrust_engines(result: Path, context: Context, workplace: Workplace) -> None:
+    """Take note of the engines that a failed program's result accuses: this node's own are started again before they are used next.
+
+    Each once: whatever is wrong with one after that is not mended by a start, and the program's failure stands.
+    """
+    try:
+        told = read_result(result, "")
+        engines = [(int(node), int(replica)) for node, replica in told.get("differing_engines", ())]
+    except (ProgramFailed, TypeError, ValueError):
+        return
+    for node, replica in engines:
+        if (node, replica) not in workplace.distrusted:
+            workplace.distrusted[node, replica] = context.iteration
+            if node == context.node_rank:
+                workplace.engines.distrust(replica)
 
 
 def _watch(child: Child, phase_name: str, job: Job, workplace: Workplace, keeper: Keeper | None) -> int:

@@ -28,9 +28,12 @@ T = TypeVar("T")
 
 
 class PooledEngine:
-    """One engine, and what it has to do. `up`: set while it answers; `sequences`: in flight there."""
+    """One engine, the node's replica `number`, and what it has to do. `up`: set while it answers; `sequences`: in flight there."""
 
-    def __init__(self, server: Server, *, connections: int, on_tokens: Callable[[int], None]) -> None:
+    def __init__(
+        self, number: int, server: Server, *, connections: int, on_tokens: Callable[[int], None]
+    ) -> None:
+        self.number = number
         self.up = asyncio.Event()
         self.up.set()
         self.sequences = self.tokens = 0
@@ -55,7 +58,8 @@ class EnginePool:
         patience_s: float,
     ) -> None:
         self.engines = [
-            PooledEngine(server, connections=connections, on_tokens=on_tokens) for server in servers
+            PooledEngine(number, server, connections=connections, on_tokens=on_tokens)
+            for number, server in enumerate(servers)
         ]
         self.server = servers[0]
         self._on_tokens, self._patience_s = on_tokens, patience_s
@@ -143,13 +147,17 @@ class EnginePool:
 
 
 class Place:
-    """For some sequences at one engine; at another one once that is gone. It has the face of a Sampler."""
+    """For some sequences at one engine; at another one once that is gone. It has the face of a Sampler.
+
+    `replica`: which engine that is; None once there was another.
+    """
 
     def __init__(self, pool: EnginePool, sequences: int) -> None:
         self.sequences = sequences
         self._pool = pool
         self._engine = pool.next
         self._engine.sequences += sequences
+        self.replica: int | None = self._engine.number
 
     @property
     def server(self) -> Server:
@@ -205,3 +213,4 @@ class Place:
         self._engine.sequences -= sequences
         self._engine = self._pool.next
         self._engine.sequences += sequences
+        self.replica = None

@@ -34,13 +34,17 @@ async def _judged_again(origin: Origin, task: Task, item: Trajectory, reward: Re
     metadata = dict(item["metadata"])
     # It lies in this node's part now.
     changed: dict[str, object] = {"node_rank": origin.node_rank, "generation": origin.generation}
+    sampled_here = item["node_rank"] == origin.node_rank
     if metadata.pop("reward_error", None) is not None:
         # Only an episode has turns; its reward sees the whole conversation.
         messages = item["messages"] if "turns" in item else None
         score = await reward.score(task, item["text"], messages)
         changed |= _judgement(score, metadata, sampled=item["finish_reason"] != "error")
         changed["timings"] = {**item["timings"], "reward_s": round(score.seconds, 6)}
-    return cast(Trajectory, {**item, **changed})
+    return cast(
+        Trajectory,
+        {key: value for key, value in {**item, **changed}.items() if key != "replica" or sampled_here},
+    )
 
 
 def failed_group(origin: Origin, group: Group, samples: int) -> list[Trajectory]:
@@ -86,6 +90,7 @@ def _trajectory(origin: Origin, group: Group, number: int, sample: Sample, score
         "sample": number,
         "policy_version": origin.policy_version,
         "node_rank": origin.node_rank,
+        **({} if group.replica is None else {"replica": group.replica}),
         "generation": origin.generation,
         "iteration": origin.iteration,
         "split": origin.split,

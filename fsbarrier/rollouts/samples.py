@@ -63,12 +63,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of a task. `error`: why the server does not serve this prompt; `samples` is then empty."""
+    """All samples of a task. `error`: why the server does not serve this prompt; `samples` is then empty. `replica`: which of the node's
+    engines made them; None where that is not known.
+    """
 
     task: Task
     prompt_ids: list[int]
     samples: tuple[Sample, ...]
     error: str | None = None
+    replica: int | None = None
 
 
 class EngineGone(ProgramFailed):

@@ -6,6 +6,7 @@ All sequences' tokens lie one after the other, with `offsets` between them; sequ
     loss_mask  uint8: sampled by the policy     rewards  float32, one a sequence; for trainers of one's own
     logprobs   float32, when it was sampled     current  uint8, one a sequence: sampled by the policy to be trained
     offsets    int64                            steps    for each optimizer step the indices of its sequences, int64
+    engines    int32, two a sequence: the node and its replica that sampled it; -1 where that is not known
 
 A sequence that is not `current` was sampled by an older policy, or in another run: its log-probabilities are not this policy's own.
 """
@@ -38,6 +39,12 @@ class TrainingSequence:
     weight: float
     reward: float
     current: bool
+    engine: tuple[int, int] = (-1, -1)
+
+
+def engine_of(trajectory: Trajectory) -> tuple[int, int]:
+    """The node rank and the replica that sampled it; -1 where that is not known."""
+    return int(trajectory.get("node_rank", -1)), int(trajectory.get("replica", -1))
 
 
 def sequences_of(trajectory: Trajectory, weight: float, current: bool) -> list[TrainingSequence]:
@@ -60,9 +67,8 @@ def sequences_of(trajectory: Trajectory, weight: float, current: bool) -> list[T
         # Nothing predicts the first token.
         sampled[:1] = 0
         if int(sampled.sum()):
-            found.append(
-                TrainingSequence(tokens[begin:end], sampled, logprobs[begin:end], weight, reward, current)
-            )
+            parts = (tokens[begin:end], sampled, logprobs[begin:end])
+            found.append(TrainingSequence(*parts, weight, reward, current, engine_of(trajectory)))
     return found
 
 
@@ -93,6 +99,7 @@ def write_batch(
         "weights": torch.tensor([one.weight for one in sequences], dtype=torch.float32),
         "rewards": torch.tensor([one.reward for one in sequences], dtype=torch.float32),
         "current": torch.tensor([one.current for one in sequences], dtype=torch.uint8),
+        "engines": torch.tensor([one.engine for one in sequences], dtype=torch.int32).reshape(-1, 2),
         "steps": steps,
         "metadata": dict(metadata),
     }
@@ -115,6 +122,7 @@ class TrainingBatch:
     offsets: Tensor
     weights: Tensor
     current: Tensor
+    engines: Tensor
     steps: tuple[Tensor, ...]
     old: Tensor | None = None
     reference: Tensor | None = None
@@ -123,7 +131,7 @@ class TrainingBatch:
     def load(cls, path: Path) -> Self:
         """Raises ProgramFailed for a file that is no batch."""
         content = load_tensors(path, "training batch")
-        names = ("token_ids", "loss_mask", "logprobs", "offsets", "weights", "current", "steps")
+        names = ("token_ids", "loss_mask", "logprobs", "offsets", "weights", "current", "engines", "steps")
         missing = [name for name in names if name not in content]
         if missing:
             raise ProgramFailed(f"{path} is no training batch: it has no {missing[0]}")

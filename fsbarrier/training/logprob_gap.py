@@ -14,11 +14,31 @@ from torch import Tensor
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.settings.sections import Settings
+from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.micro_batch import MicroBatch
 from fsbarrier.training.processes import Processes
 
 # The largest mean difference that the precision explains: where both compute in float32, and where one of them does not.
 LIMITS = {True: 2e-3, False: 0.05}
+
+
+# An engine that sampled fewer tokens of the minibatch is not judged alone: a few unlucky ones would be taken for a fault.
+ENOUGH_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGap:
+    """Of what one engine sampled; `replica` is -1 where the node's engines cannot be told apart."""
+
+    node_rank: int
+    replica: int
+    tokens: int
+    mean: float
+    maximum: float
+
+    def __str__(self) -> str:
+        engine = "an engine" if self.replica < 0 else f"engine {self.replica}"
+        return f"{engine} of node {self.node_rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,46 +47,77 @@ class LogprobGap:
 
     mean: float | None = None
     maximum: float | None = None
+    engines: tuple[EngineGap, ...] = ()
+
+
+class EnginesDiffer(ProgramFailed):
+    """`engines`: node rank and replica of those that differ, where others do not."""
+
+    def __init__(self, message: str, engines: list[tuple[int, int]]) -> None:
+        super().__init__(message)
+        self.engines = engines
 
 
 class GapSums:
-    """The differences in one process's micro-batches, added up."""
+    """The differences in one process's micro-batches, added up for each engine."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, batch: TrainingBatch, device: torch.device) -> None:
+        self._engines, self._engine_of = torch.unique(batch.engines, dim=0, return_inverse=True)
         # Sum, number of tokens, maximum.
-        self.values = torch.zeros(3, dtype=torch.float64, device=device)
+        self._values = torch.zeros(len(self._engines), 3, dtype=torch.float64, device=device)
 
-    def add(self, new: Tensor, micro: MicroBatch, mask: Tensor) -> None:
-        """`new`: the trainer's log-probabilities. What older policies sampled says nothing of this one's engine."""
+    def add(self, new: Tensor, micro: MicroBatch, mask: Tensor, chosen: list[int]) -> None:
+        """`new`: the trainer's log-probabilities of the sequences `chosen`. What older policies sampled says nothing of these engines."""
         own = mask & micro.current[:, None]
-        if bool(own.any()):
-            gap = (new.detach() - micro.engine).abs()[own].double()
-            self.values[0] += gap.sum()
-            self.values[1] += len(gap)
-            self.values[2] = torch.maximum(self.values[2], gap.max())
+        if not bool(own.any()):
+            return
+        gap = torch.where(own, (new.detach() - micro.engine).abs(), 0).double()
+        engine = self._engine_of[chosen].to(gap.device)
+        self._values[:, 0].index_add_(0, engine, gap.sum(1))
+        self._values[:, 1].index_add_(0, engine, own.sum(1).double())
+        self._values[:, 2].scatter_reduce_(0, engine, gap.amax(1), "amax")
 
     def over_all(self, processes: Processes) -> LogprobGap:
         """Every process must call this, and gets the same."""
-        everyone = processes.gather(self.values)
-        count = float(everyone[:, 1].sum())
-        if not count:
-            return LogprobGap()
-        return LogprobGap(float(everyone[:, 0].sum()) / count, float(everyone[:, 2].max()))
+        everyone = processes.gather(self._values)
+        sums, counts = everyone[..., 0].sum(0).tolist(), everyone[..., 1].sum(0).tolist()
+        most = everyone[..., 2].amax(0).tolist()
+        found = tuple(
+            EngineGap(node, replica, int(count), total / count, maximum)
+            for (node, replica), total, count, maximum in zip(
+                self._engines.tolist(), sums, counts, most, strict=True
+            )
+            if count
+        )
+        return LogprobGap(sum(sums) / sum(counts), max(most), found) if found else LogprobGap()
 
 
 def check(gap: LogprobGap, settings: Settings, processes: Processes, model: Path) -> None:
-    """Raises ProgramFailed where the gap is more than the precision explains."""
+    """Raises EnginesDiffer where the gap is more than the precision explains, of all engines or of one."""
     # With these the engine samples from another distribution than the model's own.
     if settings.rollout.top_p < 1 or settings.rollout.top_k not in (-1, 0):
         return
     limit = settings.algorithm.max_logprob_gap or limit_of(settings, processes)
+    judged = [one for one in gap.engines if one.tokens >= ENOUGH_TOKENS]
     # Written so that a mean that is no number fails too.
-    if gap.mean is not None and not gap.mean <= limit:
-        raise ProgramFailed(
-            f"the sampled tokens' log-probabilities differ by {gap.mean:.4f} on average (at most {gap.maximum:.3f}) between "
-            f"engine and trainer, more than {limit:g} (algorithm.max_logprob_gap): the engine does not serve the "
-            f"weights in {model}, or computes them differently"
-        )
+    bad = [one for one in judged if not one.mean <= limit]
+    some = bad if len(bad) < len(judged) else []
+    if gap.mean is None or (not bad and gap.mean <= limit):
+        return
+    who = ", ".join(map(str, bad)) or "the engines"
+    worst = max(bad, key=lambda one: one.mean, default=None)
+    mean, maximum = (gap.mean, gap.maximum) if worst is None else (worst.mean, worst.maximum)
+    advice = (
+        f"; the other {len(judged) - len(bad)} do not: started again once, and the next try does without its rollouts"
+        if some
+        else "; its log says more, a setting engine.dtype=float32 leaves no difference in precision"
+    )
+    raise EnginesDiffer(
+        f"the sampled tokens' log-probabilities differ by {mean:.4f} on average (at most {maximum:.3f}) between "
+        f"engine and trainer, more than {limit:g} (algorithm.max_logprob_gap), for {who}: the engine does not serve the "
+        f"weights in {model}, or computes them differently{advice}",
+        [(one.node_rank, one.replica) for one in some if one.replica >= 0],
+    )
 
 
 def limit_of(settings: Settings, processes: Processes) -> float:

@@ -47,7 +47,7 @@ def train(
     totals = Sums()
     for number, indices in enumerate(batch.steps, start=1):
         # The gap is the engine's as long as the weights are: before the first step.
-        gap_sums = GapSums(trainer.processes.device) if number == 1 else None
+        gap_sums = GapSums(batch, trainer.processes.device) if number == 1 else None
         step = accumulate(trainer, batch, indices, settings, gap_sums)
         if gap_sums is not None:
             totals.gap = gap_sums.over_all(trainer.processes)
@@ -105,6 +105,6 @@ def accumulate(
         trainer.backend.backward(part.loss, last=number == len(mine))
         sums += torch.cat([part.loss.detach()[None], part.sums])
         if gap_sums is not None:
-            gap_sums.add(new, micro, mask)
+            gap_sums.add(new, micro, mask, chosen)
     loss, *of_tokens = processes.sum(sums).tolist()
     return Sums(loss, tokens=divisor.tokens, of_tokens=dict(zip(TOKEN_SUMS, of_tokens, strict=True)))

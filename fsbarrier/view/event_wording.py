@@ -159,6 +159,12 @@ def _engine(event: Event) -> str | None:
     return f"node {event.node_rank}: {note}" if note else None
 
 
+def _batch_prepared(event: Event) -> str | None:
+    count = event.integer("left_out_groups")
+    what = f"{count} groups of engines whose log-probabilities were not the trainer's are left out"
+    return f"iteration {event.iteration}: {what}" if count else None
+
+
 def _weights_checked(event: Event) -> str | None:
     note = event.text("note")
     return f"node {event.node_rank}: {note}; its engines read the run directory" if note else None
@@ -210,6 +216,7 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "shares_fixed": lambda event: f"nodes do not take over from each other: {event.text('why') or '?'}",
     "rolled_out": _rolled_out,
     "evaluated": _evaluated,
+    "batch_prepared": _batch_prepared,
     "updated": _updated,
     "weights_published": _published,
     "nodes_differ": lambda event: f"{event.text('what') or '?'}: {event.text('found') or '?'}",

@@ -18,7 +18,7 @@ from fsbarrier.settings.sections import AlgorithmSettings, Settings
 from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.training import replay
 from fsbarrier.training.advantages import batch_advantages, counted_reward, weigh_group
-from fsbarrier.training.batch import TrainingSequence, minibatches, sequences_of, write_batch
+from fsbarrier.training.batch import TrainingSequence, engine_of, minibatches, sequences_of, write_batch
 from fsbarrier.training.trajectory_source import merged_files, read_groups, run_of
 
 
@@ -27,6 +27,8 @@ class Seen:
     """What was there to learn from, added up while it is read."""
 
     groups: int = 0
+    # Of these: groups of an engine that samples otherwise.
+    left_out: int = 0
     trajectories: int = 0
     reward: float = 0.0
 
@@ -40,6 +42,8 @@ class PrepareSpec(TypedDict):
     policy_version: int
     #: what the batch is drawn from, this iteration's merged file first
     merged: list[str]
+    #: node rank and replica of engines that sampled otherwise than the trainer computes: what they sampled now is left out
+    without_engines: list[list[int]]
     #: the file to write
     batch: str
 
@@ -75,6 +79,7 @@ def main(spec: PrepareSpec, settings: Settings, progress: Progress) -> dict[str,
         "batch": str(out),
         "trajectories": len(sequences),
         "groups": seen.groups,
+        "left_out_groups": seen.left_out,
         "dropped_groups": seen.groups - len(chosen),
         "replayed": sum(not sequence.current for sequence in sequences),
         "tokens": sum(int(sequence.loss_mask.sum()) for sequence in sequences),
@@ -93,6 +98,7 @@ def teaching_groups(
             "(--rl-phase rollout), or name what to learn from (update.trajectories)"
         )
     run_id = run_of(merged)
+    without = {(node, replica) for node, replica in spec["without_engines"]}
     for group in read_groups(merged):
         seen.groups += 1
         seen.trajectories += len(group)
@@ -100,6 +106,9 @@ def teaching_groups(
         progress.show(seen.trajectories, 0, "trajectories")
         # Whether the policy to be trained has sampled it, in this run.
         current = run_id in (None, spec["run_id"]) and group[0]["policy_version"] == spec["policy_version"]
+        if current and engine_of(group[0]) in without:
+            seen.left_out += 1
+            continue
         weighed = weigh_group(group, settings.algorithm, settings.rollout.max_tokens)
         sequences = [
             one for trajectory, weight in weighed for one in sequences_of(trajectory, weight, current)

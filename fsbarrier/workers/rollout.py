@@ -16,7 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
@@ -221,7 +221,8 @@ class Rollout:
             del under_way[group.task.index]
             place.finished(self.samples)
             self.slots.release()
-            tasks.create_task(self._judge_and_append(group, writer, late, earlier))
+            told = replace(group, replica=place.replica)
+            tasks.create_task(self._judge_and_append(told, writer, late, earlier))
 
         for task in batch:
             if earlier := await asyncio.to_thread(self.earlier_groups.trajectories_of, task.index):

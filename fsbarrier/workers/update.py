@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import TypedDict
 
 import torch
 
+from fsbarrier import files
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
@@ -23,11 +25,13 @@ from fsbarrier.training import save_plan
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.failures import explained, tell_torchrun
 from fsbarrier.training.log_prob_pass import with_old, with_reference
+from fsbarrier.training.logprob_gap import EnginesDiffer
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.resume import begin
+from fsbarrier.training.slices import gather
 from fsbarrier.training.trainer import Trainer, update_load
 
 NO_SIGNAL = "no group had a signal to learn from: the weights are unchanged"
@@ -53,6 +57,8 @@ class UpdateSpec(TypedDict):
     new_policy_version: int
     #: the folder on this node for a copy of the new weights; None: there is none
     weights_dir: str | None
+    #: where the node's result goes
+    result: str
 
 
 def main(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, object] | None:
@@ -60,6 +66,12 @@ def main(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         result = update(spec, settings, progress)
+    except EnginesDiffer as error:
+        # Each node learns which of its engines is meant, before any process ends and takes the others along.
+        files.write_atomic(Path(spec["result"]), json.dumps({"differing_engines": error.engines}).encode())
+        gather(None)
+        tell_torchrun(error)
+        raise
     except FsbarrierError as error:
         tell_torchrun(error)
         raise
