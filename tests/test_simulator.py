@@ -24,6 +24,7 @@ from fsbarrier.sim.damage import DAMAGES
 from fsbarrier.sim.disk import SimPath
 from fsbarrier.sim.faults import USUAL, parse_mix
 from fsbarrier.sim.invariants import budget, check, i12_operations
+from fsbarrier.sim.scenario import prepare
 from fsbarrier.sim.setup import Setup
 from fsbarrier.sim.store import Client, Habits
 from fsbarrier.sim.transcript import transcript
@@ -122,6 +123,18 @@ def test_a_person_may_take_a_run_back_and_there_are_two_policies_of_one_version(
         versions = {(put.version, put.folder) for put in history.served}
         twice += len(versions) > len({version for version, _ in versions})
     assert twice > 3
+
+
+def test_a_node_whose_work_does_not_end_is_given_up() -> None:
+    """It answers the loss of node 2 by ending its own work, hangs there, and its heartbeats stop."""
+    world = prepare(
+        "nodes 3\nlength 60\nwhen node 2 enters train_rollout: kill node 2\n"
+        "when node 1 enters train_rollout: hold node 1 at cancel for 40 s"
+    )
+    history = world.run()
+    assert check(world) == []
+    assert "node 1: an operation hangs for 40 s" in {said.text for said in history.said}
+    assert [record.ranks for _, record in history.generations.values()][:3] == [(0, 1, 2), (0, 1), (0,)]
 
 
 def test_i10_clocks_decide_nothing() -> None:

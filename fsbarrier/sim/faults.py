@@ -18,10 +18,10 @@ KINDS = {
     "lost": "an operation is done, and an error returned",
     "errors": "an operation fails once with ESTALE, EIO or ENOSPC",
     "garbled": "a read gives part of a new content and part of an old one",
-    "handles": "a host can for a while not read a file that is there (ESTALE)",
+    "handles": "a host cannot read a file that is there (ESTALE), for a moment or for up to 40 s",
     "shared": "several nodes use one mount, and so share its caches",
     "outage": "every operation of a node fails for a while (EIO), or every write (ENOSPC)",
-    "slow": "an operation of a node hangs for a while, and soon its heartbeats stop",
+    "slow": "an operation of a node, or the end of its work, hangs for a while, and soon its heartbeats stop",
     "crash": "a node's processes are killed, also between two operations; it is started again, or not",
     "power": "a host, or all of them at once, loses power: what was not flushed may be lost or torn",
     "pause": "a node is stopped (SIGSTOP, or its whole host) and wakes up later, maybe after it was given up",
@@ -150,7 +150,7 @@ class StaleHandles:
 
     def __call__(self, host: str, path: str, now: float) -> bool:
         if self._rng.random() < self.rate:
-            self._until[host, path] = now + self._rng.choice((0.3, 1.0, 3.0, 8.0))
+            self._until[host, path] = now + self._rng.choice((0.3, 1.0, 3.0, 8.0, 8.0, 40.0))
             self._struck.add("handles")
         return self._until.get((host, path), 0.0) > now
 
@@ -218,6 +218,11 @@ class Trouble:
         """A look begins; `mishap` strikes in it."""
         self._mishap = mishap
         self._expect(mishap.step)
+
+    def cancelling(self) -> None:
+        """Work is being cancelled, which may take its time."""
+        if self._mishap is not None and self._mishap.verb == "cancel":
+            self._alarm("cancel", "")
 
     def rest(self) -> Mishap | None:
         """That look is over; gives the mishap if it did not happen."""

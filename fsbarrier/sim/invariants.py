@@ -269,6 +269,8 @@ def outcomes(world: World) -> Iterator[str]:
         allowed |= {5}
     if "unreadable" in struck:
         allowed |= {2, 3}
+    if "handles" in struck:
+        allowed |= {3}
     if struck & {"version", "refused"}:
         allowed |= {2}
     if 6 in codes and any(incarnation > 1 for _, incarnation in history.joins):

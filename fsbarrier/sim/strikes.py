@@ -91,7 +91,9 @@ def strike_now(world: World, strike: Strike, process: Process) -> None:
         case "pause":
             world.pause(process, strike.seconds, frozen=strike.whole)
         case "slow":
-            process.mishap = Mishap("block", 1, seconds=strike.seconds)
+            # Half of them hang where they end their work.
+            verb = "cancel" if strike.whole else ""
+            process.mishap = Mishap("block", 1, seconds=strike.seconds, verb=verb)
         case "leave":
             if process.joined and process.strand is None and not process.paused:
                 process.agent.exit = Exit(143, "left", "stopped by SIGTERM")
@@ -243,6 +245,12 @@ def ask_to_stop(world: World, *, now: bool) -> None:
     world.history.stopped_at = world.now
     path = cast(SimPath, PATHS.stops / f"{len(world.history.writes):06d}.json")
     world.disk.make_dir(path.parent)
-    alive = tuple(Member(p.rank, p.agent.node.incarnation) for p in world.processes if p.up and p.joined)
-    request = StopRequest(now, "operator", alive=alive)
+    # As the command finds them: the newest start of each rank, and whether its last heartbeat says that it has ended.
+    last = {process.rank: process for process in world.processes if process.joined}
+    said = {p.rank for p in last.values() if not p.up and world.history.ended[p.number].code is not None}
+    alive, ended = (
+        tuple(Member(rank, p.agent.node.incarnation) for rank, p in last.items() if (rank in said) is gone)
+        for gone in (False, True)
+    )
+    request = StopRequest(now, "operator", alive=alive, ended=ended)
     world.disk.watch(path, request, world.disk.write(path, request, "operator", True))

@@ -72,6 +72,7 @@ class SimWork:
         piece, self.piece, self._report = self.piece, None, None
         if piece is not None and piece.alive:
             piece.alive = False
+            self.process.trouble.cancelling()
             self._leave_meeting(piece)
 
     def report(self) -> WorkReport | None:
