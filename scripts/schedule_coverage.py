@@ -33,6 +33,7 @@ EDGES = (
     "node/job_runner.py",
     "node/polling.py",
     "node/rank_lock.py",
+    "node/weights.py",
     "node/work_kinds.py",
     "node/worker_program.py",
     "group/bounded_wait.py",

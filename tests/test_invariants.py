@@ -225,7 +225,7 @@ def test_an_end_without_a_reason_is_noticed(world: World, code: int) -> None:
 
 
 def test_a_stop_at_the_safe_point_is_noticed_elsewhere() -> None:
-    world = prepare("nodes 3\nwhen node 0 enters train_rollout: ask to stop at once")
+    world = prepare("nodes 3\nwhen node 0 enters train_aggregate: ask to stop at once")
     world.run()
     assert check(world) == []
     at, request = next(

@@ -45,6 +45,10 @@ def _nowhere(body: JsonObject) -> JsonObject:
     return {**body, "start": {"iteration": 0, "phase": 0}, "rank": 2**80, "who": 7}
 
 
+def _led_by_nobody(body: JsonObject) -> JsonObject:
+    return {**body, "leader": 99, "incarnation": None, "now": 1}
+
+
 def _without_an_iteration(body: JsonObject) -> JsonObject:
     broken = {name: {"iteration": "one", "value": {}} for name in ("train_assign", "update")}
     return {**body, "decisions": broken, "addresses": [1], "now": "at once"}
@@ -61,5 +65,6 @@ DAMAGES: dict[str, Callable[[bytes, Random], bytes]] = {
     "{} loses a field": lambda data, rng: changed(data, _without_a_field),
     "{} has fields of other types": lambda data, rng: changed(data, _of_another_type),
     "{} has values that cannot be": lambda data, rng: changed(data, _nowhere),
+    "{} names a leader who is no member": lambda data, rng: changed(data, _led_by_nobody),
     "{} has decisions that are none": lambda data, rng: changed(data, _without_an_iteration),
 }

@@ -265,7 +265,8 @@ def outcomes(world: World) -> Iterator[str]:
         allowed |= {3}
     if "program" in struck:
         allowed |= {4}
-    if struck and (rules.on_node_failure != "shrink" or rules.min_nodes > 1):
+    hasty = rules.limits.join_timeout_s < world.setup.limits.join_timeout_s
+    if (struck or hasty) and (rules.on_node_failure != "shrink" or rules.min_nodes > 1):
         allowed |= {5}
     if "unreadable" in struck:
         allowed |= {2, 3}

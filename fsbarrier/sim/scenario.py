@@ -134,7 +134,7 @@ def _action(world: World, text: str) -> Callable[[], None]:
     if match := re.fullmatch(r"spoil (\S+)", text):
         return partial(strikes.spoil_a_record, world, match[1])
     if match := re.fullmatch(r"let node (\d+) read no generation", text):
-        return partial(strikes.hide_generations, world, int(match[1]))
+        return partial(strikes.hide, world, int(match[1]))
     if text == "mend what cannot be read":
         return partial(strikes.mend, world)
     if match := re.fullmatch(r"(stop|freeze|hold) node (\d+)(?: at (\w+))? for ([\d.]+) s", text):

@@ -32,10 +32,10 @@ def i15_only_for_a_reason(world: World) -> Iterator[str]:
 
 
 def _asked_to_stop(history: History, rules: Rules, record: Generation, time: float) -> bool:
-    """Somebody had asked, at once; or at the next safe point, and no member had published more than the first row of its iteration."""
+    """Somebody had asked, at once; or at the next safe point, the first row of an iteration: then nobody is further than the row after."""
     asked = [w.record for w in history.writes if isinstance(w.record, StopRequest) and w.time <= time]
     begun = any(
-        place[:2] == (record.number - 1, record.start.iteration) and place[2] > history.first
+        place[:2] == (record.number - 1, record.start.iteration) and place[2] > history.first + 1
         for place in history.facts
     )
     return any(request.now for request in asked) or (bool(asked) and not begun)

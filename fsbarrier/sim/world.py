@@ -33,6 +33,8 @@ EVENTS = 20_000
 SETTLE_S = 900.0
 # Of the schedules with the oldest usual listings some have much older ones: an NFS client may keep one for a minute.
 OLD_S, VERY_OLD_S = 3.0, 60.0
+# the shortest time for which nodes that start wait for each other
+HASTY_S = 4.0
 NEVER_S = float("inf")
 Action = Callable[[], None]
 
@@ -65,13 +67,17 @@ class World:
         first, last = self.program.span(phases)
         self.watchers = setup.watchers or (1, 2, 8, 8)[seed % 4]
         self.beat_s = setup.beat_s or (BEAT_S, 3.0, 4.0)[seed % 3]
+        dice = Random(f"world {seed}")
+        # A session may begin while members of the one before still stand still somewhere.
+        join_s = HASTY_S if mix and dice.random() < 0.15 else setup.limits.join_timeout_s
+        stagger_s = setup.limits.stagger_s * self.beat_s / BEAT_S
         self.rules = Rules(
             self.program,
             setup.nodes,
             phases,
             setup.min_nodes or rng.choice((1, 1, 1, min(2, setup.nodes))),
             policy,
-            limits=replace(setup.limits, stagger_s=setup.limits.stagger_s * self.beat_s / BEAT_S),
+            limits=replace(setup.limits, stagger_s=stagger_s, join_timeout_s=join_s),
         )
         self.settings = settings(setup.nodes, phases)
         drawn, coarse = faults.draw_habits(rng, mix)
@@ -80,7 +86,6 @@ class World:
             drawn = replace(drawn, listing_s=VERY_OLD_S)
         self.habits = setup.habits or drawn
         # Some schedules exchange bytes, and half of those have fields that this version does not know.
-        dice = Random(f"bytes {seed}")
         in_bytes = partial(written, later=dice.random() < 0.5) if dice.random() < 0.15 else None
         exclusive, order = "winners" not in mix, rng.randrange(3)
         self.disk = Disk(coarse_s=coarse, order=order, exclusive=exclusive, links=links, encode=in_bytes)
@@ -93,10 +98,7 @@ class World:
         hidden_s = self.habits.oldest_s + self.habits.absence_s + blind_s
         caches = self.habits != Habits() or bool(coarse)
         self.history = History(first, last, setup.limits.dead_s, blind_s, hidden_s, caches)
-        self.history.tasks = {
-            "train": self.settings.rollout.tasks,
-            "test": self.settings.eval.tasks,
-        }
+        self.history.tasks = {"train": self.settings.rollout.tasks, "test": self.settings.eval.tasks}
         self.processes: list[Process] = []
         self.clients: dict[str, tuple[Client, Trouble]] = {}
         # where each rank is started now
