@@ -26,6 +26,7 @@ from fsbarrier.data.mergeranks import RanksMerged, RanksRequest, merge_ranks
 from fsbarrier.data.rankfiles import FoundFile
 from fsbarrier.data.shardreader import iter_trajectories, load
 from fsbarrier.errors import EXIT_INTERNAL, FsbarrierError, StoreError, UsageError
+from fsbarrier.rewards.evaluation import figures
 from fsbarrier.run_command import Command
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
@@ -213,7 +214,9 @@ def work(spec_file: Path) -> int:
     try:
         spec = json.loads(spec_file.read_text())
         report = merge(MergeRequest.from_spec(spec), _progress_file(Path(spec["progress"])))
-        files.write_atomic(Path(spec["result"]), json.dumps(asdict(report)).encode())
+        success = spec.get("success")
+        evaluated = {} if success is None else figures(iter_trajectories(Path(report.out)), success=success)
+        files.write_atomic(Path(spec["result"]), json.dumps({**asdict(report), **evaluated}).encode())
         return 0
     except FsbarrierError as error:
         print(error, file=sys.stderr)

@@ -177,6 +177,7 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
             "out": str(merged),
             "expected": [task for task in assigned["wanted"] if task not in without],
             "keep": assigned.get("keep"),
+            "success": ctx.settings.eval.success if split == "test" else None,
             "metadata": {
                 "run_id": ctx.run_id,
                 "iteration": ctx.iteration,

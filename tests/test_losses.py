@@ -227,3 +227,22 @@ def test_token_log_probs_are_those_of_the_tempered_distribution() -> None:
     assert torch.allclose(found[:, 1:], drawn_from.log_prob(tokens[:, 1:]), atol=1e-5)
     assert torch.allclose(entropy[:, 1:], drawn_from.entropy(), atol=1e-5)
     assert bool((found[:, 0] == 0).all()) and bool((entropy[:, 0] == 0).all())
+
+
+@pytest.mark.parametrize(
+    ("changes", "rates"),
+    [
+        ({}, {1: 0.25, 4: 1.0, 1000: 1.0}),
+        ({"schedule": "linear", "decay_steps": 104}, {2: 0.5, 4: 1.0, 54: 0.5, 104: 0.0, 200: 0.0}),
+        ({"schedule": "linear", "decay_steps": 104, "min_lr_ratio": 0.1}, {54: 0.55, 104: 0.1, 200: 0.1}),
+        ({"schedule": "cosine", "decay_steps": 104}, {4: 1.0, 29: 0.8535534, 54: 0.5, 104: 0.0}),
+        ({"schedule": "cosine", "decay_steps": 100, "warmup_steps": 0}, {1: 0.9997533, 50: 0.5}),
+    ],
+)
+def test_the_learning_rate_rises_and_falls(changes: dict[str, Any], rates: dict[int, float]) -> None:
+    from fsbarrier.settings.sections import OptimizerSettings
+    from fsbarrier.training.optimizer import learning_rate_of
+
+    settings = OptimizerSettings(lr=2.0, **changes)
+    found = {step: learning_rate_of(settings, step) / 2 for step in rates}
+    assert found == pytest.approx(rates, abs=1e-6)

@@ -81,6 +81,8 @@ def test_what_was_cut_off_is_kept_masked_or_shaped(tmp_path: Path) -> None:
     assert weights(**shaped) == [0.75, -0.25, 0.25, -0.75]
     assert weights(**shaped, algorithm__overlong_buffer=4) == [0.625, -0.375, 0.375, -0.625]
     assert weights(algorithm__truncated="mask", algorithm__loss="rft") == [1]
+    # Two of four tokens cost 0.2, four of them 0.4.
+    assert weights(algorithm__length_penalty=0.4) == [0.6, -0.4, 0.4, -0.6]
 
 
 def test_a_batch_may_decide_what_its_sequences_weigh(tmp_path: Path) -> None:

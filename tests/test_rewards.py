@@ -12,7 +12,7 @@ from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
 from fsbarrier.rewards.kinds import check_answers, open_reward
 from fsbarrier.rewards.matching import exact, last_number, numeric
-from fsbarrier.rewards.score import Score
+from fsbarrier.rewards.score import Answer, Score, scores_of
 
 
 def task(answer: Any, **metadata: Any) -> Task:
@@ -209,3 +209,102 @@ def test_answers_that_a_kind_can_never_judge_by_are_named(tmp_path: Path) -> Non
         check_answers("exact", [task(None)], path)
     with pytest.raises(UsageError, match="the answer has no number: 'abc'"):
         check_answers("numeric", [task("abc")], path)
+
+
+MORE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    right = float(solution_str == ground_truth)
+    return {"score": right, "acc": right, "level": extra_info["level"], "of": data_source}
+
+def plain_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 2.0 * (solution_str == ground_truth)
+
+def short(prompt, response, answer, metadata):
+    return -len(response)
+
+def rank(prompt, responses, answer, metadata):
+    best = max(responses, key=len)
+    return [{"reward": float(one == best), "others": len(responses) - 1} for one in responses]
+
+def too_few(prompt, responses, answer, metadata):
+    return [1.0]
+"""
+
+
+def judged_together(kinds: str, texts: list[str], **more: Any) -> list[Score]:
+    async def run() -> list[Score]:
+        reward = open_reward(kinds, **more)
+        given = {"data_source": "gsm8k", "extra_info": {"level": 3}}
+        try:
+            return await scores_of(reward, task("ab", **given), [Answer(text) for text in texts])
+        finally:
+            await reward.close()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def more(tmp_path: Path) -> str:
+    (tmp_path / "more.py").write_text(MORE)
+    return f"{tmp_path}/more.py"
+
+
+def test_a_function_of_verls_signature_is_taken_as_it_is(more: str) -> None:
+    right, wrong = judged_together(f"{more}:compute_score", ["ab", "x"])
+    assert (right.reward, wrong.reward, right.error) == (1.0, 0.0, None)
+    assert right.parts == {"compute_score": 1.0, "acc": 1.0, "level": 3.0} and right.info == {"of": "gsm8k"}
+    assert judged_together(f"{more}:plain_score", ["ab"])[0].reward == 2.0
+
+
+def test_a_function_may_see_the_whole_group(more: str) -> None:
+    scores = judged_together(f"{more}:rank", ["a", "abc", "ab"])
+    assert [score.reward for score in scores] == [0, 1, 0] and scores[0].parts["others"] == 2
+    (failed, also) = judged_together(f"{more}:too_few", ["a", "b"])
+    assert failed.error == also.error and "too_few: ValueError: gave [1.0], not a list of 2" in str(
+        failed.error
+    )
+    assert judged_together(f"{more}:rank", []) == []
+
+
+def test_several_rewards_are_added_up(more: str) -> None:
+    kinds = f"exact, {more}:short,{more}:rank"
+    right, long = judged_together(kinds, ["ab", "abcd"], weights=(1.0, 0.1, -2.0))
+    assert (right.reward, long.reward) == (pytest.approx(1 - 0.2), pytest.approx(-0.4 - 2))
+    assert right.parts == {"exact": 1, "short": -2, "rank": 0, "others": 1}
+    assert judged_together(kinds, ["ab"])[0].reward == 1 - 2 + 1
+    assert judged_together("exact,exact", ["ab"])[0].parts == {"exact": 1, "exact_2": 1}
+    # What one of them cannot judge has no reward.
+    failed = judged_together(f"exact,{more}:too_few", ["ab", "x"])[0]
+    assert failed.reward == 0 and failed.error is not None and failed.parts == {"exact": 1}
+
+
+def test_a_group_is_judged_again_as_a_whole(more: str) -> None:
+    """One answer of an earlier attempt could not be judged; the agent's own reward and what failed before stay."""
+    from types import SimpleNamespace
+
+    from fsbarrier.rollouts.group_trajectories import judged_again
+
+    def item(text: str, **changed: Any) -> Any:
+        known = {
+            "node_rank": 1,
+            "text": text,
+            "finish_reason": "stop",
+            "reward": 0.5,
+            "reward_parts": {"rank": 0.5},
+        }
+        return {**known, "metadata": {}, "timings": {}, **changed}
+
+    group = [
+        item("a"),
+        item("abc", metadata={"reward_error": "late"}, reward_parts={}),
+        item("long enough", reward_parts={"agent": 0.5}),
+        item("", finish_reason="error"),
+    ]
+    origin: Any = SimpleNamespace(node_rank=0, generation=2)
+    again = asyncio.run(judged_again(origin, task("ab"), group, open_reward(f"{more}:rank")))
+    assert [one["reward"] for one in again] == [0, 1, 0.5, 0.5] and again[1]["metadata"] == {}
+    # Nothing to judge: nothing changes but where it lies.
+    assert [
+        one["reward"]
+        for one in asyncio.run(judged_again(origin, task("ab"), group[:1], open_reward(f"{more}:rank")))
+    ] == [0.5]

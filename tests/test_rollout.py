@@ -198,6 +198,16 @@ def test_the_result_the_progress_and_the_checkpoint(tmp_path: Path, fake: Fake) 
     assert request["repetition_penalty"] == 1.0 and request["min_p"] == 0.0 and "seed" not in request
 
 
+def test_the_chat_template_is_told_what_the_settings_say(tmp_path: Path, fake: Fake) -> None:
+    chat = [{"role": "user", "content": "ba="}]
+    told = {"rollout.chat_template_kwargs": ["enable_thinking=false", "effort=low"]}
+    assert run(make_spec(tmp_path, fake.url, [chat], **told)).code == 0
+    rendered = [one for one in fake.requests("/tokenize") if "messages" in one]
+    assert rendered and all(
+        one["chat_template_kwargs"] == {"enable_thinking": False, "effort": "low"} for one in rendered
+    )
+
+
 def test_a_truncated_generation_is_judged_like_any_other(tmp_path: Path, fake: Fake) -> None:
     """What the update makes of it is algorithm.truncated's affair."""
     assert run(make_spec(tmp_path, fake.url, ["ba!long=", "dc="])).code == 0

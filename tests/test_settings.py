@@ -103,6 +103,19 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
         (["rollout.temperature=0"], "rollout.temperature=0.0: greedy samples of a task are all alike"),
         (["rollout.samples=1"], "algorithm.loss=grpo compares the samples of a task"),
         (
+            ["rollout.chat_template_kwargs=thinking"],
+            "rollout.chat_template_kwargs=thinking: 'thinking' is no name=value",
+        ),
+        (
+            ["reward.kind=exact,numeric", "reward.weights=1"],
+            "reward.weights=1: 1 weight for 2 rewards (reward.kind=exact,numeric)",
+        ),
+        (["optimizer.schedule=cosine"], "optimizer.schedule=cosine: give optimizer.decay_steps"),
+        (
+            ["optimizer.decay_steps=4"],
+            "optimizer.decay_steps=4: must be above optimizer.warmup_steps=4",
+        ),
+        (
             ["algorithm.mismatch=icepop", "algorithm.old_logprobs=engine"],
             "algorithm.mismatch=icepop: corrects the engine's",
         ),
@@ -259,3 +272,9 @@ def test_a_dry_run_shows_what_a_preset_means() -> None:
     assert "  algorithm.clip_high = 0.2 (you chose 0.3)" in lines
     assert '  algorithm.aggregation = "seq-mean-token-sum-norm"' in lines
     assert preset_lines(resolve()) == []
+
+
+def test_what_a_chat_template_is_told() -> None:
+    chosen = resolve("rollout.chat_template_kwargs=enable_thinking=false effort=low n=2").rollout
+    assert chosen.template_arguments == {"enable_thinking": False, "effort": "low", "n": 2}
+    assert resolve().rollout.template_arguments == {}

@@ -324,3 +324,30 @@ def same_weights(work: Any, one: str, other: str) -> bool:
 
     first, second = work.weights(one), work.weights(other)
     return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_norms_and_biases_do_not_decay(tmp_path: Path) -> None:
+    """With a gradient of nothing only the decay moves weights: lr * decay of each a step."""
+    import torch
+
+    work = bench(tmp_path, optimizer__weight_decay=0.5, optimizer__lr=0.1, optimizer__warmup_steps=0)
+    work.nested["trainer"] |= {"epochs": 1, "minibatch": 24}
+    work.prepare()
+    change_batch(work, weights=lambda weights: 0 * weights)
+    assert work.update("v1")["lr"] == 0.1
+    before, after = work.weights(""), work.weights("v1")
+    for name, weight in before.items():
+        kept = 1 if "norm" in name or name.endswith("bias") else 0.95
+        torch.testing.assert_close(after[name], kept * weight)
+
+
+def test_a_try_after_a_failure_takes_less_at_a_time(tmp_path: Path) -> None:
+    import torch
+
+    work = bench(tmp_path, trainer__micro_batch=8, trainer__max_tokens_per_micro_batch=64)
+    work.prepare()
+    first = work.update("v1")
+    second = work.update("w1", attempt=2)
+    assert (first["max_tokens_per_micro_batch"], second["max_tokens_per_micro_batch"]) == (64, 16)
+    for name, weight in work.weights("v1").items():
+        torch.testing.assert_close(work.weights("w1")[name], weight, rtol=0, atol=1e-4)

@@ -119,6 +119,7 @@ class Bench:
             "run_id": f"test-{self.folder.name}",
             "node_rank": 0,
             "iteration": 1,
+            "attempt": 0,
             "generation": 1,
             "policy_version": 0,
             "settings": self.nested,

@@ -7,7 +7,8 @@ them the phase fails.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,16 @@ from fsbarrier.data.tasks import Task
 from fsbarrier.errors import UsageError
 from fsbarrier.rewards.matching import MatchReward, exact, last_number, numeric
 from fsbarrier.rewards.math_verify import MathReward
-from fsbarrier.rewards.score import Reward
-from fsbarrier.rewards.user_function import FunctionReward
+from fsbarrier.rewards.score import AddedRewards, Reward
+from fsbarrier.rewards.user_function import (
+    VERLS_PARAMETERS,
+    FunctionReward,
+    GroupFunctionReward,
+    is_verls,
+    takes_groups,
+)
 from fsbarrier.settings.sections import RewardSettings
+from fsbarrier.settings.value_types import reward_kinds
 from fsbarrier.user_code import load_named
 
 if TYPE_CHECKING:
@@ -28,13 +36,26 @@ if TYPE_CHECKING:
 KINDS = ("exact", "numeric", "math")
 
 
-def open_reward(kind: str, *, timeout_s: float | None = None, judge: JudgeSettings | None = None) -> Reward:
-    """The reward that `reward.kind` names. `timeout_s`: None stands for the setting's default.
+def open_reward(
+    kinds: str,
+    *,
+    weights: Sequence[float] = (),
+    timeout_s: float | None = None,
+    judge: JudgeSettings | None = None,
+) -> Reward:
+    """The reward that `reward.kind` and `reward.weights` name. `timeout_s`: None stands for the setting's default.
 
     Raises UsageError where its file or function is missing or broken, or a judge is wanted and none is set.
     """
     if timeout_s is None:
         timeout_s = RewardSettings().timeout_s
+    opened = [_open_one(kind, timeout_s, judge) for kind in reward_kinds(kinds)]
+    if len(opened) == 1 and not weights:
+        return opened[0]
+    return AddedRewards([*zip(weights or [1.0] * len(opened), opened, strict=True)])
+
+
+def _open_one(kind: str, timeout_s: float, judge: JudgeSettings | None) -> Reward:
     match kind:
         case "exact":
             return MatchReward(kind, exact)
@@ -50,8 +71,9 @@ def open_reward(kind: str, *, timeout_s: float | None = None, judge: JudgeSettin
     if ":" not in kind:
         raise UsageError(f"reward.kind={kind}: must be {', '.join(KINDS)}, judge or path/file.py:function")
     name, function = kind.rpartition(":")[2], load_function(kind)
-    return FunctionReward(
-        name, function, timeout_s, _open_judge(kind, judge) if asks_judge(function) else None
+    asked = _open_judge(kind, judge) if asks_judge(function) else None
+    return (GroupFunctionReward if takes_groups(function) else FunctionReward)(
+        name, function, timeout_s, asked
     )
 
 
@@ -62,11 +84,13 @@ def load_function(kind: str) -> Callable[..., object]:
         raise UsageError(f"reward.kind={kind}: {kind.rpartition(':')[2]} is not a function")
     judge = {"judge": None} if asks_judge(function) else {}
     try:
-        inspect.signature(function).bind("prompt", "response", "answer", {}, **judge)
+        if is_verls(function):
+            inspect.signature(function).bind(**dict.fromkeys(VERLS_PARAMETERS), **judge)
+        else:
+            inspect.signature(function).bind("prompt", "response", "answer", {}, **judge)
     except TypeError as error:
-        raise UsageError(
-            f"reward.kind={kind}: a reward is called as reward(prompt, response, answer, metadata): {error}"
-        ) from None
+        called = ", ".join(VERLS_PARAMETERS) if is_verls(function) else "prompt, response, answer, metadata"
+        raise UsageError(f"reward.kind={kind}: a reward is called as reward({called}): {error}") from None
     return function
 
 
@@ -83,11 +107,10 @@ def _open_judge(kind: str, settings: JudgeSettings | None) -> Judge:
     return Judge(settings)
 
 
-def check_answers(kind: str, tasks: Iterable[Task], path: Path) -> None:
-    """Raises UsageError naming the first task whose answer `kind` can never judge by."""
-    if kind not in KINDS:
-        return
-    for task in tasks:
+def check_answers(kinds: str, tasks: Iterable[Task], path: Path) -> None:
+    """Raises UsageError naming the first task whose answer one of `kinds` can never judge by."""
+    compared = [kind for kind in reward_kinds(kinds) if kind in KINDS]
+    for kind, task in product(compared, tasks):
         place = f"{path}, task {task.index}: reward.kind={kind}"
         if task.answer is None or not str(task.answer).strip():
             raise UsageError(f"{place} needs an answer, and it has none")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeGuard, cast
 
 from fsbarrier.data.tasks import Task
 
@@ -23,12 +24,68 @@ class Score:
     seconds: float = 0.0
 
 
-class Reward(Protocol):
-    """What judges. `score` never raises: what goes wrong is in the Score. `close` ends what it started.
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is judged. `messages`: the whole conversation, where an agent had one."""
 
-    `messages`: the whole conversation, where an agent had one.
-    """
+    text: str
+    messages: Messages | None = None
+
+
+class SingleReward(Protocol):
+    """What judges one answer at a time. `score` never raises: what goes wrong is in the Score. `close` ends what it started."""
 
     async def score(self, task: Task, response: str, messages: Messages | None = None) -> Score: ...
 
     async def close(self) -> None: ...
+
+
+class GroupReward(Protocol):
+    """What judges all answers to a task at once; it gives a Score for each, and never raises."""
+
+    async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]: ...
+
+    async def close(self) -> None: ...
+
+
+Reward = SingleReward | GroupReward
+
+
+async def scores_of(reward: Reward, task: Task, answers: Sequence[Answer]) -> list[Score]:
+    """The Scores of a task's answers, in order."""
+    if judges_groups(reward):
+        return await reward.score_group(task, answers) if answers else []
+    single = cast(SingleReward, reward)
+    return list(await asyncio.gather(*(single.score(task, one.text, one.messages) for one in answers)))
+
+
+def judges_groups(reward: Reward) -> TypeGuard[GroupReward]:
+    return hasattr(reward, "score_group")
+
+
+class AddedRewards:
+    """Several rewards by name, each times its weight. An answer that one of them cannot judge has no reward."""
+
+    def __init__(self, rewards: Sequence[tuple[float, Reward]]) -> None:
+        self.rewards = rewards
+
+    async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]:
+        of_each = await asyncio.gather(*(scores_of(one, task, answers) for _, one in self.rewards))
+        weights = [weight for weight, _ in self.rewards]
+        return [_added(weights, scores) for scores in zip(*of_each, strict=True)]
+
+    async def close(self) -> None:
+        for _, reward in self.rewards:
+            await reward.close()
+
+
+def _added(weights: Sequence[float], scores: Sequence[Score]) -> Score:
+    parts: dict[str, float] = {}
+    info: dict[str, str] = {}
+    for number, score in enumerate(scores, start=1):
+        # Two functions may have one name.
+        parts |= {f"{name}_{number}" if name in parts else name: one for name, one in score.parts.items()}
+        info |= {f"{name}_{number}" if name in info else name: one for name, one in score.info.items()}
+    error = next((score.error for score in scores if score.error is not None), None)
+    total = sum(weight * score.reward for weight, score in zip(weights, scores, strict=True))
+    return Score(0.0 if error else total, parts, info, error, max(score.seconds for score in scores))

@@ -5,7 +5,9 @@ It is called for each trajectory as
     reward(prompt, response, answer, metadata) -> float | {"reward": float, ...}
 
 and may be `async`. `prompt` is as the task file has it (text or chat messages), `metadata` holds the task's other fields and its
-`task_id`. Further numbers of a dict become the trajectory's `reward_parts`, other values its metadata. A plain function runs in up to
+`task_id`. A function with verl's parameters (`data_source, solution_str, ground_truth, extra_info`) is called with these, and one with
+a parameter `responses` in the place of `response` judges all answers to a task at once: it gives a list, and `metadata["messages"]` is
+one too. Further numbers of a dict become the trajectory's `reward_parts`, other values its metadata. A plain function runs in up to
 THREADS threads at once, so it may block, and must be fit for threads. One with a parameter `judge` gets the model of the settings
 `judge.*` (judge.py).
 """
@@ -17,7 +19,7 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsbarrier.data.tasks import Task
-from fsbarrier.rewards.score import Messages, Score
+from fsbarrier.rewards.score import Answer, Messages, Score
 from fsbarrier.user_code import code_file, described_failure
 
 if TYPE_CHECKING:
@@ -35,6 +37,17 @@ T = TypeVar("T")
 
 #: calls of a plain function at once
 THREADS = 8
+#: by which a function of verl's signature takes what it is told
+VERLS_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def is_verls(function: Callable[..., object]) -> bool:
+    return "solution_str" in inspect.signature(function).parameters
+
+
+def takes_groups(function: Callable[..., object]) -> bool:
+    """Whether the function judges all answers to a task at once."""
+    return "responses" in inspect.signature(function).parameters
 
 
 class FunctionReward:
@@ -57,7 +70,7 @@ class FunctionReward:
     async def score(self, task: Task, response: str, messages: Messages | None = None) -> Score:
         started = time.monotonic()
         try:
-            score = self._read(await self._call(task, response, messages))
+            score = self._read(await self._call(task, response, _plain(messages)))
         except TimeoutError:
             score = Score(0.0, error=f"{self.name}: no reward within {self.timeout_s:g} s (reward.timeout_s)")
         # Whatever the user's code raises.
@@ -65,13 +78,18 @@ class FunctionReward:
             score = Score(0.0, error=f"{self.name}: {described_failure(error, self.file)}")
         return replace(score, seconds=time.monotonic() - started)
 
-    async def _call(self, task: Task, response: str, messages: Messages | None) -> object:
+    async def _call(self, task: Task, response: str | list[str], messages: object) -> object:
+        """`messages`: the conversation, or those of the whole group; None: an agent had none."""
         prompt = task.prompt if isinstance(task.prompt, str) else task.messages
         metadata: dict[str, object] = {"task_id": task.task_id, **task.metadata}
         if messages is not None:
-            metadata["messages"] = [dict(message) for message in messages]
+            metadata["messages"] = messages
         more = {} if self.judge is None else {"judge": self.judge}
-        call = partial(self.function, prompt, response, task.answer, metadata, **more)
+        if is_verls(self.function):
+            told = (metadata.get("data_source"), response, task.answer, metadata.get("extra_info", metadata))
+            call = partial(self.function, **dict(zip(VERLS_PARAMETERS, told, strict=True)), **more)
+        else:
+            call = partial(self.function, prompt, response, task.answer, metadata, **more)
         async with self._turn:
             if self._is_async:
                 return await asyncio.wait_for(call(), self.timeout_s)
@@ -83,8 +101,9 @@ class FunctionReward:
         """What the function gave, as a Score."""
         rest: dict[str, object] = {}
         if isinstance(value, Mapping):
-            rest = {str(key): inner for key, inner in value.items() if key != "reward"}
-            value = value.get("reward")
+            name = "score" if is_verls(self.function) else "reward"
+            rest = {str(key): inner for key, inner in value.items() if key != name}
+            value = value.get(name)
         reward = _number(value)
         if reward is None:
             told = f'{self.name}: gave {value!r}, not a finite number or a dict with "reward"'
@@ -96,6 +115,31 @@ class FunctionReward:
     async def close(self) -> None:
         if self.judge is not None:
             await self.judge.close()
+
+
+class GroupFunctionReward(FunctionReward):
+    """The function that judges all answers to a task at once, as a GroupReward."""
+
+    async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]:
+        started = time.monotonic()
+        messages = [_plain(one.messages) for one in answers] if answers[0].messages is not None else None
+        try:
+            found = await self._call(task, [one.text for one in answers], messages)
+            if not isinstance(found, Sequence) or len(found) != len(answers):
+                raise ValueError(f"gave {found!r}, not a list of {len(answers)} rewards")
+            scores = [self._read(one) for one in found]
+        except TimeoutError:
+            told = f"{self.name}: no rewards within {self.timeout_s:g} s (reward.timeout_s)"
+            scores = [Score(0.0, error=told)] * len(answers)
+        # Whatever the user's code raises.
+        except Exception as error:
+            told = f"{self.name}: {described_failure(error, self.file)}"
+            scores = [Score(0.0, error=told)] * len(answers)
+        return [replace(score, seconds=time.monotonic() - started) for score in scores]
+
+
+def _plain(messages: Messages | None) -> list[dict[str, object]] | None:
+    return None if messages is None else [dict(message) for message in messages]
 
 
 def _number(value: Any) -> float | None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import cast
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.rewards.score import Reward, Score
+from fsbarrier.rewards.score import Answer, Reward, Score, judges_groups, scores_of
 from fsbarrier.rollouts.rollout_spec import Origin
 from fsbarrier.rollouts.samples import Group, Sample
 
 
 async def judged_group(origin: Origin, group: Group, reward: Reward) -> list[Trajectory]:
     """The trajectories of a group, each judged."""
-    scores = await asyncio.gather(*(_score(reward, group, sample) for sample in group.samples))
+    scores = await _scores(reward, group)
     return [
         _trajectory(origin, group, number, sample, score)
         for number, (sample, score) in enumerate(zip(group.samples, scores, strict=True))
@@ -26,19 +25,28 @@ async def judged_group(origin: Origin, group: Group, reward: Reward) -> list[Tra
 async def judged_again(
     origin: Origin, task: Task, group: Sequence[Trajectory], reward: Reward
 ) -> list[Trajectory]:
-    """An earlier attempt's group, with a new judgement where there was none."""
-    return list(await asyncio.gather(*(_judged_again(origin, task, item, reward) for item in group)))
+    """An earlier attempt's group, with a new judgement where there was none; of all where the reward judges groups."""
+    again = [item for item in group if "reward_error" in item["metadata"]]
+    if again and judges_groups(reward):
+        # The agent's own reward, and what failed before there was anything to judge, stay as they are.
+        again = [item for item in group if _by_the_reward(item)]
+    # Only an episode has turns; its reward sees the whole conversation.
+    answers = [Answer(item["text"], item["messages"] if "turns" in item else None) for item in again]
+    scores = dict(zip(map(id, again), await scores_of(reward, task, answers), strict=True))
+    return [_judged_again(origin, item, scores.get(id(item))) for item in group]
 
 
-async def _judged_again(origin: Origin, task: Task, item: Trajectory, reward: Reward) -> Trajectory:
+def _by_the_reward(item: Trajectory) -> bool:
+    return item["finish_reason"] != "error" and item["reward_parts"].keys() != {"agent"}
+
+
+def _judged_again(origin: Origin, item: Trajectory, score: Score | None) -> Trajectory:
     metadata = dict(item["metadata"])
     # It lies in this node's part now.
     changed: dict[str, object] = {"node_rank": origin.node_rank, "generation": origin.generation}
     sampled_here = item["node_rank"] == origin.node_rank
-    if metadata.pop("reward_error", None) is not None:
-        # Only an episode has turns; its reward sees the whole conversation.
-        messages = item["messages"] if "turns" in item else None
-        score = await reward.score(task, item["text"], messages)
+    if score is not None:
+        metadata.pop("reward_error", None)
         changed |= _judgement(score, metadata, sampled=item["finish_reason"] != "error")
         changed["timings"] = {**item["timings"], "reward_s": round(score.seconds, 6)}
     return cast(
@@ -53,13 +61,19 @@ def failed_group(origin: Origin, group: Group, samples: int) -> list[Trajectory]
     return [_trajectory(origin, group, number, nothing, Score(0.0)) for number in range(samples)]
 
 
-async def _score(reward: Reward, group: Group, sample: Sample) -> Score:
-    """A sample's judgement; an agent may have given its own. Never raises."""
+async def _scores(reward: Reward, group: Group) -> list[Score]:
+    """The samples' judgements; an agent may have given its own. Never raises."""
+    known = [_known_score(sample) for sample in group.samples]
+    open_ones = [sample for sample, score in zip(group.samples, known, strict=True) if score is None]
+    answers = [Answer(sample.text, sample.messages) for sample in open_ones]
+    found = iter(await scores_of(reward, group.task, answers))
+    return [next(found) if score is None else score for score in known]
+
+
+def _known_score(sample: Sample) -> Score | None:
     if sample.error is not None:
         return Score(0.0)
-    if sample.reward is not None:
-        return Score(sample.reward, {"agent": sample.reward})
-    return await reward.score(group.task, sample.text, sample.messages)
+    return None if sample.reward is None else Score(sample.reward, {"agent": sample.reward})
 
 
 def _judgement(score: Score, metadata: JsonObject, *, sampled: bool) -> dict[str, object]:

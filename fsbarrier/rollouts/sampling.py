@@ -12,7 +12,7 @@ batch depend on what else is in it.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 import httpx
@@ -36,7 +36,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where to sample, how, and how patiently. `timeout_s`: without a sign of life of a request; `tries`: of one request."""
+    """Where to sample, how, and how patiently. `timeout_s`: without a sign of life of a request; `tries`: of one request.
+
+    `template_arguments`: what the chat template is told beside the messages.
+    """
 
     url: str
     api_key: str
@@ -48,6 +51,7 @@ class Server:
     max_tokens: int
     timeout_s: float
     tries: int
+    template_arguments: Mapping[str, object] = field(default_factory=dict)
 
 
 class Sampler:
@@ -217,6 +221,8 @@ class Sampler:
         return self._chat_ids[task.index]
 
     async def _tokenized(self, body: Mapping[str, object]) -> list[int]:
+        if "messages" in body and self.server.template_arguments:
+            body = {**body, "chat_template_kwargs": self.server.template_arguments}
         answer = await self._json("POST", "/tokenize", {"model": self._model, **body})
         try:
             return [int(token) for token in answer["tokens"]]

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.sources import ChosenValue
+from fsbarrier.settings.value_types import reward_kinds
 
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
@@ -139,6 +140,25 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
     require(
         not learns or not compares or s.rollout.samples > 1,
         f"{as_chosen('rollout.samples')}: {as_chosen('algorithm.loss')} compares the samples of a task; give 2 or more",
+    )
+    for word in s.rollout.chat_template_kwargs:
+        require(
+            word.partition("=")[0].isidentifier() and "=" in word,
+            f"{as_chosen('rollout.chat_template_kwargs')}: {word!r} is no name=value",
+        )
+    require(
+        len(s.reward.weights) in (0, len(reward_kinds(s.reward.kind))),
+        f"{as_chosen('reward.weights')}: {counted(len(s.reward.weights), 'weight')} for "
+        f"{counted(len(reward_kinds(s.reward.kind)), 'reward')} ({as_chosen('reward.kind')})",
+    )
+    o = s.optimizer
+    require(
+        o.schedule == "constant" or o.decay_steps is not None,
+        f"{as_chosen('optimizer.schedule')}: give optimizer.decay_steps, the step at which the learning rate is at its lowest",
+    )
+    require(
+        o.decay_steps is None or o.decay_steps > o.warmup_steps,
+        f"{as_chosen('optimizer.decay_steps')}: must be above {as_chosen('optimizer.warmup_steps')}",
     )
     require(
         s.algorithm.mismatch == "none" or s.algorithm.old_logprobs != "engine",

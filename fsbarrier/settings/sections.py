@@ -26,12 +26,14 @@ from fsbarrier.settings.value_types import (
     Name,
     Nodes,
     NotNegative,
+    Numbers,
     Positive,
     Preset,
     RlPhase,
     Seconds,
     Weights,
     Words,
+    json_or_text,
 )
 
 
@@ -45,6 +47,9 @@ class RolloutSettings(Section):
     top_p: Fraction = setting(1.0, "Nucleus sampling: the probability mass that is kept.")
     top_k: Annotated[int, Bounds(ge=-1)] = setting(-1, "Sample among the k likeliest tokens; -1: all.")
     max_tokens: Count = setting(512, "Most tokens the policy may write in one turn.")
+    chat_template_kwargs: Words = setting(
+        (), "What the model's chat template is told beside the messages, like `enable_thinking=false`."
+    )
     concurrency: Count = setting(
         64, "Prompts (groups) in flight on each engine replica; what is in flight is not taken over."
     )
@@ -89,6 +94,14 @@ class RolloutSettings(Section):
         "Roll out this many times `rollout.tasks`, and keep the first `rollout.tasks` whose rewards are not all equal.",
     )
 
+    @property
+    def template_arguments(self) -> dict[str, object]:
+        """`chat_template_kwargs` by name; a value that is JSON as what it stands for, else as text."""
+        return {
+            name: json_or_text(value)
+            for name, _, value in (w.partition("=") for w in self.chat_template_kwargs)
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class EvalSettings(Section):
@@ -102,6 +115,7 @@ class EvalSettings(Section):
         None, "Sample among the k likeliest tokens, -1: all; none: as `rollout.top_k`."
     )
     max_tokens: Count | None = setting(None, "Most tokens in one turn; none: as `rollout.max_tokens`.")
+    success: float = setting(1.0, "From this reward on a trajectory counts as solved (pass@k, majority@k).")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +125,9 @@ class RewardSettings(Section):
     kind: Name = setting(
         "exact",
         "`exact` match, `numeric` match, `math` (math-verify, LaTeX), `judge` (a language model), or your own "
-        "`path/file.py:function`.",
+        "`path/file.py:function`; several with commas between them are added up.",
     )
+    weights: Numbers = setting((), "What each of several counts, which may be below 0; not given: 1 each.")
     timeout_s: Seconds = setting(60.0, "Seconds after which one call of a reward counts as failed.")
     max_error_share: FractionOrZero = setting(
         0.1,
@@ -164,6 +179,9 @@ class AlgorithmSettings(Section):
         "What a reward is held against: the group's mean; the mean of the group's others; the batch's mean; the group's mean, and then "
         "the batch's.",
     )
+    length_penalty: NotNegative = setting(
+        0.0, "The reward that an answer of `rollout.max_tokens` tokens loses, a shorter one in proportion."
+    )
     normalize_std: bool = setting(
         True,
         "Divide advantages by the standard deviation of the group's rewards, or of the batch's advantages.",
@@ -213,8 +231,16 @@ class OptimizerSettings(Section):
 
     lr: Positive = setting(1e-6, "Learning rate.")
     betas: Betas = setting((0.9, 0.95), "Decay of the two moment estimates.")
-    weight_decay: NotNegative = setting(0.0, "Decoupled weight decay.")
+    eps: Positive = setting(1e-8, "What is added to the root of the second moment estimate.")
+    weight_decay: NotNegative = setting(0.0, "Decoupled weight decay, of all but norms and biases.")
     warmup_steps: CountOrZero = setting(4, "Optimizer steps over which the learning rate rises, once a run.")
+    schedule: Literal["constant", "linear", "cosine"] = setting(
+        "constant", "How the learning rate goes on after that: it stays, or falls until `decay_steps`."
+    )
+    decay_steps: Count | None = setting(
+        None, "The run's optimizer step at which a falling learning rate is at its lowest, and stays there."
+    )
+    min_lr_ratio: FractionOrZero = setting(0.0, "The lowest learning rate, as a share of `lr`.")
     grad_clip: Positive = setting(1.0, "Largest norm of the gradient.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,6 +37,19 @@ def _join_words(value: object) -> object:
     return value
 
 
+def reward_kinds(kind: str) -> list[str]:
+    """The rewards that `reward.kind` names."""
+    return [one.strip() for one in kind.split(",")]
+
+
+def json_or_text(word: str) -> object:
+    try:
+        value: object = json.loads(word)
+    except ValueError:
+        return word
+    return value
+
+
 Count = Annotated[int, Bounds(ge=1)]
 Nodes = Annotated[int, Bounds(ge=1, le=100_000)]
 CountOrZero = Annotated[int, Bounds(ge=0)]
@@ -49,6 +63,7 @@ Name = Annotated[str, Bounds(min_length=1)]
 Words = Annotated[tuple[str, ...], ShellWords(_split_words)]
 CommandLine = Annotated[str, ShellWords(_join_words), Bounds(min_length=1)]
 Weights = tuple[Positive, ...]
+Numbers = tuple[float, ...]
 Betas = tuple[Decay, Decay]
 RlPhase = Literal["rollout", "update", "both"]
 Preset = Literal[

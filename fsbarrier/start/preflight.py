@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from fsbarrier.errors import UsageError
 from fsbarrier.host.mounts import mount_of
 from fsbarrier.settings.sources import ChosenValue, nearest
+from fsbarrier.settings.value_types import reward_kinds
 
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
@@ -79,10 +80,14 @@ def with_absolute_paths(chosen: Iterable[ChosenValue]) -> list[ChosenValue]:
             ):
                 value = str(absolute(value))
             elif item.key in ("reward.kind", "rollout.agent") and ":" in value:
-                file, _, name = value.rpartition(":")
-                value = f"{absolute(file)}:{name}"
+                value = ",".join(map(_with_absolute_file, reward_kinds(value)))
         result.append(ChosenValue(item.key, value, item.source))
     return result
+
+
+def _with_absolute_file(named: str) -> str:
+    file, colon, name = named.rpartition(":")
+    return f"{absolute(file)}:{name}" if colon else named
 
 
 # --- run directory ------------------------------------------------------------------------------------------------------
@@ -115,8 +120,13 @@ def check_log_path(path: Path) -> None:
 # --- reward, engine, trainer -------------------------------------------------------------------------------------------------
 
 
-def check_reward(kind: str) -> None:
-    """The reward is a known kind, or a function that its file defines."""
+def check_reward(kinds: str) -> None:
+    """Each reward is a known kind, or a function that its file defines."""
+    for kind in reward_kinds(kinds):
+        _check_one_reward(kind)
+
+
+def _check_one_reward(kind: str) -> None:
     if ":" not in kind:
         if kind not in REWARDS:
             raise UsageError(
@@ -128,15 +138,20 @@ def check_reward(kind: str) -> None:
     _defining("reward.kind", kind)
 
 
-def check_judge(settings: Settings, environ: Environ) -> None:
-    """A judge that is asked has an address and a name, and the variable that holds its key is set on this node."""
-    kind, judge = settings.reward.kind, settings.judge
+def _asks_judge(kind: str) -> bool:
     name, asked = kind.rpartition(":")[2], kind == "judge"
     if ":" in kind:
         for node in _defining("reward.kind", kind).body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
                 asked = "judge" in {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
-    if not asked:
+    return asked
+
+
+def check_judge(settings: Settings, environ: Environ) -> None:
+    """A judge that is asked has an address and a name, and the variable that holds its key is set on this node."""
+    judge = settings.judge
+    kind = next(filter(_asks_judge, reward_kinds(settings.reward.kind)), None)
+    if kind is None:
         return
     if not judge.url or not judge.model:
         missing = "model" if judge.url else "url"
@@ -179,7 +194,8 @@ def try_user_code(settings: Settings) -> None:
     """Load the user's reward function and agent as rollouts will, in a process of their own, so that a failing import or a wrong
     signature is known before anything starts. Raises UsageError."""
     kind, agent = settings.reward.kind, settings.rollout.agent
-    named = [*([f"reward={kind}"] if ":" in kind else []), *([f"agent={agent}"] if agent else [])]
+    named = [f"reward={one}" for one in reward_kinds(kind) if ":" in one]
+    named += [f"agent={agent}"] if agent else []
     if not named:
         return
     command = [sys.executable, "-m", "fsbarrier.rollouts.try_user_code", *named]

@@ -40,9 +40,11 @@ def weigh_group(
     rewards = torch.tensor([counted_reward(t) for t in judged], dtype=torch.float64)
     if algorithm.drop_zero_signal and bool((rewards == rewards[0]).all()):
         return []
-    if algorithm.truncated == "shape":
+    if algorithm.truncated == "shape" or algorithm.length_penalty:
         lengths = torch.tensor([longest_answer(t) for t in judged], dtype=torch.float64)
-        rewards = rewards + overlong_penalty(algorithm, lengths, max_tokens)
+        rewards = rewards - algorithm.length_penalty * lengths / max_tokens
+        if algorithm.truncated == "shape":
+            rewards = rewards + overlong_penalty(algorithm, lengths, max_tokens)
     weighed = zip(judged, group_advantages(rewards, algorithm).tolist(), strict=True)
     return [(t, weight) for t, weight in weighed if id(t) not in masked]
 

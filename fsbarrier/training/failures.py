@@ -21,7 +21,8 @@ def explained(error: RuntimeError) -> Exception:
     first = (str(error).splitlines() or [""])[0]
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in first:
         hint = (
-            "lower trainer.max_tokens_per_micro_batch, or engine.gpu_memory_utilization if the engine stays"
+            "another try halves what a micro-batch takes; lower trainer.max_tokens_per_micro_batch, or "
+            "engine.gpu_memory_utilization if the engine stays"
         )
         return ProgramFailed(f"out of memory: {first}; {hint}")
     if isinstance(error, torch.distributed.DistError) or any(word in first.lower() for word in PEER_GONE):

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.settings.sections import OptimizerSettings, Settings
+from fsbarrier.settings.sections import Settings
 from fsbarrier.training import logprob_gap
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.logprob_gap import GapSums, LogprobGap
 from fsbarrier.training.losses import TOKEN_SUMS, Divisor, TokenValues, minibatch_loss
 from fsbarrier.training.micro_batch import MicroBatch, plan
+from fsbarrier.training.optimizer import learning_rate_of
 from fsbarrier.training.trainer import Trainer
 
 
@@ -66,11 +67,6 @@ def train(
         totals.of_tokens = {name: one + step.of_tokens[name] for name, one in totals.of_tokens.items()}
         show(number)
     return totals
-
-
-def learning_rate_of(settings: OptimizerSettings, step: int) -> float:
-    """Of the run's `step`-th optimizer step: rising evenly through the first `warmup_steps`."""
-    return settings.lr * (min(1.0, step / settings.warmup_steps) if settings.warmup_steps else 1.0)
 
 
 def accumulate(

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from fsbarrier.settings.sections import OptimizerSettings
 from fsbarrier.training import sharding
+from fsbarrier.training.optimizer import make_optimizer
 from fsbarrier.training.policy_model import PolicyModel
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout
@@ -37,13 +38,7 @@ class TorchBackend:
             model.to(processes.device)
         else:
             sharding.shard(model, layout, processes)
-        self.optimizer = torch.optim.AdamW(
-            (one for one in model.parameters() if one.requires_grad),
-            lr=settings.lr,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(model.parameters(), settings)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add a micro-batch's gradients to those of the step; after the `last` one they are the same on every process."""

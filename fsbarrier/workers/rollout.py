@@ -74,7 +74,10 @@ class Rollout:
         self.earlier_groups = EarlierGroups(assignment.judge_again)
         check_answers(settings.reward.kind, self.tasks.values(), task_file.path)
         self.reward = open_reward(
-            settings.reward.kind, timeout_s=settings.reward.timeout_s, judge=settings.judge
+            settings.reward.kind,
+            weights=settings.reward.weights,
+            timeout_s=settings.reward.timeout_s,
+            judge=settings.judge,
         )
         self.claims, self.early_end = assignment.open_claims(), assignment.open_early_end()
         self.ended_early = False
@@ -302,6 +305,7 @@ def servers_of(spec: JsonObject, settings: Settings) -> list[Server]:
             **{name: sampling[name] for name in names},
             timeout_s=settings.rollout.request_timeout_s,
             tries=settings.rollout.retries + 1,
+            template_arguments=settings.rollout.template_arguments,
         )
         for engine in spec["engine"]
     ]

@@ -43,6 +43,8 @@ class UpdateSpec(TypedDict):
     run_id: str
     node_rank: int
     iteration: int
+    #: how often this iteration failed already, the same on all nodes
+    attempt: int
     batch: str
     #: the folder of the policy to be trained, and the trainer state that belongs to it; None: the optimizer begins anew
     model: str
@@ -86,6 +88,7 @@ def main(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, 
 
 def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, object] | None:
     """This process's part of the update; the result from one process of each node."""
+    settings = smaller(settings, spec["attempt"])
     processes = Processes(settings.trainer)
     batch = TrainingBatch.load(Path(spec["batch"]))
     started = time.monotonic()
@@ -142,6 +145,7 @@ def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str
         **({"optimizer_steps": 0} if start.went_back else {}),
         "trainer_state": "nodes" if on_node else "shared",
         "seconds": round(time.monotonic() - started, 3),
+        "max_tokens_per_micro_batch": settings.trainer.max_tokens_per_micro_batch,
         "device": str(processes.device),
         # Of one process, as fsbarrier/planning/ has it and as it was: the host's memory on a CPU.
         "memory_estimate_gb": estimated_memory_gb(start.model, settings, trainer),
@@ -149,6 +153,20 @@ def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str
         "distributed": trainer.layout.words(processes),
         "note": start.went_back or ("" if batch.steps else NO_SIGNAL),
     }
+
+
+def smaller(settings: Settings, attempt: int) -> Settings:
+    """Each try after a failure takes half as much through the model at a time: what ran out of memory would do so again.
+
+    The sums are the same in another order, so any other failure loses nothing but some speed.
+    """
+    own = settings.trainer
+    halved = {
+        name: max(1, value >> attempt)
+        for name in ("max_tokens_per_micro_batch", "micro_batch", "max_logits_mb")
+        if (value := getattr(own, name)) is not None
+    }
+    return replace(settings, trainer=replace(own, **halved)) if attempt else settings
 
 
 def estimated_memory_gb(model_folder: Path, settings: Settings, trainer: Trainer) -> float | None:

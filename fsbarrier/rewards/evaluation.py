@@ -1,0 +1,92 @@
+"""What people report of an evaluation: mean reward, pass@k and majority@k over tasks, each with its standard error.
+
+pass@k (Chen et al. 2021, arXiv 2107.03374): the chance that k of a task's n samples hold a success, estimated from all n without bias.
+majority@n: whether the answer that most samples give is a success; where several are as frequent, the share of those that are. An
+answer is what the reward says it read (`pred` of a reward function), else its last number, else its text. Standard errors are those
+of means over tasks, so they say nothing of tasks of another kind.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+from fsbarrier.data.trajectory import Trajectory, is_judged
+from fsbarrier.rewards.matching import last_number
+
+#: so many sources have figures of their own
+MOST_SOURCES = 20
+
+
+def figures(trajectories: Iterable[Trajectory], *, success: float) -> dict[str, float]:
+    """Of a merged evaluation, whose groups lie together. `success`: the least reward of a solved trajectory."""
+    means: list[float] = []
+    passed: dict[int, list[float]] = {}
+    majorities: dict[int, list[float]] = {}
+    by_source: dict[str, list[float]] = {}
+    for _, together in groupby(trajectories, key=lambda one: one["task_index"]):
+        group = [one for one in together if is_judged(one)]
+        if not group:
+            continue
+        rewards = [float(one["reward"]) for one in group]
+        solved = [reward >= success for reward in rewards]
+        means.append(statistics.fmean(rewards))
+        for k in _counts_up_to(len(group)):
+            passed.setdefault(k, []).append(pass_at(k, len(group), sum(solved)))
+        if len(group) > 1:
+            answers = [answer_of(one) for one in group]
+            majorities.setdefault(len(group), []).append(majority(answers, solved))
+        source = group[0]["metadata"].get("data_source")
+        if source is not None:
+            by_source.setdefault(str(source), []).append(means[-1])
+    found = _with_error("reward", means)
+    for k, values in sorted(passed.items()):
+        # A task with fewer samples, of which some could not be judged, would make the mean one of other tasks.
+        if k > 1 and len(values) == len(means):
+            found |= _with_error(f"pass_at_{k}", values)
+    for k, values in majorities.items():
+        if len(values) == len(means):
+            found |= _with_error(f"majority_at_{k}", values)
+    for source in sorted(by_source)[:MOST_SOURCES]:
+        found |= _with_error(f"reward/{source}", by_source[source])
+    # It is there under its own name.
+    found.pop("reward", None)
+    return found
+
+
+def pass_at(k: int, samples: int, solved: int) -> float:
+    return 1 - math.comb(samples - solved, k) / math.comb(samples, k)
+
+
+def majority(answers: Sequence[object], solved: Sequence[bool]) -> float:
+    """`solved`: which of the answers are right."""
+    counted = Counter(answers).most_common()
+    frequent = [answer for answer, count in counted if count == counted[0][1]]
+    return statistics.fmean(solved[answers.index(answer)] for answer in frequent)
+
+
+def answer_of(trajectory: Mapping[str, object]) -> object:
+    metadata, parts = trajectory["metadata"], trajectory.get("reward_parts")
+    for where in (parts, metadata.get("reward_info") if isinstance(metadata, Mapping) else None):
+        if isinstance(where, Mapping) and "pred" in where:
+            return where["pred"]
+    text = str(trajectory.get("text", ""))
+    number = last_number(text)
+    return text.strip() if number is None else number
+
+
+def _counts_up_to(samples: int) -> list[int]:
+    """1, 2, 4 and so on, and all of them."""
+    return sorted({*(1 << power for power in range(samples.bit_length())), samples})
+
+
+def _with_error(name: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    found = {name: statistics.fmean(values)}
+    if len(values) > 1:
+        found[f"{name}_se"] = statistics.stdev(values) / math.sqrt(len(values))
+    return found

@@ -1,0 +1,102 @@
+"""The figures of an evaluation, against the definitions' own enumeration."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsbarrier.rewards.evaluation import figures, majority, pass_at
+
+
+def trajectory(task: int, text: str, reward: float, **metadata: Any) -> Any:
+    return {"task_index": task, "text": text, "reward": reward, "reward_parts": {}, "metadata": metadata}
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
+def test_pass_at_k_is_the_share_of_all_choices_with_a_success(solved: list[bool], data: Any) -> None:
+    k = data.draw(st.integers(1, len(solved)))
+    choices = [any(chosen) for chosen in combinations(solved, k)]
+    assert pass_at(k, len(solved), sum(solved)) == pytest.approx(statistics.fmean(choices))
+
+
+def test_the_most_frequent_answer_decides() -> None:
+    assert majority([3, 3, 4], [True, True, False]) == 1
+    assert majority([3, 4, 4], [True, False, False]) == 0
+    assert majority([3, 4], [True, False]) == 0.5
+
+
+def test_figures_have_errors_over_tasks_and_sources_of_their_own() -> None:
+    tasks = {0: [1, 1, 0, 0], 1: [0, 0, 0, 0], 2: [1, 1, 1, 1]}
+    sources = {0: "gsm8k", 1: "aime", 2: "gsm8k"}
+    given = [
+        trajectory(task, "it is 7" if reward else f"no {sample}", reward, data_source=sources[task])
+        for task, rewards in tasks.items()
+        for sample, reward in enumerate(rewards)
+    ]
+    found = figures(given, success=1.0)
+    means = [0.5, 0.0, 1.0]
+    assert found["reward_se"] == pytest.approx(statistics.stdev(means) / math.sqrt(3))
+    assert found["pass_at_2"] == pytest.approx((5 / 6 + 0 + 1) / 3)
+    assert found["pass_at_4"] == pytest.approx(2 / 3) and found["pass_at_4_se"] == pytest.approx(1 / 3)
+    # Of the first task two say 7, and everybody else says something else.
+    assert found["majority_at_4"] == pytest.approx(2 / 3)
+    assert found["reward/gsm8k"] == 0.75 and found["reward/aime"] == 0 and "reward/aime_se" not in found
+    assert "reward" not in found and "pass_at_1" not in found
+
+
+def test_what_could_not_be_judged_is_no_answer() -> None:
+    given = [trajectory(0, "1", 1.0), trajectory(0, "2", 0.0, reward_error="late"), trajectory(1, "3", 0.0)]
+    assert figures(given, success=1.0) == {"reward_se": pytest.approx(0.5)}
+    assert figures([], success=1.0) == {}
+
+
+def test_a_reward_function_says_what_it_read() -> None:
+    given = [
+        trajectory(0, f"words {n}", float(n < 2), reward_info={"pred": "a" if n < 2 else "b"})
+        for n in range(3)
+    ]
+    assert figures(given, success=1.0)["majority_at_3"] == 1
+    assert figures([{**one, "metadata": {}} for one in given], success=0.5)["majority_at_3"] == pytest.approx(
+        2 / 3
+    )
+
+
+def test_a_merged_evaluation_has_them_in_its_result(tmp_path: Path) -> None:
+    from trainer_bench import trajectory as sampled
+    from trainer_bench import write_groups
+
+    from fsbarrier.aggregate import work
+
+    groups = [
+        [
+            {**sampled(task, sample, [1, 2], [-1.0], reward), "metadata": {"data_source": "s"}}
+            for sample, reward in enumerate(rewards)
+        ]
+        for task, rewards in enumerate(([1.0, 0.0], [0.0, 0.0]))
+    ]
+    write_groups(tmp_path / "part", groups)
+    spec = {
+        "parts": [{"path": str(tmp_path / "part"), "valid_bytes": None, "tasks": [0, 1]}],
+        "out": str(tmp_path / "merged"),
+        "expected": [0, 1],
+        "metadata": {},
+        "success": 1.0,
+        "result": str(tmp_path / "result"),
+        "progress": str(tmp_path / "progress"),
+    }
+    (tmp_path / "spec").write_text(json.dumps(spec))
+    assert work(tmp_path / "spec") == 0
+    result = json.loads((tmp_path / "result").read_text())
+    assert (result["reward_mean"], result["pass_at_2"], result["reward/s"]) == (0.25, 0.5, 0.25)
+    # Train rollouts have none of them.
+    (tmp_path / "spec").write_text(json.dumps({**spec, "success": None, "out": str(tmp_path / "train")}))
+    assert work(tmp_path / "spec") == 0
+    assert "pass_at_2" not in json.loads((tmp_path / "result").read_text())
