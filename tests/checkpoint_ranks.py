@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.node.job import Job
+from fsbarrier.node.state_upload import StateUpload
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.training import checkpoint_write, safetensors_file, trainer_state
@@ -243,6 +245,33 @@ def nodes(folder: Path, draw: random.Random, number: int) -> None:
     assert not any(in_ranks(1, store, lambda rank: read(rank, 1, True)))
 
 
+def follow(folder: Path, draw: random.Random, number: int) -> None:
+    """The state that two nodes of two processes bring later: each number once, and read by any processes when all of it is there."""
+    beside, out = beside_of(folder), folder / f"v{number}"
+    mode, dtype = modes(4)[number % 3], draw.choice([torch.float32, torch.bfloat16])
+    print(f"{number}: {mode}, {dtype}", flush=True)
+
+    def kept(rank: int) -> NodeState:
+        first = rank // 2 * 2
+        return NodeState(folder / f"node{first // 2}", range(first, first + 2), follows=True)
+
+    store = folder / "store"
+    assert not any(in_ranks(4, store, lambda rank: save(out, mode, rank, 4, dtype, beside, kept(rank))))
+    assert not list(out.rglob("part-*")) and checkpoints.newest_state(out) is None
+    # Unless the model is sharded over both nodes, one of them has all of it.
+    for rank in (0, 2):
+        assert (checkpoints.newest_state(out) is None) == (rank == 0 or mode == "all")
+        upload = StateUpload()
+        upload.begin(out, kept(rank).of_version(out.name))
+        told = upload.wait(Job())
+        assert [one["error"] for one in told] == ([""] if rank == 0 or mode == "all" else [])
+    assert checkpoints.newest_state(out) == out.name
+    check_files(out, dtype)
+    after = draw.randint(1, 3)
+    other = draw.choice(modes(after))
+    assert not any(in_ranks(after, store, lambda _: check_restored(out, other, after)))
+
+
 def check_copy(place: WeightsCopy, out: Path) -> None:
     """What the node's processes left agrees with the manifest, in every byte and with nothing beside."""
     files = sorted(place.unchecked(out.name).iterdir())
@@ -366,7 +395,7 @@ def restored_alone(out: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     where, seed, *rounds = sys.argv[1:]
-    rounds_of = {"reshard": reshard, "nodes": nodes, "kill": kill, "damage": damage}
+    rounds_of = {"reshard": reshard, "nodes": nodes, "follow": follow, "kill": kill, "damage": damage}
     for one in rounds:
         what, _, times = one.partition("=")
         folder = Path(where) / what

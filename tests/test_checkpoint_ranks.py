@@ -22,7 +22,7 @@ def ranks(folder: Path, seed: int, *rounds: str) -> None:
 
 
 def test_any_processes_go_on_from_what_any_others_left(tmp_path: Path) -> None:
-    ranks(tmp_path, 1, "reshard=2", "nodes=3", "damage=20")
+    ranks(tmp_path, 1, "reshard=2", "nodes=3", "follow=3", "damage=20")
 
 
 def test_a_process_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
@@ -33,4 +33,4 @@ def test_a_process_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_same_many_times(tmp_path: Path, seed: int) -> None:
-    ranks(tmp_path, 100 + seed, "reshard=25", "nodes=6", "damage=200", "kill=25")
+    ranks(tmp_path, 100 + seed, "reshard=25", "nodes=6", "follow=6", "damage=200", "kill=25")

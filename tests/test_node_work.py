@@ -66,6 +66,7 @@ def context(*, newest: int = 1) -> Context:
         "model": None,
         "leader": 3,
         "iteration": 5,
+        "run_id": "run",
     }
     return cast(Context, SimpleNamespace(**fields))
 

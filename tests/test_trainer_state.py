@@ -12,6 +12,8 @@ import pytest
 from trainer_bench import Bench, bench
 
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.node.job import Job
+from fsbarrier.node.state_upload import StateUpload
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.names import POLICY_FOLDER
 from fsbarrier.rundir.paths import RunPaths
@@ -126,6 +128,64 @@ def test_room_is_checked_before_anything_is_trained(work: Bench, monkeypatch: py
     ):
         update(work, 1)
     assert not (work.folder / POLICY_FOLDER.build(1, 1)).exists()
+
+
+@pytest.fixture
+def behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A bench each of whose saves counts as slow, so that it goes on behind the rollouts."""
+    from fsbarrier.training import save_plan
+
+    monkeypatch.setattr(save_plan, "CHEAP_S", 0.0)
+    return run_every(tmp_path, 1)
+
+
+def bring(work: Bench, version: int) -> None:
+    """What the node does while the next rollouts go on."""
+    name, upload = POLICY_FOLDER.build(version, 1), StateUpload()
+    upload.begin(work.folder / name, kept_on_node(work) / name)
+    (line,) = upload.wait(Job())
+    assert line["error"] == ""
+
+
+def test_a_slow_save_goes_on_behind_the_rollouts(behind: Bench, tmp_path: Path) -> None:
+    assert update(behind, 1)["trainer_state"] == "follows"
+    first = manifest(behind, 1)
+    assert first.state_in is None and list(first.following) == ["trainer/part-00000.safetensors"]
+    # Version 2 was trained before the state of version 1 had come.
+    update(behind, 2)
+    assert manifest(behind, 2).state_in is None
+    bring(behind, 2)
+    update(behind, 3)
+    assert manifest(behind, 3).state_in == "policy-000002.g0001"
+    bring(behind, 3)
+    # With the node gone, the run goes on from what it brought, as if it had been written at once.
+    shutil.rmtree(kept_on_node(behind))
+    assert update(behind, 4)["note"] == ""
+    other = tmp_path / "always"
+    other.mkdir()
+    always = run_every(other, 1)
+    for version in (1, 2, 3, 4):
+        always.nested["rl_phase"] = "update"
+        assert update(always, version)["trainer_state"] == "shared"
+    assert same(weights(behind, 4), weights(always, 4))
+
+
+@pytest.mark.parametrize("fault", ["not brought", "damaged"])
+def test_what_did_not_follow_is_gone_and_what_is_damaged_is_refused(behind: Bench, fault: str) -> None:
+    update(behind, 1)
+    bring(behind, 1)
+    update(behind, 2)
+    if fault == "damaged":
+        bring(behind, 2)
+        part = behind.folder / POLICY_FOLDER.build(2, 1) / "trainer" / "part-00000.safetensors"
+        part.write_bytes(part.read_bytes()[:-9])
+    shutil.rmtree(kept_on_node(behind))
+    if fault == "damaged":
+        with pytest.raises(ProgramFailed, match=r"part-00000\.safetensors"):
+            update(behind, 3)
+    else:
+        assert "is version 1 again" in update(behind, 3)["note"]
+        assert same(weights(behind, 3), weights(behind, 1))
 
 
 def test_how_often_by_default() -> None:

@@ -229,6 +229,7 @@ class Daemon:
         # If a program hangs in the kernel, its guard goes on trying to end it.
         with contextlib.suppress(StoreError):
             self.jobs.cancel()
+        self.workplace.state_upload.stop()
         self.template.stop()
         self.engines.stop()
 
@@ -237,10 +238,8 @@ class Daemon:
         paths, local_dir = self.record.paths, self.settings.checkpoint.local_dir
         with contextlib.suppress(OSError, ProgramFailed):
             made = checkpoints.served_policy(paths.root)
-            if (
-                made
-                and checkpoints.read_manifest(paths.checkpoint(made.number, made.generation)).state_in == ""
-            ):
+            version = paths.checkpoint(made.number, made.generation) if made else None
+            if version and checkpoints.newest_state(version) == version.name:
                 kept = checkpoints.kept_on_node(local_dir, self.record.run_id, self.agent.node.rank)
                 shutil.rmtree(kept, ignore_errors=True)
                 # Another node may share this machine, and still have its own.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fsbarrier.errors import StoreError
+from fsbarrier.node.state_upload import StateUpload
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.timing import OUTAGE_S
 from fsbarrier.retry import retry
@@ -131,6 +132,8 @@ class Workplace:
     weights: WeightsCopy | None = None
     # Engines, by node rank and replica, whose log-probabilities were not the trainer's, and the iteration in which that was found first.
     distrusted: dict[tuple[int, int], int] = field(default_factory=dict)
+    # Brings what the trainer left of its state on this node to the shared directory.
+    state_upload: StateUpload = field(default_factory=StateUpload)
     programs_started: int = 0
 
     def close_rendezvous(self) -> None:

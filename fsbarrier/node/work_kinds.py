@@ -39,9 +39,14 @@ def carry_out(work: Work, context: Context, job: Job, workplace: Workplace) -> R
         case Steps(works):
             return _one_after_the_other(works, context, job, workplace)
         case ServeWeights():
-            return _serve_weights(work, job, workplace)
+            return _serve_weights(work, context, job, workplace)
         case ReleaseEngine():
-            return dict(workplace.engines.release(cancel=job.cancel))
+            # The trainer comes next, and then this node keeps another state.
+            saved = workplace.state_upload.wait(job)
+            return {
+                **workplace.engines.release(cancel=job.cancel),
+                **({"events": saved} if saved else {}),
+            }
         case OpenRendezvous(loopback):
             workplace.close_rendezvous()
             workplace.rendezvous = listen(loopback=loopback)
@@ -69,7 +74,7 @@ def _one_after_the_other(works: tuple[Work, ...], context: Context, job: Job, wo
     return merged
 
 
-def _serve_weights(work: ServeWeights, job: Job, workplace: Workplace) -> Result:
+def _serve_weights(work: ServeWeights, context: Context, job: Job, workplace: Workplace) -> Result:
     """Have all of this node's engines serve one policy version. No program begins before they do."""
     version = work.policy_version
     serving = f"engine: policy version {version}"
@@ -93,6 +98,8 @@ def _serve_weights(work: ServeWeights, job: Job, workplace: Workplace) -> Result
         for number, info in enumerate(infos)
     ]
     lines = [*checked, *lines]
+    kept = checkpoints.kept_on_node(context.settings.checkpoint.local_dir, context.run_id, context.node_rank)
+    workplace.state_upload.begin(work.folder.parent, kept / work.folder.parent.name)
     return {"engines": len(infos), "engine_s": round(max(info.seconds for info in infos), 3), "events": lines}
 
 

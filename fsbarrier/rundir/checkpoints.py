@@ -18,8 +18,9 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed
@@ -41,19 +42,21 @@ class Manifest:
     """What a policy version's folder holds, by the name relative to it.
 
     `state_in`: the folder of the policy version from which a run goes on if the nodes that trained this one are gone; "": this one,
-    which has its own trainer state; None: there is none yet, and the run would begin with its first model again.
+    which has its own trainer state; None: there is none yet, and the run would begin with its first model again. `following`: the files
+    of this version's trainer state that the nodes bring later; once all are there, `newest_state` names this one.
     """
 
     policy_version: int
     files: Mapping[str, FileDigest]
     state_in: str | None = ""
+    following: Mapping[str, FileDigest] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """The bytes of its file."""
-        listed = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in self.files.items()}
-        body = {"policy_version": self.policy_version, "files": listed}
+        body = {"policy_version": self.policy_version, "files": _listed(self.files)}
         elsewhere = {} if self.state_in == "" else {"state_in": self.state_in}
-        return json.dumps(body | elsewhere, indent=1).encode()
+        later = {"following": _listed(self.following)} if self.following else {}
+        return json.dumps(body | elsewhere | later, indent=1).encode()
 
     @property
     def digest(self) -> str:
@@ -86,14 +89,11 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder. Raises ProgramFailed if there is none or it cannot be read: the folder is not complete."""
     try:
         body = json.loads(retry((folder / MANIFEST).read_bytes, errnos=FAILING))
-        listed = {
-            str(name): FileDigest(int(item["bytes"]), str(item["sha256"]))
-            for name, item in body["files"].items()
-        }
         state_in = body.get("state_in", "")
         if state_in and POLICY_FOLDER.parse(state_in) is None:
             raise ValueError(f"{state_in!r} is no folder of a policy version")
-        return Manifest(int(body["policy_version"]), listed, state_in)
+        here, later = _digests(body["files"]), _digests(body.get("following", {}))
+        return Manifest(int(body["policy_version"]), here, state_in, later)
     except FileNotFoundError:
         raise ProgramFailed(f"{folder} is no complete policy version: it has no {MANIFEST}") from None
     except (
@@ -106,6 +106,31 @@ def read_manifest(folder: Path) -> Manifest:
         RecursionError,
     ) as error:
         raise ProgramFailed(f"{folder / MANIFEST} cannot be read: {error}") from None
+
+
+def _listed(digests: Mapping[str, FileDigest]) -> dict[str, dict[str, object]]:
+    return {name: {"bytes": one.size, "sha256": one.sha256} for name, one in digests.items()}
+
+
+def _digests(listed: Mapping[str, Any]) -> dict[str, FileDigest]:
+    return {str(name): FileDigest(int(item["bytes"]), str(item["sha256"])) for name, item in listed.items()}
+
+
+def newest_state(folder: Path) -> str | None:
+    """The folder of the newest version up to this one with the whole trainer state, None where there is none. Raises ProgramFailed."""
+    manifest = read_manifest(folder)
+    if manifest.state_in != "" and (not manifest.following or still_to_come(folder, manifest)):
+        return manifest.state_in
+    return folder.name
+
+
+def still_to_come(folder: Path, manifest: Manifest) -> list[str]:
+    """The files of a version's trainer state that are not there yet. A file gets its name once it is whole and flushed."""
+    try:
+        there = set(os.listdir(folder / "trainer")) if manifest.following else set()
+    except FileNotFoundError:
+        there = set()
+    return [name for name in manifest.following if Path(name).name not in there]
 
 
 def check_sizes(folder: Path) -> Manifest:

@@ -368,7 +368,11 @@ class CheckpointSettings(Section):
         0,
         "The trainer's state goes to the shared directory every so many updates; 0: as often as that is cheap (2 s, or a tenth).",
     )
-    local_dir: str = setting("", "Where nodes keep their part in between; empty: in their temporary folder.")
+    local_dir: str = setting(
+        "",
+        "Where nodes keep their part in between, and before they bring one that takes long to the shared directory; empty: in their "
+        "temporary folder.",
+    )
     weights_dir: str = setting(
         "auto",
         "Folder on each node for a copy of the new weights, from which its engines load them; auto: /dev/shm where the run directory is "

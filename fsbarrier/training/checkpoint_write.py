@@ -34,7 +34,7 @@ from fsbarrier.training import safetensors_file
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
-from fsbarrier.training.slices import Shares, gather, local_part, parts_to_write, whole_tensor
+from fsbarrier.training.slices import Box, Shares, gather, local_part, parts_to_write, whole_tensor
 from fsbarrier.training.stored_tensors import StoredPart
 from fsbarrier.training.trainer_state import LAYOUT, Layout, Pace, TrainerState
 
@@ -271,7 +271,9 @@ def _write_layout(folder: Path, version: NewVersion, pace: Pace, written: Iterab
     parts: dict[str, list[StoredPart]] = {}
     for one in written:
         for name, part in one.parts.items():
-            parts.setdefault(name, []).append(part)
+            # Nodes that keep the same each wrote it.
+            if all(part.box != other.box for other in parts.setdefault(name, [])):
+                parts[name].append(part)
     state = version.trainer
     shapes = {name: tuple(tensor.shape) for name, tensor in state.tensors.items()}
     layout = Layout(version.policy_version, state.optimizer_steps, state.scalars, shapes, parts, pace)
@@ -304,10 +306,28 @@ def _commit(out: Path, version: NewVersion, written: list[Written]) -> None:
     if state:
         pace = Pace(saved_s=max(one.seconds for one in written))
         digests[f"trainer/{LAYOUT}"] = _write_layout(out, version, pace, written)
+    following = _following(out, version, written)
+    if following:
+        digests[f"trainer/{LAYOUT}"] = _write_layout(out, version, version.trainer.pace, written)
     total = sum(digests[f"model/{file}"].size for file in set(weights.values()))
     digests |= write_index(out / "model", weights, total)
     state_in = version.state_in if version.on_node else ""
-    checkpoints.commit(out, checkpoints.Manifest(version.policy_version, digests, state_in))
+    checkpoints.commit(out, checkpoints.Manifest(version.policy_version, digests, state_in, following))
+
+
+def _following(out: Path, version: NewVersion, written: list[Written]) -> dict[str, FileDigest]:
+    """The files that the nodes will bring: those of the layout, each part from the first process that wrote it."""
+    if version.on_node is None or not version.on_node.follows:
+        return {}
+    files.make_dirs(out / "trainer")
+    seen: set[tuple[str, Box]] = set()
+    found: dict[str, FileDigest] = {}
+    for one in written:
+        boxes = {(name, part.box) for name, part in one.parts.items()}
+        if boxes - seen:
+            found |= {name: digest for name, digest in one.digests.items() if name.startswith("trainer/")}
+        seen |= boxes
+    return found
 
 
 def write_index(model: Path, weights: Mapping[str, str], total: int) -> dict[str, FileDigest]:

@@ -28,10 +28,13 @@ CHEAP_S, WORTH = 2.0, 0.1
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """`folder`: of this run and node. `ranks`: of this node's processes; the first of them does what only one may do."""
+    """`folder`: of this run and node. `ranks`: of this node's processes; the first of them does what only one may do. `follows`: the
+    nodes bring it to the shared directory behind the next rollouts (node/state_upload.py).
+    """
 
     folder: Path
     ranks: range
+    follows: bool = False
 
     @classmethod
     def of(cls, settings: CheckpointSettings, run_id: str, node_rank: int, processes: Processes) -> Self:

@@ -52,13 +52,12 @@ def begin(
     if trainer_state is None:
         return Beginning(load(model, [], policy_version), model, None)
     version = trainer_state.parent
-    state_in = checkpoints.read_manifest(version).state_in
     try:
         here = model if copy is None else copy.place.nearest(model)
         trainer = load(here, [node.of_version(version.name) / "trainer", trainer_state], policy_version)
-        return Beginning(trainer, model, version.name if state_in == "" else state_in)
+        return Beginning(trainer, model, checkpoints.newest_state(version))
     except StateGone:
-        pass
+        state_in = checkpoints.read_manifest(version).state_in
     origin, states, number = first_model, [], 0
     if state_in is not None:
         before = version.parent / state_in

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.settings.sections import CheckpointSettings
-from fsbarrier.training.node_state import NodeState, is_due
+from fsbarrier.training.node_state import CHEAP_S, NodeState, is_due
 from fsbarrier.training.slices import gather, local_part
 from fsbarrier.training.trainer import Trainer, trained
 
@@ -23,6 +24,7 @@ def choose(
     policy_version: int,
     *,
     last: bool,
+    rollouts_follow: bool = False,
 ) -> NodeState | None:
     """Where the nodes keep the trainer's state of the new version; None: it goes to the shared directory with the weights.
 
@@ -35,13 +37,15 @@ def choose(
     held = sum(local_part(one, processes.rank, processes.world).data.numel() for one in parameters.values())
     on_this_node = held * per_number * (len(node.ranks) if trainer.layout.shards > 1 else 1)
     due = is_due(settings.trainer_every, policy_version, trainer.pace, last=last)
-    shared = any(gather(due or not node.has_room(on_this_node)))
+    # The trainer is not held for a save that takes long, unless nothing would be done in the meantime.
+    follows = due and rollouts_follow and not last and trainer.pace.saved_s >= CHEAP_S
+    shared = any(gather((due and not follows) or not node.has_room(on_this_node)))
     weights = processes.serving_dtype.itemsize * sum(one.numel() for one in trainer.model.causal.parameters())
-    state = per_number * sum(one.numel() for one in parameters.values()) if shared else 0
+    state = per_number * sum(one.numel() for one in parameters.values()) if shared or follows else 0
     reason = _lack_of_room(out, weights, state, policy_version) if processes.is_main else ""
     if reason := next(filter(None, gather(reason)), ""):
         raise ProgramFailed(reason)
-    return None if shared else node
+    return None if shared else replace(node, follows=follows)
 
 
 def _lack_of_room(out: Path, weights: int, state: int, policy_version: int) -> str:

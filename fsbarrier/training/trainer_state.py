@@ -137,7 +137,9 @@ def restore_first(
         failed = next(filter(None, gather(failed)), "")
         if layout is not None and not failed:
             return layout
-    if checkpoints.read_manifest(folders[-1].parent).state_in != "":
+    version = folders[-1].parent
+    # Two hosts may see different listings, and all must go the same way.
+    if any(gather(checkpoints.newest_state(version) != version.name)):
         raise StateGone
     raise ProgramFailed(failed)
 

@@ -170,6 +170,12 @@ def _weights_checked(event: Event) -> str | None:
     return f"node {event.node_rank}: {note}; its engines read the run directory" if note else None
 
 
+def _state_saved(event: Event) -> str | None:
+    error = event.text("error")
+    what = f"its part of the trainer state of {event.text('serving')} is not in the run directory"
+    return f"node {event.node_rank}: {what}: {error}" if error else None
+
+
 def _phase_started(event: Event) -> str | None:
     if event.phase_name not in LONG:
         return None
@@ -221,6 +227,7 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "weights_published": _published,
     "nodes_differ": lambda event: f"{event.text('what') or '?'}: {event.text('found') or '?'}",
     "weights_checked": _weights_checked,
+    "trainer_state_saved": _state_saved,
     "engine_ready": _engine,
     "engine_restarted": _engine,
     "phase_started": _phase_started,

@@ -108,7 +108,10 @@ def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str
     )
     trainer, out, version = start.trainer, Path(spec["out"]), spec["new_policy_version"]
     last = spec["iteration"] == settings.iterations
-    on_node = save_plan.choose(trainer, settings.checkpoint, node, out, version, last=last)
+    together = settings.rl_phase == "both"
+    on_node = save_plan.choose(
+        *(trainer, settings.checkpoint, node, out, version), last=last, rollouts_follow=together
+    )
     steps = len(batch.steps)
 
     def show(step: int) -> None:
@@ -125,7 +128,8 @@ def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str
         totals = train(trainer, batch, settings, start.model, show)
     if processes.is_main:
         progress.show(steps, steps, "steps", last=True, note="saving")
-    trainer.pace = replace(trainer.pace, worked_s=trainer.pace.worked_s + time.monotonic() - started)
+    worked_s = trainer.pace.worked_s + time.monotonic() - started
+    trainer.pace = replace(trainer.pace, worked_s=0.0 if on_node and on_node.follows else worked_s)
     trainer.save(
         out,
         model_folder=start.model,
@@ -143,7 +147,7 @@ def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str
         "policy_version": spec["new_policy_version"],
         **metrics(totals, batch),
         **({"optimizer_steps": 0} if start.went_back else {}),
-        "trainer_state": "nodes" if on_node else "shared",
+        "trainer_state": "shared" if on_node is None else "follows" if on_node.follows else "nodes",
         "seconds": round(time.monotonic() - started, 3),
         "max_tokens_per_micro_batch": settings.trainer.max_tokens_per_micro_batch,
         "device": str(processes.device),
