@@ -64,6 +64,14 @@ find_ready() {
   return 1
 }
 
+# An environment that somebody made by hand has what its maker put there.
+check_own_environment() {
+  local missing
+  missing="$("$python" -c 'import importlib.util as u; print(*(n for n in ("filelock", "watchdog", "rich", "pydantic") if u.find_spec(n) is None))')" ||
+    fail "$python does not run; FSBARRIER_VENV names the folder of a virtual environment"
+  [ -z "$missing" ] || fail "$place has no $missing: $place/bin/python -m pip install -r $clone/scripts/requirements/cpu.txt (or cuda.txt)"
+}
+
 ensure_environment() {
   local kernel machine place tag='' base='' digest dev_digest='' made_for='' environment locks dev_lock=()
   read -r kernel machine < <(uname -sm)
@@ -72,6 +80,7 @@ ensure_environment() {
   case "$place" in /*) ;; *) place="$PWD/$place" ;; esac
   if [ ! -L "$place" ] && [ -x "$place/bin/python" ]; then
     python="$place/bin/python" # made by hand
+    check_own_environment
   else
     choose_flavour
     locks="${FSBARRIER_REQUIREMENTS:-$clone/scripts/requirements}"

@@ -166,6 +166,7 @@ CASES = {
     "master and worker": (PING + "--master --worker 1", ["--master and --worker 1"]),
     "rank out of range": (PING + "--worker 3 --num-nodes 3", ["--worker 3", "ranks 0 to 2"]),
     "negative rank": (PING + "--worker -1", ["--worker", "0 or more", "-1"]),
+    "node 0 as a worker": (PING + "--worker 0 --num-nodes 3", ["--worker 0", "--master"]),
     "rank that is a word": (PING + "--worker two", ["--worker", "whole number"]),
     "several nodes, no rank": (PING + "--num-nodes 3", ["which of the 3 nodes", "--master", "--worker"]),
     "unknown setting": (
@@ -386,7 +387,7 @@ def test_the_launchers_variables(place: Path, quick: Call, environ: dict[str, st
 def test_a_worker_that_contradicts_the_record(place: Path, quick: Call, real: Call) -> None:
     made = real([*PING.split(), "--iterations", "1", "rollout.temperature=0.5"])
     assert made.returncode == 0, made.stderr
-    words = "run --worker 0 rollout.temperature=0.7"
+    words = "run --master rollout.temperature=0.7"
     said = refused(quick, words, place=place, says=["0.7", "(0.5, from run/run.json made by "])
     assert said.endswith("use another --log-path")
     refused(

@@ -179,6 +179,21 @@ def test_a_second_start_of_a_rank_is_refused_and_harms_nobody(
     process.communicate(timeout=DEADLINE_S)
 
 
+def test_a_node_that_comes_back_says_for_what_it_waits(endless: tuple[Path, subprocess.Popen[str]]) -> None:
+    log_path, _ = endless
+    joined = [
+        event for event in read_events(log_path) if event.name == "node_joined" and event.node_rank == 1
+    ]
+    os.kill(joined[0].integer("pid"), signal.SIGKILL)
+    words = command("run", "--worker", "1", "--log-path", str(log_path))
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ()) as back:
+        assert back.stdout is not None
+        line = back.stdout.readline()
+        back.send_signal(signal.SIGTERM)
+        back.communicate(timeout=DEADLINE_S)
+    assert line.startswith("fsbarrier: node 1: the others were in iteration "), line
+
+
 def test_the_demo_goes_on_with_an_unfinished_run(tmp_path: Path) -> None:
     def beat(name: str, state: str) -> None:
         folder = RunPaths(tmp_path / name).beats

@@ -238,10 +238,17 @@ def test_a_flavour_follows_the_driver(clone: Path, bare_path: Path) -> None:
 def test_an_environment_made_by_hand_is_used_as_it_is(clone: Path, bare_path: Path, tmp_path: Path) -> None:
     own = tmp_path / "own" / "bin"
     own.mkdir(parents=True)
-    (own / "python").write_text('#!/bin/sh\necho "$PYTHONPATH" "$@"\n')
-    (own / "python").chmod(0o755)
-    code, output = run(clone, {"PATH": str(bare_path), "FSBARRIER_VENV": "own"}, "--demo", cwd=tmp_path)
+    python = own / "python"
+    # For `-c` it says which packages are missing: none.
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] || echo "$PYTHONPATH" "$@"\n')
+    python.chmod(0o755)
+    environ = {"PATH": str(bare_path), "FSBARRIER_VENV": "own"}
+    code, output = run(clone, environ, "--demo", cwd=tmp_path)
     assert (code, output) == (0, f"{clone} -P -m fsbarrier run --demo\n")
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    code, output = run(clone, environ, "--demo", cwd=tmp_path)
+    assert code == 2 and f"{tmp_path}/own has no filelock watchdog rich pydantic: " in output
+    assert output.count("\n") == 1 and "-m pip install -r" in output
 
 
 def test_check_adds_its_tools_to_the_same_environment(clone: Path, env: dict[str, str]) -> None:

@@ -80,8 +80,9 @@ def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child])
         choices += ["--expect-gpus", str(settings.expect_gpus)]
     python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
     for rank in range(settings.num_nodes):
-        which = ["--worker", str(rank), "--log-path", str(record.log_path)]
-        command, log = [*python, "-m", "fsbarrier", "run", *which, *choices], logs / f"node_{rank}.log"
+        which = ["--master"] if rank == 0 else ["--worker", str(rank)]
+        words = [*which, "--log-path", str(record.log_path), *choices]
+        command, log = [*python, "-m", "fsbarrier", "run", *words], logs / f"node_{rank}.log"
         children[rank] = Child.start(command, env=environ, log_file=log, name=f"node {rank}")
     return logs
 

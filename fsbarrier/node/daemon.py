@@ -51,6 +51,7 @@ from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Exit, Rules, Stage
 from fsbarrier.retry import Backoff, until_seen
 from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir.heartbeats import iteration_of_others
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.weights_copy import WeightsCopy
@@ -184,6 +185,7 @@ class Daemon:
             until_seen(lambda: self.agent.start(time.monotonic()))
         # While the nodes join.
         self.template.load()
+        self._say_where_the_others_are()
         beats = threading.Thread(target=self._beat, name="beat", daemon=True)
         beats.start()
         try:
@@ -208,6 +210,15 @@ class Daemon:
             self.events.console.say(f"fsbarrier: {ended.reason}\n", to=2)
         self.events.console.close(LAST_WORDS_S)
         return ended.code
+
+    def _say_where_the_others_are(self) -> None:
+        """A node that comes into a run at work has nothing to do before the next iteration: say for what it waits."""
+        me = self.agent.node.rank
+        # It is for people only; who is alive is found out later.
+        with contextlib.suppress(OSError):
+            if iteration := iteration_of_others(self.record.log_path, me):
+                where = f"the others were in iteration {iteration}; it is taken in when the next one begins, at once if they are gone"
+                self.events.console.say(f"fsbarrier: node {me}: {where}\n")
 
     def _loop(self) -> None:
         """Look, decide and act until this node has ended, or a signal asks it to. Raises Fenced, StoreError."""

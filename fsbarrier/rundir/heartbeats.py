@@ -71,6 +71,12 @@ def read_beats(log_path: Path, rank: int | None = None) -> dict[int, Beat]:
     return {start.rank: beat for start, beat in found if beat is not None}
 
 
+def iteration_of_others(log_path: Path, rank: int) -> int:
+    """In which iteration the nodes beside `rank` were last, of those that have not said that they went; 0 for none. Raises OSError."""
+    beats = [beat for beat in read_beats(log_path).values() if beat.rank != rank and beat.state not in GONE]
+    return max((beat.iteration for beat in beats), default=0)
+
+
 def live_nodes(log_path: Path, watch_s: float, rank: int | None = None) -> list[Beat]:
     """The nodes (`rank` alone, if given) whose counter moves within `watch_s` seconds; for commands that are no node themselves.
 

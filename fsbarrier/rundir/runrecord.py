@@ -34,6 +34,8 @@ SCHEMA = 1
 MAX_BYTES = 16 * 1024 * 1024
 # A record is linked into place whole, so a mount that shows it torn for longer than this is broken.
 TORN_S = 5.0
+# how often a node says that it still waits
+SAY_AGAIN_S = 60.0
 # the pauses between two looks at it
 LOOKS = Backoff(0.001, 0.25)
 
@@ -178,9 +180,10 @@ def load(log_path: Path) -> RunRecord:
 def wait(log_path: Path, timeout_s: float, *, on_wait: Callable[[str], None] | None = None) -> RunRecord:
     """The record of the run in `log_path`, once node 0 has made it; looks more and more rarely, at most every 0.25 s.
 
-    `on_wait` is called once with whom this node waits for. Raises TooFewNodes after `timeout_s`, UsageError for a bad record.
+    `on_wait` is called with whom this node waits for, and again every `SAY_AGAIN_S` seconds.
+    Raises TooFewNodes after `timeout_s`, UsageError for a bad record.
     """
-    begin, announced = time.monotonic(), False
+    begin, say_after = time.monotonic(), 1.0
     idle, pauses = threading.Event(), iter(LOOKS)
     while True:
         if exists(log_path):
@@ -191,11 +194,11 @@ def wait(log_path: Path, timeout_s: float, *, on_wait: Callable[[str], None] | N
                 f"node 0 has not made {_shown(RunPaths(log_path).record)} within {timeout_s:g} s; "
                 "is it started (--master), with the same --log-path?"
             )
-        if waited > 1.0 and on_wait and not announced:
-            announced = True
-            on_wait(
-                f"waiting up to {timeout_s:g} s for node 0 (--master) to make {_shown(RunPaths(log_path).record)}"
-            )
+        if on_wait and waited > say_after:
+            still = f" ({waited:.0f} s so far)" if say_after > 1.0 else ""
+            record = _shown(RunPaths(log_path).record)
+            on_wait(f"waiting up to {timeout_s:g} s for node 0 (--master) to make {record}{still}")
+            say_after = waited + SAY_AGAIN_S
         idle.wait(min(next(pauses), timeout_s - waited))
 
 
