@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": "what a run comes to on given machines: engines, shards, memory; before anything starts",
     "launch": "start several nodes: here, through ssh, Slurm, Kubernetes, SkyPilot or dstack",
     "status": "where a run is, and how each node is doing",
+    "runs": "the runs in a folder, one line each",
     "top": "the same, live",
     "logs": "the nodes' logs, last lines or as they come",
     "stop": "end a run on all its nodes, from any machine that sees it",

@@ -1,0 +1,144 @@
+"""`fsbarrier runs`: the runs below a folder, one line each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fsbarrier.commands.flags import say
+from fsbarrier.errors import FsbarrierError, UsageError
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.start import preflight
+from fsbarrier.view.amounts import amount, duration, one_line, short
+from fsbarrier.view.run_status import read_status
+
+SUMMARY = "List the runs in a folder: state, iteration, reward, size, last activity. Looks for one and a half beats whether they live."
+EXAMPLE = "fsbarrier runs runs"
+#: So many runs are looked at side by side: it is waiting, not work.
+AT_ONCE = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        metavar="DIR",
+        help="the folder that holds the run directories (default: the usual one)",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs: a JSON list")
+    parser.add_argument(
+        "--no-size",
+        action="store_true",
+        help="do not add up the files of each run, which takes long for many",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One run. `train_reward`, `test_reward`: of the newest iteration that has one. `last_activity_s`: since its newest heartbeat."""
+
+    path: str
+    state: str
+    iteration: int
+    iterations: int | None
+    nodes: int
+    train_reward: float | None
+    test_reward: float | None
+    bytes: int | None
+    last_activity_s: float | None
+
+
+def main(args: argparse.Namespace) -> int:
+    folder = preflight.absolute(args.folder) if args.folder else preflight.default_log_path(os.environ).parent
+    try:
+        # A folder of another user is as good as not there.
+        found = sorted(path for path in folder.iterdir() if os.path.lexists(RunPaths(path).record))
+    except OSError as error:
+        raise UsageError(f"runs {folder}: {error.strerror}") from None
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        looked = [*pool.map(lambda path: _look(path, sized=not args.no_size), found)]
+    for problem in (each for each in looked if isinstance(each, str)):
+        say(problem)
+    runs = sorted(
+        (each for each in looked if isinstance(each, Summary)),
+        key=lambda run: (run.last_activity_s is None, run.last_activity_s),
+    )
+    if args.json:
+        print(json.dumps([asdict(run) for run in runs], indent=2))
+    elif not found:
+        print(f"no run in {folder}")
+    else:
+        _print(runs)
+    return 0
+
+
+def _look(path: Path, *, sized: bool) -> Summary | str:
+    """One run, or what is wrong with it."""
+    try:
+        status = read_status(path)
+        size = sum(_sizes(path)) if sized else None
+    except (FsbarrierError, OSError) as error:
+        return f"{path.name} is left out: {one_line(str(error))}"
+    beats = [node.last_beat_time for node in status.nodes if node.last_beat_time is not None]
+    return Summary(
+        path=str(path),
+        state=status.state,
+        iteration=status.iteration,
+        iterations=status.iterations,
+        nodes=status.num_nodes,
+        train_reward=_newest([reward.train for reward in status.rewards]),
+        test_reward=_newest([reward.test for reward in status.rewards]),
+        bytes=size,
+        last_activity_s=max(0.0, time.time() - max(beats)) if beats else None,
+    )
+
+
+def _newest(values: list[float | None]) -> float | None:
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    """The bytes of each plain file below, a file with two names once; links are not followed."""
+    known: set[tuple[int, int]] = set()
+    for where, _, names in os.walk(folder):
+        for name in names:
+            try:
+                found = os.lstat(Path(where, name))
+            except OSError:
+                continue
+            if stat.S_ISREG(found.st_mode) and (found.st_dev, found.st_ino) not in known:
+                known.add((found.st_dev, found.st_ino))
+                yield found.st_size
+
+
+def _print(runs: list[Summary]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from fsbarrier.view.terminal_lines import STATE_STYLE
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
+    for name in ("run", "state", "iteration", "nodes", "train", "held-out", "size", "last activity"):
+        right = name in ("iteration", "nodes", "train", "held-out", "size", "last activity")
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    for run in runs:
+        ago = "–" if run.last_activity_s is None else f"{duration(run.last_activity_s)} ago"
+        table.add_row(
+            Text(one_line(Path(run.path).name)),
+            Text(run.state, STATE_STYLE.get(run.state, "")),
+            f"{run.iteration}" if run.iterations is None else f"{run.iteration} of {run.iterations}",
+            str(run.nodes),
+            amount(run.train_reward),
+            amount(run.test_reward),
+            "–" if run.bytes is None else f"{short(run.bytes)}B",
+            ago,
+        )
+    Console(highlight=False).print(table)

@@ -1,0 +1,50 @@
+"""`fsbarrier runs` over hand-written runs, whole and damaged ones."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from fake_run import FakeRun, long_run
+
+from fsbarrier.cli import main
+
+QUICK = {"coordination.beat_s": 0.05}
+
+
+def test_each_run_is_one_line_the_newest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long_run(tmp_path / "done", 3, lose_at=None, extra=QUICK)
+    begun = FakeRun(tmp_path / "begun", nodes=2, extra=QUICK)
+    begun.start(0, 1)
+    begun.beat(0, 5)
+    (tmp_path / "no run").mkdir()
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "run.json").write_text("{")
+    os.symlink("/nowhere", tmp_path / "gone")
+    data = tmp_path / "done" / "data"
+    data.write_bytes(bytes(5_000_000))
+    os.link(data, tmp_path / "done" / "the same")
+    for beat in (tmp_path / "done").rglob("node-*.json"):
+        os.utime(beat, (1.0, 1.0))
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("fsbarrier: torn is left out: ") and captured.err.count("\n") == 1
+    runs = json.loads(captured.out)
+    assert [Path(run["path"]).name for run in runs] == ["begun", "done"]
+    assert runs[1]["state"] == "finished" and runs[1]["iteration"] == 3 and runs[1]["nodes"] == 3
+    assert runs[1]["train_reward"] is not None and runs[1]["test_reward"] is not None
+    assert 5_000_000 < runs[1]["bytes"] < 6_000_000, "a file with two names is counted once"
+    assert runs[0]["state"] != "finished" and runs[0]["train_reward"] is None
+    assert main(["runs", str(tmp_path), "--no-size"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and lines[0].split()[:3] == ["run", "state", "iteration"]
+    assert lines[2].startswith("done") and "–" in lines[2]
+
+
+def test_a_folder_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"no run in {tmp_path}\n"
+    assert main(["runs", str(tmp_path / "none")]) == 2
+    assert "none: No such file" in capsys.readouterr().err
