@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from core_builders import RULES, generation
 from operations import Recorder, recording
 from trajectory_files import write_part
 
 from fsbarrier import files
 from fsbarrier.data.merge import merge
 from fsbarrier.data.mergeplan import MergeRequest, Part
+from fsbarrier.node.collection import Collection
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Member, Position, Record
 from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir.hashed_file import HashedFile
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 
@@ -178,3 +181,28 @@ def test_a_version_that_is_removed_is_incomplete_first(tmp_path: Path) -> None:
     for folder in folders[:2]:
         inside = os.path.relpath(folder, tmp_path)
         assert seen.one("unlink", f"{inside}/{checkpoints.MANIFEST}") == min(seen.all("unlink", inside))
+
+
+def test_a_file_that_is_hashed_while_it_is_written_is_flushed(tmp_path: Path) -> None:
+    with recording(tmp_path) as seen, HashedFile(tmp_path / "weights") as file:
+        file.write(b"content")
+    assert seen.flushed_before("weights", len(seen.done))
+
+
+def test_a_failed_flush_of_a_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", refuse(errno.EIO))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        files.fsync_dir(tmp_path)
+
+
+# --- the folder that says which facts were not removed ---------------------------------------------------------------------------
+
+
+def test_the_folder_of_an_iteration_is_flushed_before_anybody_comes_there(tmp_path: Path) -> None:
+    paths, record = RunPaths(tmp_path), generation(1)
+    PosixStore().make_dir(paths.facts_of(1))
+    with recording(tmp_path) as seen:
+        Collection(PosixStore(), paths, RULES).open(record, 2)
+    made = seen.one("mkdir", str(paths.open(1, 2).relative_to(tmp_path)))
+    parent = str(paths.facts_of(1).relative_to(tmp_path))
+    assert any(at > made and seen.done[at].path == parent for at in seen.all("flush-dir")), seen.done

@@ -494,3 +494,47 @@ def test_work_knows_the_joins_of_all_members(tmp_path: Path) -> None:
     assert observer.joins_of(generation)[1].host == "b"
     with pytest.raises(OSError, match="cannot be read"):
         observer.joins_of(Generation(1, (Member(0, 1),), 0, Position(1, 0), "start"))
+
+
+def test_two_requests_at_once_have_two_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither listing shows the other's request."""
+    RunPaths(tmp_path).record.touch()
+    monkeypatch.setattr(PosixStore, "names", lambda store, directory: [])
+    first, second = request_stop(tmp_path, now=False), request_stop(tmp_path, now=True)
+    assert first != second
+    assert [PosixStore().read(path, StopRequest).now for path in (first, second)] == [False, True]  # type: ignore[union-attr]
+
+
+def test_of_several_requests_the_last_one_holds(tmp_path: Path) -> None:
+    """Somebody asks for the end at the next safe point, and then for the end at once."""
+    paths, store = RunPaths(tmp_path), PosixStore()
+    observer = Observer(store, paths, PING)
+    observer.prepare()
+    observer.started_as = 1
+    for number, now in ((1, False), (2, True)):
+        store.put(paths.stop(number), StopRequest(now, "somebody", alive=(Member(0, 1),)))
+    stop = observer.view(Node(0, 1, 0.0), 0.0).stop
+    assert stop is not None and stop.now
+
+
+def test_work_is_told_the_addresses_of_the_start_that_is_a_member(tmp_path: Path) -> None:
+    """This node knows an older start of the rank, whose addresses are no longer right."""
+    paths = RunPaths(tmp_path)
+    PosixStore().make_dir(paths.joins)
+    PosixStore().create(paths.join(1, 1), Join(1, 1, "old", 1, "boot"))
+    frozen = Frozen(paths.joins)
+    observer = Observer(frozen, paths, PING)
+    observer.prepare()
+    frozen.create(paths.join(1, 2), Join(1, 2, "new", 1, "boot"))
+    assert observer.joins[1].host == "old"
+    assert observer.joins_of(Generation(1, (Member(1, 2),), 1, Position(1, 0), "start"))[1].host == "new"
+
+
+def test_a_heartbeat_under_the_name_of_another_start_is_none(tmp_path: Path) -> None:
+    """A foreign file was copied there, or a name was mistaken by hand."""
+    paths, store = RunPaths(tmp_path), PosixStore()
+    store.make_dir(paths.beats)
+    store.put(paths.beat(1, 2), Beat(1, 1, 7, "a", 1, JOINING))
+    observer = Observer(store, paths, PING)
+    observer.prepare()
+    assert observer.ledger.seen == {} and observer.read_beats()[0] == {}

@@ -449,3 +449,31 @@ def test_names_and_failures_as_people_read_them() -> None:
     assert program_name(["/usr/bin/my-trainer", "--x"]) == "my-trainer"
     assert failure("") == {"error": "failed", "log": []}
     assert failure("\n".join(str(n) for n in range(30)))["log"] == [str(n) for n in range(10, 30)]
+
+
+def test_a_job_ends_before_the_next_one_begins_and_its_report_goes(place: Workplace) -> None:
+    order: list[str] = []
+    begun = threading.Event()
+
+    def first(context: Context) -> Work:
+        begun.set()
+        assert running._job is not None
+        job = running._job
+        job.cancel.wait(30)
+        order.append("the first ended")
+        return Value({"of": "the first"})
+
+    def second(context: Context) -> Work:
+        order.append("the second began")
+        return Value({"of": "the second"})
+
+    running, woken = jobs(place, first)
+    running.launch(NODE, Part.EACH)
+    assert begun.wait(30)
+    running.make_context = jobs(place, second)[0].make_context
+    running.launch(NODE, Part.LEADER)
+    assert order[0] == "the first ended"
+    # What the second row asks for is built by `leader`, which is missing here: its report is a failure, and not the first one's value.
+    assert woken.wait(30)
+    report = running.report()
+    assert report is not None and report.part is Part.LEADER and report.value.get("of") != "the first"

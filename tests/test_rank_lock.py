@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,11 @@ def test_a_killed_node_starts_again_at_once(tmp_path: Path) -> None:
         cluster.kill(0)
         cluster.start()
         cluster.wait_for(lambda e: e["event"] == "node_joined" and e["incarnation"] == 2)
+
+
+def test_a_start_of_another_run_in_the_same_directory_proves_nothing(record: RunRecord) -> None:
+    with hold_rank(record, 2, FOREVER_S) as lock:
+        lock.note_start(3)
+        assert lock.last_start_was(3)
+    with hold_rank(replace(record, run_id="another"), 2, FOREVER_S) as lock:
+        assert not lock.last_start_was(3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cluster import Cluster
 
 from fsbarrier.loader import load_module
@@ -161,3 +162,20 @@ def test_an_update_draws_from_the_iterations_that_are_set(tmp_path: Path) -> Non
     assert rl.learned_from(alone) == [str(paths.merged("train", n)) for n in (9, 8, 7)]
     elsewhere = Settings(update=UpdateSettings(recency=3, trajectories="/old/run"))
     assert rl.learned_from(replace(context, settings=elsewhere)) == ["/old/run"]
+
+
+def test_whoever_must_stop_removes_no_further_version(tmp_path: Path) -> None:
+    """Between two removals the leader is asked whether it was cancelled meanwhile."""
+    folders = [RunPaths(tmp_path).checkpoint(version, 1) for version in range(1, 6)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    asked: list[int] = []
+
+    def between() -> None:
+        asked.append(sum(folder.is_dir() for folder in folders))
+        if len(asked) == 2:
+            raise RuntimeError("cancelled")
+
+    with pytest.raises(RuntimeError, match="cancelled"):
+        checkpoints.retain(tmp_path, 2, folders[-1], between=between)
+    assert asked == [5, 4] and [folder.is_dir() for folder in folders] == [False, True, True, True, True]

@@ -1,0 +1,69 @@
+"""How long a node holds out while its filesystem fails, and what its settings make of that."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from fsbarrier.errors import StoreError
+from fsbarrier.node.daemon import make_paces, make_rules
+from fsbarrier.node.polling import Polling
+from fsbarrier.program import Phase, Program
+from fsbarrier.settings.sections import CoordinationSettings, Settings
+
+OUTAGE_S = 10.0
+
+
+class Mount:
+    """A node's loop on a mount that fails from time to time."""
+
+    def __init__(self, root: Path) -> None:
+        self.fails = False
+        self.observer = SimpleNamespace(paths=SimpleNamespace(root=root))
+        self.rules = SimpleNamespace(limits=SimpleNamespace(outage_s=OUTAGE_S))
+        self.node, self.join = SimpleNamespace(rank=2), SimpleNamespace(host="here")
+
+    def tick(self, now: float) -> bool:
+        if self.fails:
+            raise OSError(5, "the mount fails")
+        return True
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Mount:
+    return Mount(tmp_path)
+
+
+def polling(mount: Mount) -> Polling:
+    return Polling(cast(Any, mount), threading.Event())
+
+
+def test_a_failing_mount_is_tried_again_for_the_time_of_an_outage(mount: Mount) -> None:
+    looks, mount.fails = polling(mount), True
+    assert looks.look(100.0) is False
+    assert looks.look(100.0 + OUTAGE_S - 0.1) is False
+    with pytest.raises(StoreError, match=r"node 2: .* has failed for 10 s"):
+        looks.look(100.0 + OUTAGE_S)
+
+
+def test_errors_with_good_looks_between_them_are_no_outage(mount: Mount) -> None:
+    looks = polling(mount)
+    for now in range(0, 100, 6):
+        mount.fails = True
+        assert looks.look(float(now)) is False
+        mount.fails = False
+        assert looks.look(now + 1.0) is True
+
+
+def test_the_times_of_a_node_are_those_of_its_settings() -> None:
+    coordination = CoordinationSettings(beat_s=3.0, suspect_s=7.0, dead_s=20.0, outage_s=90.0)
+    settings = Settings(coordination=coordination, num_nodes=2)
+    limits = make_rules(settings, Program("ping", (Phase(0, "only"),))).limits
+    assert (limits.suspect_s, limits.dead_s, limits.stagger_s, limits.outage_s) == (7.0, 20.0, 6.0, 90.0)
+    paces = make_paces(settings)
+    # A longer time without a look is one and a half beats; an unreadable request waits as long as a silent node.
+    assert (paces.blind_s, paces.unreadable_s) == (4.5, 20.0)
