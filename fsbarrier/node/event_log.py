@@ -10,6 +10,7 @@ from pathlib import Path
 from fsbarrier import files
 from fsbarrier.node.console import Console
 from fsbarrier.node.loop import place
+from fsbarrier.node.notifier import Notifier
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Rules
 from fsbarrier.rundir.journal import Journal
@@ -28,6 +29,9 @@ class EventLog:
         self._journal: Journal | None = None
         self._row_entered = time.monotonic()
         self.console = Console()
+        command = record.settings.notify.command
+        about = {"run_id": record.run_id, "log_path": str(record.log_path)}
+        self._notifier = Notifier(command, log_file.with_name("notify.log"), about) if command else None
 
     def write(self, event: str, node: Node, fields: Payload) -> None:
         """Record an event of `node`. Raises OSError where the journal cannot be written."""
@@ -37,6 +41,8 @@ class EventLog:
             path = self._record.paths.journal(node.rank, node.incarnation)
             self._journal = Journal(path, run_id=self._record.run_id, node_rank=node.rank)
         written = self._journal.write(event, now, where, {**fields, **self._own_fields(event, fields, now)})
+        if self._notifier is not None:
+            self._notifier.tell(event, node, {**where, **fields})
         text = "".join(f"{line}\n" for line in log_lines(written))
         if text:
             # A full disk must not end the node because of its log. The journal has the event.
@@ -59,6 +65,8 @@ class EventLog:
         return {}
 
     def close(self) -> None:
+        if self._notifier is not None:
+            self._notifier.close()
         os.close(self._log)
         if self._journal is not None:
             self._journal.close()

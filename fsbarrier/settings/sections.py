@@ -410,6 +410,17 @@ class CoordinationSettings(Section):
 
 
 @dataclass(frozen=True, slots=True)
+class NotifySettings(Section):
+    """Who is told what happens to the run."""
+
+    command: Name | None = setting(
+        None,
+        "A command that gets one JSON object in its standard input (and in $FSBARRIER_EVENT) when the run has started, was evaluated, "
+        "lost a node, and when it finished, stopped or broke. It is started on one node, without a shell.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ToySettings(Section):
     """The program `toy`: the same phases without a model."""
 
@@ -468,6 +479,7 @@ class Settings(Section):
     engine: EngineSettings = EngineSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     coordination: CoordinationSettings = CoordinationSettings()
+    notify: NotifySettings = NotifySettings()
     toy: ToySettings = ToySettings()
     custom: Mapping[str, Any] = field(
         default_factory=dict,

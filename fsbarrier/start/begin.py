@@ -168,6 +168,8 @@ def _check_own(settings: Settings, program: Program, environ: Mapping[str, str])
         preflight.check_engine(settings, environ)
         preflight.check_replay(settings)
     preflight.check_trainer(settings.trainer.command)
+    if settings.notify.command is not None:
+        preflight.check_command("notify.command", settings.notify.command)
 
 
 def _inputs(

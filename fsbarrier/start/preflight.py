@@ -285,18 +285,21 @@ def check_engine(settings: Settings, environ: Environ) -> None:
         raise UsageError(f"engine.api_key_env={engine.api_key_env}: this variable is not set here")
 
 
+def check_command(name: str, command: str) -> None:
+    """A command that a setting names can be split into words, and its program exists on this node."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"{name}={command}: {error}") from None
+    if not words or not (shutil.which(words[0]) or Path(words[0]).is_file()):
+        raise UsageError(f"{name}={command}: {words[0] if words else 'nothing'!r} is not a program here")
+
+
 def check_trainer(command: str | None) -> None:
     """A trainer command can be split into words, exists on this node, and has only known placeholders."""
     if command is None:
         return
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise UsageError(f"trainer.command={command}: {error}") from None
-    if not words or not (shutil.which(words[0]) or Path(words[0]).is_file()):
-        raise UsageError(
-            f"trainer.command={command}: {words[0] if words else 'nothing'!r} is not a program here"
-        )
+    check_command("trainer.command", command)
     placeholders = re.findall(r"\{([A-Za-z_]+)\}", command)
     for name in placeholders:
         if name not in PLACEHOLDERS:

@@ -1,0 +1,94 @@
+"""Tells a command of the user's what happens to the run (`notify.command`): one JSON object an event.
+
+The node of the lowest rank that is left speaks for all, so that an event comes once; after a loss it may come twice, or from another
+node. The command runs beside the node and never holds it up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import shlex
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.protocol.state import Node
+from fsbarrier.supervision.supervisor import Child
+
+#: A command that takes longer is ended.
+COMMAND_S = 60.0
+#: How long the end of a node waits for its last events to be told.
+LAST_S = 10.0
+# The command finds the event in its standard input, and in its environment.
+_GIVE = 'printf "%s\\n" "$FSBARRIER_EVENT" | "$@"'
+_NAMES = {"generation_started": "started", "evaluated": "evaluated", "node_lost": "node_lost"}
+
+Fields = Mapping[str, object]
+
+
+class Notifier:
+    """`about` stands in every event: the run's id and directory."""
+
+    def __init__(self, command: str, log_file: Path, about: Mapping[str, str]) -> None:
+        self._argv, self._log_file, self._about = shlex.split(command), log_file, about
+        self._told_start = False
+        self._lost: set[int] = set()
+        self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._giving_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="notify", daemon=True)
+        self._thread.start()
+
+    def tell(self, event: str, node: Node, fields: Fields) -> None:
+        """Pass an event of the journal on if it is one that people wait for, and this node speaks."""
+        name = _NAMES.get(event)
+        if event == "node_ended":
+            name = str(fields.get("state"))
+        if event == "node_lost":
+            self._lost |= _ranks(fields.get("lost"))
+        if event == "generation_started":
+            self._lost = set()
+            # Later generations of this session follow a loss or a node that joins.
+            name, self._told_start = None if self._told_start else name, True
+        generation = node.generation
+        if (
+            name is None
+            or generation is None
+            or node.rank != min(set(generation.ranks) - self._lost, default=-1)
+        ):
+            return
+        self._waiting.put(
+            json.dumps({"event": name, **self._about, "node_rank": node.rank, **fields}, default=str)
+        )
+
+    def close(self) -> None:
+        """Wait a little until all is told."""
+        self._waiting.put(None)
+        self._thread.join(LAST_S)
+        self._giving_up.set()
+        self._thread.join(LAST_S)
+
+    def _run(self) -> None:
+        while (event := self._waiting.get()) is not None and not self._giving_up.is_set():
+            # What it could not do is in its log; a run does not end because nobody hears of it.
+            with contextlib.suppress(ProgramFailed, StoreError):
+                child = Child.start(
+                    ["sh", "-c", _GIVE, "notify", *self._argv],
+                    env={**os.environ, "FSBARRIER_EVENT": event},
+                    log_file=self._log_file,
+                    name="notify",
+                )
+                try:
+                    child.wait(COMMAND_S)
+                finally:
+                    child.stop(grace_s=1.0)
+
+
+def _ranks(lost: object) -> set[int]:
+    rows = lost if isinstance(lost, list | tuple) else ()
+    return {
+        row["node_rank"] for row in rows if isinstance(row, Mapping) and isinstance(row.get("node_rank"), int)
+    }

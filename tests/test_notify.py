@@ -1,0 +1,116 @@
+"""`notify.command`: a user's command hears what happens to a run, from one node. Real daemons; the choice of the node alone, too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from fsbarrier.cli import main
+from fsbarrier.node.notifier import Notifier
+from fsbarrier.protocol.facts import Generation, Member, Position
+from fsbarrier.protocol.state import Node
+
+REPO = Path(__file__).resolve().parent.parent
+ABOUT = {"run_id": "r", "log_path": "/r"}
+
+
+def listener(folder: Path) -> str:
+    """A command that adds what it hears to `heard`."""
+    script = folder / "my listener.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "event = json.load(sys.stdin)\n"
+        "assert event == json.loads(os.environ['FSBARRIER_EVENT'])\n"
+        "open(sys.argv[1], 'a').write(json.dumps(event) + '\\n')\n"
+    )
+    return f"'{sys.executable}' '{script}' '{folder}/heard'"
+
+
+def heard(folder: Path) -> list[dict[str, object]]:
+    path = folder / "heard"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_run_tells_how_it_goes_once(tmp_path: Path) -> None:
+    words = ["launch", "local", "--nodes", "2", "--program", "toy", "toy.tasks=4", "toy.phase_s=0"]
+    words += [
+        "--iterations",
+        "2",
+        "--log-path",
+        str(tmp_path / "run"),
+        f"notify.command={listener(tmp_path)}",
+    ]
+    clean = {name: value for name, value in os.environ.items() if "RANK" not in name}
+    argv = [sys.executable, "-m", "fsbarrier", *words]
+    done = subprocess.run(
+        argv, env={**clean, "PYTHONPATH": str(REPO)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = heard(tmp_path)
+    assert [event["event"] for event in events] == ["started", "evaluated", "evaluated", "finished"]
+    assert {event["node_rank"] for event in events} == {0}
+    assert {event["log_path"] for event in events} == {str(tmp_path / "run")}
+    assert [event["iteration"] for event in events[1:3]] == [1, 2] and isinstance(
+        events[1]["reward_mean"], float
+    )
+
+
+def node(rank: int) -> Node:
+    members = tuple(Member(rank, 1) for rank in range(3))
+    return Node(
+        rank,
+        1,
+        0.0,
+        "host",
+        generation=Generation(number=1, members=members, leader=0, start=Position(1, 0), reason=""),
+    )
+
+
+def test_the_lowest_rank_that_is_left_speaks(tmp_path: Path) -> None:
+    command = listener(tmp_path)
+    loss = {"lost": [{"node_rank": 0, "incarnation": 1}]}
+    for rank in (1, 2):
+        notifier = Notifier(command, tmp_path / "notify.log", ABOUT)
+        for event, fields in (
+            ("generation_started", {}),
+            ("node_lost", loss),
+            ("node_ended", {"state": "broken"}),
+        ):
+            notifier.tell(event, node(rank), fields)
+        notifier.close()
+    assert [(event["event"], event["node_rank"]) for event in heard(tmp_path)] == [
+        ("node_lost", 1),
+        ("broken", 1),
+    ]
+
+
+def test_a_command_that_fails_or_hangs_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsbarrier.node.notifier.COMMAND_S", 0.2)
+    fifo = tmp_path / "never"
+    os.mkfifo(fifo)
+    for command in ("false", f"cat '{fifo}'", "/nowhere/program"):
+        notifier = Notifier(command, tmp_path / "notify.log", ABOUT)
+        told = threading.Thread(target=notifier.tell, args=("evaluated", node(0), {}))
+        told.start()
+        told.join(60)
+        assert not told.is_alive()
+        notifier.close()
+    assert (
+        str(fifo)
+        not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    )
+
+
+def test_a_command_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", "--program", "ping", "--log-path", str(tmp_path / "run")]
+    for command, says in (("/nowhere/program x", "is not a program here"), ("'x", "No closing quotation")):
+        assert main([*words, f"notify.command={command}"]) == 2
+        assert f"notify.command={command}: " in (said := capsys.readouterr().err) and says in said
