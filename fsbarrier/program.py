@@ -2,6 +2,7 @@
 
 A program is a table (see phases/rl.py). The state machine walks the table and never asks what a phase means; the job runner
 carries out the work that the table's functions describe. Pure: these functions see a Context and return data.
+The file is longer than others: it is all that one who writes a program has to read.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.facts import Join, JsonObject, Member, Payload
 from fsbarrier.protocol.rows import Row, Slice, Table
+from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class Command:
     engines, a list, `{weights_dir}` the folder on this node for a copy of the new weights, or null, and `{distrusted}` the engines that
     the trainer found to sample otherwise in this iteration, pairs of node rank and replica.
     `extra`: what is known of the result beforehand. `event`: the name under which the result's plain values go to the journal.
+    `keep`: its processes stay afterwards, for the next command that keeps them.
     """
 
     argv: tuple[str, ...]
@@ -77,6 +80,19 @@ class Command:
     result: bool = True
     extra: Payload = field(default_factory=dict)
     event: str = ""
+    keep: Keep | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """So many processes of a command stay on each node, with what they have in memory (fsbarrier/supervision/kept_program.py).
+
+    `formed`: the name of those that all nodes still have from an earlier command (`Context.kept`), which do this one as their next job;
+    "": a program is started, as ever. Only one program is kept on a node, and none from one generation to the next.
+    """
+
+    processes: int
+    formed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +269,8 @@ class Context:
     # on this node
     accelerators: int = 0
     cpus: int = 1
+    #: the program that this node has kept and that lives (see Keep); "": none
+    kept: str = ""
 
     @property
     def threads(self) -> int:
@@ -279,7 +297,7 @@ class Context:
         published = self.latest("weights_publish")
         if published is None:
             return "start"
-        return f"{Path(published['folder']).name}:{published.get('digest', '')[:16]}"
+        return checkpoints.identity(Path(published["folder"]).name, published.get("digest", ""))
 
     @property
     def policy(self) -> Policy:

@@ -18,6 +18,7 @@ from fsbarrier.program import (
     RL_SLICES,
     Command,
     Context,
+    Keep,
     OpenRendezvous,
     Phase,
     ProbeAddresses,
@@ -292,21 +293,23 @@ def leaders_addresses(ctx: Context) -> tuple[str, ...]:
 
 
 def probe_leader(ctx: Context) -> Work:
-    """Every node but the leader: which of the leader's addresses can be reached from here."""
+    """Every node but the leader: which of the leader's addresses can be reached from here, and which trainer is still here."""
     prepared = ctx.decided("batch_prepare")
     if ctx.node_rank == ctx.leader or not prepared:
         return NOTHING
-    return ProbeAddresses(leaders_addresses(ctx), prepared["port"])
+    return Steps((Value({"trainer": ctx.kept}), ProbeAddresses(leaders_addresses(ctx), prepared["port"])))
 
 
 def choose_address(ctx: Context) -> Work:
-    """Leader: the first of its addresses that every other node has connected to."""
+    """Leader: the first of its addresses that every other node has connected to; and the trainer that all nodes still have, if any."""
     prepared = ctx.decided("batch_prepare")
     assert prepared is not None
     reports = {rank: report for rank, report in ctx.reports("update_ready").items() if rank != ctx.leader}
+    everywhere = all(report.get("trainer") == ctx.kept for report in reports.values())
+    trainer = ctx.kept if everywhere else ""
     for address in leaders_addresses(ctx):
         if all(address in report.get("reached", ()) for report in reports.values()):
-            return Value({"master_addr": address, "master_port": prepared["port"]})
+            return Value({"master_addr": address, "master_port": prepared["port"], "trainer": trainer})
     tried = "; ".join(
         f"node {rank} reached {report.get('reached') or 'none'}" for rank, report in reports.items()
     )
@@ -316,7 +319,7 @@ def choose_address(ctx: Context) -> Work:
 
 
 def update(ctx: Context) -> Work:
-    """Every node: one multi-node torchrun, or the user's own trainer command."""
+    """Every node: one multi-node torchrun, whose processes stay for the next update, or the user's own trainer command."""
     prepared, ready = ctx.decided("batch_prepare"), ctx.decided("update_ready")
     assert prepared is not None and ready is not None
     policy, version = ctx.policy, ctx.policy_version + 1
@@ -329,6 +332,7 @@ def update(ctx: Context) -> Work:
         "reference": str(ctx.reference) if ctx.reference else None,
         "out": str(out),
         "policy_version": policy.version,
+        "policy": ctx.policy_identity,
         "new_policy_version": version,
     }
     address, port = ready["master_addr"], ready["master_port"]
@@ -353,8 +357,11 @@ def update(ctx: Context) -> Work:
         *("-m", "fsbarrier.workers.update", "--spec", "{spec}"),
     )
     event = "updated" if ctx.node_rank == ctx.leader else ""
+    # Nobody has tried yet how an engine and a trainer that stays share an accelerator.
+    keeps = trainer.keep == "process" or (trainer.keep == "auto" and not ctx.accelerators)
+    keep = Keep(processes, ready.get("trainer", "")) if keeps else None
     spec = {**ctx.identity(), **spec, "weights_dir": "{weights_dir}"}
-    return Command(argv, "update.log", spec=spec, env=env, extra=known, event=event)
+    return Command(argv, "update.log", spec=spec, env=env, extra=known, event=event, keep=keep)
 
 
 def publish_weights(ctx: Context) -> Work:

@@ -100,6 +100,44 @@ def test_a_resumed_trainer_does_what_one_that_never_stopped_does(tmp_path: Path)
     assert largest_difference(work.weights("v2"), work.weights("fresh")) > 1e-5
 
 
+def test_an_update_goes_on_with_what_is_in_memory_only_if_that_is_what_the_run_stands_on(
+    tmp_path: Path,
+) -> None:
+    """Equal to the last bit to one that loads, and anything but the very policy by its digest is loaded."""
+    from transformers import AutoModelForCausalLM
+
+    from fsbarrier.supervision.worker_contract import Progress
+    from fsbarrier.workers.update import Updates, leave
+
+    def update(out: str, **fields: Any) -> dict[str, Any]:
+        result = updates.main(work.update_spec(out, **fields), work.settings, Progress(None))
+        assert result is not None
+        return result
+
+    def identity(name: str) -> str:
+        return checkpoints.identity(name, checkpoints.read_manifest(tmp_path / name).digest)
+
+    work, updates = bench(tmp_path), Updates()
+    work.nested["trainer"]["timeout_s"] = 60
+    work.prepare()
+    assert update("v1", policy="start")["went_on"] is False
+    (tmp_path / "merged").unlink()
+    rollouts(tmp_path / "merged", AutoModelForCausalLM.from_pretrained(tmp_path / "v1" / "model"))
+    work.prepare()
+    kept = update("v2", version=2, before="v1", policy=identity("v1"))
+    assert kept["went_on"] is True and updates.stay()
+    # It holds version 2 now, and is asked for version 1: once by its name, once by a digest that is another's.
+    loaded = update("again", version=2, before="v1", policy=identity("v1"))
+    other = update("other", version=2, before="v1", policy=f"again:{'0' * 16}")
+    assert loaded["went_on"] is other["went_on"] is False
+    assert largest_difference(work.weights("v2"), work.weights("again")) == 0
+    assert largest_difference(work.weights("v2"), work.weights("other")) == 0
+    for name in ("v2", "again"):
+        layout = json.loads((tmp_path / name / "trainer" / "layout.json").read_text())
+        assert layout["optimizer_steps"] == 8
+    leave()
+
+
 def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
     work = bench(tmp_path)
     work.prepare()

@@ -148,6 +148,7 @@ class Bench:
             "out": str(self.folder / out),
             "policy_version": version - 1,
             "new_policy_version": version,
+            "policy": "",
             "weights_dir": None,
         }
         return self.spec(out, **known | fields)

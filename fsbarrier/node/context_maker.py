@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ class ContextMaker:
     program: Program
     observer: Observer
     accelerators: int
+    # Of a generation: the program that is kept here; see Workplace.kept_in.
+    kept_in: Callable[[int], str]
 
     def __call__(self, node: Node) -> Context:
         generation, position = node.generation, node.position
@@ -58,6 +61,7 @@ class ContextMaker:
             claims_unsafe=partial(claims_unsafe, self.record.log_path),
             accelerators=self.accelerators,
             cpus=len(os.sched_getaffinity(0)),
+            kept=self.kept_in(generation.number),
         )
 
 

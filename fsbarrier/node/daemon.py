@@ -159,7 +159,8 @@ class Daemon:
             weights=weights,
         )
         wake = threading.Event()
-        context = ContextMaker(record, settings, program, observer, len(devices))
+        kept_in = self.workplace.kept_in
+        context = ContextMaker(record, settings, program, observer, len(devices), kept_in)
         self.jobs = JobRunner(context, self.workplace, wake.set)
         join = Join(
             rank=rank,
@@ -240,6 +241,7 @@ class Daemon:
         # If a program hangs in the kernel, its guard goes on trying to end it.
         with contextlib.suppress(StoreError):
             self.jobs.cancel()
+            self.workplace.end_kept()
         self.workplace.state_upload.stop()
         self.template.stop()
         self.engines.stop()

@@ -17,6 +17,7 @@ from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.timing import OUTAGE_S
 from fsbarrier.retry import retry
 from fsbarrier.rundir.weights_copy import WeightsCopy
+from fsbarrier.supervision.kept_program import KeptProgram
 from fsbarrier.supervision.template import Template
 from fsbarrier.supervision.worker_contract import read_progress
 
@@ -135,6 +136,20 @@ class Workplace:
     # Brings what the trainer left of its state on this node to the shared directory.
     state_upload: StateUpload = field(default_factory=StateUpload)
     programs_started: int = 0
+    # The program whose processes wait for another job.
+    kept: KeptProgram | None = None
+
+    def kept_in(self, generation: int) -> str:
+        """The name of the program that is kept here, if it is of this generation and lives; any other is ended. Raises StillRunning."""
+        if self.kept is not None and not (self.kept.alive and self.kept.generation == generation):
+            self.end_kept()
+        return self.kept.name if self.kept else ""
+
+    def end_kept(self) -> None:
+        """Returns when nothing of it is left. Raises StillRunning."""
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            kept.stop(self.grace_s)
 
     def close_rendezvous(self) -> None:
         if self.rendezvous is not None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.node.job import Cancelled, Job, NodeUnfit, Result, Workplace, journal_line
-from fsbarrier.program import Command, Context
+from fsbarrier.program import Command, Context, Keep
+from fsbarrier.supervision.kept_program import KeptProgram
 from fsbarrier.supervision.supervisor import Child, with_this_package
 from fsbarrier.supervision.worker_contract import WorkerFiles, read_result
 
@@ -52,18 +53,18 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
         ) from None
     argv = [word.replace("{spec}", str(own.spec)) for word in work.argv]
     job.progress_file = own.progress
-    child = Child.start(
-        argv,
-        env=with_this_package(os.environ) | dict(work.env),
-        log_file=workplace.log_dir / work.log,
-        name=context.phase.name,
-        template=workplace.template,
-    )
+    env = with_this_package(os.environ) | dict(work.env)
+    log_file, name = workplace.log_dir / work.log, context.phase.name
+    program: Child | KeptProgram
+    if work.keep is None:
+        program = Child.start(argv, env=env, log_file=log_file, name=name, template=workplace.template)
+    else:
+        program = _given_to_kept(work.keep, own.spec, argv, env, log_file, context, workplace)
     with workplace.engines.kept_alive() if uses_engines else nullcontext() as keeper:
-        code = _watch(child, context.phase.name, job, workplace, keeper)
+        code = _watch(program, context.phase.name, job, workplace, keeper)
     if code != 0:
         _distrust_engines(own.result, context, workplace)
-        raise ProgramFailed(f"{program_name(argv)} {_how_it_ended(code)}{_end_of_log(child)}")
+        raise ProgramFailed(f"{program_name(argv)} {_how_it_ended(code)}{_end_of_log(program)}")
     result = read_result(own.result, program_name(argv)) if work.result else {}
     shutil.rmtree(own.folder, ignore_errors=True)
     value = {**work.extra, **result}
@@ -88,7 +89,41 @@ def _distrust_engines(result: Path, context: Context, workplace: Workplace) -> N
                 workplace.engines.distrust(replica)
 
 
-def _watch(child: Child, phase_name: str, job: Job, workplace: Workplace, keeper: Keeper | None) -> int:
+def _given_to_kept(
+    keep: Keep,
+    spec: Path,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    log_file: Path,
+    context: Context,
+    workplace: Workplace,
+) -> KeptProgram:
+    """The program of which processes stay, with `spec` as its job: the one that all nodes have, else a new one on all of them.
+
+    Raises ProgramFailed, StoreError, NodeUnfit.
+    """
+    if keep.formed:
+        if workplace.kept is None or workplace.kept.name != keep.formed:
+            raise ProgramFailed(f"{program_name(argv)}, kept from an earlier update, has ended")
+        workplace.kept.give(spec)
+        return workplace.kept
+    workplace.end_kept()
+    # The same on every node, and never twice.
+    name = f"{context.generation}.{context.iteration}"
+    try:
+        made = KeptProgram(name, keep.processes, context.generation, workplace.work_dir / "jobs")
+    except OSError as error:
+        raise NodeUnfit(
+            f"node {context.node_rank}: no socket in its temporary folder {workplace.work_dir}: {error.strerror}"
+        ) from None
+    made.start(argv, env=env, log_file=log_file, name=context.phase.name)
+    workplace.kept = made
+    return made
+
+
+def _watch(
+    child: Child | KeptProgram, phase_name: str, job: Job, workplace: Workplace, keeper: Keeper | None
+) -> int:
     """The program's exit code. Ends a program whose progress file and log do not change for `stall_timeout_s`, and one that needs an
     engine when none is left."""
     assert job.progress_file is not None
@@ -122,7 +157,7 @@ def _how_it_ended(code: int) -> str:
     return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
-def _end_of_log(child: Child) -> str:
+def _end_of_log(child: Child | KeptProgram) -> str:
     lines = (*child.last_log_lines(LOG_LINES), f"(from {child.log_file})")
     return "".join(f"\n{line}" for line in lines)
 

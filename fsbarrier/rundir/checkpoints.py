@@ -70,6 +70,11 @@ def kept_on_node(local_dir: str, run_id: str, node_rank: int) -> Path:
     return base / run_id / f"node_{node_rank}"
 
 
+def identity(folder: str, digest: str) -> str:
+    """What tells a policy from any other, also from one of the same version, in few characters."""
+    return f"{folder}:{digest[:16]}"
+
+
 def write_manifest(folder: Path, policy_version: int) -> Manifest:
     """Declare `folder` complete: flush, read and list every file in it. For whoever did not hash what it wrote. Raises OSError."""
     found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)

@@ -1,10 +1,11 @@
 """The contract between a daemon and a worker program: three JSON files in a folder that only they use.
 
     spec.json      The daemon writes it before it starts `PROGRAM --spec spec.json`: what to do, the resolved settings,
-                   and in "progress" and "result" the paths of the other two files.
+                   and in "progress" and "result" the paths of the other two files; in "launched_at" the host's monotonic clock.
     progress.json  The program rewrites it while it works, at most five times a second. The daemon puts it into every
                    heartbeat, so it must be small. That the file changes is also the program's sign of life.
-    result.json    The program writes it once, when all its work is done. The daemon reads it when the exit code is 0.
+    result.json    The program writes it once, when all its work is done. The daemon reads it when the exit code is 0, or a program
+                   that is kept says that it is done. Its "start_s" is the time from the launch to the beginning of its work.
 
 A program that fails prints one line for people and exits with 1, or with 2 where a setting or an input file is wrong.
 
@@ -30,6 +31,7 @@ from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision import signals
+from fsbarrier.supervision.kept_program import JOBS, Jobs
 
 # Every heartbeat carries the progress.
 MAX_PROGRESS_BYTES = 64 * 1024
@@ -66,7 +68,12 @@ class WorkerFiles:
     def write_spec(self, spec: Payload) -> None:
         """Make the folder and leave the spec in it. Raises OSError."""
         files.make_dirs(self.folder)
-        complete = {**spec, "result": str(self.result), "progress": str(self.progress)}
+        complete = {
+            **spec,
+            "launched_at": time.monotonic(),
+            "result": str(self.result),
+            "progress": str(self.progress),
+        }
         files.write_atomic(self.spec, json.dumps(complete).encode())
 
 
@@ -144,15 +151,33 @@ class Progress:
         files.write_atomic(self._path, json.dumps(shown | fields).encode())
 
 
-def run_worker(main: Callable[[Spec, Settings, Progress], Mapping[str, object] | None]) -> int:
+Main = Callable[[Spec, Settings, Progress], Mapping[str, object] | None]
+
+
+def run_worker(main: Main[Spec], stays: Callable[[], bool] = lambda: False) -> int:
     """Read the spec, run `main(spec, settings, progress)`, leave its result; gives the exit code.
 
     A program may declare the spec as a TypedDict of the fields that it reads; nothing checks the file, since our own phases wrote it.
     `main` returns None in a process that leaves no result: of the many processes of one update, one does.
+    `stays`: asked after each job whether this process takes another, where its daemon keeps the program (kept_program.py).
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", type=Path, required=True, help="the JSON file that says what to do")
-    spec = json.loads(parser.parse_args().spec.read_text())
+    spec: Path | None = parser.parse_args().spec
+    code, jobs = 0, None
+    while spec is not None:
+        code = _do(main, spec)
+        if code or JOBS not in os.environ or not stays():
+            break
+        jobs = jobs or Jobs(Path(os.environ[JOBS]))
+        spec = jobs.next()
+    return code
+
+
+def _do(main: Main[Spec], spec_file: Path) -> int:
+    """One job; gives the exit code."""
+    spec = json.loads(spec_file.read_text())
+    started_s = time.monotonic() - spec.get("launched_at", time.monotonic())
     signal.signal(signal.SIGTERM, signals.end)
     settings = Settings.from_json(spec["settings"])
     files.set_shared_group(settings.shared_group)
@@ -170,5 +195,6 @@ def run_worker(main: Callable[[Spec, Settings, Progress], Mapping[str, object] |
         print(f"{error.filename or 'a file'}: {error.strerror}", file=sys.stderr, flush=True)
         return 1
     if result is not None:
-        files.write_atomic(Path(spec["result"]), json.dumps(result).encode())
+        timed = {**result, "start_s": round(started_s, 3)}
+        files.write_atomic(Path(spec["result"]), json.dumps(timed).encode())
     return 0

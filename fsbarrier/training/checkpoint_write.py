@@ -15,6 +15,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -86,15 +87,19 @@ class Written:
     seconds: float = 0.0
 
 
-def save(out: Path, version: NewVersion, rank: int, world: int) -> None:
-    """Leave a complete policy version in `out`. Every process must call this; all fail together. Raises ProgramFailed."""
+def save(out: Path, version: NewVersion, rank: int, world: int) -> tuple[str, Pace]:
+    """Leave a complete policy version in `out`; gives its manifest's digest, and the pace that a trainer has which goes on from it.
+
+    Every process must call this; all fail together. Raises ProgramFailed.
+    """
     began = _together(out, lambda: _begin(out, version, rank))
     if version.copy is not None and not began[version.copy.ranks[0]]:
         version = replace(version, copy=None)
     written = _together(out, lambda: _write(out, version, rank, world))
     if version.on_node is not None:
         _together(out, lambda: _commit_on_node(out, version, rank, written))
-    _together(out, lambda: _commit(out, version, written) if rank == 0 else None)
+    digest = _together(out, lambda: _commit(out, version, written) if rank == 0 else "")[0]
+    return digest, version.trainer.pace if version.on_node else _pace(written)
 
 
 def _together(out: Path, act: Callable[[], T]) -> list[T]:
@@ -239,8 +244,10 @@ def _layer(name: str) -> str:
 def _write_beside(out: Path, version: NewVersion, written: Written) -> None:
     """The configuration, and what the policy before had beside its weights."""
     model = out / "model"
-    version.model.config.dtype = version.dtype
-    version.model.config.save_pretrained(model)
+    # The model itself may go on, in the precision that it has.
+    config = deepcopy(version.model.config)
+    config.dtype = version.dtype
+    config.save_pretrained(model)
     if version.model.generation_config is not None:
         version.model.generation_config.save_pretrained(model)
     for path in sorted(model.glob("*.json")):
@@ -293,8 +300,13 @@ def _commit_on_node(out: Path, version: NewVersion, rank: int, written: list[Wri
     checkpoints.commit(folder, checkpoints.Manifest(version.policy_version, digests))
 
 
-def _commit(out: Path, version: NewVersion, written: list[Written]) -> None:
-    """What needs to know of all parts; the manifest is the last."""
+def _pace(written: Iterable[Written]) -> Pace:
+    """After a save of the trainer's state to the shared directory."""
+    return Pace(saved_s=max(one.seconds for one in written))
+
+
+def _commit(out: Path, version: NewVersion, written: list[Written]) -> str:
+    """What needs to know of all parts; the manifest is the last. Gives its digest."""
     state = () if version.on_node else ("trainer/",)
     digests: dict[str, FileDigest] = {}
     weights: dict[str, str] = {}
@@ -304,15 +316,15 @@ def _commit(out: Path, version: NewVersion, written: list[Written]) -> None:
         }
         weights |= one.weights
     if state:
-        pace = Pace(saved_s=max(one.seconds for one in written))
-        digests[f"trainer/{LAYOUT}"] = _write_layout(out, version, pace, written)
+        digests[f"trainer/{LAYOUT}"] = _write_layout(out, version, _pace(written), written)
     following = _following(out, version, written)
     if following:
         digests[f"trainer/{LAYOUT}"] = _write_layout(out, version, version.trainer.pace, written)
     total = sum(digests[f"model/{file}"].size for file in set(weights.values()))
     digests |= write_index(out / "model", weights, total)
     state_in = version.state_in if version.on_node else ""
-    checkpoints.commit(out, checkpoints.Manifest(version.policy_version, digests, state_in, following))
+    manifest = checkpoints.Manifest(version.policy_version, digests, state_in, following)
+    return checkpoints.commit(out, manifest).digest
 
 
 def _following(out: Path, version: NewVersion, written: list[Written]) -> dict[str, FileDigest]:

@@ -11,6 +11,7 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.processes import Processes
+from fsbarrier.training.slices import gather
 from fsbarrier.training.trainer import Trainer
 from fsbarrier.training.trainer_state import StateGone
 
@@ -23,6 +24,22 @@ class Beginning:
     model: Path
     state_in: str | None
     went_back: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A trainer that is still in memory after an update, and which policy it is, as `checkpoints.identity` names it."""
+
+    trainer: Trainer
+    policy: str
+
+
+def go_on(held: Held | None, policy: str, model: Path, trainer_state: Path | None) -> Beginning | None:
+    """Go on with what is held, if every process holds exactly the policy to be trained; every process must call this."""
+    agreed = all(gather(held is not None and held.policy == policy))
+    if not agreed or held is None or trainer_state is None:
+        return None
+    return Beginning(held.trainer, model, checkpoints.newest_state(trainer_state.parent))
 
 
 def begin(

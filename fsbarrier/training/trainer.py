@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from fsbarrier.planning.memory import UpdateLoad
 from fsbarrier.planning.model_shape import ModelShape
+from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training import checkpoint_write, policy
 from fsbarrier.training.checkpoint_write import NewVersion
@@ -94,9 +95,12 @@ class Trainer:
         on_node: NodeState | None = None,
         state_in: str | None = None,
         copy: NodeCopy | None = None,
-    ) -> None:
-        """Leave the new policy version in `out`. Every process must call this, and writes its part; all fail together. What the model's
-        folder has beside its weights is copied. For the rest see NewVersion. Raises ProgramFailed."""
+    ) -> str:
+        """Leave the new policy version in `out`, and be as one that is loaded from there; gives what tells it from any other policy.
+
+        Every process must call this, and writes its part; all fail together. What the model's folder has beside its weights is copied.
+        For the rest see NewVersion. Raises ProgramFailed.
+        """
         model, adapters = self.model.causal, self.adapters
         dtype = self.processes.serving_dtype
         state = TrainerState.of(
@@ -114,7 +118,8 @@ class Trainer:
             state_in=state_in,
             copy=copy,
         )
-        checkpoint_write.save(out, new, self.processes.rank, self.processes.world)
+        digest, self.pace = checkpoint_write.save(out, new, self.processes.rank, self.processes.world)
+        return checkpoints.identity(out.name, digest)
 
 
 def trained(model: PreTrainedModel) -> dict[str, Tensor]:

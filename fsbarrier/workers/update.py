@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import signal
 import sys
 import time
@@ -30,11 +32,14 @@ from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes
-from fsbarrier.training.resume import begin
+from fsbarrier.training.resume import Held, begin, go_on
 from fsbarrier.training.slices import gather
 from fsbarrier.training.trainer import Trainer, update_load
 
 NO_SIGNAL = "no group had a signal to learn from: the weights are unchanged"
+
+# A process whose memory has grown to so many times what it was, and by so much, is ended after its update, and another formed.
+GROWN, SLACK_BYTES = 1.25, 1 << 30
 
 
 class UpdateSpec(TypedDict):
@@ -54,6 +59,8 @@ class UpdateSpec(TypedDict):
     policy_version: int
     #: the folder of the policy that the new one is held against (algorithm.kl_coef); None: none
     reference: str | None
+    #: what tells that policy from any other
+    policy: str
     #: where the new policy is saved
     out: str
     new_policy_version: int
@@ -63,100 +70,155 @@ class UpdateSpec(TypedDict):
     result: str
 
 
+class Updates:
+    """The updates of one process, one after the other. Between two of them it holds the policy and the optimizer, and the next one goes
+    on with these if all processes hold exactly the policy that it is to train.
+    """
+
+    def __init__(self) -> None:
+        self._held: Held | None = None
+        # Of the host's memory after the first update that went on with what was held; 0: there was none yet.
+        self._steady_bytes = 0
+        self._grows = False
+
+    def main(self, spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, object] | None:
+        """One update."""
+        # A handler in Python would wait for the collective under way. Whatever is half written has no manifest.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            return self._update(spec, settings, progress)
+        except EnginesDiffer as error:
+            # Each node learns which of its engines is meant, before any process ends and takes the others along.
+            differing = {"differing_engines": error.engines}
+            files.write_atomic(Path(spec["result"]), json.dumps(differing).encode())
+            gather(None)
+            tell_torchrun(error)
+            raise
+        except FsbarrierError as error:
+            tell_torchrun(error)
+            raise
+        except RuntimeError as error:
+            known = explained(error)
+            tell_torchrun(known)
+            raise known from None
+
+    def stay(self) -> bool:
+        """Whether all processes are fit for another update."""
+        return not self._grows
+
+    def _update(self, spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, object] | None:
+        """This process's part of the update; the result from one process of each node."""
+        settings = smaller(settings, spec["attempt"])
+        processes = Processes(settings.trainer)
+        batch = TrainingBatch.load(Path(spec["batch"]))
+        started = time.monotonic()
+        torch.manual_seed(spec["new_policy_version"])
+        node = NodeState.of(settings.checkpoint, spec["run_id"], spec["node_rank"], processes)
+        place = spec["weights_dir"]
+        copy = None if place is None else NodeCopy(WeightsCopy(Path(place)), node.ranks)
+        model = Path(spec["model"])
+        trainer_state = None if spec["trainer_state"] is None else Path(spec["trainer_state"])
+        start = go_on(self._held, spec["policy"], model, trainer_state)
+        went_on = start is not None
+        # From here on it is another policy. If it is not the one to be trained, its memory is free for that.
+        self._held = None
+        start = start or begin(
+            processes,
+            settings,
+            node,
+            copy,
+            model=model,
+            trainer_state=trainer_state,
+            policy_version=spec["policy_version"],
+            first_model=Path(spec["first_model"]),
+        )
+        loaded = time.monotonic()
+        trainer, out, version = start.trainer, Path(spec["out"]), spec["new_policy_version"]
+        last = spec["iteration"] == settings.iterations
+        together = settings.rl_phase == "both"
+        on_node = save_plan.choose(
+            *(trainer, settings.checkpoint, node, out, version), last=last, rollouts_follow=together
+        )
+        steps = len(batch.steps)
+
+        def show(step: int) -> None:
+            if processes.speaks_for_its_node:
+                progress.show(step, steps, "steps", last=step == steps)
+
+        # The rollouts were not made by a policy that was gone back to.
+        totals = Sums()
+        if not start.went_back:
+            if spec["reference"]:
+                reference = Path(spec["reference"])
+                batch = with_reference(reference, trainer.layout, processes, batch, settings)
+            batch = with_old(trainer, batch, settings)
+            totals = train(trainer, batch, settings, start.model, show)
+        if processes.is_main:
+            progress.show(steps, steps, "steps", last=True, note="saving")
+        trained = time.monotonic()
+        worked_s = trainer.pace.worked_s + trained - started
+        trainer.pace = replace(trainer.pace, worked_s=0.0 if on_node and on_node.follows else worked_s)
+        new = trainer.save(
+            out,
+            model_folder=start.model,
+            policy_version=version,
+            on_node=on_node,
+            state_in=start.state_in,
+            copy=copy,
+        )
+        saved = time.monotonic()
+        self._held = Held(trainer, new)
+        self._watch_memory(went_on=went_on)
+        peak = processes.peak_memory_bytes()
+        if not processes.speaks_for_its_node:
+            return None
+        node.forget_before(version - 1)
+        return {
+            "out": spec["out"],
+            "policy_version": spec["new_policy_version"],
+            **metrics(totals, batch),
+            **({"optimizer_steps": 0} if start.went_back else {}),
+            "trainer_state": "shared" if on_node is None else "follows" if on_node.follows else "nodes",
+            "seconds": round(time.monotonic() - started, 3),
+            # With what was in memory since the update before.
+            "went_on": went_on,
+            "load_s": round(loaded - started, 3),
+            "work_s": round(trained - loaded, 3),
+            "save_s": round(saved - trained, 3),
+            "max_tokens_per_micro_batch": settings.trainer.max_tokens_per_micro_batch,
+            "device": str(processes.device),
+            # Of one process, as fsbarrier/planning/ has it and as it was: the host's memory on a CPU.
+            "memory_estimate_gb": estimated_memory_gb(start.model, settings, trainer),
+            "memory_peak_gb": round(peak / 1e9, 3),
+            "distributed": trainer.layout.words(processes),
+            "note": start.went_back or ("" if batch.steps else NO_SIGNAL),
+        }
+
+    def _watch_memory(self, *, went_on: bool) -> None:
+        gc.collect()
+        here = resident_bytes()
+        if went_on and not self._steady_bytes:
+            self._steady_bytes = here
+        grows = self._steady_bytes and here > GROWN * self._steady_bytes + SLACK_BYTES
+        self._grows = any(gather(bool(grows)))
+
+
 def main(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, object] | None:
-    # A handler in Python would wait for the collective under way. Whatever is half written has no manifest.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        result = update(spec, settings, progress)
-    except EnginesDiffer as error:
-        # Each node learns which of its engines is meant, before any process ends and takes the others along.
-        files.write_atomic(Path(spec["result"]), json.dumps({"differing_engines": error.engines}).encode())
-        gather(None)
-        tell_torchrun(error)
-        raise
-    except FsbarrierError as error:
-        tell_torchrun(error)
-        raise
-    except RuntimeError as error:
-        known = explained(error)
-        tell_torchrun(known)
-        raise known from None
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    """One update, by a process that does no other."""
+    result = Updates().main(spec, settings, progress)
+    leave()
     return result
 
 
-def update(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, object] | None:
-    """This process's part of the update; the result from one process of each node."""
-    settings = smaller(settings, spec["attempt"])
-    processes = Processes(settings.trainer)
-    batch = TrainingBatch.load(Path(spec["batch"]))
-    started = time.monotonic()
-    torch.manual_seed(spec["new_policy_version"])
-    node = NodeState.of(settings.checkpoint, spec["run_id"], spec["node_rank"], processes)
-    place = spec["weights_dir"]
-    copy = None if place is None else NodeCopy(WeightsCopy(Path(place)), node.ranks)
-    start = begin(
-        processes,
-        settings,
-        node,
-        copy,
-        model=Path(spec["model"]),
-        trainer_state=None if spec["trainer_state"] is None else Path(spec["trainer_state"]),
-        policy_version=spec["policy_version"],
-        first_model=Path(spec["first_model"]),
-    )
-    trainer, out, version = start.trainer, Path(spec["out"]), spec["new_policy_version"]
-    last = spec["iteration"] == settings.iterations
-    together = settings.rl_phase == "both"
-    on_node = save_plan.choose(
-        *(trainer, settings.checkpoint, node, out, version), last=last, rollouts_follow=together
-    )
-    steps = len(batch.steps)
+def leave() -> None:
+    """Leave the process group, if there is one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
-    def show(step: int) -> None:
-        if processes.speaks_for_its_node:
-            progress.show(step, steps, "steps", last=step == steps)
 
-    # The rollouts were not made by a policy that was gone back to.
-    totals = Sums()
-    if not start.went_back:
-        if spec["reference"]:
-            reference = Path(spec["reference"])
-            batch = with_reference(reference, trainer.layout, processes, batch, settings)
-        batch = with_old(trainer, batch, settings)
-        totals = train(trainer, batch, settings, start.model, show)
-    if processes.is_main:
-        progress.show(steps, steps, "steps", last=True, note="saving")
-    worked_s = trainer.pace.worked_s + time.monotonic() - started
-    trainer.pace = replace(trainer.pace, worked_s=0.0 if on_node and on_node.follows else worked_s)
-    trainer.save(
-        out,
-        model_folder=start.model,
-        policy_version=version,
-        on_node=on_node,
-        state_in=start.state_in,
-        copy=copy,
-    )
-    peak = processes.peak_memory_bytes()
-    if not processes.speaks_for_its_node:
-        return None
-    node.forget_before(version - 1)
-    return {
-        "out": spec["out"],
-        "policy_version": spec["new_policy_version"],
-        **metrics(totals, batch),
-        **({"optimizer_steps": 0} if start.went_back else {}),
-        "trainer_state": "shared" if on_node is None else "follows" if on_node.follows else "nodes",
-        "seconds": round(time.monotonic() - started, 3),
-        "max_tokens_per_micro_batch": settings.trainer.max_tokens_per_micro_batch,
-        "device": str(processes.device),
-        # Of one process, as fsbarrier/planning/ has it and as it was: the host's memory on a CPU.
-        "memory_estimate_gb": estimated_memory_gb(start.model, settings, trainer),
-        "memory_peak_gb": round(peak / 1e9, 3),
-        "distributed": trainer.layout.words(processes),
-        "note": start.went_back or ("" if batch.steps else NO_SIGNAL),
-    }
+def resident_bytes() -> int:
+    """What this process takes of the host's memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def smaller(settings: Settings, attempt: int) -> Settings:
@@ -201,4 +263,7 @@ def metrics(totals: Sums, batch: TrainingBatch) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_worker(main))
+    updates = Updates()
+    code = run_worker(updates.main, updates.stay)
+    leave()
+    sys.exit(code)

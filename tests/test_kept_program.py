@@ -1,0 +1,197 @@
+"""A program whose processes stay for the next job: real processes, real kills; what is kept is of this generation and has never failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from cluster import all_gone
+
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.node import work_kinds
+from fsbarrier.node.job import Cancelled, Job, Workplace
+from fsbarrier.program import Command, Context, Keep
+from fsbarrier.settings.sections import Settings
+from fsbarrier.supervision import processes
+from fsbarrier.supervision.template import Template
+
+# An agent and two workers, as torchrun has them on a node: if one of them fails, the agent ends. Both do every job, and the first leaves
+# the result.
+PROGRAM = """
+import os, signal, subprocess, sys
+
+if "NUMBER" not in os.environ:
+    workers = [subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "NUMBER": n}) for n in "01"]
+    code = 0
+    for _ in workers:
+        pid, status = os.wait()
+        code = code or os.waitstatus_to_exitcode(status)
+        if code:
+            os._exit(abs(code))
+    os._exit(0)
+
+from fsbarrier.supervision.worker_contract import run_worker
+
+done = []
+
+def main(spec, settings, progress):
+    done.append(spec["n"])
+    if "only" not in spec or spec["only"] == NUMBER:
+        exec(spec.get("do", ""))
+    if NUMBER == 0:
+        return {"n": spec["n"], "pid": os.getpid(), "done": done}
+
+NUMBER = int(os.environ["NUMBER"])
+sys.exit(run_worker(main, lambda: done[-1] != "the last"))
+"""
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Workplace]:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "program.py").write_text(PROGRAM)
+    workplace = Workplace(
+        engines=cast(Any, None),
+        template=Template((), work_dir=tmp_path, log_file=tmp_path / "template.log"),
+        work_dir=tmp_path / "work",
+        log_dir=tmp_path / "logs",
+        log_path=tmp_path,
+        stall_timeout_s=DEADLINE_S,
+        grace_s=0.0,
+    )
+    yield workplace
+    workplace.end_kept()
+
+
+Do = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def do(place: Workplace) -> Do:
+    """One update: what is kept here goes on, else a program is started."""
+
+    def do(
+        n: object, *, generation: int = 1, formed: str | None = None, job: Job | None = None, **spec: object
+    ) -> dict[str, Any]:
+        name = place.kept_in(generation) if formed is None else formed
+        command = Command(
+            (sys.executable, str(place.log_path / "program.py"), "--spec", "{spec}"),
+            "update.log",
+            spec={"n": n, **spec},
+            keep=Keep(2, name),
+        )
+        fields = {
+            "phase": SimpleNamespace(name="update"),
+            "generation": generation,
+            "iteration": n,
+            "node_rank": 0,
+            "settings": Settings(),
+        }
+        return work_kinds.carry_out(command, cast(Context, SimpleNamespace(**fields)), job or Job(), place)
+
+    return do
+
+
+def tree(place: Workplace) -> dict[int, int]:
+    """All processes of what is kept, the guards too."""
+    assert place.kept is not None
+    guard = place.kept.child.guard_pid
+    return {guard: processes.Stat(guard).start, **processes.below(guard)}
+
+
+def test_the_same_processes_do_one_job_after_the_other(place: Workplace, do: Do) -> None:
+    first, second, third = do(1), do(2), do(3)
+    assert first["pid"] == second["pid"] == third["pid"]
+    assert (first["n"], second["n"], third["n"]) == (1, 2, 3) and third["done"] == [1, 2, 3]
+    assert [path.name for path in place.work_dir.iterdir()] == ["jobs"]
+    assert second["start_s"] < DEADLINE_S
+
+
+def test_none_is_kept_from_one_generation_to_the_next(place: Workplace, do: Do) -> None:
+    first = do(1)
+    old = tree(place)
+    assert place.kept_in(1) == "1.1" and place.kept_in(2) == ""
+    assert all_gone(old, DEADLINE_S)
+    second = do(2, generation=2)
+    assert second["done"] == [2] and second["pid"] != first["pid"]
+
+
+def test_nodes_that_do_not_agree_begin_anew(place: Workplace, do: Do) -> None:
+    do(1)
+    old = tree(place)
+    # Another node has lost its own.
+    assert do(2, formed="")["done"] == [2]
+    assert all_gone(old, DEADLINE_S)
+    with pytest.raises(ProgramFailed, match="kept from an earlier update, has ended"):
+        do(3, formed="1.1")
+
+
+@pytest.mark.parametrize("only", [0, 1])
+def test_a_job_that_fails_ends_every_process(place: Workplace, do: Do, only: int) -> None:
+    do(1)
+    old = tree(place)
+    with pytest.raises(ProgramFailed, match=r"(?s)ended with exit code [37].*the reason"):
+        do(2, do="print('the reason', flush=True); os._exit(7 if NUMBER else 3)", only=only)
+    assert all_gone(old, DEADLINE_S) and place.kept_in(1) == ""
+    assert do(3)["done"] == [3]
+
+
+def test_a_job_that_hangs_ends_every_process(place: Workplace, do: Do) -> None:
+    do(1)
+    old = tree(place)
+    place.stall_timeout_s = 0.3
+    with pytest.raises(ProgramFailed, match=r"no progress for 0\.3 s"):
+        do(2, do="signal.pause()", only=1)
+    assert all_gone(old, DEADLINE_S) and place.kept_in(1) == ""
+
+
+def test_a_job_that_is_called_off_ends_every_process(place: Workplace, do: Do) -> None:
+    do(1)
+    old, job, begun = tree(place), Job(), place.log_path / "begun"
+    os.mkfifo(begun)
+
+    def call_off() -> None:
+        begun.read_bytes()
+        job.cancel.set()
+
+    caller = threading.Thread(target=call_off)
+    caller.start()
+    with pytest.raises(Cancelled):
+        do(2, do=f"open({str(begun)!r}, 'w').close(); signal.pause()", only=0, job=job)
+    caller.join()
+    assert all_gone(old, DEADLINE_S) and place.kept_in(1) == ""
+
+
+def test_what_is_killed_while_it_waits_is_not_kept(place: Workplace, do: Do) -> None:
+    """Any of its processes: the guards, the agent, the workers."""
+    do(1)
+    count = len(tree(place))
+    assert count == 5
+    for victim in range(count):
+        do(2)
+        old = tree(place)
+        assert place.kept is not None
+        os.kill(sorted(old)[victim], signal.SIGKILL)
+        assert place.kept.child.wait(DEADLINE_S) is not None
+        assert place.kept_in(1) == "" and all_gone(old, DEADLINE_S)
+    assert do(3)["done"] == [3]
+
+
+def test_who_does_not_want_to_stay_has_done_its_job(place: Workplace, do: Do) -> None:
+    do(1)
+    assert do("the last")["done"] == [1, "the last"]
+    assert place.kept_in(1) == ""
+
+
+def test_a_folder_with_a_long_name_has_room_for_the_socket(place: Workplace, do: Do, tmp_path: Path) -> None:
+    place.work_dir = tmp_path / ("a" * 120)
+    place.work_dir.mkdir()
+    assert do(1)["pid"] == do(2)["pid"]
