@@ -60,17 +60,21 @@ def follow_strands() -> None:
 def run(scale: int) -> int:
     """Run the schedules; gives how many broke an invariant."""
     from fsbarrier.sim.campaign import campaign
-    from fsbarrier.sim.faults import USUAL
+    from fsbarrier.sim.faults import USUAL, parse_mix
     from fsbarrier.sim.setup import Setup
 
     follow_strands()
     usual = Setup(mix=USUAL)
     plans = (
         (Setup(), 20),
-        (usual, 600),
+        (usual, 500),
         (replace(usual, iterations=3), 150),
-        (replace(usual, nodes=5), 60),
+        (replace(usual, nodes=5), 40),
         (replace(usual, groups=True), 300),
+        (Setup(mix=parse_mix("stop,leave,crash")), 150),
+        (Setup(mix=parse_mix("lost,errors,twin,crash")), 200),
+        (Setup(mix=parse_mix("unreadable,pause,crash,stale"), iterations=3), 150),
+        (Setup(mix=parse_mix("program"), policy="shrink"), 100),
     )
     return sum(
         bool(verdict.violations)

@@ -278,7 +278,7 @@ def outcomes(world: World) -> Iterator[str]:
         allowed |= {6}
     if "leave" in struck:
         allowed |= {143}
-    if not struck and not history.caches and len(history.generations) > 1:
+    if not struck and not hasty and not history.caches and len(history.generations) > 1:
         yield f"{len(history.generations)} generations although nothing went wrong"
     for ended in history.ended.values():
         if ended.code not in allowed:

@@ -111,7 +111,7 @@ class World:
         self.stale_handles = faults.StaleHandles(seed, mix, self.history.faults)
         # Nodes in containers of one host, say. The first one's mount is the others', too.
         self.one_mount = "shared" in mix and Random(f"shared {seed}").random() < 0.15
-        self.failure_rate = rng.choice((0.0, 0.0, 0.0, 0.01, 0.04)) if "program" in mix else 0.0
+        self.failure_rate = rng.choice((0.0, 0.0, 0.0, 0.01, 0.08)) if "program" in mix else 0.0
         self.lengths = setup.lengths or rng.choice(
             ((0.02, 0.05, 0.2), (0.02, 0.05, 0.2), (0.1, 0.2, 1.0), (0.02, 0.05, 0.1, 0.1, 0.1, 9.0))
         )
