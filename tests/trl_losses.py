@@ -17,6 +17,8 @@ from fsbarrier.settings.sections import AlgorithmSettings
 
 pytestmark = [
     pytest.mark.torch,
+    # TRL imports everything there is.
+    pytest.mark.timeout(1800),
     # Theirs to mend.
     pytest.mark.filterwarnings("default"),
 ]
