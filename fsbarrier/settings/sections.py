@@ -271,6 +271,15 @@ class TrainerSettings(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "Precision; auto: bfloat16 on accelerators that have it, else float32."
     )
+    backend: Literal["torch", "deepspeed"] = setting(
+        "torch",
+        "Who shards the policy and steps the optimizer: PyTorch alone, or DeepSpeed's ZeRO-1, 2 or 3.",
+    )
+    deepspeed: Name | None = setting(
+        None,
+        "A DeepSpeed configuration, `path/file.json`: what it leaves open or to `auto` these settings fill in, and what contradicts "
+        "them is refused; none: ZeRO-3.",
+    )
     shard: Literal["auto", "none", "node", "all"] = setting(
         "auto",
         "Over which processes the policy, its gradients and the optimizer's state are sharded: `none`, those of each `node`, or "

@@ -166,6 +166,7 @@ def _check_own(settings: Settings, program: Program, environ: Mapping[str, str])
         preflight.try_user_code(settings)
     if "model" in program.needs:
         preflight.check_engine(settings, environ)
+        preflight.check_deepspeed(settings, environ)
         preflight.check_replay(settings)
     preflight.check_trainer(settings.trainer.command)
     if settings.notify.command is not None:
@@ -217,6 +218,7 @@ def _join(
     if "model" in program.needs:
         # Environment variables, and where files lie, are each node's own.
         preflight.check_engine(settings, request.environ)
+        preflight.check_deepspeed(settings, request.environ)
         preflight.check_judge(settings, request.environ)
         preflight.check_agent(settings.rollout.agent)
         preflight.try_user_code(settings)

@@ -75,7 +75,7 @@ def with_absolute_paths(chosen: Iterable[ChosenValue]) -> list[ChosenValue]:
     for item in chosen:
         value = item.value
         if isinstance(value, str) and value:
-            if item.key in ("data_path", "log_path", "update.trajectories") or (
+            if item.key in ("data_path", "log_path", "update.trajectories", "trainer.deepspeed") or (
                 item.key == "program" and value.endswith(".py")
             ):
                 value = str(absolute(value))
@@ -293,6 +293,26 @@ def check_command(name: str, command: str) -> None:
         raise UsageError(f"{name}={command}: {error}") from None
     if not words or not (shutil.which(words[0]) or Path(words[0]).is_file()):
         raise UsageError(f"{name}={command}: {words[0] if words else 'nothing'!r} is not a program here")
+
+
+def check_deepspeed(settings: Settings, environ: Environ) -> None:
+    """DeepSpeed is here, if it is to train, and its configuration says nothing that the settings contradict."""
+    from fsbarrier.host import accelerators
+    from fsbarrier.settings import deepspeed_config
+
+    trainer = settings.trainer
+    if trainer.backend != "deepspeed" or trainer.command is not None:
+        return
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UsageError(
+            "trainer.backend=deepspeed: needs the package deepspeed, which is not installed here; DS_BUILD_OPS=0 pip install "
+            "--no-build-isolation deepspeed, beside torch"
+        )
+    given = deepspeed_config.read(trainer.deepspeed) if trainer.deepspeed else {}
+    dtype = trainer.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if accelerators.detect(environ) else "float32"
+    deepspeed_config.filled(given, settings, dtype)
 
 
 def check_trainer(command: str | None) -> None:

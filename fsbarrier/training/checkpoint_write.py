@@ -130,7 +130,7 @@ def _begin(out: Path, version: NewVersion, rank: int) -> bool:
         _make_empty(version.on_node.of_version(out.name))
     if version.copy is None or rank != version.copy.ranks[0]:
         return False
-    return version.copy.place.begin(out.name, sum(_sizes(version.weights, version.dtype).values()))
+    return version.copy.place.begin(out.name, sum(sizes_on_disk(version.weights, version.dtype).values()))
 
 
 def _make_empty(folder: Path) -> None:
@@ -161,7 +161,7 @@ def _write(out: Path, version: NewVersion, rank: int, world: int) -> Written:
 
 def _write_weights(out: Path, version: NewVersion, rank: int, world: int, written: Written) -> None:
     """All processes gather every weight, one after the other; those that write the file it belongs in keep it until all are there."""
-    planned = plan_files(_sizes(version.weights, version.dtype), world)
+    planned = plan_files(sizes_on_disk(version.weights, version.dtype), world)
     copy = version.copy
     mine: dict[str, dict[str, Tensor]] = {}
     for number, (owner, file, names) in enumerate(planned):
@@ -197,7 +197,7 @@ def _write_adapters(
         files.fsync_dir(folder)
 
 
-def _sizes(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
+def sizes_on_disk(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
     """How many bytes each weight takes on disk; of tied weights only the first is there."""
     sizes: dict[str, int] = {}
     seen = set()

@@ -27,7 +27,7 @@ def with_old(trainer: Trainer, batch: TrainingBatch, settings: Settings) -> Trai
     """
     if not batch.steps or not recomputes(settings, trainer.processes):
         return batch
-    own = log_probs(trainer.model, batch, settings, trainer.processes)
+    own = log_probs(trainer.backend.model, batch, settings, trainer.processes)
     current = batch.current.bool().repeat_interleave(batch.offsets.diff())
     return replace(batch, old=torch.where(current, own, batch.logprobs))
 

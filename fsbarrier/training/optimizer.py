@@ -14,8 +14,8 @@ from fsbarrier.settings.sections import OptimizerSettings
 def make_optimizer(parameters: Iterable[Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
     """Of those that are trained. A vector is a norm or a bias: pulling it to zero does not make the model simpler."""
     trained = [one for one in parameters if one.requires_grad]
-    matrices = {"params": [one for one in trained if one.dim() > 1]}
-    vectors = {"params": [one for one in trained if one.dim() <= 1], "weight_decay": 0.0}
+    matrices = {"params": [one for one in trained if _dimensions(one) > 1]}
+    vectors = {"params": [one for one in trained if _dimensions(one) <= 1], "weight_decay": 0.0}
     return torch.optim.AdamW(
         [group for group in (matrices, vectors) if group["params"]],
         lr=settings.lr,
@@ -24,6 +24,11 @@ def make_optimizer(parameters: Iterable[Parameter], settings: OptimizerSettings)
         weight_decay=settings.weight_decay,
         fused=True,
     )
+
+
+def _dimensions(parameter: Parameter) -> int:
+    # DeepSpeed's ZeRO-3 keeps no more of a parameter itself than its name and, here, its shape.
+    return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def learning_rate_of(settings: OptimizerSettings, step: int) -> float:

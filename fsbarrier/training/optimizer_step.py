@@ -93,7 +93,7 @@ def accumulate(
     for number, chosen in enumerate(mine, start=1):
         micro = MicroBatch.of(batch, chosen or indices[:1].tolist(), processes.device, packed=trainer.packs)
         mask = micro.mask if chosen else torch.zeros_like(micro.mask)
-        found = trainer.model(micro.inputs, micro.wanted, settings.rollout.temperature)
+        found = trainer.backend.model(micro.inputs, micro.wanted, settings.rollout.temperature)
         new, entropy = (micro.placed(one) for one in found)
         values = TokenValues(new, micro.old, micro.engine, entropy, micro.reference)
         part = minibatch_loss(settings.algorithm, values, micro.weights, mask, divisor)

@@ -9,9 +9,10 @@ from pathlib import Path
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.settings.sections import CheckpointSettings
+from fsbarrier.training.checkpoint_write import sizes_on_disk
 from fsbarrier.training.node_state import CHEAP_S, NodeState, is_due
 from fsbarrier.training.slices import gather, local_part
-from fsbarrier.training.trainer import Trainer, trained
+from fsbarrier.training.trainer import Trainer
 
 GB = 1e9
 
@@ -30,7 +31,7 @@ def choose(
 
     The same on every process, which must all call this. Raises ProgramFailed where `out` lacks room, with the figures.
     """
-    processes, parameters = trainer.processes, trained(trainer.model.causal)
+    processes, parameters = trainer.processes, trainer.backend.trained
     exact = processes.serving_dtype.itemsize == 4 and trainer.adapters is None
     # Two moments, and the weights where what is served does not hold them to the last bit; all in fp32.
     per_number = 4 * (2 if exact else 3)
@@ -40,7 +41,7 @@ def choose(
     # The trainer is not held for a save that takes long, unless nothing would be done in the meantime.
     follows = due and rollouts_follow and not last and trainer.pace.saved_s >= CHEAP_S
     shared = any(gather((due and not follows) or not node.has_room(on_this_node)))
-    weights = processes.serving_dtype.itemsize * sum(one.numel() for one in trainer.model.causal.parameters())
+    weights = sum(sizes_on_disk(trainer.backend.weights(), processes.serving_dtype).values())
     state = per_number * sum(one.numel() for one in parameters.values()) if shared or follows else 0
     reason = _lack_of_room(out, weights, state, policy_version) if processes.is_main else ""
     if reason := next(filter(None, gather(reason)), ""):

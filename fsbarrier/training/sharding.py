@@ -25,10 +25,17 @@ from fsbarrier.training.processes import Processes
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`shards`: over how many processes one copy of the policy is sharded; 1: each process holds it whole."""
+    """`shards`: over how many processes one copy of the policy is sharded; 1: each process holds it whole. `zero_stage`: with DeepSpeed,
+    which of its stages this is; the first two shard only the optimizer's state, and gradients, and not the policy itself."""
 
     shards: int
     offload: Offload
+    zero_stage: int | None = None
+
+    @property
+    def has_it_whole(self) -> bool:
+        """Whether each process computes with weights that it holds."""
+        return self.shards == 1 or self.zero_stage in (1, 2)
 
     def words(self, processes: Processes) -> str:
         """What people see of it."""
@@ -36,6 +43,8 @@ class Layout:
         how = f"replicated on {copies}" if self.shards == 1 else f"sharded over {self.shards}"
         if self.shards > 1 and copies > 1:
             how += f" of {processes.world}"
+        if self.zero_stage is not None:
+            how = f"DeepSpeed ZeRO-{self.zero_stage} on {processes.world}"
         offloaded = "" if self.offload == "none" else f", offload {self.offload}"
         return f"{how} process{'es' * (processes.world > 1)} ({dtype}{offloaded})"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import TypeVar
 
 import torch
@@ -32,6 +33,48 @@ class Box:
         places = zip(self.start, self.shape, start, strict=True)
         return tensor[tuple(slice(own - begin, own - begin + size) for own, size, begin in places)]
 
+    def flat(self, shape: tuple[int, ...]) -> Box:
+        """The same part of the flattened tensor; `shape`: the whole tensor's. A part of several dimensions must be of whole rows."""
+        if len(self.shape) == 1:
+            return self
+        if any(self.start[1:]) or self.shape[1:] != shape[1:]:
+            raise ValueError(f"{self} does not lie in one piece in a tensor of the shape {shape}")
+        row = prod(shape[1:])
+        return Box((self.start[0] * row if shape else 0,), (prod(self.shape),))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatPart:
+    """What this process holds of a tensor of `shape` that is cut anywhere, not between rows, as DeepSpeed does: the numbers from `start`
+    on of the flattened tensor, one-dimensional, and nobody else holds them."""
+
+    shape: tuple[int, ...]
+    start: int
+    data: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    def numel(self) -> int:
+        """Of the whole tensor, as all that follows."""
+        return prod(self.shape)
+
+    def element_size(self) -> int:
+        return int(self.data.element_size())
+
+    def is_floating_point(self) -> bool:
+        return bool(self.data.is_floating_point())
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """The tensor, of which each process must hold as many numbers as any other, but for what the last ones lack."""
+        world = torch.distributed.get_world_size()
+        own = torch.zeros(-(-self.numel() // world), dtype=dtype, device=self.data.device)
+        own[: len(self.data)] = self.data
+        found = own.new_empty(world * len(own))
+        torch.distributed.all_gather(list(found.chunk(world)), own)
+        return found[: self.numel()].view(self.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
@@ -43,8 +86,10 @@ class LocalPart:
     replicas: int
 
 
-def local_part(tensor: Tensor, rank: int, world: int) -> LocalPart:
-    """This process's part of a DTensor, or of a plain tensor that all processes hold whole. It shares the tensor's memory."""
+def local_part(tensor: Tensor | FlatPart, rank: int, world: int) -> LocalPart:
+    """This process's part of a DTensor, a FlatPart, or a plain tensor that all processes hold whole. It shares the tensor's memory."""
+    if isinstance(tensor, FlatPart):
+        return LocalPart(tensor.data, Box((tensor.start,), (len(tensor.data),)), 0, 1)
     whole = tensor.detach()
     if not isinstance(whole, DTensor):
         return LocalPart(whole, Box((0,) * whole.dim(), tuple(whole.shape)), rank, world)
@@ -57,8 +102,10 @@ def local_part(tensor: Tensor, rank: int, world: int) -> LocalPart:
     return LocalPart(whole.to_local(), Box(tuple(chunk.offsets), tuple(chunk.sizes)), replica, replicas)
 
 
-def whole_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def whole_tensor(tensor: Tensor | FlatPart, dtype: torch.dtype) -> Tensor:
     """All of a tensor, in `dtype` where it holds fractions. Every process must call this in the same order."""
+    if isinstance(tensor, FlatPart):
+        return tensor.whole(dtype if tensor.is_floating_point() else tensor.dtype)
     found = tensor.detach()
     if found.is_floating_point():
         found = found.to(dtype)

@@ -16,12 +16,15 @@ from torch import Tensor
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.training.safetensors_file import TYPES, bytes_of, rows_of_a_block
-from fsbarrier.training.slices import Box, local_part
+from fsbarrier.training.slices import Box, FlatPart, local_part
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a tensor in a file, where it has the tensor's name. `checks`: its blocks' CRC-32; none where nobody noted any."""
+    """A part of a tensor in a file, where it has the tensor's name. `checks`: its blocks' CRC-32; none where nobody noted any.
+
+    A box of one dimension is a part of the flattened tensor, however many dimensions that has.
+    """
 
     file: str
     box: Box
@@ -81,7 +84,7 @@ class StoredTensors:
         self.fill(name, found)
         return found
 
-    def fill(self, name: str, target: Tensor) -> None:
+    def fill(self, name: str, target: Tensor | FlatPart) -> None:
         """Read into `target` what this process holds of it (all of a plain tensor). Raises ProgramFailed."""
         stored = self.parts.get(name, [])
         part = local_part(target, rank=0, world=1)
@@ -91,18 +94,27 @@ class StoredTensors:
                 f"{self.folder}: {name} has the shape {shape}, the model's is {tuple(target.shape)}"
             )
         missing = prod(part.box.shape)
+        # Parts that are cut between rows and parts that are cut anywhere meet in the flattened tensor.
+        flat = any(len(one.box.shape) != len(part.box.shape) for one in stored)
+        data, own = (part.data.view(-1), part.box.flat(shape)) if flat else (part.data, part.box)
         for one in stored:
-            common = one.box.overlap(part.box)
-            for box, block in self._blocks(one, name, common) if common else ():
-                wanted = box.overlap(part.box)
+            common = (one.box.flat(shape) if flat else one.box).overlap(own)
+            for stored_box, stored_block in self._blocks(one, name, common) if common else ():
+                box, block = stored_box, stored_block
+                if flat:
+                    box, block = stored_box.flat(shape), stored_block.reshape(-1)
+                wanted = box.overlap(own)
                 if wanted:
-                    wanted.of(part.data, part.box.start).copy_(wanted.of(block, box.start))
+                    wanted.of(data, own.start).copy_(wanted.of(block, box.start))
                     missing -= prod(wanted.shape)
         if missing:
             raise ProgramFailed(f"{self.folder}: {missing} numbers of {name} are not there")
 
     def _blocks(self, part: StoredPart, name: str, common: Box) -> Iterator[tuple[Box, Tensor]]:
-        """The blocks of a part that have something of `common`, each with its place in the whole tensor."""
+        """The blocks of a part that have something of `common`, each with its place in the whole tensor.
+
+        `common` may be of the flattened tensor even where the part is not.
+        """
         path = self.folder / part.file
         with reading(path):
             file = self._file(part.file)
@@ -115,9 +127,11 @@ class StoredTensors:
             if not shape:
                 yield common, self._checked(part, name, 0, file.get_tensor(name))
                 return
-            first = common.start[0] - part.box.start[0]
+            row = 1 if len(common.shape) == len(shape) else prod(shape[1:])
+            first = common.start[0] // row - part.box.start[0]
+            end = -(-(common.start[0] + common.shape[0]) // row) - part.box.start[0]
             step = rows_of_a_block(shape, size)
-            for number in range(first // step, -(-(first + common.shape[0]) // step)):
+            for number in range(first // step, -(-end // step)):
                 begin, end = number * step, min(shape[0], (number + 1) * step)
                 place = Box((part.box.start[0] + begin, *part.box.start[1:]), (end - begin, *shape[1:]))
                 yield place, self._checked(part, name, number, rows[begin:end])

@@ -7,7 +7,8 @@ sharded by fully_shard (sharding.py), over a single process where only the mixed
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from fsbarrier.settings.sections import OptimizerSettings
-from fsbarrier.training import sharding
+from fsbarrier.training import sharding, trainer_state
 from fsbarrier.training.optimizer import make_optimizer
 from fsbarrier.training.policy_model import PolicyModel
 from fsbarrier.training.processes import Processes
@@ -26,7 +27,10 @@ BUCKET_BYTES = 64 << 20
 
 
 class TorchBackend:
-    """`model` is what is called; its parameters are DTensors where it is sharded, plain tensors else."""
+    """`model` is what is called; its parameters are DTensors where it is sharded, plain tensors else.
+
+    `trained`: the parameters that the optimizer changes, by name, in float32, and `optimizer` has the moments of each.
+    """
 
     def __init__(
         self, model: PolicyModel, settings: OptimizerSettings, layout: Layout, processes: Processes
@@ -39,6 +43,15 @@ class TorchBackend:
         else:
             sharding.shard(model, layout, processes)
         self.optimizer = make_optimizer(model.parameters(), settings)
+        self.trained = {name: one for name, one in model.causal.named_parameters() if one.requires_grad}
+
+    def weights(self) -> dict[str, Tensor]:
+        """All of the model, by the names that transformers has for it."""
+        return dict(self.model.causal.state_dict())
+
+    def restore(self, folders: Sequence[Path], policy_version: int) -> trainer_state.Layout:
+        """See trainer_state.restore_first."""
+        return trainer_state.restore_first(folders, self.trained, self.optimizer, policy_version)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add a micro-batch's gradients to those of the step; after the `last` one they are the same on every process."""

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from fsbarrier.planning.memory import UpdateLoad
 from fsbarrier.planning.model_shape import ModelShape
@@ -20,6 +18,7 @@ from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training import checkpoint_write, policy
 from fsbarrier.training.checkpoint_write import NewVersion
+from fsbarrier.training.deepspeed_backend import DeepSpeedBackend, configuration, layout_of
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
@@ -28,7 +27,7 @@ from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout, choose_layout
 from fsbarrier.training.stored_tensors import StoredTensors
 from fsbarrier.training.torch_backend import TorchBackend
-from fsbarrier.training.trainer_state import Pace, TrainerState, restore_first
+from fsbarrier.training.trainer_state import Pace, TrainerState
 
 
 @dataclass
@@ -38,7 +37,7 @@ class Trainer:
     processes: Processes
     layout: Layout
     model: PolicyModel
-    backend: TorchBackend
+    backend: TorchBackend | DeepSpeedBackend
     optimizer_steps: int
     # Whether a micro-batch may be packed: policy_model.packs.
     packs: bool
@@ -62,12 +61,18 @@ class Trainer:
         Raises UsageError (no whole model, or settings that cannot be in effect), ProgramFailed (a state that is damaged, or
         another version's), StateGone.
         """
-        layout = choose_layout(
-            settings.trainer, processes, lambda: update_load(model_folder, settings, processes)
+        deepspeed = settings.trainer.backend == "deepspeed"
+        config = configuration(settings, processes) if deepspeed else {}
+        layout = (
+            layout_of(config, settings, processes)
+            if deepspeed
+            else choose_layout(
+                settings.trainer, processes, lambda: update_load(model_folder, settings, processes)
+            )
         )
         lora = settings.lora
         # A process that holds a part of each weight reads that part, and never has the model whole.
-        in_parts = layout.shards > 1 and not lora.rank
+        in_parts = not layout.has_it_whole and not lora.rank
         empty = policy.without_weights(model_folder, settings.trainer) if in_parts else None
         # What is frozen need not be more exact than the computation.
         exact = processes.dtype if lora.rank else torch.float32
@@ -75,14 +80,18 @@ class Trainer:
         adapters = Adapters.put_into(causal, lora, model_folder) if lora.rank else None
         model = PolicyModel(causal, settings.trainer.max_logits_mb << 20)
         model.train()
-        backend = TorchBackend(model, settings.optimizer, layout, processes)
-        if empty is not None:
+        backend: TorchBackend | DeepSpeedBackend
+        if deepspeed:
+            backend = DeepSpeedBackend(model, settings, config, processes, model_folder)
+        else:
+            backend = TorchBackend(model, settings.optimizer, layout, processes)
+        if empty is not None and not deepspeed:
             with StoredTensors.of_model(model_folder) as stored, torch.no_grad():
                 for name, parameter in empty.named_parameters():
                     stored.fill(name, parameter)
         steps, pace = 0, Pace()
         if state_folders:
-            found = restore_first(state_folders, trained(causal), backend.optimizer, policy_version)
+            found = backend.restore(state_folders, policy_version)
             steps, pace = found.optimizer_steps, found.pace
         return cls(processes, layout, model, backend, steps, packs(causal), adapters, pace)
 
@@ -104,14 +113,14 @@ class Trainer:
         model, adapters = self.model.causal, self.adapters
         dtype = self.processes.serving_dtype
         state = TrainerState.of(
-            trained(model),
+            self.backend.trained,
             self.backend.optimizer,
             self.optimizer_steps,
             # Weights that are served in less precision must not lose it from one update to the next. Adapters are not served at all.
             without_weights=dtype is torch.float32 and adapters is None,
             pace=self.pace,
         )
-        weights = model.state_dict() if adapters is None else adapters.weights(model)
+        weights = self.backend.weights() if adapters is None else adapters.weights(model)
         new = NewVersion(
             *(policy_version, model, weights, dtype, model_folder, state, adapters),
             on_node=on_node,
@@ -120,11 +129,6 @@ class Trainer:
         )
         digest, self.pace = checkpoint_write.save(out, new, self.processes.rank, self.processes.world)
         return checkpoints.identity(out.name, digest)
-
-
-def trained(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The parameters that the optimizer changes, by name."""
-    return {name: one for name, one in model.named_parameters() if one.requires_grad}
 
 
 def update_load(model_folder: Path, settings: Settings, processes: Processes) -> UpdateLoad:

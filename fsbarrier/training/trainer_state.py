@@ -10,14 +10,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
-from fsbarrier.training.slices import gather
+from fsbarrier.training.slices import FlatPart, gather
 from fsbarrier.training.stored_tensors import StoredPart, StoredTensors
 
 LAYOUT = "layout.json"
@@ -36,6 +36,12 @@ class Pace:
     worked_s: float = 0.0
 
 
+class Moments(Protocol):
+    """An optimizer, or what stands for one: by parameter what it has noted of it, by the optimizer's own names."""
+
+    state: Any
+
+
 @dataclass(frozen=True, slots=True)
 class TrainerState:
     """As one process holds it. `tensors`: "exp_avg/model.norm.weight" and the like; `scalars`: what the optimizer counts."""
@@ -49,7 +55,7 @@ class TrainerState:
     def of(
         cls,
         parameters: Mapping[str, Tensor],
-        optimizer: torch.optim.Optimizer,
+        optimizer: Moments,
         optimizer_steps: int,
         *,
         without_weights: bool,
@@ -60,7 +66,7 @@ class TrainerState:
         scalars = {}
         for name, parameter in parameters.items():
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-                if isinstance(value, Tensor) and value.dim():
+                if isinstance(value, FlatPart) or (isinstance(value, Tensor) and value.dim()):
                     tensors[f"{key}/{name}"] = value
                 else:
                     scalars[f"{key}/{name}"] = float(value)
@@ -119,7 +125,7 @@ class StateGone(Exception):
 def restore_first(
     folders: Sequence[Path],
     parameters: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Moments,
     policy_version: int,
 ) -> Layout:
     """Go on from the first of the folders from which all processes can; the last is in the shared directory, the others on nodes.
@@ -145,7 +151,7 @@ def restore_first(
 
 
 def restore(
-    folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, policy_version: int
+    folder: Path, parameters: Mapping[str, Tensor], optimizer: Moments, policy_version: int
 ) -> Layout:
     """Go on from a trainer state, whichever processes wrote it: this one reads its own parts.
 

@@ -1,0 +1,185 @@
+"""A DeepSpeed configuration beside this run's settings: "auto" in it is filled in from them, and what contradicts them is refused.
+
+Without DeepSpeed and without torch, so that node 0 can check it before anything starts. What DeepSpeed knows and nothing here is about
+is passed on as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from fsbarrier.errors import UsageError
+from fsbarrier.settings.sections import Settings
+
+AUTO = "auto"
+ZERO = "zero_optimization"
+# What has entries of its own that are looked at here.
+SECTIONS = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param", "optimizer", "bf16", "data_types")
+# How a minibatch is cut into micro-batches changes from step to step, and fsbarrier tells DeepSpeed which of them is the last.
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# What would change the arithmetic, which process has what, or who steps, and is not known here. With the only value that it may have.
+WITHOUT: Mapping[str, object] = {
+    "fp16.enabled": False,
+    "amp.enabled": False,
+    "torch_autocast.enabled": False,
+    "bf16.bf16_master_weights_and_grads": False,
+    "bf16.bf16_optimizer_states": False,
+    "gradient_allreduce_op": "mean",
+    "managed_gradient_accumulation": True,
+    "sequence_parallel_size": 1,
+    "tensor_parallel.autotp_size": 0,
+    "elasticity.enabled": False,
+    "curriculum_learning.enabled": False,
+    "data_efficiency.enabled": False,
+    "progressive_layer_drop.enabled": False,
+    "compile.deepcompile": False,
+    "compression_training": {},
+    "sparse_attention": {},
+    "pipeline": {},
+    "expert_parallel": {},
+    # The learning rate is that of the settings before each step.
+    "scheduler": {},
+    # The optimizer is PyTorch's with either backend.
+    "optimizer.type": "AdamW",
+    "optimizer.params.adam_w_mode": True,
+    "zero_force_ds_cpu_optimizer": False,
+    f"{ZERO}.zenflow": {},
+    f"{ZERO}.zero_hpz_partition_size": 1,
+    f"{ZERO}.mics_shard_size": -1,
+    f"{ZERO}.zero_quantized_weights": False,
+    f"{ZERO}.zero_quantized_nontrainable_weights": False,
+    f"{ZERO}.zero_quantized_gradients": False,
+    f"{ZERO}.compute_grad_norm": True,
+    f"{ZERO}.offload_optimizer.ratio": 1.0,
+    f"{ZERO}.offload_optimizer.super_offload": False,
+    f"{ZERO}.cpu_offload": False,
+    f"{ZERO}.cpu_offload_params": False,
+}
+
+
+def read(path: str) -> dict[str, Any]:
+    """Raises UsageError."""
+    said = f"trainer.deepspeed={path}"
+    try:
+        found = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise UsageError(f"{said}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{said}: is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{said}: must be a JSON object")
+    return found
+
+
+def filled(given: Mapping[str, Any], settings: Settings, dtype: str) -> dict[str, Any]:
+    """What DeepSpeed gets, for a run that computes in `dtype`. Raises UsageError that names all contradictions."""
+    conflicts = list(_conflicts(given, settings, dtype))
+    if conflicts:
+        raise UsageError(
+            f"trainer.deepspeed={settings.trainer.deepspeed}: {'; '.join(conflicts)}. Change the file or the setting, or write "
+            '"auto" in the file'
+        )
+    offload, config = settings.trainer.offload, deepcopy(dict(given))
+    # "auto" that no setting is about is left to DeepSpeed's own default.
+    _drop_auto(config)
+    for section in ("optimizer", *BATCH_SIZES):
+        config.pop(section, None)
+    config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    config["gradient_clipping"] = settings.optimizer.grad_clip
+    zero = config.setdefault(ZERO, {})
+    zero["stage"] = stage_of(given)
+    for name, wanted in (("offload_optimizer", ("optimizer", "all")), ("offload_param", ("all",))):
+        if offload in wanted:
+            zero[name] = {**(zero.get(name) or {}), "device": "cpu"}
+    if dtype == "bfloat16":
+        config.setdefault("bf16", {})["enabled"] = True
+        # Gradients are added up in float32, as with the other backend.
+        config["communication_data_type"] = "fp32"
+        config.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
+    return config
+
+
+def stage_of(given: Mapping[str, Any]) -> Any:
+    """Which of ZeRO's stages a file asks for; 3, which shards the policy too, where it leaves that open."""
+    found = _at(given, f"{ZERO}.stage")
+    return 3 if found in (None, AUTO) else found
+
+
+def _conflicts(given: Mapping[str, Any], settings: Settings, dtype: str) -> Iterator[str]:
+    """Each with both values, in the file's words and in the setting's."""
+    trainer, optimizer, stage = settings.trainer, settings.optimizer, stage_of(given)
+    for path in SECTIONS:
+        found = _at(given, path)
+        if found not in (None, AUTO) and not isinstance(found, Mapping):
+            yield f"{path}={_shown(found)}: must be an object"
+    if stage not in (1, 2, 3):
+        yield f"{ZERO}.stage={_shown(stage)}: must be 1, 2 or 3 (without ZeRO there is trainer.backend=torch)"
+    elif stage != 3 and trainer.shard == "all":
+        yield f"{ZERO}.stage={stage}, and trainer.shard=all, which is stage 3"
+    elif stage != 3 and trainer.offload == "all":
+        yield f"{ZERO}.stage={stage}, and trainer.offload=all, which takes stage 3"
+    offloaded = "none" if trainer.offload == "none" else "cpu"
+    parameters = "cpu" if trainer.offload == "all" else "none"
+    here = "" if trainer.dtype == dtype else f", which is {dtype} here"
+    reduced = "fp32" if dtype == "bfloat16" else None
+    for path, wanted, setting in (
+        (f"{ZERO}.offload_optimizer.device", offloaded, f"trainer.offload={trainer.offload}"),
+        (f"{ZERO}.offload_param.device", parameters, f"trainer.offload={trainer.offload}"),
+        ("train_batch_size", trainer.minibatch, f"trainer.minibatch={trainer.minibatch}"),
+        (
+            "train_micro_batch_size_per_gpu",
+            trainer.micro_batch,
+            f"trainer.micro_batch={_shown(trainer.micro_batch)}",
+        ),
+        ("gradient_accumulation_steps", None, "here it follows from the settings of micro-batches"),
+        ("gradient_clipping", optimizer.grad_clip, f"optimizer.grad_clip={optimizer.grad_clip:g}"),
+        ("optimizer.params.lr", optimizer.lr, f"optimizer.lr={optimizer.lr:g}"),
+        ("optimizer.params.betas", list(optimizer.betas), f"optimizer.betas={_shown(optimizer.betas)}"),
+        (
+            "optimizer.params.weight_decay",
+            optimizer.weight_decay,
+            f"optimizer.weight_decay={optimizer.weight_decay:g}",
+        ),
+        ("optimizer.params.eps", optimizer.eps, f"optimizer.eps={optimizer.eps:g}"),
+        ("bf16.enabled", dtype == "bfloat16", f"trainer.dtype={trainer.dtype}{here}"),
+        ("communication_data_type", reduced or "fp32", "gradients are added up in float32 here"),
+        ("data_types.grad_accum_dtype", reduced or "fp32", "gradients are added up in float32 here"),
+    ):
+        found = _at(given, path)
+        if found not in (None, AUTO) and not _same(found, wanted):
+            yield f"{path}={_shown(found)}, and {setting}"
+    for path, neutral in WITHOUT.items():
+        found = _at(given, path)
+        if found not in (None, AUTO) and not _same(found, neutral):
+            yield f"{path}={_shown(found)}, and fsbarrier takes only {_shown(neutral)}"
+
+
+def _same(found: object, wanted: object) -> bool:
+    # To Python true is 1.
+    return found == wanted and isinstance(found, bool) == isinstance(wanted, bool)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _at(config: Mapping[str, Any], path: str) -> Any:
+    found: Any = config
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _drop_auto(config: dict[str, Any]) -> None:
+    for name, value in list(config.items()):
+        if value == AUTO:
+            del config[name]
+        elif isinstance(value, dict):
+            _drop_auto(value)

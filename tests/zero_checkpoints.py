@@ -1,0 +1,125 @@
+"""Trainer states that DeepSpeed writes and reads, on any processes, in any of its stages, and by the other backend; to the last bit.
+
+`python zero_checkpoints.py FOLDER CASE...`: the first case writes (parallel_updates.py says what a case is), and goes on in a second
+update; it then does the same from what was written. Each other case reads it, and must find the same weights and moments.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoint_ranks import in_ranks
+from parallel_updates import Case, make_batch, step, whole
+from transformers import AutoModelForCausalLM
+
+from fsbarrier.training.batch import TrainingBatch
+from fsbarrier.training.convert_model import convert
+from fsbarrier.training.processes import Processes
+from fsbarrier.training.trainer import Trainer
+
+
+def begin(case: Case, folder: Path, before: Path | None) -> Trainer:
+    chosen = case.settings(folder)
+    return Trainer.load(
+        Processes(chosen.trainer),
+        chosen,
+        model_folder=(before or folder) / "model",
+        state_folders=[before / "trainer"] if before else [],
+        policy_version=1 if before else 0,
+    )
+
+
+def update(trainer: Trainer, case: Case, folder: Path) -> None:
+    step(trainer, TrainingBatch.load(folder / "batch"), case.settings(folder), folder)
+
+
+def held(trainer: Trainer) -> dict[str, Any]:
+    """Every float32 weight and moment, whole."""
+    state, found = trainer.backend.optimizer.state, {}
+    for name, one in trainer.backend.trained.items():
+        found[name] = whole(one)
+        found |= {f"{key}/{name}": whole(state[one][key]) for key in ("exp_avg", "exp_avg_sq")}
+        found[f"step/{name}"] = state[one]["step"].clone()
+    return found
+
+
+def in_place(case: Case, folder: Path, act: Any) -> None:
+    def in_rank(rank: int) -> None:
+        node, local = divmod(rank, case.per_node)
+        place = {
+            "RANK": rank,
+            "WORLD_SIZE": case.nodes * case.per_node,
+            "LOCAL_RANK": local,
+            "GROUP_RANK": node,
+        }
+        os.environ.update({k: str(v) for k, v in {**place, "LOCAL_WORLD_SIZE": case.per_node}.items()})
+        act(rank)
+
+    ended = in_ranks(case.nodes * case.per_node, folder / "store", in_rank)
+    assert not any(ended), f"{case.text}: {ended}"
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any], text: str) -> None:
+    assert found.keys() == wanted.keys()
+    for name, one in wanted.items():
+        assert torch.equal(found[name].float(), one.float()), f"{text}: {name} differs"
+
+
+def write(case: Case, folder: Path) -> None:
+    """One update, saved as v1, and a second one."""
+
+    def act(rank: int) -> None:
+        trainer = begin(case, folder, None)
+        update(trainer, case, folder)
+        once = held(trainer)
+        trainer.save(folder / "v1", model_folder=folder / "model", policy_version=1)
+        update(trainer, case, folder)
+        twice = held(trainer)
+        again = begin(case, folder, folder / "v1")
+        update(again, case, folder)
+        same(held(again), twice, f"{case.text} from its own state")
+        if rank == 0:
+            torch.save(once, folder / "once.pt")
+
+    in_place(case, folder, act)
+
+
+def read(case: Case, folder: Path) -> None:
+    wanted = torch.load(folder / "once.pt", weights_only=True)
+
+    def act(rank: int) -> None:
+        trainer = begin(case, folder, folder / "v1")
+        assert trainer.optimizer_steps == 1
+        same(held(trainer), wanted, case.text)
+        # And what is computed with are these weights.
+        for name, one in trainer.backend.weights().items():
+            assert torch.equal(whole(one), wanted[name].to(trainer.processes.dtype).float()), name
+
+    in_place(case, folder, act)
+
+
+def check_exports(case: Case, folder: Path) -> None:
+    wanted = torch.load(folder / "once.pt", weights_only=True)
+    convert(folder / "v1" / "model", folder / "v1" / "trainer", folder / "exact", torch.float32)
+    for where, dtype in (("v1/model", getattr(torch, case.dtype)), ("exact", torch.float32)):
+        served = AutoModelForCausalLM.from_pretrained(folder / where, dtype=dtype)
+        for name, one in served.named_parameters():
+            assert torch.equal(one, wanted[name].to(dtype)), f"{where}: {name}"
+
+
+def main(folder: Path, texts: list[str]) -> None:
+    make_batch(folder, tied="tied" in texts)
+    first, *others = (Case(text) for text in texts if text != "tied")
+    write(first, folder)
+    check_exports(first, folder)
+    for case in others:
+        read(case, folder)
+        print(f"{first.text} -> {case.text}", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
