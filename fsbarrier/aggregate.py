@@ -26,6 +26,7 @@ from fsbarrier.data.mergeranks import RanksMerged, RanksRequest, merge_ranks
 from fsbarrier.data.rankfiles import FoundFile
 from fsbarrier.data.shardreader import iter_trajectories, load
 from fsbarrier.errors import EXIT_INTERNAL, FsbarrierError, StoreError, UsageError
+from fsbarrier.printable import printable
 from fsbarrier.rewards.evaluation import figures
 from fsbarrier.run_command import Command
 from fsbarrier.rundir.names import SPLITS
@@ -183,7 +184,7 @@ def _print_table(split: str, iteration: int, items: list[FoundFile]) -> None:
             counts = (len(scan.groups), scan.trajectories, reward, scan.torn_bytes, item.duplicates)
             numbers = [str(value) for value in counts]
         name = item.path.name + (f" ({item.note})" if item.note else "")
-        table.add_row(str(item.node_rank), generation, item.state.value, *numbers, Text(name))
+        table.add_row(str(item.node_rank), generation, item.state.value, *numbers, Text(printable(name)))
     Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(table)
 
 
@@ -201,7 +202,7 @@ def _print_outcome(split: str, merged: RanksMerged) -> None:
     what = f"{report.trajectories} trajectories in {report.groups} groups, reward {reward}"
     print(f"{split}: {'already merged' if report.already_done else 'merged'}: {what}: {report.out}")
     for note in report.damaged:
-        print(f"{split}: dropped, damaged: {note}")
+        print(f"{split}: dropped, damaged: {printable(note)}")
 
 
 # --- the worker -------------------------------------------------------------------------------------------------------

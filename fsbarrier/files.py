@@ -16,6 +16,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from fsbarrier import reading
 from fsbarrier.retry import FAILING, retry, until_seen
 
 _modes = {"file": 0o600, "dir": 0o700}
@@ -76,9 +77,15 @@ def open_append(path: Path) -> int:
     except OSError as error:
         # It is there already, or was created although an error came back.
         try:
-            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             raise error from None
+        try:
+            reading.check_plain(os.fstat(fd), path)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
 
 
 def temporary_beside(path: Path) -> Path:
@@ -149,7 +156,7 @@ def _link(temporary: Path, path: Path, data: bytes) -> bool | None:
             return True
         # The link may have been made although an error came back. sshfs gives each name of a file an identity of its own, so that
         # only the content shows it.
-        return error.errno in FAILING and path.read_bytes() == data
+        return error.errno in FAILING and reading.read_bytes(path, reading.RECORD_BYTES) == data
 
 
 #: what says that a filesystem has no hard links (and, on some, that somebody else was first: then the name is there)
@@ -206,18 +213,12 @@ def _create_as_folder(path: Path, data: bytes, durable: bool) -> bool:
 
 def read_created(path: Path) -> bytes:
     """What `create_exclusive` put at `path`, as a file or as a folder, freshly opened. Raises OSError."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(path, flags)
     try:
-        with os.fdopen(fd, "rb", closefd=False) as stream:
-            return stream.read()
+        return reading.read_bytes(path, reading.RECORD_BYTES)
     except IsADirectoryError:
         pass
-    finally:
-        os.close(fd)
     for name in os.listdir(path):
-        with os.fdopen(os.open(path / name, flags), "rb") as stream:
-            return stream.read()
+        return reading.read_bytes(path / name, reading.RECORD_BYTES)
     raise FileNotFoundError(errno.ENOENT, "its record is not to be seen yet", str(path))
 
 
@@ -257,7 +258,7 @@ def _fill(fd: int, data: bytes, durable: bool) -> None:
 
 def fsync_file(path: Path) -> None:
     """Make the content of a file durable that somebody else wrote. Raises OSError."""
-    with path.open("rb") as stream:
+    with reading.open_stream(path) as stream:
         os.fsync(stream.fileno())
 
 
@@ -277,13 +278,21 @@ def fsync_dir(path: Path) -> None:
 READ_BYTES = 1 << 20
 
 
-def sha256_file(path: Path, between_reads: Callable[[], None] = lambda: None) -> str:
-    """The SHA-256 of a file's content in hexadecimal. Raises OSError, and what `between_reads` raises: so a long check can be ended."""
+def sha256_file(path: Path) -> str:
+    """The SHA-256 of the content of a file of the user's, in hexadecimal. Raises OSError."""
+    fd = reading.open_plain(path, links=True)
+    try:
+        return sha256_open(fd)
+    finally:
+        os.close(fd)
+
+
+def sha256_open(fd: int, between_reads: Callable[[], None] = lambda: None) -> str:
+    """The same for an open file. Raises OSError, and what `between_reads` raises: so a long check can be ended."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
-    with path.open("rb", buffering=0) as stream:
-        while size := retry(lambda: stream.readinto(buffer), errnos=FAILING):
-            digest.update(buffer[:size])
-            between_reads()
+    while size := retry(lambda: os.readv(fd, [buffer]), errnos=FAILING):
+        digest.update(buffer[:size])
+        between_reads()
     return digest.hexdigest()
 
 
@@ -318,7 +327,7 @@ def _link_or_copy(source: Path, temporary: Path, between_reads: Callable[[], Non
         # If the link was made although an error came back, a copy would be written into the source: it needs a name that is free.
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-    with source.open("rb") as stream, open(open_new(temporary), "wb") as copy:
+    with reading.open_stream(source) as stream, open(open_new(temporary), "wb") as copy:
         while piece := stream.read(READ_BYTES):
             copy.write(piece)
             between_reads()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, FsbarrierError, StoreError, UsageError
+from fsbarrier.printable import printable
 from fsbarrier.retry import FAILING
 from fsbarrier.settings.sources import nearest
 
@@ -70,8 +71,8 @@ def error_text(error: FsbarrierError) -> str:
 
 
 def one_line(message: str) -> str:
-    """A message without line breaks or control characters, as it may hold what a user or a file said."""
-    return re.sub(r"[\x00-\x1f\x7f]+", " ", message).strip()
+    """A message in one line, as it may hold what a user or a file said."""
+    return printable(re.sub(r"\s+", " ", message)).strip()
 
 
 def parse(command: Command, name: str, arguments: Sequence[str]) -> argparse.Namespace:

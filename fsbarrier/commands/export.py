@@ -13,6 +13,7 @@ from fsbarrier.commands import flags
 from fsbarrier.data import tables
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.maintenance import policy_export
+from fsbarrier.printable import printable
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.runrecord import load
 from fsbarrier.start import preflight
@@ -105,7 +106,7 @@ def main(args: argparse.Namespace) -> int:
         policy_export.export(chosen, target, args.dtype)
     except OSError as error:
         raise StoreError(f"{error.filename or target}: {error.strerror or error}") from None
-    said = f"policy version {chosen.version} of run {record.run_id}"
+    said = f"policy version {chosen.version} of run {printable(record.run_id)}"
     pushed = policy_export.push(target, args.push, said) if args.push else None
     if args.json:
         told = {"policy_version": chosen.version, "folder": str(target), "from": str(chosen.model)}
@@ -126,7 +127,7 @@ def export_table(args: argparse.Namespace, log_path: Path, target: Path) -> int:
             raise UsageError(f"{flag}: only for a policy; name a folder")
     aside: list[str] = []
     if args.file:
-        found = [preflight.absolute(path) for path in args.file]
+        found = [preflight.absolute(path).resolve() for path in args.file]
     else:
         found, aside = tables.sources(log_path, args.split, args.iteration)
     done = tables.export(found, target, tokens=not args.no_tokens)
@@ -139,6 +140,6 @@ def export_table(args: argparse.Namespace, log_path: Path, target: Path) -> int:
         )
     else:
         for note in aside:
-            print(f"left aside: {note}")
+            print(f"left aside: {printable(note)}")
         print(f"{done.trajectories} trajectories of {len(done.files)} files are in {target}")
     return 0

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsbarrier import reading
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.log_tail import fit_for_terminal
@@ -21,8 +22,8 @@ EXAMPLE = "fsbarrier logs --node 2 --file vllm -n 100"
 
 #: While following, the seconds between two looks for new lines and new files.
 LOOK_S = 0.5
-#: Bytes that are read at a time, from the end.
-BLOCK = 64 * 1024
+#: Bytes that are read at a time, and of one log at once. A line of which more is shown than this is cut.
+BLOCK, MOST, LONGEST = 1 << 20, 64 << 20, 64 << 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,13 +100,16 @@ def find(log_path: Path, *, node: int | None, attempt: int | None, name: str | N
 def last_lines(path: Path, count: int) -> tuple[list[str], int]:
     """The last `count` whole lines of a file, and the offset behind them. Reads from the end: logs grow large."""
     try:
-        with path.open("rb") as stream:
-            end = stream.seek(0, os.SEEK_END)
-            begin, data = end, b""
-            while begin > 0 and data.count(b"\n") <= count:
-                begin = max(0, begin - BLOCK)
+        with reading.open_stream(path) as stream:
+            begin = end = stream.seek(0, os.SEEK_END)
+            blocks, newlines = deque[bytes](), 0
+            while begin > max(0, end - MOST) and newlines <= count:
+                size = min(BLOCK, begin)
+                begin -= size
                 stream.seek(begin)
-                data = stream.read(end - begin)
+                blocks.appendleft(stream.read(size))
+                newlines += blocks[0].count(b"\n")
+            data = b"".join(blocks)
     except OSError as error:
         return [f"(cannot be read: {error.strerror})"], 0
     whole, newline, rest = data.rpartition(b"\n")
@@ -117,14 +121,18 @@ def last_lines(path: Path, count: int) -> tuple[list[str], int]:
 def new_lines(path: Path, offset: int) -> tuple[list[str], int]:
     """The whole lines behind `offset`, and the new offset."""
     try:
-        with path.open("rb") as stream:
+        with reading.open_stream(path) as stream:
             if stream.seek(0, os.SEEK_END) < offset:
                 # Somebody cut the log.
                 offset = 0
             stream.seek(offset)
-            data = stream.read()
+            data = stream.read(MOST)
     except OSError:
         return [], offset
+    if len(data) == MOST and b"\n" not in data:
+        # No line is so long; what comes next is the end of it.
+        data = data[:LONGEST] + b"\n"
+        return [_decoded(data[:-1])], offset + MOST
     whole, newline, _ = data.rpartition(b"\n")
     return [_decoded(line) for line in whole.split(b"\n")] if newline else [], offset + len(whole) + len(
         newline
@@ -132,4 +140,7 @@ def new_lines(path: Path, offset: int) -> tuple[list[str], int]:
 
 
 def _decoded(line: bytes) -> str:
+    if len(line) > LONGEST:
+        # Of a progress bar only the last state is shown, so what counts is at the end.
+        return f"({len(line) - LONGEST} bytes) ... {fit_for_terminal(line[-LONGEST:].decode('utf-8', errors='replace'))}"
     return fit_for_terminal(line.decode("utf-8", errors="replace"))

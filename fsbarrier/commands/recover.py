@@ -14,6 +14,7 @@ from fsbarrier.data.rankfiles import FoundFile
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.maintenance import recovery
 from fsbarrier.maintenance.superseding import needed, record_generation
+from fsbarrier.printable import printable
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir import heartbeats, runrecord
 from fsbarrier.rundir.names import SPLITS
@@ -154,7 +155,7 @@ def as_text(outcome: JsonObject, found: list[FoundFile]) -> str:
     for split in outcome["splits"]:
         lines += _merged_as_text(split)
     lines.append("nothing was changed" if outcome["dry_run"] else "the normal command goes on from here")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _merged_as_text(split: JsonObject) -> list[str]:

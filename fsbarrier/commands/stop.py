@@ -6,6 +6,7 @@ import argparse
 
 from fsbarrier.commands import flags
 from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.printable import printable
 from fsbarrier.rundir.heartbeats import live_nodes
 from fsbarrier.rundir.runrecord import load
 from fsbarrier.rundir.stop_requests import request_stop
@@ -36,10 +37,12 @@ def main(args: argparse.Namespace) -> int:
     alive = live_nodes(log_path, BEATS * record.settings.coordination.beat_s)
     if not alive:
         print(
-            f"no node of run {record.run_id} is alive: there is nothing to end; a later start is not affected"
+            f"no node of run {printable(record.run_id)} is alive: there is nothing to end; a later start is not affected"
         )
         return 0
     who = f"node{'s' if len(alive) > 1 else ''} {ranks(beat.rank for beat in alive)}"
     when = "at once" if args.now else "before another iteration begins (--now: at once)"
-    print(f"asked {who} of run {record.run_id} to end {when}; `fsbarrier status` shows when they have")
+    print(
+        f"asked {who} of run {printable(record.run_id)} to end {when}; `fsbarrier status` shows when they have"
+    )
     return 0

@@ -22,6 +22,7 @@ from fsbarrier.data.torchpickle import FormatError
 from fsbarrier.data.torchzip import HEADER_MAX, ROOT, Entry, parse_header, pread, read_at, read_directory
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.reading import open_plain
 from fsbarrier.retry import FAILING, retry
 
 SHARD_JSON = ROOT + "shard.json"
@@ -127,11 +128,11 @@ def reading(path: Path) -> Iterator[int]:
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_plain(path)
     except FileNotFoundError:
         # NFS may remember for 30 s that the name did not exist; listing its directory makes it look again.
         os.listdir(path.parent)
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_plain(path)
 
 
 def scan_shard(path: Path, limit_bytes: int | None = None, *, verify: bool = True) -> ShardScan:

@@ -46,6 +46,7 @@ from fsbarrier.data.trajectory import REQUIRED, is_judged
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.files import fsync_dir, open_new
 from fsbarrier.protocol.facts import Payload
+from fsbarrier.reading import open_stream
 from fsbarrier.retry import FAILING, retry
 
 CREATED_BY = f"fsbarrier {__version__}"
@@ -177,7 +178,7 @@ class ShardWriter:
         fsync_dir(self.path.parent)
 
     def _resume(self, start: bytes) -> None:
-        with self.path.open("rb") as stream:
+        with open_stream(self.path) as stream:
             there = stream.read(len(start) + 1)
         if len(there) <= len(start) and (start.startswith(there) or not any(there)):
             # An earlier start was killed before it had written this much.

@@ -94,6 +94,22 @@ _OPCODES = (
 )
 
 
+#: What makes a container, or a call that does, and how many are fine whatever the size; beyond that, one for so many bytes.
+_CONTAINERS = (
+    *(pickle.MARK, pickle.REDUCE, pickle.EMPTY_LIST, pickle.EMPTY_DICT),
+    *(pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+)
+FEW_CONTAINERS, BYTES_A_CONTAINER = 10_000, 6
+
+
+def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    def counted(unpickler: Unpickler) -> None:
+        unpickler.count_container()
+        load(unpickler)
+
+    return counted
+
+
 class Unpickler(pickle._Unpickler):
     """Builds the value that `data` describes; `fetch(key)` gives the bytes of a storage, or raises FormatError.
 
@@ -109,6 +125,7 @@ class Unpickler(pickle._Unpickler):
 
     def __init__(self, data: bytes, fetch: FetchStorage) -> None:
         self._data = data
+        self._containers_left = FEW_CONTAINERS + len(data) // BYTES_A_CONTAINER
         self._fetch = fetch
         self._storages: dict[str, _Storage] = {}
 
@@ -212,6 +229,14 @@ class Unpickler(pickle._Unpickler):
                 raise FormatError(f"a dict key of type {type(key).__name__}")
             target[key] = value
 
+    def count_container(self) -> None:
+        """An opcode of one byte makes a list of 56. Raises FormatError where there are more than any trajectories have."""
+        self._containers_left -= 1
+        if self._containers_left < 0:
+            raise FormatError(
+                f"more lists, dicts and tuples than bytes could be meant for, at byte {self.position}"
+            )
+
     # No BUILD, so no state is set on anything; no NEWOBJ, INST or OBJ, so no class is instantiated; no EXT; nothing with a
     # length of 8 bytes. An opcode that a later Python brings is refused as well.
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = (
@@ -219,24 +244,29 @@ class Unpickler(pickle._Unpickler):
         | {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES}
         | {pickle.APPEND[0]: load_append, pickle.APPENDS[0]: load_appends}
         | {pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems}
+        | {code[0]: _counted(pickle._Unpickler.dispatch[code[0]]) for code in _CONTAINERS}
     )
 
 
 def _check_plain(value: Any) -> None:
     """Raises FormatError where something in `value` is not plain, nested too deeply, or there twice."""
-    todo, seen = [(value, 0)], set[int]()
-    while todo:
-        item, depth = todo.pop()
-        kind = type(item)
+    # Level by level, and of each level only what is no scalar: a list of millions of numbers must not be copied.
+    level, depth, seen = [value], 0, set[int]()
+    while level:
         if depth > MAX_DEPTH:
             raise FormatError(f"the pickle holds values nested more than {MAX_DEPTH} deep")
-        if kind in _SCALARS or item == ():
-            continue
-        if kind not in (list, tuple, dict, array):
-            raise FormatError("the pickle holds something that is not a plain value")
-        # Shared containers would let a few bytes describe a structure that takes for ever to walk through.
-        if id(item) in seen:
-            raise FormatError("the pickle refers twice to one list, dict or array")
-        seen.add(id(item))
-        if kind is not array:
-            todo.extend((inner, depth + 1) for inner in (item.values() if kind is dict else item))
+        inner: list[Any] = []
+        for item in level:
+            kind = type(item)
+            if kind in _SCALARS or item == ():
+                continue
+            if kind not in (list, tuple, dict, array):
+                raise FormatError("the pickle holds something that is not a plain value")
+            # Shared containers would let a few bytes describe a structure that takes for ever to walk through.
+            if id(item) in seen:
+                raise FormatError("the pickle refers twice to one list, dict or array")
+            seen.add(id(item))
+            if kind is not array:
+                values = item.values() if kind is dict else item
+                inner += [one for one in values if type(one) not in _SCALARS]
+        level, depth = inner, depth + 1

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from fsbarrier.data.torchpickle import ALIGNMENT, FormatError
+from fsbarrier.reading import PIECE_BYTES
 from fsbarrier.retry import FAILING, retry
 
 ROOT = "archive/"
@@ -172,6 +173,7 @@ def read_directory(fd: int, size: int) -> list[Entry]:
     end = read_at(fd, size - _END.size, _END.size) if size >= _END.size else b""
     if not (end.startswith(b"PK\5\6") and end.endswith(b"\0\0")):
         raise FormatError("it has no directory at its end")
+    _check_directory_size(fd, size, end)
     try:
         with os.fdopen(os.dup(fd), "rb") as stream, zipfile.ZipFile(stream) as archive:
             infos, directory = archive.infolist(), archive.start_dir
@@ -189,6 +191,17 @@ def read_directory(fd: int, size: int) -> list[Entry]:
             raise FormatError("its entries overlap")
         last = entry.end
     return entries
+
+
+def _check_directory_size(fd: int, size: int, end: bytes) -> None:
+    """zipfile reads the directory in one piece, as large as the file says. Raises FormatError, OSError."""
+    (length,) = struct.unpack_from("<I", end, 12)
+    at = size - _END.size - _LOCATOR64.size
+    if at >= 0 and (locator := read_at(fd, at, _LOCATOR64.size)).startswith(b"PK\6\7"):
+        (place,) = struct.unpack_from("<Q", locator, 8)
+        (length,) = struct.unpack_from("<Q", read_at(fd, place, _END64.size), 40)
+    if length > PIECE_BYTES:
+        raise FormatError(f"a directory of {length} bytes, and {PIECE_BYTES} are allowed")
 
 
 def _checked_entry(fd: int, info: zipfile.ZipInfo) -> Entry:
@@ -219,6 +232,8 @@ def read_at(fd: int, offset: int, count: int) -> bytes:
     """Exactly `count` bytes from `offset`. Raises FormatError where the file ends before, OSError."""
     if offset < 0 or offset > 2**62:
         raise FormatError(f"it points to byte {offset}")
+    if count > PIECE_BYTES:
+        raise FormatError(f"a piece of {count} bytes, and {PIECE_BYTES} are allowed")
     data = pread(fd, count, offset)
     if len(data) == count:
         return data

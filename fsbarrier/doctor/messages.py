@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.reading import RECORD_BYTES, read_bytes
 from fsbarrier.retry import Backoff
 
 #: quick at first, since most of these waits are what the doctor measures
@@ -53,6 +54,6 @@ def unpack(data: bytes) -> Message | None:
 def read(path: Path) -> Message | None:
     """The message at `path`; None where there is no whole one now."""
     try:
-        return unpack(path.read_bytes())
+        return unpack(read_bytes(path, RECORD_BYTES))
     except (OSError, ValueError):
         return None

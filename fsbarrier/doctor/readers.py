@@ -12,6 +12,7 @@ from fsbarrier import files
 from fsbarrier.doctor.findings import NOTE, OK, WARNING, Check, Findings, Reading
 from fsbarrier.doctor.meeting import Meeting
 from fsbarrier.doctor.messages import pack, unpack
+from fsbarrier.reading import RECORD_BYTES, read_bytes
 
 READING_S = 1.5
 PAUSE_S = 0.002
@@ -59,7 +60,7 @@ def _write(meeting: Meeting, number: int) -> None:
 def _read(path: Path, newest: dict[Path, int], result: Reading) -> None:
     result.reads += 1
     try:
-        message = unpack(path.read_bytes())
+        message = unpack(read_bytes(path, RECORD_BYTES))
     except OSError:
         result.missing += 1
         return

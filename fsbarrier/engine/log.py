@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsbarrier import reading
+
 # Before what a line says: which of vLLM's processes, the level, the time and the place in its code.
 _PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] )?")
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|error): \S")
@@ -31,7 +33,7 @@ def size(path: Path) -> int:
 def since(path: Path, offset: int) -> str:
     """What was written from `offset` on, at most a MiB."""
     try:
-        with path.open("rb") as stream:
+        with reading.open_stream(path) as stream:
             stream.seek(offset)
             return stream.read(1 << 20).decode("utf-8", errors="replace")
     except OSError:

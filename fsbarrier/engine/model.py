@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsbarrier import reading
 from fsbarrier.errors import ProgramFailed
-
-# safetensors' own limit.
-MAX_HEADER_BYTES = 100 << 20
 
 INDEX = "model.safetensors.index.json"
 
@@ -79,7 +77,7 @@ def weight_files(folder: Path) -> list[Path]:
         names = read_json_object(index).get("weight_map")
         if not isinstance(names, Mapping):
             raise ProgramFailed(f"{index}: has no weight_map")
-        files = [folder / name for name in sorted({str(name) for name in names.values()})]
+        files = [folder / Path(name).name for name in sorted({str(name) for name in names.values()})]
     else:
         files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     missing = [file for file in files if not file.is_file()]
@@ -102,9 +100,9 @@ def tensors_in(file: Path) -> tuple[int, dict[str, Any]]:
     Raises ProgramFailed; a file is damaged, too, that is not as long as its header says.
     """
     try:
-        with file.open("rb") as stream:
+        with reading.open_stream(file, links=True) as stream:
             length = int.from_bytes(stream.read(8), "little")
-            if not 2 <= length <= MAX_HEADER_BYTES:
+            if not 2 <= length <= reading.TENSOR_HEADER_BYTES:
                 raise ValueError("no header")
             header = json.loads(stream.read(length))
             size = stream.seek(0, 2)
@@ -117,7 +115,7 @@ def tensors_in(file: Path) -> tuple[int, dict[str, Any]]:
         return 8 + length, header
     except OSError as error:
         raise ProgramFailed(f"{file}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ProgramFailed(f"{file}: is damaged: {error}") from None
 
 
@@ -152,10 +150,10 @@ def number(config: Config, name: str, otherwise: int) -> int:
 def read_json_object(file: Path) -> dict[str, object]:
     """The object in a JSON file. Raises ProgramFailed."""
     try:
-        value = json.loads(file.read_bytes())
+        value = json.loads(reading.read_bytes(file, reading.JSON_BYTES, links=True))
     except OSError as error:
         raise ProgramFailed(f"{file}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProgramFailed(f"{file}: is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ProgramFailed(f"{file}: is not a JSON object")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsbarrier import files
+from fsbarrier import files, reading
 from fsbarrier.engine import model as model_folder
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.rundir import checkpoints
@@ -29,6 +29,8 @@ class Exported:
     model: Path
     trainer: Path | None = None
     digests: Mapping[str, FileDigest] = field(default_factory=dict)
+    # Of the run, where the model lies in it: no link is followed below it.
+    root: Path | None = None
 
 
 def find(record: RunRecord, wanted: int | None) -> Exported:
@@ -54,9 +56,11 @@ def find(record: RunRecord, wanted: int | None) -> Exported:
         }
         state = any(name.startswith("trainer/") for name in manifest.files)
         trainer = folder / "trainer" if state else None
-        return Exported(manifest.policy_version, folder / "model", trainer, digests)
+        return Exported(manifest.policy_version, folder / "model", trainer, digests, record.log_path)
     if not wanted and record.model is not None:
-        return Exported(0, Path(record.model))
+        model = Path(record.model)
+        root = record.log_path if model.is_relative_to(record.log_path) else None
+        return Exported(0, model, root=root)
     if wanted is None:
         raise UsageError(
             f"--log-path {record.log_path}: this run has no policy (program {record.settings.program})"
@@ -98,7 +102,9 @@ def export(chosen: Exported, target: Path, dtype: str | None) -> None:
             from fsbarrier.training.convert_model import DTYPES, convert
 
             if chosen.digests:
-                checkpoints.verify(chosen.model.parent, "model/")
+                listed = checkpoints.verify(chosen.model.parent).files
+                for part in ("model/", "trainer/")[: 1 if chosen.trainer is None else 2]:
+                    checkpoints.check_nothing_else(chosen.model.parent, part, listed)
             convert(chosen.model, chosen.trainer, staging, DTYPES[dtype])
         check_whole(staging)
         files.fsync_dir(staging)
@@ -109,14 +115,34 @@ def export(chosen: Exported, target: Path, dtype: str | None) -> None:
 
 def _copy(chosen: Exported, out: Path) -> None:
     if not chosen.digests:
-        shutil.copytree(chosen.model, out)
+        _copy_first_model(chosen, out)
     for name, digest in chosen.digests.items():
         files.make_dirs((out / name).parent)
-        if copy_hashed(chosen.model / name, out / name) != digest:
+        if copy_hashed(chosen.model / name, out / name, chosen.root) != digest:
             path = chosen.model / name
             raise ProgramFailed(
                 f"{path} differs from what {checkpoints.MANIFEST} says: it was changed or damaged"
             )
+
+
+def _copy_first_model(chosen: Exported, out: Path) -> None:
+    """The run's first model, which no manifest lists. A folder of the user's own may hold links, as the hub's cache does."""
+
+    def refuse_links(folder: str, names: list[str]) -> list[str]:
+        for name in names if chosen.root is not None else ():
+            if (Path(folder) / name).is_symlink():
+                raise ProgramFailed(
+                    f"{Path(folder) / name} is a link, which leads out of the run; it is not exported"
+                )
+        return []
+
+    def copy(source: str, target: str) -> None:
+        copy_hashed(Path(source), Path(target), chosen.root)
+
+    if chosen.root is not None:
+        with reading.folder_below(chosen.root, chosen.model):
+            pass
+    shutil.copytree(chosen.model, out, ignore=refuse_links, copy_function=copy)
 
 
 def check_whole(folder: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fsbarrier import files
+from fsbarrier import files, reading
 from fsbarrier.data import rankfiles
 from fsbarrier.data.rankfiles import FileState, FoundFile
 from fsbarrier.data.shardscan import scan_shard
@@ -141,12 +141,14 @@ def quarantine(log_path: Path, items: Iterable[FoundFile]) -> Path | None:
         return None
     folder = log_path / "quarantine" / datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     files.make_dirs(folder)
-    for path in dict.fromkeys(chosen):
-        target = folder / path.name
-        if target.exists():
-            raise UsageError(f"{target} is there already; nothing was moved over it")
-        os.rename(path, target)
-        files.fsync_dir(path.parent)
+    with reading.folder_below(log_path, folder) as to:
+        for path in dict.fromkeys(chosen):
+            target = folder / path.name
+            if os.path.lexists(target):
+                raise UsageError(f"{target} is there already; nothing was moved over it")
+            with reading.folder_below(log_path, path.parent) as here:
+                os.rename(path.name, path.name, src_dir_fd=here, dst_dir_fd=to)
+            files.fsync_dir(path.parent)
     files.fsync_dir(folder)
     return folder
 

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 import fsbarrier
-from fsbarrier import files
+from fsbarrier import files, reading
 from fsbarrier.errors import (
     EXIT_INTERNAL,
     EXIT_SIGINT,
@@ -144,6 +144,9 @@ class Daemon:
         attempt = 1 + (observer.joins[rank].incarnation if rank in observer.joins else 0)
         log_dir = record.paths.node_logs(attempt, rank)
         files.make_dirs(log_dir)
+        # Else this node's log would be written wherever a link in its place leads.
+        with reading.folder_below(record.log_path, log_dir):
+            pass
         self.events = until_seen(lambda: EventLog(record, rules, log_dir / "daemon.log"))
         devices = accelerators.detect()
         self.engines = make_engines(settings, log_dir, work_dir, program.needs, devices)

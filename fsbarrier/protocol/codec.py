@@ -29,7 +29,6 @@ from fsbarrier.protocol.facts import (
 
 MAGIC = "fsbarrier"
 FORMAT = 2
-MAX_BYTES = 64 * 1024 * 1024
 #: records up to this size are remembered once they are decoded
 SMALL_BYTES = 8 * 1024
 
@@ -98,8 +97,6 @@ def decode(data: bytes, cls: type[R]) -> R:
 def _decode(data: bytes, expected: str) -> Record | Fault:
     """The record, or what is wrong with it."""
     header, _, body = data.partition(b"\n")
-    if len(data) > MAX_BYTES:
-        return Fault("too long")
     if header + b"\n" != _header(expected, body):
         return _fault(header, expected)
     try:

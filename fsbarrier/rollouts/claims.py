@@ -16,12 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from fsbarrier import files
 from fsbarrier.errors import StoreError
 from fsbarrier.protocol.assign import lots
+from fsbarrier.reading import RECORD_BYTES, read_bytes
 from fsbarrier.retry import until_seen
 from fsbarrier.rundir.names import CUT, DURABLE_COUNT, LOT
 
@@ -137,7 +139,7 @@ class Claims:
             # Not flushed: after a power loss the nodes that it hit are lost, and the next generation shares out anew.
             won = files.create_exclusive(path, self._owner, durable=False)
             # The answer to an earlier try may have been lost on its way back.
-            return won or (tries > 1 and path.read_bytes() == self._owner)
+            return won or (tries > 1 and read_bytes(path, RECORD_BYTES) == self._owner)
 
         won = _retry(create, path, "claimed")
         self.made, self.lost = self.made + won, self.lost + (not won)
@@ -158,7 +160,10 @@ class Claims:
         tasks: list[int] = []
         for lot in everything:
             path = folder / lot.name
-            if lot.name in names and _retry(path.read_bytes, path, "read") == self._owner:
+            if (
+                lot.name in names
+                and _retry(partial(read_bytes, path, RECORD_BYTES), path, "read") == self._owner
+            ):
                 tasks += lot.tasks
                 self.taken_over += lot.tasks if lot.rank != self.rank else ()
         return tuple(tasks)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fsbarrier import files
+from fsbarrier.reading import RECORD_BYTES, read_bytes
 from fsbarrier.rundir.names import CUT, DURABLE_COUNT
 
 #: between two looks at what the others have; with many nodes more, so that all of them together read as often as FULL_RATE do
@@ -81,5 +82,5 @@ class EarlyEnd:
             if DURABLE_COUNT.parse(name) is not None:
                 # A file that is being replaced cannot be read: then the count before stands.
                 with contextlib.suppress(OSError, ValueError):
-                    self._counts[name] = int((self._folder / name).read_bytes())
+                    self._counts[name] = int(read_bytes(self._folder / name, RECORD_BYTES)[:20])
         return sum(self._counts.values())

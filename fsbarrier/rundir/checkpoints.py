@@ -16,13 +16,13 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsbarrier import files
+from fsbarrier import files, reading
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.private_folder import private_folder
 from fsbarrier.retry import FAILING, retry
@@ -93,7 +93,7 @@ def commit(folder: Path, manifest: Manifest) -> Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder. Raises ProgramFailed if there is none or it cannot be read: the folder is not complete."""
     try:
-        body = json.loads(retry((folder / MANIFEST).read_bytes, errnos=FAILING))
+        body = json.loads(retry(lambda: _read_below(folder, MANIFEST), errnos=FAILING))
         state_in = body.get("state_in", "")
         if state_in and POLICY_FOLDER.parse(state_in) is None:
             raise ValueError(f"{state_in!r} is no folder of a policy version")
@@ -118,7 +118,10 @@ def _listed(digests: Mapping[str, FileDigest]) -> dict[str, dict[str, object]]:
 
 
 def _digests(listed: Mapping[str, Any]) -> dict[str, FileDigest]:
-    return {str(name): FileDigest(int(item["bytes"]), str(item["sha256"])) for name, item in listed.items()}
+    return {
+        _inner_name(name): FileDigest(int(item["bytes"]), str(item["sha256"]))
+        for name, item in listed.items()
+    }
 
 
 def newest_state(folder: Path) -> str | None:
@@ -138,8 +141,21 @@ def still_to_come(folder: Path, manifest: Manifest) -> list[str]:
     return [name for name in manifest.following if Path(name).name not in there]
 
 
+def _read_below(folder: Path, name: str) -> bytes:
+    path = folder / name
+    with os.fdopen(reading.open_below(folder.parent, path), "rb") as stream:
+        return reading.read_all(stream, reading.JSON_BYTES, path)
+
+
+def _inner_name(name: str) -> str:
+    """A name in a manifest, which leads to a file of that folder. Raises ValueError."""
+    if os.path.isabs(name) or os.path.normpath(name) != name or name.split("/")[0] in (".", ".."):
+        raise ValueError(f"{name!r} is no name inside the folder")
+    return name
+
+
 def check_sizes(folder: Path) -> Manifest:
-    """Every file of a policy version is there and as long as its manifest says; none is read.
+    """Every file of a policy version is there, a plain one, and as long as its manifest says; none is read.
 
     Raises ProgramFailed naming the first bad one.
     """
@@ -148,8 +164,8 @@ def check_sizes(folder: Path) -> Manifest:
         raise ProgramFailed(f"{folder} has no model/ in its manifest")
     for name, digest in manifest.files.items():
         path = folder / name
-        with _reading(path):
-            size = retry(path.stat, errnos=FAILING).st_size
+        with _opened(folder, name) as fd:
+            size = os.fstat(fd).st_size
         if size != digest.size:
             raise ProgramFailed(f"{path} has {size} bytes; {MANIFEST} says {digest.size}")
     return manifest
@@ -172,11 +188,12 @@ def compare(folder: Path, expected: Mapping[str, FileDigest], between_reads: Cal
     """Read the files below `folder`, several at once. Raises ProgramFailed naming one that is not what is expected."""
 
     def check(name: str) -> None:
-        path = folder / name
-        with _reading(path):
-            found = files.sha256_file(path, between_reads)
+        with _opened(folder, name) as fd:
+            found = files.sha256_open(fd, between_reads)
         if found != expected[name].sha256:
-            raise ProgramFailed(f"{path} differs from what {MANIFEST} says: it was changed or damaged")
+            raise ProgramFailed(
+                f"{folder / name} differs from what {MANIFEST} says: it was changed or damaged"
+            )
 
     with ThreadPoolExecutor(READERS) as threads:
         for _ in threads.map(check, expected):
@@ -188,18 +205,37 @@ def check_file(folder: Path, name: str) -> None:
     digest, path = read_manifest(folder).files.get(name), folder / name
     if digest is None:
         raise ProgramFailed(f"{path} is not in the {MANIFEST} beside it")
-    with _reading(path):
-        found = FileDigest(path.stat().st_size, files.sha256_file(path))
+    with _opened(folder, name) as fd:
+        found = FileDigest(os.fstat(fd).st_size, files.sha256_open(fd))
     if found != digest:
         raise ProgramFailed(f"{path} differs from what {MANIFEST} says: it was changed or damaged")
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _opened(folder: Path, name: str) -> Iterator[int]:
+    """A file of a policy version, open for reading; no link leads to it. Raises ProgramFailed."""
+    path = folder / name
     try:
-        yield
+        fd = retry(lambda: reading.open_below(folder.parent, path), errnos=FAILING)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
     except OSError as error:
         raise ProgramFailed(f"{path}, listed in {MANIFEST}, cannot be read: {error}") from None
+
+
+def check_nothing_else(folder: Path, part: str, listed: Iterable[str]) -> None:
+    """What a loader may take from `part` of a policy version is in its manifest. Raises ProgramFailed naming what is not."""
+    inner = folder / part
+    with reading.folder_below(folder.parent, inner) as fd:
+        there = sorted(f"{part}{name}" for name in os.listdir(fd) if not name.startswith("."))
+    known = {f"{part}{name.removeprefix(part).partition('/')[0]}" for name in listed if name.startswith(part)}
+    for name in there:
+        if name not in known:
+            raise ProgramFailed(
+                f"{folder / name} is not listed in {MANIFEST}: it is no part of this policy version"
+            )
 
 
 def publish_link(log_path: Path, folder: Path, last_look: Callable[[], None] = lambda: None) -> Path:
@@ -276,7 +312,7 @@ def served_policy(log_path: Path) -> MadeBy | None:
 
 
 def _copied_from(served: Path) -> str:
-    return (served / COPIED_FROM).read_text()
+    return reading.read_bytes(served / COPIED_FROM, 4096).decode(errors="replace")
 
 
 def retain(
@@ -305,11 +341,18 @@ def retain(
         if not wanted and version < _version(current):
             between()
             with contextlib.suppress(OSError):
-                # Remove the manifest first, so that a half-removed folder does not look complete.
-                (folder / MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(folder)
+                _remove_version(folder)
                 removed.append(folder)
     return removed
+
+
+def _remove_version(folder: Path) -> None:
+    """Raises OSError, also where the folder is a link, which leads who knows where."""
+    with reading.folder_below(folder.parent.parent, folder) as fd, contextlib.suppress(FileNotFoundError):
+        # First the manifest, so that a half-removed folder does not look complete.
+        os.unlink(MANIFEST, dir_fd=fd)
+    with reading.folder_below(folder.parent.parent, folder.parent) as parent:
+        shutil.rmtree(folder.name, dir_fd=parent)
 
 
 def _state_in(folder: Path) -> str | None:
@@ -323,7 +366,7 @@ def _state_in(folder: Path) -> str | None:
 def versions(log_path: Path) -> list[tuple[int, Path]]:
     """All policy versions on disk, complete or not, oldest first."""
     root = RunPaths(log_path).checkpoints
-    folders = list(root.iterdir()) if root.is_dir() else []
+    folders = list(root.iterdir()) if root.is_dir() and not root.is_symlink() else []
     return sorted((made.number, folder) for folder in folders if (made := POLICY_FOLDER.parse(folder.name)))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from fsbarrier import files
+from fsbarrier import files, reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,16 @@ class HashedFile:
             os.close(self._fd)
 
 
-def copy_hashed(source: Path, target: Path) -> FileDigest:
-    """Copy a file to a new name; gives what was written. Raises OSError."""
-    with source.open("rb") as stream, HashedFile(target) as copy:
+def copy_hashed(source: Path, target: Path, root: Path | None = None) -> FileDigest:
+    """Copy a file to a new name; gives what was written. `root`: no link is followed below it. Raises OSError."""
+    fd = reading.open_plain(source, links=True) if root is None else reading.open_below(root, source)
+    with os.fdopen(fd, "rb") as stream, HashedFile(target) as copy:
         shutil.copyfileobj(stream, copy, files.READ_BYTES)
     return copy.digest
 
 
 def digest_of(path: Path) -> FileDigest:
     """Flush a file that somebody else wrote, and read it. Raises OSError."""
-    files.fsync_file(path)
-    return FileDigest(path.stat().st_size, files.sha256_file(path))
+    with reading.open_stream(path) as stream:
+        os.fsync(stream.fileno())
+        return FileDigest(os.fstat(stream.fileno()).st_size, files.sha256_open(stream.fileno()))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fsbarrier import files
+from fsbarrier import files, reading
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.rundir.names import JOURNAL
 from fsbarrier.rundir.paths import RunPaths
@@ -167,7 +167,7 @@ class JournalReader:
         events: list[Event] = []
         while True:
             try:
-                with self.path.open("rb") as stream:
+                with reading.open_stream(self.path) as stream:
                     stream.seek(self._offset)
                     block = stream.read(BLOCK_BYTES)
             except OSError:

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
+from fsbarrier import reading
+from fsbarrier.printable import printable
 from fsbarrier.rundir.names import ATTEMPT_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 
 TAIL_BYTES = 64 * 1024
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
-_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), 127])
 
 
 def fit_for_terminal(line: str) -> str:
     """A log's line without what could confuse a terminal; of a progress bar only its last state."""
     last_state = line.rstrip("\r").rpartition("\r")[2]
-    return _ESCAPES.sub("", last_state).translate(_CONTROLS)
+    return printable(last_state)
 
 
 def last_lines(path: Path, lines: int, begin: int = 0) -> list[str]:
     """The last lines of a log after its first `begin` bytes, from at most the last 64 KiB. Never raises."""
     try:
-        with path.open("rb") as stream:
+        with reading.open_stream(path) as stream:
             size = stream.seek(0, os.SEEK_END)
             # Where the log is shorter than it was, somebody has cut it.
             begin = begin if begin <= size else 0

@@ -16,6 +16,7 @@ from typing import Protocol
 from fsbarrier import files
 from fsbarrier.protocol.codec import CorruptRecord, Fault, decode, encode
 from fsbarrier.protocol.facts import R, Record
+from fsbarrier.reading import NotPlain
 
 #: errors that a reader may get while a writer replaces the file; every other error is raised
 REPLACED = frozenset({errno.ENOENT, errno.ESTALE})
@@ -88,7 +89,10 @@ class PosixStore:
             raise
 
     def _read(self, path: Path, cls: type[R]) -> R:
-        return decode(files.read_created(path), cls)
+        try:
+            return decode(files.read_created(path), cls)
+        except NotPlain as error:
+            raise CorruptRecord(Fault(str(error.strerror))) from None
 
     def fault(self, path: Path, cls: type[R]) -> Fault:
         try:

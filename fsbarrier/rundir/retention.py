@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
+from fsbarrier import reading
 from fsbarrier.rundir import names
 from fsbarrier.rundir.paths import RunPaths
 
@@ -29,7 +31,7 @@ def remove_old(
             between()
             batch = names.BATCH.parse(path.name)
             if batch is not None and batch.number <= trained_on - batches:
-                _remove(path)
+                _remove(log_path, path)
     gone: set[int] = set()
     for split in names.SPLITS if trajectories else ():
         for path in _listed(paths.trajectories(split)):
@@ -37,7 +39,7 @@ def remove_old(
             file = names.parse_trajectories(path.name)
             if file is None or file.split != split:
                 continue
-            if file.iteration <= trained_on - trajectories and _remove(path):
+            if file.iteration <= trained_on - trajectories and _remove(log_path, path):
                 gone.add(file.iteration)
     return sorted(gone)
 
@@ -49,9 +51,11 @@ def _listed(folder: Path) -> list[Path]:
         return []
 
 
-def _remove(path: Path) -> bool:
+def _remove(log_path: Path, path: Path) -> bool:
+    """Whether it could be done. What lies behind a link is not this run's."""
     try:
-        path.unlink()
+        with reading.folder_below(log_path, path.parent) as folder:
+            os.unlink(path.name, dir_fd=folder)
     except OSError:
         return False
     return True

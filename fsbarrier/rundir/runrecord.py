@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import TypedDict
 
 import fsbarrier
-from fsbarrier import files
+from fsbarrier import files, reading
 from fsbarrier.errors import StoreError, TooFewNodes, UsageError
 from fsbarrier.host.identity import user_at_host
 from fsbarrier.protocol.codec import FORMAT
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.retry import FAILING, Backoff, retry, until_seen
+from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import ChosenValue
 
 SCHEMA = 1
-MAX_BYTES = 16 * 1024 * 1024
 # A record is linked into place whole, so a mount that shows it torn for longer than this is broken.
 TORN_S = 5.0
 # how often a node says that it still waits
@@ -208,7 +208,9 @@ def _read(log_path: Path) -> RunRecord:
     idle, pauses = threading.Event(), iter(LOOKS)
     while True:
         try:
-            return decode(retry(lambda: _read_bytes(path), errnos=FAILING), log_path)
+            found = decode(retry(lambda: _read_bytes(path), errnos=FAILING), log_path)
+            _refuse_links(found.paths)
+            return found
         except _Torn as error:
             if not isinstance(error, _NotWholeYet) or time.monotonic() >= torn_until:
                 raise UsageError(f"{_shown(path)}: {error}; use another --log-path") from None
@@ -217,10 +219,22 @@ def _read(log_path: Path) -> RunRecord:
         idle.wait(next(pauses))
 
 
+def _refuse_links(paths: RunPaths) -> None:
+    """The folders of a run are its own: what it writes, moves and removes stays below its directory. Raises UsageError."""
+    kept = (paths.coordination, paths.checkpoints, paths.logs, paths.events, *map(paths.trajectories, SPLITS))
+    for folder in (*kept, paths.joins, paths.beats, paths.generations, paths.stops, paths.batches):
+        if folder.is_symlink():
+            raise UsageError(
+                f"{_shown(folder)}: is a link, and a run follows none below its directory; put the folder itself there "
+                "(or mount it), or use another --log-path"
+            )
+
+
 def _read_bytes(path: Path) -> bytes:
     try:
-        with path.open("rb") as stream:
-            return stream.read(MAX_BYTES + 1)
+        return reading.read_bytes(path, reading.RUN_RECORD_BYTES)
+    except reading.NotPlain as error:
+        raise _Torn(f"not a run's record: {error.strerror}") from None
     except FileNotFoundError:
         raise _NotWholeYet("it was listed, but it is not there") from None
 
@@ -235,8 +249,6 @@ def _unreadable(path: Path, error: OSError) -> Exception:
 
 def decode(data: bytes, log_path: Path) -> RunRecord:
     """The record in a file's bytes. Raises UsageError for one of a newer format; ValueError for anything but a whole one."""
-    if len(data) > MAX_BYTES:
-        raise _Torn("too long for a run's record")
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):

@@ -19,6 +19,7 @@ from fsbarrier.loader import load_program
 from fsbarrier.planning import plan_text
 from fsbarrier.planning.cluster_plan import make_plan
 from fsbarrier.planning.model_shape import ModelShape
+from fsbarrier.printable import printable
 from fsbarrier.program import (
     Command,
     Context,
@@ -60,12 +61,12 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
         )
         return 0
     for line in (*planned_lines(record, settings), *preset_lines(settings)):
-        print(f"# {line}")
+        print(f"# {printable(line)}")
     print(f"# settings (digest {record.settings_digest[:12]})")
     for key, value in flatten(settings.as_json(), ()).items():
         print(f"{key} = {json.dumps(value)}")
     for split, source in record.tasks.items():
-        print(f"# {split}: {source['count']} tasks in {source['path']}")
+        print(printable(f"# {split}: {source['count']} tasks in {source['path']}"))
     for node_rank in range(settings.num_nodes):
         print(f"\n# node {node_rank}")
         for rank, index, name, command in commands:

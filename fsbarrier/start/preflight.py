@@ -75,7 +75,10 @@ def with_absolute_paths(chosen: Iterable[ChosenValue]) -> list[ChosenValue]:
     for item in chosen:
         value = item.value
         if isinstance(value, str) and value:
-            if item.key in ("data_path", "log_path", "update.trajectories", "trainer.deepspeed") or (
+            if item.key == "update.trajectories":
+                # Links are followed once, here: a file in another run is opened without following any.
+                value = str(absolute(value).resolve())
+            elif item.key in ("data_path", "log_path", "trainer.deepspeed") or (
                 item.key == "program" and value.endswith(".py")
             ):
                 value = str(absolute(value))

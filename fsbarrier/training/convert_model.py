@@ -13,6 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fsbarrier import files
 from fsbarrier.errors import UsageError
+from fsbarrier.reading import JSON_BYTES, read_bytes
 from fsbarrier.rundir.hashed_file import copy_hashed
 from fsbarrier.training import checkpoint_write, safetensors_file
 from fsbarrier.training.stored_tensors import StoredTensors
@@ -51,7 +52,7 @@ def convert(model: Path, trainer: Path | None, out: Path, dtype: torch.dtype) ->
             safetensors_file.write(out / file, tensors)
             weights |= dict.fromkeys(tensors, file)
     checkpoint_write.write_index(out, weights, sum(sizes.values()))
-    config = json.loads((model / "config.json").read_bytes())
+    config = json.loads(read_bytes(model / "config.json", JSON_BYTES, links=True))
     for key in {"dtype", "torch_dtype"} & set(config):
         config[key] = str(dtype).removeprefix("torch.")
     files.write_atomic(out / "config.json", json.dumps(config, indent=2).encode(), durable=True)

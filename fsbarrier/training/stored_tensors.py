@@ -39,6 +39,8 @@ class StoredPart:
         start, shape, checks = (tuple(int(one) for one in found[key]) for key in ("start", "shape", "checks"))
         if len(start) != len(shape):
             raise ValueError(f"a part has {len(shape)} dimensions and begins in {len(start)}")
+        if Path(found["file"]).name != found["file"]:
+            raise ValueError(f"{found['file']!r} is no name of a file in this folder")
         return cls(str(found["file"]), Box(start, shape), checks)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.reading import JSON_BYTES, read_bytes
 from fsbarrier.rundir import checkpoints
 from fsbarrier.training.slices import FlatPart, gather
 from fsbarrier.training.stored_tensors import StoredPart, StoredTensors
@@ -104,7 +105,7 @@ class Layout:
             )
         checkpoints.check_file(folder.parent, f"{folder.name}/{LAYOUT}")
         try:
-            found = json.loads(path.read_bytes())
+            found = json.loads(read_bytes(path, JSON_BYTES))
             if found["format"] != FORMAT:
                 raise ValueError(f"its format is {found['format']}, this is for {FORMAT}")
             tensors = {str(name): tensor for name, tensor in found["tensors"].items()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
+from fsbarrier.printable import printable
+
 #: Of a longer list of node ranks only this many are named.
 MOST_RANKS = 6
 TICKS = "▁▂▃▄▅▆▇█"
@@ -13,7 +15,7 @@ TICKS = "▁▂▃▄▅▆▇█"
 def one_line(text: str) -> str:
     """The first line of a text, without what could confuse a terminal."""
     first = text.strip().split("\n", 1)[0]
-    return "".join(c if c.isprintable() else " " for c in first).strip()
+    return printable(first).strip()
 
 
 def clock_time(at: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from fsbarrier.printable import printable
 from fsbarrier.rundir.journal import Event, lost_nodes
 from fsbarrier.view.amounts import amount, clock_time, duration, one_line
 from fsbarrier.view.phase_names import LONG
@@ -30,7 +31,7 @@ def event_line(event: Event) -> str | None:
 def log_lines(event: Event) -> list[str]:
     """What a daemon prints and logs of an event: its line, and below a bad one the evidence; [] where it is not worth any."""
     line = event_line(event)
-    return [line, *(f"  | {detail}" for detail in _evidence(event))] if line else []
+    return [line, *(f"  | {printable(detail)}" for detail in _evidence(event))] if line else []
 
 
 def _evidence(event: Event) -> Iterator[str]:

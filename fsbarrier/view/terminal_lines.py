@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
+from fsbarrier.printable import printable
 from fsbarrier.rundir.journal import Event, number
 from fsbarrier.view import phase_names
 from fsbarrier.view.amounts import amount, clock_time, duration, one_line, percent, ranks, sparkline
@@ -47,7 +48,13 @@ LEAST_RANGE = 0.25
 
 def line(*parts: str | tuple[str, str] | Text) -> Text:
     """One line that is cut, not wrapped; a part is a text, or a text and its style."""
-    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+    return Text.assemble(*map(_safe, parts), no_wrap=True, overflow="ellipsis")
+
+
+def _safe(part: str | tuple[str, str] | Text) -> str | tuple[str, str] | Text:
+    if isinstance(part, Text):
+        return part
+    return printable(part) if isinstance(part, str) else (printable(part[0]), part[1])
 
 
 def bar(share: float, cells: int, style: str) -> Text:

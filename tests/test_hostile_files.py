@@ -1,0 +1,275 @@
+"""What lies in a run directory may be anything: a FIFO, a device, a link, a file of a terabyte. Every command says so in a line and ends,
+a living daemon goes on or ends as for any record that cannot be read, and nothing outside the run directory is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fake_run import long_run
+from trajectory_files import write_part
+
+from fsbarrier import cli, reading
+from fsbarrier.errors import EXIT_INTERNAL, ProgramFailed, StoreError
+from fsbarrier.maintenance import recovery
+from fsbarrier.rundir import checkpoints, retention
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.trajectories import FormatError, load, scan_shard
+
+REPO = Path(__file__).resolve().parent.parent
+SECRET = "a canary that nobody may copy"
+
+
+def as_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def as_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def as_link(path: Path) -> None:
+    path.symlink_to(path.with_name("outside"))
+
+
+def as_sparse(path: Path) -> None:
+    with path.open("wb") as stream:
+        stream.truncate(1 << 40)
+
+
+def as_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def as_socket(path: Path) -> None:
+    import socket
+
+    # The name of a socket must be short.
+    with socket.socket(socket.AF_UNIX) as one, contextlib.chdir(path.parent):
+        one.bind(path.name)
+
+
+KINDS = {
+    "fifo": as_fifo,
+    "device": as_device,
+    "link": as_link,
+    "sparse": as_sparse,
+    "folder": as_folder,
+    "socket": as_socket,
+}
+
+
+def policy(log_path: Path, number: int = 1) -> Path:
+    folder = RunPaths(log_path).checkpoint(number, 1)
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text("{}")
+    checkpoints.write_manifest(folder, number)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_a_plain_file_is_opened_and_nothing_waits(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text(SECRET)
+    KINDS[kind](tmp_path / "file")
+    with pytest.raises(OSError) as caught:
+        reading.read_bytes(tmp_path / "file", reading.RECORD_BYTES)
+    assert str(tmp_path / "file") in str(caught.value)
+
+
+def test_a_file_below_a_folder_is_reached_through_no_link(tmp_path: Path) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    (run / "a").mkdir(parents=True)
+    outside.mkdir()
+    (outside / "file").write_text(SECRET)
+    (run / "link").symlink_to(outside)
+    (run / "a" / "link").symlink_to(outside)
+    (run / "file").symlink_to(outside / "file")
+    for path in ("link/file", "a/link/file", "file", "../outside/file", "a/../../outside/file"):
+        with pytest.raises(reading.NotPlain):
+            os.close(reading.open_below(run, run / path))
+    (tmp_path / "named").symlink_to(run)
+    (run / "a" / "file").write_text("inside")
+    os.close(reading.open_below(tmp_path / "named", tmp_path / "named" / "a" / "file"))
+
+
+# --- policy versions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "model/../../secret", "", "."])
+def test_a_manifest_names_files_of_its_folder_alone(name: str, tmp_path: Path) -> None:
+    folder = policy(tmp_path)
+    manifest = folder / checkpoints.MANIFEST
+    listed = {"files": {name: {"bytes": 1, "sha256": "0"}}, "policy_version": 1}
+    manifest.write_text(json.dumps(listed))
+    with pytest.raises(ProgramFailed, match="no name inside the folder"):
+        checkpoints.read_manifest(folder)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "link"])
+@pytest.mark.parametrize("where", [checkpoints.MANIFEST, "model/config.json", "model", "."])
+def test_a_policy_version_is_read_from_plain_files_alone(kind: str, where: str, tmp_path: Path) -> None:
+    folder = policy(tmp_path / "run")
+    outside = tmp_path / "outside"
+    (folder / where).rename(outside) if where != "." else folder.rename(outside)
+    target = folder if where == "." else folder / where
+    if kind == "link":
+        target.symlink_to(outside)
+    else:
+        KINDS[kind](target)
+    with pytest.raises(ProgramFailed, match=re.escape(str(folder))):
+        checkpoints.verify(folder)
+
+
+def test_old_policy_versions_are_not_removed_through_a_link(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    newest = [policy(run, number) for number in (1, 2, 3, 4)][-1]
+    outside = policy(tmp_path / "elsewhere")
+    gone = RunPaths(run).checkpoint(1, 1)
+    gone.rename(tmp_path / "first")
+    gone.symlink_to(outside)
+    removed = checkpoints.retain(run, 2, newest)
+    assert [folder.name for folder in removed] == [RunPaths(run).checkpoint(2, 1).name]
+    assert (outside / checkpoints.MANIFEST).exists() and (outside / "model" / "config.json").exists()
+
+
+def test_old_trajectories_are_not_removed_through_a_link(tmp_path: Path) -> None:
+    paths, outside = RunPaths(tmp_path / "run"), tmp_path / "outside"
+    paths.root.mkdir()
+    name = paths.merged("train", 1).name
+    write_part(outside / name, [1])
+    paths.trajectories("train").symlink_to(outside)
+    assert retention.remove_old(paths.root, 9, batches=1, trajectories=1) == []
+    assert (outside / name).exists()
+
+
+def test_nothing_is_quarantined_through_a_link(tmp_path: Path) -> None:
+    run, outside = long_run(tmp_path / "run", 1).log_path, tmp_path / "outside"
+    outside.mkdir()
+    (run / "quarantine").symlink_to(outside)
+    part = write_part(RunPaths(run).part("train", 5, 0, 1, 1), [1], run_id="another")
+    found = recovery.inspect(run, 5)
+    with pytest.raises(OSError, match="link"):
+        recovery.quarantine(run, [item for item in found if item.path == part])
+    assert part.exists() and not list(outside.rglob("*.part*"))
+
+
+# --- trajectory files ------------------------------------------------------------------------------------------------------
+
+
+def memory_of(code: str, *words: str | Path) -> int:
+    """What a process took at most, in bytes, to run this code; it may fail."""
+    attempt = f"import resource, sys\ntry:\n exec({code!r})\nexcept Exception as e: print(type(e).__name__)\n"
+    measured = f"{attempt}print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    command = [sys.executable, "-c", measured, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1]) * 1024
+
+
+LOAD = "from pathlib import Path; from fsbarrier.trajectories import load; load(Path(sys.argv[1]))"
+
+
+def test_a_sparse_trajectory_file_costs_no_memory(tmp_path: Path) -> None:
+    """A whole file's first entry that says it has a terabyte, and a directory that says so."""
+    whole = write_part(tmp_path / "whole", [1], finished=True)
+    data = bytearray(whole.read_bytes())
+    as_sparse(tmp_path / "sparse")
+    with (tmp_path / "sparse").open("r+b") as stream:
+        stream.write(data[: len(data) // 2])
+        stream.seek(-22, os.SEEK_END)
+        end = bytearray(data[-22:])
+        end[12:16] = b"\xfe\xff\xff\xff"
+        stream.write(end)
+    before = memory_of("pass")
+    assert memory_of(LOAD, tmp_path / "sparse") - before < 200 << 20
+
+
+@pytest.mark.parametrize("opcodes", [b"}a", b"(", b"\x85"], ids=["dicts", "marks", "tuples"])
+def test_a_small_pickle_cannot_take_much_memory(opcodes: bytes) -> None:
+    from fsbarrier.data.torchunpickle import Unpickler
+
+    data = b"]" + opcodes * (100_000 // len(opcodes)) + b"."
+    with pytest.raises(FormatError, match="more lists, dicts and tuples"):
+        Unpickler(data, lambda key: b"").load()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hostile_trajectory_file_is_named(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text(SECRET)
+    KINDS[kind](tmp_path / "file")
+    try:
+        assert scan_shard(tmp_path / "file").groups == ()
+        assert not load(tmp_path / "file")["trajectories"]
+    except StoreError as error:
+        assert str(tmp_path / "file") in str(error)
+
+
+# --- every command ---------------------------------------------------------------------------------------------------------
+
+#: What of a run directory is put in the place of something hostile.
+PLACES: dict[str, Callable[[RunPaths], Path]] = {
+    "run.json": lambda paths: paths.record,
+    "join": lambda paths: paths.join(0, 1),
+    "beat": lambda paths: paths.beat(0, 1),
+    "generation": lambda paths: paths.generation(1),
+    "stop": lambda paths: paths.stop(1),
+    "journal": lambda paths: paths.journal(0, 1),
+    "log": lambda paths: paths.node_logs(1, 0) / "daemon.log",
+    "part": lambda paths: paths.part("train", 1, 0, 1, 1),
+    "merged": lambda paths: paths.merged("train", 1),
+    "policy": lambda paths: paths.checkpoint(1, 1),
+    "manifest": lambda paths: paths.checkpoint(1, 1) / checkpoints.MANIFEST,
+    "model.pt": lambda paths: paths.served_model,
+}
+COMMANDS = (
+    "status --no-watch",
+    "status --no-watch --json",
+    "logs",
+    "report --out {out}/report.html",
+    "export {out}/model",
+    "export {out}/table.jsonl",
+    "stop",
+    "recover --iteration 1 --dry-run",
+    "aggregate --iteration 1 --dry-run",
+)
+
+
+def each_place_and_kind() -> Iterator[object]:
+    """All of them; each place with one kind in the everyday suite."""
+    for number, place in enumerate(PLACES):
+        for other, kind in enumerate(KINDS):
+            everyday = number % len(KINDS) == other
+            yield pytest.param(kind, place, marks=[] if everyday else pytest.mark.slow, id=f"{kind}-{place}")
+
+
+@pytest.mark.parametrize(("kind", "place"), each_place_and_kind())
+def test_every_command_ends_and_touches_nothing_outside(
+    kind: str, place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = long_run(tmp_path / "run", 1).log_path
+    path = PLACES[place](RunPaths(run))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() and not path.is_symlink():
+        path.rename(tmp_path / "was-there")
+    else:
+        path.unlink(missing_ok=True)
+    (path.parent / "outside").write_text(SECRET)
+    KINDS[kind](path)
+    out = tmp_path / "out"
+    out.mkdir()
+    for command in COMMANDS:
+        words = command.format(out=out).split()
+        code = cli.main([*words, "--log-path", str(run)])
+        said = capfd.readouterr()
+        assert code != EXIT_INTERNAL, (command, said.err)
+        assert SECRET not in said.out + said.err, command
+        assert "\x1b" not in said.out + said.err, command
+    for file in out.rglob("*"):
+        assert not file.is_file() or SECRET.encode() not in file.read_bytes()
