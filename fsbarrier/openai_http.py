@@ -52,6 +52,15 @@ async def asked_again(
     return await retrying(attempt)
 
 
+#: How the address of a server begins that listens on a Unix socket; the rest is the socket's path.
+UNIX = "unix:"
+
+
+def base_and_socket(url: str) -> tuple[str, str | None]:
+    """The base address for HTTP of a server's `url`, and the path of its socket; None where it is reached over TCP."""
+    return ("http://localhost", url.removeprefix(UNIX)) if url.startswith(UNIX) else (url, None)
+
+
 def may_pass(status: int) -> bool:
     """Whether the same request may succeed later: the server was too slow, too busy, or had a failure of its own."""
     return status in (408, 425, 429) or status >= 500

@@ -23,8 +23,8 @@ RECORD_BYTES, RUN_RECORD_BYTES = 64 * MIB, 16 * MIB
 JSON_BYTES = 256 * MIB
 #: of one line of a journal or a log; a longer one is passed over
 LINE_BYTES = 16 * MIB
-#: of one journal; what is behind is not read
-JOURNAL_BYTES = 16 * GIB
+#: of one journal: what a year of one node comes to
+JOURNAL_BYTES = 4 * GIB
 #: of the header of a safetensors file, which is that format's own limit
 TENSOR_HEADER_BYTES = 100 * MIB
 #: of what is read in one piece of a trajectory file: its directory, an index, the text of a group
@@ -79,15 +79,18 @@ def check_plain(found: os.stat_result, path: Path | str) -> None:
 
 
 @contextmanager
-def open_stream(path: Path | str, *, links: bool = False) -> Iterator[BinaryIO]:
-    """A plain file as a stream of bytes. Raises NotPlain, OSError."""
+def open_stream(path: Path | str, most: int | None = None, *, links: bool = False) -> Iterator[BinaryIO]:
+    """A plain file, of at most `most` bytes, as a stream of bytes. Raises NotPlain, OSError."""
     with os.fdopen(open_plain(path, links=links), "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if most is not None and size > most:
+            raise NotPlain(errno.EFBIG, f"it has {size} bytes, and {most} are allowed", str(path))
         yield stream
 
 
 def read_bytes(path: Path | str, most: int, *, links: bool = False) -> bytes:
     """All of a plain file of at most `most` bytes. Raises NotPlain, OSError."""
-    with open_stream(path, links=links) as stream:
+    with open_stream(path, most, links=links) as stream:
         return read_all(stream, most, path)
 
 

@@ -350,7 +350,7 @@ def update(ctx: Context) -> Work:
         )
     processes = trainer.processes_per_node or max(1, ctx.accelerators)
     argv = (
-        *(ctx.python, "-m", "torch.distributed.run"),
+        *(ctx.python, "-m", "fsbarrier.workers.torchrun"),
         *("--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(processes)),
         *("--master-addr", address, "--master-port", str(port)),
         *("--max-restarts", "0", "--rdzv-conf", f"timeout={trainer.timeout_s:.0f}"),

@@ -3,7 +3,7 @@
 Run as a script with vLLM's flags; other flags are ignored. FAKE_VLLM is a JSON object that says how to behave:
 
     dir       a folder: requests.jsonl (each request as it came), marks of what was done once already, gates
-    start     "fail" | "taken" (the first time) | "hang"
+    start     "fail" | "hang"
     reload    "error" | "warn" | "die"
     ids       false: no token ids in the answers, as other servers give
 
@@ -19,6 +19,8 @@ import itertools
 import json
 import os
 import signal
+import socket
+import socketserver
 import sys
 import threading
 from collections.abc import Sequence
@@ -215,9 +217,18 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
 
+class UnixServer(ThreadingHTTPServer):
+    address_family = socket.AF_UNIX
+
+    def server_bind(self) -> None:
+        # The library's own asks for the host's name.
+        socketserver.TCPServer.server_bind(self)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--uds")
     parser.add_argument("--model", default="")
     options, _ = parser.parse_known_args()
     serving["model"] = options.model
@@ -230,15 +241,17 @@ def main() -> int:
                 f"{head} RuntimeError: Engine core initialization failed. See root cause above.", flush=True
             )
             return 1
-        case "taken" if first_time("taken"):
-            print("OSError: [Errno 98] Address already in use", flush=True)
-            return 1
         case "hang":
             (DIR / "hanging").touch()
             signal.pause()
-    server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+    server = (
+        UnixServer(options.uds, Handler)
+        if options.uds
+        else ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+    )
     server.daemon_threads = True
-    (DIR / "port").write_text(str(server.server_port))
+    if not options.uds:
+        (DIR / "port").write_text(str(server.server_port))
     print("ready", flush=True)
     server.serve_forever()
     return 0

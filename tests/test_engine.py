@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from test_engine_parts import write_model
 
@@ -174,9 +175,15 @@ def test_a_server_that_does_not_start_is_told_with_its_reason_and_its_log(tmp_pa
     assert not engine.alive()
 
 
-def test_another_port_is_tried_where_one_is_taken(tmp_path: Path, make: Make) -> None:
-    info = make(start="taken").ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
-    assert info.action == "started" and (tmp_path / "vllm.log").read_text().count("start vllm") == 2
+def test_it_is_reached_through_a_socket_that_nobody_else_can_reach(tmp_path: Path, make: Make) -> None:
+    engine = make()
+    info = engine.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
+    path = Path(info.url.removeprefix("unix:"))
+    assert path.is_socket() and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    held = [connection for connection in psutil.Process(info.pid).net_connections() if connection.laddr]
+    assert not [connection for connection in held if connection.status == psutil.CONN_LISTEN]
+    engine.stop()
+    assert path.parent == tmp_path / "work" or not path.parent.exists()
 
 
 def test_a_start_ends_at_its_deadline(tmp_path: Path, make: Make) -> None:
@@ -210,7 +217,7 @@ def test_in_debug_mode_the_server_is_asked_and_never_told(
 ) -> None:
     own = make().ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
     monkeypatch.setenv("MY_KEY", own.api_key)
-    engine = make({"debug_mode": True, "engine.url": f"{own.url}/v1/", "engine.api_key_env": "MY_KEY"})
+    engine = make({"debug_mode": True, "engine.url": own.url, "engine.api_key_env": "MY_KEY"})
     info = engine.ensure(tmp_path / "a", 3, cancel=NEVER)
     assert (info.action, info.url, info.api_key, info.model) == ("external", own.url, own.api_key, "policy")
     assert not info.started and info.note == ""

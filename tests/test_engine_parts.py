@@ -16,7 +16,7 @@ import pytest
 
 from fsbarrier.engine import command as engine_command
 from fsbarrier.engine import log as engine_log
-from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable, normal_url, reserve_port
+from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable, normal_url
 from fsbarrier.engine.command import Plan
 from fsbarrier.engine.model import inspect
 from fsbarrier.errors import ProgramFailed, UsageError
@@ -59,7 +59,7 @@ def plan(folder: Path, *, accelerated: bool = False, **changes: Any) -> Plan:
         python="python3",
         model=inspect(folder),
         settings=settings.engine,
-        port=4321,
+        socket="/private/vllm.sock",
         seed=7,
         accelerated=accelerated,
         sleeps=False,
@@ -78,7 +78,7 @@ def flags(words: list[str]) -> dict[str, str]:
 def test_on_a_cpu_the_server_starts_lean_and_serves_no_more_than_the_model_can(tmp_path: Path) -> None:
     words = engine_command.argv(plan(write_model(tmp_path / "m")))
     found = flags(words)
-    assert found["--host"] == "127.0.0.1" and found["--port"] == "4321"
+    assert found["--uds"] == "/private/vllm.sock" and not {"--host", "--port"} & set(words)
     assert found["--dtype"] == "float32" and found["--max-model-len"] == "256"
     assert found["--kv-cache-memory-bytes"] == str(64 << 20)
     assert found["--generation-config"] == "vllm" and found["--logprobs-mode"] == "processed_logprobs"
@@ -230,7 +230,8 @@ def test_answers_errors_and_nonsense_of_a_server() -> None:
         EngineClient(url).call("GET", "/x", timeout_s=5)
     with serving(replies(200, b'{"data": []}')) as url, pytest.raises(Unreachable, match="names no model"):
         EngineClient(url).model()
-    with reserve_port("127.0.0.1") as held, pytest.raises(Unreachable, match="Connection refused"):
+    with socket.socket() as held, pytest.raises(Unreachable, match="Connection refused"):
+        held.bind(("127.0.0.1", 0))
         EngineClient(f"http://127.0.0.1:{held.getsockname()[1]}").call("GET", "/x", timeout_s=5)
 
 
@@ -254,18 +255,6 @@ def test_addresses_in_the_forms_that_people_give() -> None:
     for text in ("", "ftp://h", "http://", "http://h:port", "http://h/?x=1"):
         with pytest.raises(UsageError, match=r"engine\.url="):
             normal_url(text)
-
-
-def test_a_reserved_port_can_be_listened_on_by_the_server_alone() -> None:
-    with reserve_port("127.0.0.1") as held:
-        port = held.getsockname()[1]
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", port))
-        with socket.socket() as server:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
-            server.bind(("127.0.0.1", port))
-            server.listen()
-            socket.create_connection(("127.0.0.1", port)).close()
 
 
 def test_without_the_key_only_the_health_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,6 +211,19 @@ def test_a_hostile_trajectory_file_is_named(kind: str, tmp_path: Path) -> None:
         assert str(tmp_path / "file") in str(error)
 
 
+@pytest.mark.parametrize("kind", ["fifo", "link", "sparse"])
+def test_a_journal_that_is_not_read_is_told(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = long_run(tmp_path / "run", 1)
+    path = run.paths.journal(0, 1)
+    path.rename(path.with_name("outside"))
+    KINDS[kind](path)
+    assert cli.main(["status", "--no-watch", "--log-path", str(run.log_path), "--json"]) == 0
+    (problem,) = [one for one in json.loads(capsys.readouterr().out)["problems"] if path.name in one]
+    assert "is not read: it" in problem
+
+
 # --- every command ---------------------------------------------------------------------------------------------------------
 
 #: What of a run directory is put in the place of something hostile.
@@ -249,7 +262,7 @@ def each_place_and_kind() -> Iterator[object]:
             yield pytest.param(kind, place, marks=[] if everyday else pytest.mark.slow, id=f"{kind}-{place}")
 
 
-@pytest.mark.parametrize(("kind", "place"), each_place_and_kind())
+@pytest.mark.parametrize(("kind", "place"), [*each_place_and_kind()])
 def test_every_command_ends_and_touches_nothing_outside(
     kind: str, place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

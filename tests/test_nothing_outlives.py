@@ -11,7 +11,7 @@ from cluster import Cluster, all_gone, command_lines, leftovers, rolled_out_twic
 
 SMALL = ("rollout.tasks=256", "rollout.samples=8", "eval.tasks=8", "coordination.beat_s=0.5")
 PAUSE = "import signal; signal.pause()"
-FOREIGN = (("vllm", "serve", "VLLM::EngineCore"), ("torch.distributed.run", "fsbarrier.workers.rollout"))
+FOREIGN = (("vllm", "serve", "VLLM::EngineCore"), ("fsbarrier.workers.torchrun", "fsbarrier.workers.rollout"))
 
 
 @pytest.mark.engine
@@ -33,7 +33,7 @@ def test_a_killed_daemon_takes_its_engine_and_programs_along(tmp_path: Path) -> 
 
             cluster.start()
             cluster.wait_for(lambda e: (e["event"], e["phase"]) == ("phase_started", 10), deadline_s=400)
-            tree = cluster.running(0, "torch.distributed.run", "fsbarrier.workers.update")
+            tree = cluster.running(0, "fsbarrier.workers.torchrun", "fsbarrier.workers.update")
             cluster.kill(0)
             assert all_gone(tree, 5.0), command_lines(tree)
 

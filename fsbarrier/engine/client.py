@@ -15,7 +15,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from fsbarrier.errors import FsbarrierError, UsageError
-from fsbarrier.openai_http import bearer, refusal_text
+from fsbarrier.openai_http import UNIX, base_and_socket, bearer, refusal_text
 
 # How soon a call notices that it was called off, or that the server's process ended.
 SLICE_S = 0.1
@@ -42,7 +42,9 @@ class Refused(FsbarrierError):
 
 
 def normal_url(url: str) -> str:
-    """A server's base address without a trailing slash or `/v1`. Raises UsageError where it is none."""
+    """A server's base address without a trailing slash or `/v1`; a socket's as it is. Raises UsageError where it is none."""
+    if url.startswith(UNIX):
+        return url
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
         port = parts.port
@@ -77,13 +79,15 @@ class EngineClient:
         Raises Refused (status 400 and above), Unreachable, CalledOff.
         """
         deadline = time.monotonic() + timeout_s
-        parts = urlsplit(self.url)
-        secure = parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        base, socket_path = base_and_socket(self.url)
+        parts = urlsplit(base)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=min(timeout_s, CONNECT_S))
         headers = {"Content-Type": "application/json", "Connection": "close", **bearer(self.api_key)}
         try:
             data = None if body is None else json.dumps(body).encode()
+            if socket_path is not None:
+                connection.sock = _connected(socket_path, min(timeout_s, CONNECT_S))
             connection.request(method, parts.path + path, body=data, headers=headers)
             self._wait(connection, path, deadline, cancel)
             with connection.getresponse() as response:
@@ -136,16 +140,16 @@ class EngineClient:
                 raise Unreachable(f"{self.url}{path}: no answer in time")
 
 
-def reserve_port(host: str) -> socket.socket:
-    """A free port, ours alone for as long as the socket is open, and the server's of our choice to listen on.
-
-    Linux lets sockets with SO_REUSEADDR share an address for as long as none but one of them listens. So nobody else is given the port
-    during the many seconds until vLLM binds it, and nobody takes it while a server that died is started again.
-    """
-    reservation = socket.socket()
-    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reservation.bind((host, 0))
-    return reservation
+def _connected(path: str, timeout_s: float) -> socket.socket:
+    """Raises OSError."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _reason(error: Exception) -> str:

@@ -38,7 +38,7 @@ class Plan:
     python: str
     model: ModelFolder
     settings: EngineSettings
-    port: int
+    socket: str
     seed: int
     accelerated: bool
     sleeps: bool
@@ -76,7 +76,8 @@ def argv(plan: Plan) -> list[str]:
     words = [
         *(plan.python, "-m", "fsbarrier.workers.vllm_server"),
         *("--model", str(plan.model.path), "--served-model-name", SERVED_NAME),
-        *("--host", HOST, "--port", str(plan.port)),
+        # In a folder that only this user can enter: nobody else can answer in the server's place, or ask it.
+        *("--uds", plan.socket),
         *("--middleware", "fsbarrier.workers.vllm_server.KeyGuard"),
         *("--dtype", dtype, "--max-model-len", str(max_model_len(plan))),
         *("--tensor-parallel-size", str(settings.tensor_parallel_size)),

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.engine import command, external
-from fsbarrier.engine.client import reserve_port
 from fsbarrier.engine.model import ModelFolder, inspect
 from fsbarrier.engine.own_head import with_own_head
 from fsbarrier.engine.placement import ANYWHERE, Placement
@@ -30,9 +30,8 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.host import accelerators
 from fsbarrier.settings.sections import EngineSettings
 
-PORT_TRIES = 3
-# What the log of a server says whose port somebody else has taken, and how far back it is looked for.
-PORT_TAKEN, PORT_LINES = "address already in use", 100
+# As many bytes as the path of a socket may have, by unix(7), less the end of the text.
+SOCKET_PATH_BYTES = 107
 
 # What became of a release, for the journal: "action" (keep, sleep, stop, none, external), "reason", and where something
 # was waited for, "seconds" and "seen": how it is known that the memory is free.
@@ -89,8 +88,7 @@ class Engine:
         self.distrusted = False
         self._server: Server | None = None
         self._api_key = secrets.token_urlsafe(24)
-        # Holds the port for as long as this engine is there.
-        self._port: socket.socket | None = None
+        self._socket = work_dir / f"{log_file.stem}.sock"
         self._lock = threading.RLock()
         self._stopping = threading.Event()
 
@@ -145,7 +143,9 @@ class Engine:
         self._stopping.set()
         with self._lock:
             self._stop_server()
-            self._give_up_port()
+            if self._socket.parent != self.work_dir:
+                shutil.rmtree(self._socket.parent, ignore_errors=True)
+                self._socket = self.work_dir / self._socket.name
 
     def how_it_ended(self) -> str:
         """How a server of ours has ended by itself, "" while it lives, or where there is none."""
@@ -202,43 +202,36 @@ class Engine:
     def _start(
         self, model: ModelFolder, policy_version: int, deadline: float, cancel: threading.Event
     ) -> Server:
-        """Start a server and wait until it answers; with another port where somebody has taken the first."""
+        """Start a server and wait until it answers."""
         files.make_dirs(self.work_dir)
         before = accelerators.detect(self._environ)
         served = self._as_served(model, policy_version)
-        for tries_left in reversed(range(PORT_TRIES)):
-            if self._port is None:
-                self._port = reserve_port(command.HOST)
-            self._server = server = Server.launch(
-                self._plan(served, self._port.getsockname()[1], before),
-                self.log_file,
-                self.work_dir,
-                api_key=self._api_key,
-                environ=self._environ,
-                stopping=self._stopping,
-                accelerators_before=before,
-            )
-            problem = server.wait_until_it_answers(deadline, cancel)
-            if not problem:
-                server.serving = (model.path, policy_version)
-                self.distrusted = False
-                return server
-            port_taken = PORT_TAKEN in "\n".join(server.child.last_log_lines(PORT_LINES)).lower()
+        self._server = server = Server.launch(
+            self._plan(served, before),
+            self.log_file,
+            self.work_dir,
+            api_key=self._api_key,
+            environ=self._environ,
+            stopping=self._stopping,
+            accelerators_before=before,
+        )
+        problem = server.wait_until_it_answers(deadline, cancel)
+        if problem:
             message = server.failure_text(problem)
             self._stop_server()
-            if not port_taken or not tries_left or cancel.is_set():
-                break
-            self._give_up_port()
-        raise ProgramFailed(message)
+            raise ProgramFailed(message)
+        server.serving = (model.path, policy_version)
+        self.distrusted = False
+        return server
 
-    def _plan(self, model: ModelFolder, port: int, devices: list[accelerators.Accelerator]) -> command.Plan:
+    def _plan(self, model: ModelFolder, devices: list[accelerators.Accelerator]) -> command.Plan:
         # vLLM's sleep mode is CUDA's. A model that is still tied is restarted in any case, so it need not sleep.
         nvidia = any(device.kind == "nvidia" for device in devices)
         return command.Plan(
             python=self.python,
             model=model,
             settings=self.settings,
-            port=port,
+            socket=str(self._short_socket()),
             seed=secrets.randbits(31),
             accelerated=bool(devices),
             sleeps=nvidia and self.settings.release in ("auto", "sleep") and not model.tied,
@@ -246,6 +239,12 @@ class Engine:
             # One is left for the API server.
             threads=self.threads or max(1, len(os.sched_getaffinity(0)) - 1),
         )
+
+    def _short_socket(self) -> Path:
+        """Where the server listens: in the work folder, or where a temporary directory's path is too long, in a folder of its own."""
+        if len(os.fsencode(self._socket)) > SOCKET_PATH_BYTES:
+            self._socket = Path(tempfile.mkdtemp(prefix="fsbarrier-", dir="/tmp")) / self._socket.name
+        return self._socket
 
     def _stop_and_verify(self, server: Server, reason: str, cancel: threading.Event) -> Release:
         begin = time.monotonic()
@@ -263,11 +262,6 @@ class Engine:
         server, self._server = self._server, None
         if server is not None:
             server.stop()
-
-    def _give_up_port(self) -> None:
-        if self._port is not None:
-            self._port.close()
-            self._port = None
 
 
 def _released(action: str, reason: str, begin: float, outcome: accelerators.Released) -> Release:

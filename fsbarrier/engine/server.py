@@ -20,6 +20,7 @@ from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachabl
 from fsbarrier.engine.model import ModelFolder
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host import accelerators
+from fsbarrier.openai_http import UNIX
 from fsbarrier.retry import Backoff
 from fsbarrier.supervision.supervisor import Child
 
@@ -70,6 +71,8 @@ class Server:
         accelerators_before: list[accelerators.Accelerator],
     ) -> Self:
         """Start the process; it serves nothing yet. Raises StartFailed, StoreError."""
+        # A server that was killed left its socket, and none can be made in its place.
+        Path(plan.socket).unlink(missing_ok=True)
         child = Child.start(
             command.argv(plan),
             env=command.environment(plan, environ, api_key),
@@ -77,7 +80,7 @@ class Server:
             log_file=log_file,
             name="vllm",
         )
-        url = f"http://{command.HOST}:{plan.port}"
+        url = UNIX + plan.socket
         return cls(
             child=child,
             client=EngineClient(url, api_key, ended=lambda: child.poll() is not None),

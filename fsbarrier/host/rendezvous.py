@@ -22,6 +22,12 @@ def listen(*, loopback: bool) -> socket.socket:
     return socket.create_server(("", 0))
 
 
+def listen_on(address: str, port: int) -> socket.socket:
+    """A socket that listens on this address of this host ("": on all of them), on this port. Raises OSError."""
+    family = socket.getaddrinfo(address or "0.0.0.0", port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
+
+
 def port_of(listening: socket.socket) -> int:
     return int(listening.getsockname()[1])
 

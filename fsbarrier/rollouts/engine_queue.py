@@ -14,7 +14,7 @@ from typing import Self
 import httpx
 
 from fsbarrier.engine.client import normal_url
-from fsbarrier.openai_http import bearer
+from fsbarrier.openai_http import base_and_socket, bearer
 from fsbarrier.retry import Backoff
 
 WAITING = ("vllm:num_requests_waiting{", "vllm:num_requests_waiting ")
@@ -69,8 +69,10 @@ class EngineMetrics:
     """Reads how many sequences wait in a vLLM server."""
 
     def __init__(self, url: str, api_key: str) -> None:
+        base, socket = base_and_socket(normal_url(url))
+        transport = httpx.AsyncHTTPTransport(uds=socket, trust_env=False)
         self._client = httpx.AsyncClient(
-            base_url=normal_url(url), headers=bearer(api_key), timeout=READ_S, trust_env=False
+            base_url=base, headers=bearer(api_key), timeout=READ_S, transport=transport, trust_env=False
         )
 
     async def __aenter__(self) -> Self:

@@ -19,7 +19,7 @@ import httpx
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.client import normal_url
-from fsbarrier.openai_http import asked_again, bearer, described
+from fsbarrier.openai_http import asked_again, base_and_socket, bearer, described
 from fsbarrier.rollouts.answer_stream import AnswerStream, failure
 from fsbarrier.rollouts.samples import Again, Emit, EngineDown, EngineGone, Group, Refusal, Sample
 
@@ -66,11 +66,13 @@ class Sampler:
         self._model = server.model
         self._max_tokens = server.max_tokens
         self._chat_ids: dict[int, list[int]] = {}
+        base, socket = base_and_socket(self.url)
+        limits = httpx.Limits(max_connections=connections, keepalive_expiry=KEEPALIVE_S)
         self._client = httpx.AsyncClient(
-            base_url=self.url,
+            base_url=base,
             headers=bearer(server.api_key),
             timeout=httpx.Timeout(server.timeout_s, connect=10.0, pool=None),
-            limits=httpx.Limits(max_connections=connections, keepalive_expiry=KEEPALIVE_S),
+            transport=httpx.AsyncHTTPTransport(uds=socket, limits=limits, trust_env=False),
             # No proxy: the server is on this machine, or where `engine.url` says.
             trust_env=False,
         )

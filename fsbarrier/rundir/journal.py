@@ -20,7 +20,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
 
 #: Bytes of one journal that a reader takes at a time. It skips a longer line.
-BLOCK_BYTES = 16 * 1024 * 1024
+BLOCK_BYTES = reading.LINE_BYTES
 
 #: An event's own fields, unchecked: values of any type, by name.
 Fields = Mapping[str, object]
@@ -159,6 +159,8 @@ class JournalReader:
     def __init__(self, path: Path, clock: str = "") -> None:
         self.path = path
         self.clock = clock
+        #: why it is not read at all; "" where it is
+        self.fault = ""
         self._offset = 0
         self._unfinished = b""
 
@@ -167,9 +169,12 @@ class JournalReader:
         events: list[Event] = []
         while True:
             try:
-                with reading.open_stream(self.path) as stream:
+                with reading.open_stream(self.path, reading.JOURNAL_BYTES) as stream:
                     stream.seek(self._offset)
                     block = stream.read(BLOCK_BYTES)
+            except reading.NotPlain as error:
+                self.fault = f"{self.path} is not read: {error.strerror}"
+                return events
             except OSError:
                 return events
             self._offset += len(block)

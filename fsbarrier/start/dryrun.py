@@ -40,7 +40,7 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import flatten
 from fsbarrier.start.machines import planned
 
-PORT = "PORT"
+PORT, SOCKET = "PORT", "SOCKET"
 
 
 def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
@@ -195,15 +195,14 @@ def _server(folder: Path, threads: int, settings: Settings) -> list[str]:
         python=sys.executable,
         model=model.inspect(folder),
         settings=settings.engine,
-        port=0,
+        socket=SOCKET,
         seed=0,
         accelerated=bool(devices),
         sleeps=False,
         threads=max(1, threads // count),
     )
     words = argv(plan)
-    for flag, placeholder in (("--port", PORT), ("--seed", "SEED")):
-        words[words.index(flag) + 1] = placeholder
+    words[words.index("--seed") + 1] = "SEED"
     own = [f"engine: {count} of these, each on accelerators or cores of its own"] if count > 1 else []
     return [*own, shlex.join(words)]
 

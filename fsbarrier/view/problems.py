@@ -29,6 +29,7 @@ def problems(reader: RunReader, nodes: Sequence[NodeStatus], state: str) -> list
         found += _failures(reader)
     if state == "stalled" and nodes and all(node.state in ("lost", "left", "absent") for node in nodes):
         found.append("no node of this run is alive; started again, it goes on where it was")
+    found += [one_line(fault) for fault in reader.faults]
     return list(dict.fromkeys(found))
 
 

@@ -90,6 +90,11 @@ class RunReader:
         index = self.position[2]
         return self._phase_names.get(index) or phase_name(index)
 
+    @property
+    def faults(self) -> list[str]:
+        """Why journals are not read."""
+        return [journal.fault for journal, _ in self._journals.values() if journal.fault]
+
     def spans(self) -> list[Span]:
         """The kept spans, the rows under way included."""
         under_way = [spans.open for _, spans in self._journals.values()]

@@ -1,0 +1,47 @@
+"""The update's torchrun: its store listens on the address that was chosen, and on no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsbarrier.host.rendezvous import listen, listen_on, port_of
+
+HERE = Path(__file__).resolve().parent
+
+
+def test_a_socket_on_one_address_is_not_reached_on_another() -> None:
+    with listen_on("127.0.0.1", 0) as one:
+        assert one.getsockname()[0] == "127.0.0.1"
+    with listen_on("::1", 0) as one:
+        assert one.getsockname()[0] == "::1"
+
+
+@pytest.mark.torch
+def test_the_store_listens_on_the_chosen_address_alone() -> None:
+    with listen(loopback=True) as held:
+        port = port_of(held)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(HERE.parent)}
+    nodes = []
+    for rank in range(2):
+        command = [
+            sys.executable,
+            "-m",
+            "fsbarrier.workers.torchrun",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(rank),
+        ]
+        command += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        command += ["--max-restarts", "0", str(HERE / "listening_child.py")]
+        nodes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env))
+    said = [node.communicate(timeout=240)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0]
+    (line,) = [line for text in said for line in text.splitlines() if line.startswith("{")]
+    assert json.loads(line) == {"sum": 2, "listens": ["127.0.0.1"]}
