@@ -73,7 +73,7 @@ class WeightsCopy:
             )
         try:
             for name in wanted.keys() - weights:
-                copy_hashed(model.parent / name, copy.parent / name)
+                copy_hashed(model.parent / name, copy.parent / name, model.parent.parent)
             if len(list(copy.iterdir())) > len(wanted):
                 raise ProgramFailed(f"{copy} has files that are not in the {checkpoints.MANIFEST}")
             checkpoints.compare(copy.parent, wanted, between_reads)
