@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from fsbarrier.engine.server import Server
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host import accelerators
 from fsbarrier.settings.sections import EngineSettings
+from fsbarrier.supervision.secret_variables import without_secrets
 
 # As many bytes as the path of a socket may have, by unix(7), less the end of the text.
 SOCKET_PATH_BYTES = 107
@@ -80,10 +82,12 @@ class Engine:
         python: str = sys.executable,
         threads: int = 0,
         placement: Placement = ANYWHERE,
+        secrets_named: Collection[str | None] = (),
     ) -> None:
         self.settings, self.external = settings, external
         self.log_file, self.work_dir, self.python, self.threads = log_file, work_dir, python, threads
-        self._environ = placement.environment(os.environ)
+        # A server has a use for no key but its own.
+        self._environ = placement.environment(without_secrets(os.environ, secrets_named))
         # Whether a server that runs and answers is started again all the same.
         self.distrusted = False
         self._server: Server | None = None

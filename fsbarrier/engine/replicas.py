@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self, TypeVar
@@ -44,8 +44,12 @@ class Replicas:
         work_dir: Path,
         devices: Sequence[Accelerator] = (),
         python: str = sys.executable,
+        secrets_named: Collection[str | None] = (),
     ) -> None:
-        """`devices`: the accelerators that this node may use. Raises UsageError where there are too few of them."""
+        """`devices`: the accelerators that this node may use. `secrets_named`: variables that hold keys, which the servers do not get.
+
+        Raises UsageError where there are too few accelerators.
+        """
         cpus = sorted(os.sched_getaffinity(0))
         own = [ANYWHERE] if external else placements(settings, devices, os.environ, cpus)
         self.engines = [
@@ -56,6 +60,7 @@ class Replicas:
                 work_dir=work_dir,
                 python=python,
                 placement=placement,
+                secrets_named=secrets_named,
             )
             for number, placement in enumerate(own)
         ]

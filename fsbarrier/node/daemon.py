@@ -366,7 +366,14 @@ def make_engines(
     from fsbarrier.engine.replicas import Replicas
 
     external = not settings.manages_engine
-    return Replicas(settings.engine, external=external, log_dir=log_dir, work_dir=work_dir, devices=devices)
+    return Replicas(
+        settings.engine,
+        external=external,
+        log_dir=log_dir,
+        work_dir=work_dir,
+        devices=devices,
+        secrets_named=(settings.judge.api_key_env,),
+    )
 
 
 class NoEngine:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.node.job import Cancelled, Job, NodeUnfit, Result, Workplace, journal_line
 from fsbarrier.program import Command, Context, Keep
+from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.kept_program import KeptProgram
+from fsbarrier.supervision.secret_variables import without_secrets
 from fsbarrier.supervision.supervisor import Child, with_this_package
 from fsbarrier.supervision.worker_contract import WorkerFiles, read_result
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 WATCH_S = 0.25
 # How many of the last lines of a failed program's log people are shown.
 LOG_LINES = 20
+NO_SECRETS = ("fsbarrier.aggregate", "fsbarrier.workers.prepare", "fsbarrier.workers.update")
 
 
 def run_program(work: Command, context: Context, job: Job, workplace: Workplace) -> Result:
@@ -53,7 +56,7 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
         ) from None
     argv = [word.replace("{spec}", str(own.spec)) for word in work.argv]
     job.progress_file = own.progress
-    env = with_this_package(os.environ) | dict(work.env)
+    env = with_this_package(_environment(argv, context.settings)) | dict(work.env)
     log_file, name = workplace.log_dir / work.log, context.phase.name
     program: Child | KeptProgram
     if work.keep is None:
@@ -70,6 +73,13 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
     value = {**work.extra, **result}
     events = [*(keeper.events if keeper else ()), *([journal_line(work.event, value)] if work.event else ())]
     return {**value, "events": events} if events else value
+
+
+def _environment(argv: Sequence[str], settings: Settings) -> Mapping[str, str]:
+    """Ours. The programs in which no code of the user's runs get no keys; a reward, an agent or a trainer may have a use for any."""
+    if program_name(argv) not in NO_SECRETS:
+        return os.environ
+    return without_secrets(os.environ, (settings.judge.api_key_env, settings.engine.api_key_env))
 
 
 def _distrust_engines(result: Path, context: Context, workplace: Workplace) -> None:

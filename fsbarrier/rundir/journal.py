@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fsbarrier import files, reading
+from fsbarrier.printable import without_passwords
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.rundir.names import JOURNAL
 from fsbarrier.rundir.paths import RunPaths
@@ -227,7 +228,8 @@ class Journal:
             "event": name,
             **fields,
         }
-        os.write(self._fd, json.dumps(line, separators=(",", ":"), default=str).encode() + b"\n")
+        told = without_passwords(json.dumps(line, separators=(",", ":"), default=str))
+        os.write(self._fd, told.encode() + b"\n")
         row = place["generation"], place["iteration"], place["phase"], place["phase_name"]
         return Event(name, now.timestamp(), mono_s, self._node_rank, *row, fields=line)
 

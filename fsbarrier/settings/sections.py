@@ -498,7 +498,8 @@ class Settings(Section):
     custom: Mapping[str, Any] = field(
         default_factory=dict,
         metadata={
-            "description": "Anything (`custom.name=value`), passed on to your own program, reward or trainer."
+            "description": "Anything (`custom.name=value`), passed on to your own program, reward or trainer. "
+            "What begins with `custom.secret` is not shown."
         },
     )
 

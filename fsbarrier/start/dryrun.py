@@ -19,7 +19,7 @@ from fsbarrier.loader import load_program
 from fsbarrier.planning import plan_text
 from fsbarrier.planning.cluster_plan import make_plan
 from fsbarrier.planning.model_shape import ModelShape
-from fsbarrier.printable import printable
+from fsbarrier.printable import printable, without_passwords
 from fsbarrier.program import (
     Command,
     Context,
@@ -35,6 +35,7 @@ from fsbarrier.program import (
 )
 from fsbarrier.protocol.facts import Join, Member, Payload
 from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.presets import PRESETS
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import flatten
@@ -45,14 +46,14 @@ PORT, SOCKET = "PORT", "SOCKET"
 
 def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
     """Print what a run would be and would start; nothing is written anywhere."""
-    commands = list(describe(record, settings))
+    commands = [(*where, without_passwords(command)) for *where, command in describe(record, settings)]
     if as_json:
         keys = ("node_rank", "phase", "phase_name", "command")
         listed = [dict(zip(keys, row, strict=True)) for row in commands]
         print(
             json.dumps(
                 {
-                    "settings": settings.as_json(),
+                    "settings": shown(settings.as_json()),
                     "tasks": record.tasks,
                     "model": record.model,
                     "commands": listed,
@@ -63,7 +64,7 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
     for line in (*planned_lines(record, settings), *preset_lines(settings)):
         print(f"# {printable(line)}")
     print(f"# settings (digest {record.settings_digest[:12]})")
-    for key, value in flatten(settings.as_json(), ()).items():
+    for key, value in flatten(shown(settings.as_json()), ()).items():
         print(f"{key} = {json.dumps(value)}")
     for split, source in record.tasks.items():
         print(printable(f"# {split}: {source['count']} tasks in {source['path']}"))

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Self
 import fsbarrier
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.printable import without_passwords
 from fsbarrier.retry import until_seen
 from fsbarrier.rundir import log_tail
 from fsbarrier.supervision import guard, orphans, processes
@@ -292,7 +293,7 @@ def _open_log(path: Path, name: str, argv: Sequence[str]) -> tuple[int, int]:
     Gives the descriptor and the offset after that line. Raises StoreError.
     """
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    line = f"--- {now} start {name}: {shlex.join(argv)}\n"
+    line = f"--- {now} start {name}: {without_passwords(shlex.join(argv))}\n"
     if ended := orphans.end_orphans():
         line = f"--- {now} ended what a killed daemon had left: {', '.join(map(str, ended))}\n{line}"
     try:

@@ -9,6 +9,7 @@ from html import escape
 
 import fsbarrier
 from fsbarrier.protocol.wording import counted
+from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.sources import flatten
 from fsbarrier.view.amounts import amount, duration, one_line, percent
 from fsbarrier.view.event_wording import event_text
@@ -255,7 +256,9 @@ def _events(reader: RunReader) -> str:
 
 
 def _settings(reader: RunReader) -> str:
-    body = [(key, _value(value)) for key, value in flatten(reader.record.settings.as_json(), ()).items()]
+    body = [
+        (key, _value(value)) for key, value in flatten(shown(reader.record.settings.as_json()), ()).items()
+    ]
     figures = table(("setting", "value"), body, left=(0, 1))
     digest = escape(reader.record.settings_digest[:12])
     return f"<details><summary>{len(body)} settings (digest {digest})</summary>{figures}</details>"

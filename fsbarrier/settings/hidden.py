@@ -1,0 +1,29 @@
+"""Settings as people and files may see them: what is marked secret, and passwords in addresses, are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fsbarrier.printable import without_passwords
+
+HIDDEN = "***"
+#: `custom.secret.NAME=value`, or `custom.secret_name=value`
+MARK = "secret"
+
+
+def shown(settings: Mapping[str, object]) -> dict[str, object]:
+    """The nested settings of `Settings.as_json`, fit to be shown."""
+    custom = settings.get("custom")
+    marked = {name: HIDDEN for name in custom if name.startswith(MARK)} if isinstance(custom, Mapping) else {}
+    safe = {name: _safe(value) for name, value in settings.items()}
+    if isinstance(custom, Mapping):
+        safe["custom"] = {name: _safe(value) for name, value in custom.items()} | marked
+    return safe
+
+
+def _safe(value: object) -> object:
+    if isinstance(value, str):
+        return without_passwords(value)
+    if isinstance(value, Mapping):
+        return {name: _safe(inner) for name, inner in value.items()}
+    return [_safe(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,126 @@
+"""Keys and passwords go where they are used, and are shown nowhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_run import FakeRun
+
+from fsbarrier import cli
+from fsbarrier.engine.engine import Engine
+from fsbarrier.node.worker_program import _environment
+from fsbarrier.printable import printable, without_passwords
+from fsbarrier.rundir.journal import Journal
+from fsbarrier.settings.hidden import shown
+from fsbarrier.settings.resolve import resolve
+from fsbarrier.supervision.secret_variables import without_secrets
+from fsbarrier.supervision.supervisor import Child
+
+CANARY = "hunter2canary"
+
+
+def test_of_an_address_the_password_is_left_out() -> None:
+    assert (
+        without_passwords(f"at https://me:{CANARY}@host/v1?x=1, again")
+        == "at https://me:***@host/v1?x=1, again"
+    )
+    assert without_passwords(f"http://:{CANARY}@h") == "http://:***@h"
+    for harmless in ("http://host:8000/v1", "me@host", "a://b/c:d@e", "12:30 at http://h/p"):
+        assert without_passwords(harmless) == harmless
+    hostile = "://" * 200_000 + "@"
+    assert without_passwords(hostile) == hostile
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x9b31mred", "red"),
+        ("\x1b]0;title\x07text", "text"),
+        ("\x1b]8;;http://x\x1b\\link", "link"),
+        ("a\rb\nc\td", "a b c d"),
+        ("\u202etxt.exe\u2066", "txt.exe"),
+        ("\x00\x07\x08nul\udc80", "nul"),
+        ("語 é ✓", "語 é ✓"),
+    ],
+)
+def test_a_terminal_gets_nothing_that_it_obeys(text: str, seen: str) -> None:
+    assert printable(text) == seen
+
+
+def test_variables_with_secrets() -> None:
+    secret = (
+        "HF_TOKEN",
+        "OPENAI_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "DB_PASSWORD",
+        "WANDB_APIKEY",
+        "GOOGLE_CREDENTIALS",
+    )
+    plain = ("PATH", "TOKENIZERS_PARALLELISM", "HOME", "KEYBOARD", "MONKEYS", "CUDA_VISIBLE_DEVICES")
+    environ = dict.fromkeys((*secret, *plain, "MINE"), "x") | {"HTTPS_PROXY": f"http://me:{CANARY}@proxy"}
+    assert without_secrets(environ, ("MINE", None)) == dict.fromkeys(plain, "x")
+
+
+def test_the_engine_and_programs_without_code_of_the_users_get_no_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_TOKEN", "JUDGE"):
+        monkeypatch.setenv(name, CANARY)
+    settings = resolve([], {"judge.api_key_env": "JUDGE"}, cross_checks=False)
+    engine = Engine(settings.engine, log_file=tmp_path / "log", work_dir=tmp_path, secrets_named=("JUDGE",))
+    assert CANARY not in engine._environ.values()
+    argv = ("python", "-m", "fsbarrier.workers.torchrun", "-m", "fsbarrier.workers.update")
+    assert CANARY not in _environment(argv, settings).values()
+    for argv in (("python", "-m", "fsbarrier.workers.rollout"), ("mine.py",)):
+        assert _environment(argv, settings)["JUDGE"] == CANARY
+
+
+def test_settings_that_are_shown_have_no_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = resolve(
+        [],
+        {
+            "program": "ping",
+            "judge.url": f"https://me:{CANARY}@judge/v1",
+            "trainer.command": f"train --at http://me:{CANARY}@host",
+            "custom": {"secret.key": CANARY, "secret_two": CANARY, "plain": "plain"},
+        },
+        cross_checks=False,
+    )
+    seen = shown(settings.as_json())
+    assert CANARY not in json.dumps(seen) and "plain" in json.dumps(seen)
+    assert set(seen) == set(settings.as_json())
+
+
+def test_no_secret_is_in_the_report_or_the_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ("--program", "ping", f"custom.secret.key={CANARY}", f"judge.url=https://me:{CANARY}@judge/v1")
+    for more in ((), ("--json",)):
+        log_path = str(tmp_path / "dry")
+        assert (
+            cli.main(
+                ["run", "--master", "--num-nodes", "1", "--log-path", log_path, "--dry-run", *more, *chosen]
+            )
+            == 0
+        )
+        assert CANARY not in (said := capsys.readouterr().out) and "custom" in said
+    secrets = {"custom": {"secret.key": CANARY}, "judge.url": f"http://me:{CANARY}@j"}
+    run = FakeRun(tmp_path / "run", extra=secrets)
+    run.start()
+    assert cli.main(["report", "--log-path", str(run.log_path), "--out", str(tmp_path / "report.html")]) == 0
+    assert CANARY not in (tmp_path / "report.html").read_text()
+
+
+def test_no_password_is_in_a_journal_or_in_a_log(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", run_id="r", node_rank=0)
+    place = {"generation": 1, "iteration": 1, "phase": 1, "phase_name": "x"}
+    journal.write("work_failed", 1.0, place, {"error": f"no answer from https://me:{CANARY}@host/v1"})
+    journal.close()
+    line = json.loads((tmp_path / "journal").read_text())
+    assert line["error"] == "no answer from https://me:***@host/v1"
+    with Child.start(["true", f"http://me:{CANARY}@host"], log_file=tmp_path / "log", name="x") as child:
+        child.wait(60)
+    assert CANARY not in (tmp_path / "log").read_text()
