@@ -237,7 +237,7 @@ def test_a_dry_run_shows_settings_and_commands_and_leaves_nothing(tmp_path: Path
     assert shown.returncode == 0, shown.stderr
     assert "rollout.samples = 4" in shown.stdout
     assert "# node 1" in shown.stdout
-    assert re.search(r"10 update +.*torch\.distributed\.run", shown.stdout)
+    assert re.search(r"10 update +.*fsbarrier\.workers\.torchrun", shown.stdout)
     assert list(tmp_path.iterdir()) == []
 
 

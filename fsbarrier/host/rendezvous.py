@@ -24,7 +24,7 @@ def listen(*, loopback: bool) -> socket.socket:
 
 def listen_on(address: str, port: int) -> socket.socket:
     """A socket that listens on this address of this host ("": on all of them), on this port. Raises OSError."""
-    family = socket.getaddrinfo(address or "0.0.0.0", port, type=socket.SOCK_STREAM)[0][0]
+    family = socket.getaddrinfo(address or "127.0.0.1", port, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
 
 
