@@ -102,7 +102,8 @@ def export(chosen: Exported, target: Path, dtype: str | None) -> None:
             from fsbarrier.training.convert_model import DTYPES, convert
 
             if chosen.digests:
-                listed = checkpoints.verify(chosen.model.parent).files
+                manifest = checkpoints.verify(chosen.model.parent)
+                listed = (*manifest.files, *manifest.following)
                 for part in ("model/", "trainer/")[: 1 if chosen.trainer is None else 2]:
                     checkpoints.check_nothing_else(chosen.model.parent, part, listed)
             convert(chosen.model, chosen.trainer, staging, DTYPES[dtype])
