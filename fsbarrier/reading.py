@@ -129,6 +129,12 @@ def folder_below(root: Path, folder: Path) -> Iterator[int]:
         os.close(fd)
 
 
+def check_below(root: Path, folder: Path) -> None:
+    """Raises NotPlain where a link leads to `folder`, or it is not below `root`; OSError."""
+    with folder_below(root, folder):
+        pass
+
+
 def open_below(root: Path, path: Path) -> int:
     """A descriptor of a plain file below `root`, for reading. Raises as `folder_below` and `open_plain` do."""
     with folder_below(root, path.parent) as fd:

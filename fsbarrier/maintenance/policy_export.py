@@ -141,8 +141,7 @@ def _copy_first_model(chosen: Exported, out: Path) -> None:
         copy_hashed(Path(source), Path(target), chosen.root)
 
     if chosen.root is not None:
-        with reading.folder_below(chosen.root, chosen.model):
-            pass
+        reading.check_below(chosen.root, chosen.model)
     shutil.copytree(chosen.model, out, ignore=refuse_links, copy_function=copy)
 
 

@@ -145,8 +145,7 @@ class Daemon:
         log_dir = record.paths.node_logs(attempt, rank)
         files.make_dirs(log_dir)
         # Else this node's log would be written wherever a link in its place leads.
-        with reading.folder_below(record.log_path, log_dir):
-            pass
+        reading.check_below(record.log_path, log_dir)
         self.events = until_seen(lambda: EventLog(record, rules, log_dir / "daemon.log"))
         devices = accelerators.detect()
         self.engines = make_engines(settings, log_dir, work_dir, program.needs, devices)
