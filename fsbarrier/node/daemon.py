@@ -82,9 +82,7 @@ def run_node(record: RunRecord, settings: Settings, *, node_rank: int, until: in
             lock = stack.enter_context(hold_rank(record, node_rank, settings.coordination.suspect_s))
             private = private_folder()
             if private.passed_over:
-                print(
-                    f"fsbarrier: warning: {private.passed_over}; {private.path} is used instead", flush=True
-                )
+                print(f"fsbarrier: warning: {private.passed_over}; using {private.path}", flush=True)
             name = f"{record.run_id[-8:]}-n{node_rank}"
             work_dir = stack.enter_context(own_folder(private.path, name))
             place = place_for_weights(settings, record.log_path)
@@ -144,7 +142,6 @@ class Daemon:
         attempt = 1 + (observer.joins[rank].incarnation if rank in observer.joins else 0)
         log_dir = record.paths.node_logs(attempt, rank)
         files.make_dirs(log_dir)
-        # Else this node's log would be written wherever a link in its place leads.
         reading.check_below(record.log_path, log_dir)
         self.events = until_seen(lambda: EventLog(record, rules, log_dir / "daemon.log"))
         devices = accelerators.detect()
