@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fsbarrier.program import PHASE_NAMES
-from fsbarrier.sim.history import History
+from fsbarrier.sim.history import History, row_of
 
 
 def no_fact_is_needed_after_its_removal(history: History) -> Iterator[str]:
@@ -13,7 +13,14 @@ def no_fact_is_needed_after_its_removal(history: History) -> Iterator[str]:
 
     In an older generation than the newest, nothing is needed.
     """
-    yield from (f"node {asked.rank} read {asked.path}, which was removed" for asked in history.asked)
+    for asked in history.asked:
+        # Who hung in the middle of a look, while the others formed a newer generation, may come late.
+        late = any(
+            newer > row_of(asked.path)[0] and made.time <= asked.time
+            for newer, (made, _) in history.generations.items()
+        )
+        if not late:
+            yield f"node {asked.rank} read {asked.path}, which was removed"
     came: dict[tuple[int, int], list[tuple[float, int]]] = {}
     for event, (number, iteration, _) in history.entered:
         came.setdefault((number, event.node.rank), []).append((event.time, iteration))

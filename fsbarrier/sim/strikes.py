@@ -103,8 +103,7 @@ def strike_now(world: World, strike: Strike, process: Process) -> None:
         case "outage":
             fail_disk(world, strike)
         case "unreadable":
-            dice = Random(f"hidden {process.rank} {world.now}")
-            hide(world, process.rank, dice.choice(("generation's record", "heartbeat")))
+            hide(world, process.rank)
             maybe_kill(world, process)
         case "version":
             world.history.faults.add("crash")
@@ -118,13 +117,13 @@ def start_with_other_code(world: World, rank: int, delay: float = 0.0) -> None:
     world.start(rank, delay)
 
 
-def hide(world: World, rank: int, what: str = "generation's record") -> None:
-    """A node's host can read no generation's record, or no heartbeat, until somebody mends it."""
+def hide(world: World, rank: int) -> None:
+    """A node's host can read no generation's record, until somebody mends it."""
     world.history.faults.add("unreadable")
-    world.say(f"node {rank}'s host can read no {what}")
+    world.say(f"node {rank}'s host can read no generation's record")
     for host, (client, _) in world.clients.items():
         if host == world.hosts[rank]:
-            client.cannot_read = str(PATHS.beats if what == "heartbeat" else PATHS.generations)
+            client.cannot_read = str(PATHS.generations)
 
 
 def mend(world: World) -> None:
