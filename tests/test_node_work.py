@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from fsbarrier import files
+from fsbarrier import files, reading
 from fsbarrier.engine.replicas import Keeper
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.node import work_kinds
@@ -150,13 +150,18 @@ def test_an_older_generation_publishes_nothing(place: Workplace, tmp_path: Path)
     assert (tmp_path / "public").read_text() == "new"
 
 
-def test_a_directory_that_hangs_makes_the_node_unfit(place: Workplace, tmp_path: Path) -> None:
+def test_a_directory_that_hangs_makes_the_node_unfit(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its thread is stuck in a read that nothing ends: after the stall time-out the node ends, whatever other nodes do."""
     publish = policy(tmp_path)
-    manifest = publish.folder / checkpoints.MANIFEST
-    content = manifest.read_bytes()
-    manifest.unlink()
-    os.mkfifo(manifest)
+    goes_on, open_below = threading.Event(), reading.open_below
+
+    def hang(root: Path, path: Path) -> int:
+        goes_on.wait()
+        return open_below(root, path)
+
+    monkeypatch.setattr(reading, "open_below", hang)
     place.stall_timeout_s = 0.2
     runner, woken = jobs(place, lambda context: publish)
     runner.launch(NODE, Part.EACH)
@@ -166,7 +171,7 @@ def test_a_directory_that_hangs_makes_the_node_unfit(place: Workplace, tmp_path:
         pause.wait(0.01)
     assert runner.unfit is not None and runner.unfit.exit_code == 3
     assert re.search(r"publishing policy-000001.g0001: no progress for 0.2 s .* hang\?", str(runner.unfit))
-    manifest.write_bytes(content)
+    goes_on.set()
     assert woken.wait(60) and runner.report() is not None, "what goes on after all is reported as ever"
 
 
