@@ -338,9 +338,7 @@ def test_the_real_vllm_serves_reloads_and_comes_back(tmp_path: Path) -> None:
                 == len(item["loss_mask"])
                 == item["prompt_tokens"] + len(sampled)
             )
-            assert (sampled[-1] == 1) == (item["finish_reason"] == "stop") and item["valid"] == (
-                sampled[-1] == 1
-            )
+            assert (sampled[-1] == 1) == (item["finish_reason"] == "stop") and item["valid"]
             assert item["prompt_tokens"] == len(item["messages"][0]["content"]) + isinstance(
                 item["prompt"], list
             )

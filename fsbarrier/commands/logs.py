@@ -18,7 +18,8 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import load
 
 SUMMARY = "Show the last lines of the nodes' logs (each node's newest start), or follow them."
-EXAMPLE = "fsbarrier logs --node 2 --file vllm -n 100"
+EXAMPLE = """fsbarrier logs --node 2 --file vllm -n 100
+  fsbarrier logs --first-error"""
 
 #: While following, the seconds between two looks for new lines and new files.
 LOOK_S = 0.5
@@ -35,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "-n", "--lines", metavar="N", type=flags.whole_number, default=20, help="lines of each (default 20)"
+    )
+    parser.add_argument(
+        "--first-error",
+        action="store_true",
+        help="only the first failure of all nodes, and what surrounds it",
     )
     parser.add_argument("-f", "--follow", action="store_true", help="go on with new lines until Ctrl-C")
 
@@ -55,6 +61,8 @@ class Log:
 def main(args: argparse.Namespace) -> int:
     log_path = flags.find_log_path(args)
     load(log_path)
+    if args.first_error:
+        return _first_error(log_path)
     logs = find(log_path, node=args.node, attempt=args.attempt, name=args.file)
     if not logs and not args.follow:
         asked = {"--node": args.node, "--file": args.file, "--attempt": args.attempt}
@@ -73,6 +81,15 @@ def main(args: argparse.Namespace) -> int:
             for line in lines:
                 print(log.label, line, flush=True)
         threading.Event().wait(LOOK_S)
+    return 0
+
+
+def _first_error(log_path: Path) -> int:
+    from fsbarrier.rundir.journal import read_events
+    from fsbarrier.view.first_error import first_error
+
+    lines = first_error(read_events(log_path), RunPaths(log_path).logs)
+    print("\n".join(lines or ["no node, program or phase of this run has failed"]))
     return 0
 
 
