@@ -6,7 +6,11 @@ import os
 import signal
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# The same examples every time, however fast the machine is.
+hypothesis.settings.load_profile("ci")
 
 # What launchers set and fsbarrier reads: the rank that a test gets must be the one that it gives.
 _PREFIXES = ("FSBARRIER_", "SLURM_", "SKYPILOT_", "DSTACK_", "OMPI_", "PMI_")
