@@ -1,4 +1,4 @@
-"""`fsbarrier report`: a run's figures as one self-contained HTML file."""
+"""`fsbarrier report`: a run's figures as one self-contained HTML file, or for other programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from fsbarrier.errors import UsageError
 from fsbarrier.start import preflight
 
 SUMMARY = "Write a run's rewards, times, node timelines and events as one HTML file that needs nothing else. The run may go on."
-EXAMPLE = "fsbarrier report --log-path runs/default --out report.html"
+EXAMPLE = """fsbarrier report --log-path runs/default --out report.html
+  fsbarrier report --csv table.csv --perfetto trace.json"""
+
+FORMATS = {
+    "--csv": "a table of the iterations",
+    "--perfetto": "a trace of all nodes that ui.perfetto.dev opens",
+    "--prometheus": "the newest figures for Prometheus's textfile collector",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,26 +34,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="newest iterations whose timeline is drawn (default 3)",
     )
 
+    for flag, what in FORMATS.items():
+        parser.add_argument(flag, metavar="FILE", help=f"{what}; the page then is written only with --out")
+
 
 def main(args: argparse.Namespace) -> int:
+    from fsbarrier.view import report_data
     from fsbarrier.view.report import page
     from fsbarrier.view.run_status import look_once
 
     log_path = flags.find_log_path(args)
-    html = page(*look_once(log_path), iterations=args.iterations)
-    out = preflight.absolute(args.out) if args.out else log_path / "report.html"
-    write(out, html.encode())
-    print(out)
+    reader, status = look_once(log_path)
+    texts = {}
+    if args.csv:
+        texts["--csv"] = (args.csv, report_data.csv_table(reader, status))
+    if args.perfetto:
+        texts["--perfetto"] = (args.perfetto, report_data.perfetto_trace(reader))
+    if args.prometheus:
+        texts["--prometheus"] = (args.prometheus, report_data.prometheus_text(reader, status))
+    if args.out or not texts:
+        html = page(reader, status, iterations=args.iterations)
+        texts["--out"] = (args.out or str(log_path / "report.html"), html)
+    for flag, (name, text) in texts.items():
+        path = preflight.absolute(name)
+        write(path, text.encode(), flag)
+        print(path)
     return 0
 
 
-def write(out: Path, data: bytes) -> None:
-    """Put the report there in one step. Raises UsageError where that cannot be done."""
+def write(out: Path, data: bytes, flag: str = "--out") -> None:
+    """Put the file there in one step. Raises UsageError where that cannot be done."""
     if out.is_dir():
-        raise UsageError(f"--out {out}: is a directory; name a file")
+        raise UsageError(f"{flag} {out}: is a directory; name a file")
     try:
         files.write_atomic(out, data)
     except OSError as error:
         raise UsageError(
-            f"--out {out}: cannot be written: {error.strerror or error}; name another file with --out"
+            f"{flag} {out}: cannot be written: {error.strerror or error}; name another file with {flag}"
         ) from None

@@ -1,0 +1,127 @@
+"""A run's figures for other programs: a table (CSV), a trace for Perfetto, and metrics for Prometheus's textfile collector.
+
+Perfetto: the trace event format (JSON), complete events with microseconds. Prometheus: the text exposition format 0.0.4.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping
+
+from fsbarrier.rundir.journal import Event
+from fsbarrier.view.report import UPDATE_COLUMNS
+from fsbarrier.view.run_reader import RunReader
+from fsbarrier.view.run_status import RunStatus
+from fsbarrier.view.timings import Span
+
+Row = dict[str, object]
+
+
+def csv_table(reader: RunReader, status: RunStatus) -> str:
+    """One line an iteration: rewards, seconds by phase, what the update measured. Empty where nothing is known."""
+    rows = iteration_rows(reader, status)
+    columns: dict[str, None] = {}
+    for row in rows.values():
+        columns |= dict.fromkeys(row)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(columns) or ["iteration"], restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows[iteration] for iteration in sorted(rows))
+    return text.getvalue()
+
+
+def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
+    """By iteration. The columns come in one order for all."""
+    updates = reader.history.updates()
+    times = {one.iteration: one for one in status.times}
+    rewards = {one.iteration: one for one in status.rewards}
+    phases = sorted({phase for one in status.times for phase in one.phases})
+    measured = [
+        name for name in UPDATE_COLUMNS if any(event.number(name) is not None for event in updates.values())
+    ]
+    found: dict[int, Row] = {}
+    for iteration in sorted({*updates, *times, *rewards}):
+        reward, time = rewards.get(iteration), times.get(iteration)
+        row: Row = {
+            "iteration": iteration,
+            "policy_version": reward.policy_version if reward else None,
+            "train_reward": reward.train if reward else None,
+            "test_reward": reward.test if reward else None,
+            "trajectories": reward.trajectories if reward else None,
+            "seconds": time.seconds if time else None,
+            "coordination_s": time.coordination_s if time else None,
+        }
+        row |= {f"{name}_s": time.phases.get((number, name)) if time else None for number, name in phases}
+        row |= {f"update_{name}": _number(updates.get(iteration), name) for name in measured}
+        found[iteration] = row
+    return found
+
+
+def _number(event: Event | None, name: str) -> float | None:
+    return event.number(name) if event is not None else None
+
+
+def perfetto_trace(reader: RunReader) -> str:
+    """One process a node with two tracks, its rows and the work in them. Opens in ui.perfetto.dev; times are wall-clock times."""
+    return json.dumps({"traceEvents": [*_trace_events(reader)], "displayTimeUnit": "ms"})
+
+
+def _trace_events(reader: RunReader) -> Iterator[Row]:
+    spans = reader.spans()
+    for rank in sorted({span.node_rank for span in spans}):
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"node {rank}"}}
+        for thread, name in enumerate(("phases", "work")):
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}
+    for span in spans:
+        yield _complete(span, 0, span.began_at, span.seconds)
+        if span.done_s is not None and span.work_s > 0:
+            yield _complete(span, 1, span.wall_offset + span.done_s - span.work_s, span.work_s)
+
+
+def _complete(span: Span, thread: int, began_at: float, seconds: float) -> Row:
+    about = {"iteration": span.iteration, "generation": span.generation, "outcome": span.outcome}
+    return {
+        "ph": "X",
+        "name": span.phase_name,
+        "cat": "failed" if span.failed else "phase",
+        "pid": span.node_rank,
+        "tid": thread,
+        "ts": round(began_at * 1e6),
+        "dur": round(seconds * 1e6),
+        "args": about,
+    }
+
+
+def prometheus_text(reader: RunReader, status: RunStatus) -> str:
+    """Where the run is, and the newest value of each figure of the table."""
+    newest: dict[str, object] = {}
+    for row in iteration_rows(reader, status).values():
+        newest |= {name: value for name, value in row.items() if value is not None}
+    alive = sum(node.state == "running" for node in status.nodes)
+    values = {
+        "generation": status.generation,
+        **newest,
+        "iteration": status.iteration,
+        "nodes": status.num_nodes,
+    }
+    values |= {"nodes_running": alive, "nodes_lost_total": len(reader.history.losses)}
+    label = _label({"run": status.run_id})
+    lines = []
+    for name, value in values.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# TYPE fsbarrier_{name} {kind}", f"fsbarrier_{name}{label} {value}"]
+    lines += [
+        "# TYPE fsbarrier_state gauge",
+        f"fsbarrier_state{_label({'run': status.run_id, 'state': status.state})} 1",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _label(values: Mapping[str, str]) -> str:
+    pairs = []
+    for name, value in values.items():
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        pairs.append(f'{name}="{escaped}"')
+    return "{" + ",".join(pairs) + "}"

@@ -1,0 +1,86 @@
+"""`fsbarrier report --csv | --perfetto | --prometheus` over hand-written runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+from fake_run import FakeRun, long_run
+
+from fsbarrier.cli import main
+
+SAMPLE = re.compile(r'^fsbarrier_[a-z0-9_]+\{run="[^"]*"(,state="[a-z]+")?\} -?[0-9.e+-]+$')
+
+
+def written(run: FakeRun, tmp_path: Path, *formats: str) -> list[str]:
+    words = [word for name in formats for word in (f"--{name}", str(tmp_path / name))]
+    assert main(["report", "--log-path", str(run.log_path), *words]) == 0
+    return [(tmp_path / name).read_text() for name in formats]
+
+
+def test_the_table_has_a_line_an_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (text,) = written(long_run(tmp_path / "run", 6), tmp_path, "csv")
+    assert capsys.readouterr().out == f"{tmp_path / 'csv'}\n"
+    assert not (tmp_path / "run" / "report.html").exists(), "the page was not asked for"
+    rows = list(csv.DictReader(text.splitlines()))
+    assert [int(row["iteration"]) for row in rows] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
+        parts = sum(
+            float(value)
+            for name, value in row.items()
+            if re.fullmatch(r"[a-z]+_[a-z]+_s|update_s", name) and value
+        )
+        assert float(row["seconds"]) == pytest.approx(parts, rel=1e-3)
+        assert (
+            0 <= float(row["train_reward"]) <= 1 and int(row["policy_version"]) == int(row["iteration"]) - 1
+        )
+    assert float(rows[-1]["update_loss"]) == float(rows[-1]["update_loss"])
+
+
+def test_the_trace_has_every_nodes_rows_and_their_work(tmp_path: Path) -> None:
+    (text,) = written(long_run(tmp_path / "run", 2, lose_at=None), tmp_path, "perfetto")
+    events = json.loads(text)["traceEvents"]
+    names = {
+        event["args"]["name"] for event in events if event["ph"] == "M" and event["name"] == "process_name"
+    }
+    assert names == {"node 0", "node 1", "node 2"}
+    complete = [event for event in events if event["ph"] == "X"]
+    rows = [event for event in complete if event["tid"] == 0]
+    assert len(rows) == 3 * 2 * 14 and {event["args"]["iteration"] for event in rows} == {1, 2}
+    assert all(event["dur"] >= 0 and event["ts"] > 1e15 for event in complete), "microseconds since 1970"
+    for work in (event for event in complete if event["tid"] == 1):
+        row = next(
+            event
+            for event in rows
+            if (event["pid"], event["name"], event["args"]) == (work["pid"], work["name"], work["args"])
+        )
+        assert row["ts"] - 1 <= work["ts"] and work["ts"] + work["dur"] <= row["ts"] + row["dur"] + 1
+
+
+def test_the_metrics_are_prometheus_text(tmp_path: Path) -> None:
+    (text,) = written(long_run(tmp_path / "run", 4), tmp_path, "prometheus")
+    assert text.endswith("\n")
+    samples = [line for line in text.splitlines() if not line.startswith("#")]
+    assert all(SAMPLE.match(line) for line in samples), samples
+    values = {line.split("{")[0]: line.split()[-1] for line in samples}
+    assert values["fsbarrier_iteration"] == "4" and values["fsbarrier_nodes_lost_total"] == "1"
+    assert "fsbarrier_train_reward" in values and ',state="' in text
+    typed = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(typed) == len(set(typed)) == len(samples)
+
+
+def test_a_run_that_has_just_begun_has_empty_figures(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.start()
+    table, trace, metrics = written(run, tmp_path, "csv", "perfetto", "prometheus")
+    assert table.splitlines()[0].startswith("iteration") and len(table.splitlines()) <= 2
+    assert json.loads(trace)["displayTimeUnit"] == "ms" and "fsbarrier_iteration" in metrics
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = long_run(tmp_path / "run", 1, lose_at=None)
+    assert main(["report", "--log-path", str(run.log_path), "--csv", str(tmp_path)]) == 2
+    assert f"--csv {tmp_path}: is a directory" in capsys.readouterr().err
