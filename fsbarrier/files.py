@@ -103,6 +103,16 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
         fsync_dir(path.parent)
 
 
+def write_in_place(path: Path, data: bytes) -> None:
+    """Put `data` at `path` without a temporary file: readers may see part of it. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(path, flags, _modes["file"])
+    # As in `open_new`; nobody but this user and the group that shares the run owns files here.
+    if _modes["file"] != 0o600:
+        os.fchmod(fd, _modes["file"])
+    _fill(fd, data, durable=False)
+
+
 def rename(temporary: Path, path: Path) -> None:
     """Give what was made under a name of `temporary_beside` its final name. If that fails, nothing is left. Raises OSError."""
     try:

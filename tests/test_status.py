@@ -18,6 +18,7 @@ from rich.console import Console
 
 from fsbarrier import cli
 from fsbarrier.host.identity import boot_id
+from fsbarrier.rundir import journal
 from fsbarrier.view import run_status
 from fsbarrier.view.node_table import nodes_table
 from fsbarrier.view.run_reader import RunReader
@@ -342,6 +343,58 @@ def test_a_long_run_keeps_only_the_newest_times(tmp_path: Path) -> None:
     reader.poll(0.0)
     assert [one.iteration for one in reader.times()] == [9, 10, 11, 12]
     assert len(reader.history.rewards()) == 12
+
+
+def test_of_a_long_run_the_newest_part_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is, each result and each loss are the same; the times are those of the newest iterations, each of them whole."""
+    run = long_run(tmp_path / "run", 12)
+    parse, parsed = journal.parse, list[object]()
+    monkeypatch.setattr(journal, "parse", lambda *args: parsed.append(args) or parse(*args))
+    whole = RunReader(run.log_path)
+    whole.poll(0.0)
+    lines, parsed[:] = len(parsed), []
+    for next_one, all_pasts in ((13, False), (14, True)):
+        short = RunReader(run.log_path, newest_bytes=4 * 45_000, all_pasts=all_pasts)
+        short.poll(0.0)
+        assert (short.position, short.places, short.history.rewards()) == (
+            whole.position,
+            whole.places,
+            whole.history.rewards(),
+        )
+        assert short.history.losses == whole.history.losses
+        known = [one.iteration for one in short.times()]
+        assert known == list(range(known[0], next_one)) and 6 <= known[0] <= 11
+        assert short.times() == whole.times()[known[0] - 1 :]
+        assert len(parsed) < lines / 2
+        parsed.clear()
+        # From then on it reads what is new, all of it.
+        before = len(short.spans())
+        run.iteration(next_one, range(2))
+        assert len(list(short.poll(1.0))) == len(list(whole.poll(1.0))) > 0
+        assert len(short.spans()) > before
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 40, 99, 100, 101, 102, 150, 1000])
+def test_a_journal_may_be_cut_anywhere(tmp_path: Path, cut: int) -> None:
+    """Nothing rare is left out or read twice, wherever the newest part begins."""
+    names = ["phase_started", "node_lost", "phase_finished", "evaluated", "work_finished"] * 3
+    place = {
+        "time": "2026-03-01T09:00:00Z",
+        "mono_s": 1,
+        "node_rank": 0,
+        "generation": 1,
+        "iteration": 1,
+        "phase": 1,
+    }
+    path = tmp_path / "journal"
+    path.write_text(
+        "".join(json.dumps({"event": name, "n": n, **place}) + "\n" for n, name in enumerate(names))
+    )
+    found = [event.fields["n"] for event in journal.JournalReader(path, "", cut).read()]
+    rare = [n for n, name in enumerate(names) if name not in journal.FREQUENT]
+    assert found == sorted(set(found)) and set(rare) <= set(found)
+    newest = [event.fields["n"] for event in journal.JournalReader(path, "", cut, with_past=False).read()]
+    assert newest == list(range(len(names)))[len(names) - path.read_bytes()[-cut:].count(b"\n", 0, -1) :]
 
 
 # --- a real run -----------------------------------------------------------------------------------------------------------

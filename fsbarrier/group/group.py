@@ -257,7 +257,8 @@ def make_member(
     """A member that has not joined yet. Touches nothing on the filesystem."""
     rules = Rules(TABLE, num_nodes, on_node_failure="hold", limits=limits)
     members_s = min(0.05 * max(1.0, num_nodes / 16), beat_s / 2)
-    paces = Paces(members_s, beat_s / 2, 1.5 * beat_s, eagerness(num_nodes), watchers=num_nodes)
+    beats_s = min(beat_s, limits.suspect_s / 3)
+    paces = Paces(members_s, beats_s, 1.5 * beat_s, eagerness(num_nodes), watchers=num_nodes)
     work, observer = CollectiveWork(), Observer(store, paths, TABLE, paces)
     agent = NodeLoop(store, observer, rules, work, here, lambda event, node, fields: None)
     return GroupMember(agent, work, Snapshot(Node(here.rank, 0, 0.0, here.host), looked_at=0.0))

@@ -111,7 +111,8 @@ class MemberThreads:
         self._show()
 
     def _look_on(self) -> None:
-        idle = Backoff(FIRST_PAUSE_S, max(PAUSES.most_s, self.beat_s / 4))
+        # Nothing that others write in the row concerns a member whose caller does not wait: one more look, then rarely.
+        idle = Backoff(FIRST_PAUSE_S, self.beat_s / 4, factor=1000.0)
         polling = Polling(self.member.agent, self._wake)
         try:
             while not self._over():

@@ -29,6 +29,10 @@ class NotedStore(PosixStore):
         self.doing = "writing", path
         super().put(path, record)
 
+    def mark(self, path: Path, record: Record) -> None:
+        self.doing = "writing", path
+        super().mark(path, record)
+
     def create(self, path: Path, record: Record) -> bool:
         self.doing = "creating", path
         return super().create(path, record)

@@ -337,15 +337,16 @@ def make_rules(settings: Settings, program: Program) -> Rules:
 
 def make_paces(settings: Settings) -> Paces:
     """How often to look for each kind of news. Nodes of a large run look less often, to spare the metadata server."""
-    beat_s = settings.coordination.beat_s
+    coordination = settings.coordination
     crowd = max(1.0, settings.num_nodes / 32)
     eager = eagerness(settings.num_nodes)
     return Paces(
         members_s=0.1 * crowd,
-        beats_s=beat_s / 2,
-        blind_s=1.5 * beat_s,
+        # The heartbeats of this node stop when its loop has not looked for half of `suspect_s`.
+        beats_s=min(coordination.beat_s, coordination.suspect_s / 3),
+        blind_s=1.5 * coordination.beat_s,
         eager=eager,
-        unreadable_s=settings.coordination.dead_s,
+        unreadable_s=coordination.dead_s,
     )
 
 

@@ -16,6 +16,7 @@ from fsbarrier.errors import Fenced
 from fsbarrier.node.collection import Collection
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.resume import LastGeneration
+from fsbarrier.protocol.codec import decode, encode
 from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.machine import step
 from fsbarrier.protocol.membership import JOINING, silent_members
@@ -56,7 +57,8 @@ class WorkRunner(Protocol):
 
 #: How long a node waits for the others before it writes its fact once more. Some clients keep a listing until the directory's
 #: modification time changes, and that time may be coarse. Example: node 0 lists the row, and within the same second node 1's "done"
-#: appears. Node 0's client sees the same time and shows the old listing, until this second write changes the time.
+#: appears. Node 0's client sees the same time and shows the old listing, until this second write changes the time. Each further
+#: write comes after twice the time.
 REPEAT_S = 5.0
 
 #: (event, node as it is, fields)
@@ -93,9 +95,10 @@ class NodeLoop:
     #: the client reports EIO. The next try finds the name taken. Without this note the node would believe that another process has
     #: its rank, and end. So it reads the record and compares it with its own.
     _ambiguous: int = 0
-    #: the fact that this node published last, and when
+    #: the fact that this node published last, when it is to write it again, and how long after this time
     _said: Fact | None = None
-    _said_at: float = float("inf")
+    _repeat_at: float = float("inf")
+    _repeat_s: float = REPEAT_S
     _suspected: set[Member] = field(default_factory=set)
     _told_hidden: bool = False
     #: the rows of this generation whose folder this node has made
@@ -151,7 +154,7 @@ class NodeLoop:
             self._weighed_at = self.observer.ledger.looked_at
             self._note_suspects(now)
             self._note_hidden(now)
-        if now - self._said_at >= REPEAT_S:
+        if now >= self._repeat_at:
             self._repeat(now)
         return busy
 
@@ -167,7 +170,9 @@ class NodeLoop:
 
     def _repeat(self, now: float) -> None:
         if self.node.part is Part.ANNOUNCED and self._said is not None and self.exit is None:
-            self._put(self._said, now)
+            self._put(self._said, again=True)
+            self._repeat_s *= 2
+            self._repeat_at = now + self._repeat_s
 
     def beat(self) -> Beat:
         """The next heartbeat."""
@@ -258,36 +263,38 @@ class NodeLoop:
         if events:
             value = {k: v for k, v in value.items() if k != "events"}
             fact = replace(fact, value=value)
-        self._put(fact, now)
-        told: dict[str, object] = {"work_s": round(fact.work_s, 6)}
-        if value:
+        self._put(fact)
+        self._said, self._repeat_s, self._repeat_at = fact, REPEAT_S, now + REPEAT_S
+        if not done or self._works(*node.place):
+            told: dict[str, object] = {"work_s": round(fact.work_s, 6)}
             told |= {key: value[key] for key in ("error", "exit_code", "log") if key in value}
-        self.record("work_finished" if done else "work_failed", node, told)
+            self.record("work_finished" if done else "work_failed", node, told)
         for line in events:
             self.record(line["event"], node, {k: v for k, v in line.items() if k != "event"})
         assert node.generation is not None
         if value and done and node.generation.leader == node.rank:
             self.record("decision", node, {"value": summary(value)})
 
-    def _put(self, fact: Fact, now: float) -> None:
+    def _put(self, fact: Fact, *, again: bool = False) -> None:
         """Write this node's fact about the row it is in.
 
         The leader's fact must outlive a loss of power. It is created and not replaced: if a seal has ended this generation, that lies
         under the same name, and must stay.
         """
         node, (generation, position) = self.node, self.node.place
-        directory = self.observer.row_dir(generation.number, position)
-        path = directory / fact_name(
-            position.iteration, node.rank, fact.status, self.rules.row(position).call(fact.value)
-        )
+        directory, row = self.observer.row_dir(generation.number, position), self.rules.row(position)
+        path = directory / fact_name(position.iteration, node.rank, fact.status, row.call(fact.value))
         leads = generation.leader == node.rank
         if leads and position.phase == self.rules.span(generation.choices)[1]:
             self.collection.open(generation, position.iteration + 1)
-        if leads and not self.rules.row(position).transient:
-            self.store.create(path, fact)
+        if leads and not row.transient:
+            if self.store.create(path, fact):
+                # The others read it as JSON, where a tuple is a list.
+                self.observer.created = path, decode(encode(fact), Fact)
+        elif not again and row.told_by_name(fact):
+            self.store.mark(path, fact)
         else:
             self.store.put(path, fact)
-        self._said, self._said_at = fact, now
 
     def _propose(self, generation: Generation) -> None:
         path = self.observer.paths.generation(generation.number)
@@ -320,7 +327,14 @@ class NodeLoop:
                 names = self.observer.names_in_row(row.generation, self._row)
                 self._passed.append((row.generation, self._row, names))
             self._row = row.position
-        self.record("phase_started", self.node, {})
+        # Of a row in which this node only waits, this says too that it is done.
+        works = self._works(row.generation, row.position)
+        self.record("phase_started", self.node, {} if works else {"waits": True})
+
+    def _works(self, generation: Generation, position: Position) -> bool:
+        """Whether this node has work of its own in a row."""
+        row = self.rules.row(position)
+        return row.each is not None or (row.leader is not None and generation.leader == self.node.rank)
 
     def _note_hidden(self, now: float) -> None:
         """Say once why nothing goes on: others beat, and this mount does not show what they write."""
@@ -346,6 +360,7 @@ class NodeLoop:
             return
         members, known = node.generation.members, self._suspected
         silent = silent_members(members, node.rank, ledger, node.since, now, self.rules.limits.suspect_s)
+        self.observer.suspecting = bool(silent)
         for member in members if silent or known else ():
             told: dict[str, object] = {"suspect": member.rank, "host": member.host}
             if member in silent:

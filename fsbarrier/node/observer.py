@@ -1,7 +1,7 @@
 """Turns what lies in the shared directory into the View that the state machine decides from. Reads only; no clock of its own.
 
 Each kind of news is looked for at its own pace: the row's facts at every poll, generations, joins, beats and stop requests when
-a look at them is due. Immutable records are read once.
+a look at them is due. While nothing happens all paces slow down to one look a beat. Immutable records are read once.
 """
 
 from __future__ import annotations
@@ -43,11 +43,17 @@ from fsbarrier.rundir.record_store import Store
 _AT_ONCE = float("-inf")
 
 
+#: Generations, joins and requests to stop may be seen so much later than they came, as a part of the time in which nothing happened.
+LATENESS = 0.02
+#: so many times as often heartbeats are read while a member is suspected, or a program has failed
+ALERT = 2.0
+
+
 @dataclass
 class Paces:
     """How often to look, in seconds."""
 
-    #: at generations, joins and stop requests
+    #: at generations, joins and stop requests while something happens; later more rarely, down to once every `beats_s`
     members_s: float = 0.2
     #: at heartbeats
     beats_s: float = 1.0
@@ -104,6 +110,8 @@ class Observer:
     #: the first incarnation of this process, once it has joined: which requests to stop are meant for it
     started_as: int = 0
     recovered: Recovered | None = None
+    #: the fact that this node, as a leader, created last: where, and what it says to whoever reads it
+    created: tuple[Path, Fact] | None = None
     _heartbeats: HeartbeatReader = field(init=False)
     #: the row that this node looked at last
     row: RowListing | None = None
@@ -120,9 +128,15 @@ class Observer:
     #: ranks whose heartbeats are listed and can no longer be read, and since when
     hidden_beats: Mapping[int, float] = field(default_factory=dict)
     _stops: dict[str, StopRequest] = field(default_factory=dict)
+    #: a member is suspected: look at it more often
+    suspecting: bool = False
     _members_due: float = _AT_ONCE
-    _beats_due: float = _AT_ONCE
+    #: when heartbeats are to be read next
+    beats_due: float = _AT_ONCE
     _looked_at_all: float = _AT_ONCE
+    #: the node as it was at the last look, and since when it is so
+    _node: Node | None = None
+    _unchanged_since: float = _AT_ONCE
 
     def __post_init__(self) -> None:
         self._heartbeats = HeartbeatReader(self.store, self.paths.beats)
@@ -150,7 +164,7 @@ class Observer:
 
     def hurry(self) -> None:
         """Look at everything at the next view, whatever its pace."""
-        self._members_due = self._beats_due = _AT_ONCE
+        self._members_due = self.beats_due = _AT_ONCE
 
     def view(self, node: Node, now: float, work: WorkReport | None = None) -> View:
         """What the node can see at `now`, and how its own work ended. Raises OSError when the filesystem fails."""
@@ -171,12 +185,17 @@ class Observer:
     def _look_around(self, node: Node, now: float) -> None:
         """Look at what is due beside the row. The loop calls `hurry` when the stage changes, since the pace changes with it."""
         joining, paces = node.stage is Stage.JOINING, self.paces
+        if node is not self._node:
+            self._node, self._unchanged_since = node, now
+        alert = self.suspecting or node.failed_since is not None or node.trouble_since is not None
         if now >= self._members_due:
             self._look_at_members(now)
-            self._members_due = now + paces.members_s / (4 if joining else 1)
-        if now >= self._beats_due:
+            quiet_s = 0.0 if joining or alert else now - self._unchanged_since
+            pause_s = max(paces.members_s, min(LATENESS * quiet_s, paces.beats_s))
+            self._members_due = now + pause_s / (4 if joining else 1)
+        if now >= self.beats_due:
             self._look_at_beats(node, now, joining)
-            self._beats_due = now + paces.beats_s / (paces.eager if joining else 1)
+            self.beats_due = now + paces.beats_s / (paces.eager if joining else ALERT if alert else 1.0)
 
     def _unread(self, path: Path, cls: type[R], now: float, before: Unreadable | None) -> Unreadable:
         """What the state machine is told of a record that cannot be read; `before`: what it was told last.
@@ -208,11 +227,22 @@ class Observer:
                 row.names = names
         leaders_fact = None
         if node.part is Part.ANNOUNCED and len(row.arrived) == len(generation.members):
-            path = row.directory / fact_name(position.iteration, generation.leader, "done", call)
-            leaders_fact = self.store.read(path, Fact)
-            missed = leaders_fact is None
-            row.unreadable = self._unread(path, Fact, now, row.unreadable) if missed else None
+            leaders_fact = self._leaders_fact(generation, row, now)
         return row.arrived, row.failed, leaders_fact
+
+    def _leaders_fact(self, generation: Generation, row: RowListing, now: float) -> Fact | None:
+        """The leader's fact about a row in which all members' facts are listed; None while it cannot be read.
+
+        It is not read where this node has created it itself, nor in a row whose results nobody adopts: there no seal can lie.
+        """
+        if self.table.rows[row.position.phase].transient:
+            return Fact(generation.leader, generation.incarnation_of(generation.leader) or 0, "done")
+        path = row.directory / fact_name(row.position.iteration, generation.leader, "done", row.call)
+        if self.created is not None and self.created[0] == path:
+            return self.created[1]
+        fact = self.store.read(path, Fact)
+        row.unreadable = self._unread(path, Fact, now, row.unreadable) if fact is None else None
+        return fact
 
     def _read_failures(self, row: RowListing, names: list[str], now: float) -> bool:
         """Read the members' facts of failure in a row; False while one of them cannot be read."""

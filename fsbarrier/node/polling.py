@@ -1,5 +1,7 @@
 """How a node's loop looks at the shared directory: quickly while something happens, then more and more rarely.
 
+The first looks of a wait follow each other fast, so that a short wait ends in time. After that a look comes when the wait has become
+one per cent longer: what a long wait loses by it is nothing to speak of, and a phase of ten minutes costs the server a look a beat.
 The daemon and a group's member share this; each does its own things between two looks.
 """
 
@@ -15,6 +17,8 @@ from fsbarrier.retry import Backoff
 
 #: the shortest pause between two looks
 FIRST_PAUSE_S = 0.001
+#: A long wait may end so much later than what it waited for, as a part of its own length.
+LATENESS = 0.01
 
 
 class Polling:
@@ -25,6 +29,8 @@ class Polling:
         self._root = agent.observer.paths.root
         self._hints = Hints(self._root, wake.set)
         self._pause_s = FIRST_PAUSE_S
+        #: when this node last had something to do, and when it looked last
+        self._busy_at = self._looked_at = 0.0
         self._failing_since: float | None = None
 
     def look(self, now: float) -> bool:
@@ -33,6 +39,7 @@ class Polling:
         A failing filesystem is tried again for `outage_s`: the others may take this node for lost meanwhile, but if it fails for all
         of them, they go on together. Raises StoreError when it fails for longer, and whatever the agent raises except OSError.
         """
+        self._looked_at = now
         try:
             busy = self._agent.tick(now)
         except OSError as error:
@@ -48,12 +55,20 @@ class Polling:
         return busy
 
     def pause(self, pauses: Backoff, *, busy: bool, hints: bool = True) -> None:
-        """Wait for the next look. `hints`: a file that appears may end the longest kind of wait early."""
-        self._pause_s = pauses.first_s if busy else pauses.after(self._pause_s)
-        self._hints.watch(self._row_dir() if hints and self._pause_s == pauses.most_s else None)
-        if self._wake.wait(self._pause_s):
+        """Wait for the next look. `pauses`: the first ones; `hints`: a file that appears may end a longer one early."""
+        pause_s = self.next_pause(pauses, busy=busy)
+        self._hints.watch(self._row_dir() if hints and pause_s >= pauses.most_s else None)
+        if self._wake.wait(pause_s):
             self._wake.clear()
-            self._pause_s = pauses.first_s
+
+    def next_pause(self, pauses: Backoff, *, busy: bool) -> float:
+        """How long to wait after the look that has just been."""
+        if busy:
+            self._busy_at = self._looked_at
+        self._pause_s = pauses.first_s if busy else pauses.after(self._pause_s)
+        waited_s = self._looked_at - self._busy_at
+        due_in_s = self._agent.observer.beats_due - self._looked_at
+        return max(self._pause_s, min(LATENESS * waited_s, due_in_s))
 
     def close(self) -> None:
         """Stop watching. Never raises."""

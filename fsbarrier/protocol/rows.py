@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from fsbarrier.errors import UsageError
-from fsbarrier.protocol.facts import Payload
+from fsbarrier.protocol.facts import Fact, Payload
 
 #: what builds a row's work; the protocol never calls it
 Work_co = TypeVar("Work_co", covariant=True)
@@ -43,6 +43,11 @@ class Row(Generic[Work_co]):
     def call(self, value: Payload) -> str:
         """What the name of a fact with this value says beside the rank; "" where it says nothing."""
         return str(value.get(self.named_by, "")) if self.named_by else ""
+
+    def told_by_name(self, fact: Fact) -> bool:
+        """Whether the name of a member's fact about this row says all that anybody wants to know of it, so that nobody reads it."""
+        nothing_else = fact.status == "done" and fact.value.keys() <= {self.named_by}
+        return nothing_else and (self.each is None or bool(self.named_by))
 
     @property
     def decides(self) -> bool:

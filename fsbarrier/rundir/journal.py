@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
+from typing import BinaryIO
 
 from fsbarrier import files, reading
 from fsbarrier.printable import without_passwords
@@ -20,8 +23,19 @@ from fsbarrier.rundir.names import JOURNAL
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
 
-#: Bytes of one journal that a reader takes at a time. It skips a longer line.
-BLOCK_BYTES = reading.LINE_BYTES
+#: A reader takes so many bytes of a journal at a time, and skips a line that is longer than the second number.
+BLOCK_BYTES = 1024 * 1024
+LINE_BYTES = reading.LINE_BYTES
+
+#: events so frequent that only their times are of interest, and of a long run only the newest
+FREQUENT = frozenset({"phase_started", "phase_finished", "work_finished", "iteration_finished", "decision"})
+_decode = json.JSONDecoder().decode
+#: where the name of a rare event stands in a journal
+_RARE = re.compile(rb'"event": ?"(?!(?:%s)")' % "|".join(sorted(FREQUENT)).encode())
+
+#: what every event must have beside its times and its name
+_PLACE = itemgetter("node_rank", "generation", "iteration", "phase")
+_MOST = 2**53
 
 #: An event's own fields, unchecked: values of any type, by name.
 Fields = Mapping[str, object]
@@ -52,6 +66,11 @@ class Event:
         """Where its writer was in the run: generation, iteration, phase."""
         return self.generation, self.iteration, self.phase
 
+    @property
+    def waits(self) -> bool:
+        """Whether it began a row in which its writer has nothing to do but wait."""
+        return self.name == "phase_started" and self.fields.get("waits") is True
+
     def number(self, name: str) -> float | None:
         return number(self.fields, name)
 
@@ -67,15 +86,19 @@ class Event:
 
 def parse(value: object, clock: str = "") -> Event | None:
     """The event in a journal's JSON value; None for anything that is no event."""
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):
         return None
     name, at, mono_s = value.get("event"), _seconds_since_1970(value.get("time")), number(value, "mono_s")
     if not isinstance(name, str) or at is None or mono_s is None:
         return None
-    whole = [integer(value, key) for key in ("node_rank", "generation", "iteration", "phase")]
-    if any(one is None or one < 0 for one in whole):
+    try:
+        place = rank, generation, iteration, phase = _PLACE(value)
+    except KeyError:
         return None
-    rank, generation, iteration, phase = (one or 0 for one in whole)
+    for one in place:
+        # As `integer` does it: this is called a million times for a report.
+        if type(one) is not int or not 0 <= one < _MOST:
+            return None
     phase_name = text(value, "phase_name")
     return Event(name, at, mono_s, rank, generation, iteration, phase, phase_name, clock, value)
 
@@ -95,7 +118,7 @@ def number(fields: Fields, name: str) -> float | None:
 def integer(fields: Fields, name: str) -> int | None:
     """A whole number of reasonable size among the fields, else None."""
     value = fields.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST else None
 
 
 def text(fields: Fields, name: str) -> str:
@@ -154,41 +177,68 @@ def _seconds_since_1970(time: object) -> float | None:
 class JournalReader:
     """Reads one journal as it grows. It alone decides how much of the file is read.
 
-    `clock` names the monotonic clock of the journal's writer, for its events.
+    `clock` names the monotonic clock of the journal's writer, for its events. `newest_bytes`: of what is there at the first look, so
+    much is read whole; None: all. Of what is before that it gives the rare events (`with_past`), or nothing.
     """
 
-    def __init__(self, path: Path, clock: str = "") -> None:
+    def __init__(
+        self, path: Path, clock: str = "", newest_bytes: int | None = None, *, with_past: bool = True
+    ) -> None:
         self.path = path
         self.clock = clock
         #: why it is not read at all; "" where it is
         self.fault = ""
+        self._newest_bytes, self._with_past = newest_bytes, with_past
+        #: whether frequent events were left out
+        self.shortened = False
         self._offset = 0
         self._unfinished = b""
 
-    def read(self) -> list[Event]:
+    def read(self) -> Iterator[Event]:
         """The events that came since the last call. A torn or foreign line is passed over; nothing is raised."""
-        events: list[Event] = []
-        while True:
-            try:
-                with reading.open_stream(self.path, reading.JOURNAL_BYTES) as stream:
-                    stream.seek(self._offset)
-                    block = stream.read(BLOCK_BYTES)
-            except reading.NotPlain as error:
-                self.fault = f"{self.path} is not read: {error.strerror}"
-                return events
-            except OSError:
-                return events
+        try:
+            with reading.open_stream(self.path, reading.JOURNAL_BYTES) as stream:
+                if self._newest_bytes is not None:
+                    yield from self._past(stream, os.fstat(stream.fileno()).st_size - self._newest_bytes)
+                    self._newest_bytes = None
+                stream.seek(self._offset)
+                while lines := self._lines(stream, BLOCK_BYTES):
+                    yield from filter(None, map(self._parse, lines.split(b"\n")))
+        except reading.NotPlain as error:
+            self.fault = f"{self.path} is not read: {error.strerror}"
+        except OSError:
+            return
+
+    def _past(self, stream: BinaryIO, end: int) -> Iterator[Event]:
+        """What is of interest before byte `end`."""
+        self.shortened = end > 0
+        if end > 0 and not self._with_past:
+            # Byte `end` may be in the middle of a line, which then is no line to be understood.
+            self._offset, self._unfinished = end, b"-"
+        while self._offset < end:
+            block = self._lines(stream, min(BLOCK_BYTES, end - self._offset))
+            for found in _RARE.finditer(block):
+                begin, after = block.rfind(b"\n", 0, found.start()) + 1, block.find(b"\n", found.end())
+                event = self._parse(block[begin : after if after >= 0 else None])
+                if event is not None:
+                    yield event
+
+    def _lines(self, stream: BinaryIO, most: int) -> bytes:
+        """The next whole lines, without the last newline; what follows it waits for the next call. Empty at the end. Raises OSError."""
+        whole = b""
+        while not whole and (block := stream.read(most)):
             self._offset += len(block)
-            *lines, self._unfinished = (self._unfinished + block).split(b"\n")
-            if len(self._unfinished) > BLOCK_BYTES:
+            whole, newline, rest = block.rpartition(b"\n")
+            whole, self._unfinished = (
+                (self._unfinished + whole, rest) if newline else (b"", self._unfinished + rest)
+            )
+            if len(self._unfinished) > LINE_BYTES:
                 self._unfinished = b""
-            events += [event for event in map(self._parse, lines) if event is not None]
-            if len(block) < BLOCK_BYTES:
-                return events
+        return whole
 
     def _parse(self, line: bytes) -> Event | None:
         try:
-            return parse(json.loads(line), self.clock)
+            return parse(_decode(line.decode()), self.clock)
         except (ValueError, RecursionError):
             return None
 
@@ -220,7 +270,7 @@ class Journal:
         """Record an event and give it back. `place` has generation, iteration, phase and phase_name."""
         now = datetime.now(UTC)
         line = {
-            "time": now.isoformat(timespec="microseconds"),
+            "time": f"{now:%Y-%m-%dT%H:%M:%S}.{now.microsecond // 1000:03d}Z",
             "mono_s": round(mono_s, 6),
             "run_id": self._run_id,
             "node_rank": self._node_rank,

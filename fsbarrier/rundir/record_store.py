@@ -49,6 +49,10 @@ class Store(Protocol):
     def put(self, path: Path, record: Record) -> None:
         """Create or replace a file of one's own, as a whole."""
 
+    def mark(self, path: Path, record: Record) -> None:
+        """Create a file of one's own whose name tells all. Nobody reads it, so that it need not be whole at once: this is one
+        operation, `put` is two."""
+
     def create(self, path: Path, record: Record) -> bool:
         """Create a file exclusively and durably; False where somebody else's is there."""
 
@@ -105,6 +109,9 @@ class PosixStore:
 
     def put(self, path: Path, record: Record) -> None:
         files.write_atomic(path, encode(record))
+
+    def mark(self, path: Path, record: Record) -> None:
+        files.write_in_place(path, encode(record))
 
     def create(self, path: Path, record: Record) -> bool:
         return files.create_exclusive(path, encode(record), never_torn=True)

@@ -420,7 +420,10 @@ class CoordinationSettings(Section):
     )
     stall_timeout_s: Seconds = setting(1800.0, "Seconds without progress until a program counts as wedged.")
     retries: CountOrZero = setting(2, "How often a failed phase is tried again before exit code 4.")
-    poll_max_s: Seconds = setting(0.05, "Longest pause between two looks at the shared directory.")
+    poll_max_s: Seconds = setting(
+        0.05,
+        "Longest pause between two looks at the shared directory in a short wait; after that 1 % of what was waited, at most a beat.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

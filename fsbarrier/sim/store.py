@@ -55,7 +55,7 @@ class Client:
         self.alarm_at = sys.maxsize
         self.alarm: Alarm = lambda verb, path: None
         # on rows (invariant I12)
-        verbs = "make_dir", "read", "put", "create", "remove", "remove_dir", "is_there_now"
+        verbs = "make_dir", "read", "put", "mark", "create", "remove", "remove_dir", "is_there_now"
         self.ops = dict.fromkeys(verbs, 0)
         # the directory of which this host can read no file; "": it can read all
         self.cannot_read = ""
@@ -195,6 +195,12 @@ class Client:
 
     def put(self, path: SimPath, record: Record) -> None:
         after = self._trouble("put", path)
+        self.disk.watch(path, record, self.replace(path, record))
+        if after is not None:
+            raise after()
+
+    def mark(self, path: SimPath, record: Record) -> None:
+        after = self._trouble("mark", path)
         self.disk.watch(path, record, self.replace(path, record))
         if after is not None:
             raise after()

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fsbarrier.rundir.journal import Event, lost_nodes
+from fsbarrier.rundir.journal import FREQUENT, Event, lost_nodes
 
-#: events so frequent that only their times are kept (fsbarrier/view/timings.py)
-FREQUENT = frozenset({"phase_started", "phase_finished", "work_finished", "iteration_finished", "decision"})
 #: events that carry a phase's results
 RESULTS = frozenset({"rolled_out", "evaluated", "updated"})
 #: two reports of the same thing within so many seconds count as one, by several nodes

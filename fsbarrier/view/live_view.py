@@ -13,14 +13,13 @@ from fsbarrier.errors import EXIT_INTERNAL, UsageError
 from fsbarrier.rundir.journal import Event
 from fsbarrier.view.event_wording import event_line, event_text
 from fsbarrier.view.run_reader import RunReader
-from fsbarrier.view.run_status import RunStatus, status_of
+from fsbarrier.view.run_status import RunStatus, status_of, status_reader
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 #: Seconds between two looks at the run.
 FRAME_S = 0.25
-KEPT_ITERATIONS = 20
 #: In seconds. An event that was older when the view began is not shown. The same event again within this time is another node's
 #: report of it.
 RECENT_S = 10.0
@@ -55,7 +54,7 @@ def follow(
     from rich.console import Console
 
     console = output or Console(highlight=False)
-    reader = RunReader(log_path, keep=KEPT_ITERATIONS)
+    reader = status_reader(log_path)
     watched = list(processes.values() if isinstance(processes, Mapping) else processes or ())
     # Of a run that was started here, show events from now on; of another run, also those of the last seconds.
     since = time.time() - (RECENT_S if processes is None else 0.0)

@@ -1,12 +1,13 @@
 """Reads a run directory again and again, for the views: status, the live view, the summary, the report. Writes nothing.
 
 Each poll reads only what is new: the journals from where they were left, immutable records once, heartbeats always. A torn,
-foreign or vanishing file is passed over; it is never an error.
+foreign or vanishing file is passed over; it is never an error. Of long journals the first look reads only the newest part whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,27 +17,33 @@ from fsbarrier.protocol.facts import Beat, Generation, Join
 from fsbarrier.protocol.membership import GONE, Ledger
 from fsbarrier.rundir import names, runrecord
 from fsbarrier.rundir.heartbeats import HeartbeatReader
-from fsbarrier.rundir.journal import Event, JournalReader
+from fsbarrier.rundir.journal import FREQUENT, Event, JournalReader
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
 from fsbarrier.supervision.processes import Stat
-from fsbarrier.view.history import History
+from fsbarrier.view.history import MAX_EVENTS, History
 from fsbarrier.view.phase_names import last_phase, phase_name
 from fsbarrier.view.timings import IterationTime, Span, SpanReader, iteration_times, rows
 
 #: If more seconds lie between two polls, they count as nobody's silence: this process did not look.
 BLIND_S = 5.0
+#: However many journals there are, of each at least so much is read: where its node is now.
+LEAST_BYTES = 12_000
 
 
 @dataclass
 class RunReader:
     """Everything that is known of one run. Making one raises UsageError where there is no run that can be read.
 
-    `keep`: of how many newest iterations the phases' times are kept; None: of all.
+    `keep`: of how many newest iterations the phases' times are kept; None: of all that was read. `newest_bytes`: of the journals that
+    are there at the first look, so much is read whole, all together; None: all. `all_pasts`: of what is before that, each journal's
+    rare events are taken in; otherwise only those of the leader's starts, which tell each result and each loss too.
     """
 
     log_path: Path
     keep: int | None = None
+    newest_bytes: int | None = None
+    all_pasts: bool = True
 
     #: The newest start of each rank, and when this process first saw it.
     joins: dict[int, Join] = field(default_factory=dict)
@@ -65,6 +72,9 @@ class RunReader:
     _journals: dict[str, tuple[JournalReader, SpanReader]] = field(default_factory=dict)
     _spans: list[Span] = field(default_factory=list)
     _times: list[IterationTime] | None = None
+    #: the first iteration of which no journal was shortened, and the journals that were and have been asked for it
+    _whole_from: int = 0
+    _begun: set[str] = field(default_factory=set)
     _arrivals: dict[tuple[int, int, int], dict[int, Event]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -104,7 +114,8 @@ class RunReader:
         """Where the time of the kept iterations went, as of the rows that nodes have passed."""
         if self._times is None:
             last = last_phase(self.record.settings.rl_phase, self._phase_names)
-            self._times = iteration_times(rows(self._spans), last)
+            whole = (span for span in self._spans if span.iteration >= self._whole_from)
+            self._times = iteration_times(rows(whole), last)
         return self._times
 
     # --- what follows from what was read ---
@@ -198,23 +209,30 @@ class RunReader:
                     self.position = max(self.position, begins)
 
     def _read_journals(self) -> list[Event]:
-        fresh: list[Event] = []
+        fresh: deque[Event] = deque(maxlen=MAX_EVENTS)
         # Read in a fixed order, because of several nodes' reports of one thing the first one counts.
-        for name in sorted(self._store.names(self.paths.events)):
-            start = names.JOURNAL.parse(name)
-            if start is None:
-                continue
+        starts = {name: names.JOURNAL.parse(name) for name in sorted(self._store.names(self.paths.events))}
+        journals = {name: start for name, start in starts.items() if start is not None}
+        for name, start in journals.items():
             if name not in self._journals:
-                # If the node's join cannot be read, take its clock for one that no other node shares.
-                clock = self._clocks.get(start) or f"journal {name}"
-                self._journals[name] = JournalReader(self.paths.events / name, clock), SpanReader()
+                self._journals[name] = self._journal(name, start, len(journals)), SpanReader()
             journal, spans = self._journals[name]
-            events = journal.read()
-            for event in events:
+            for event in journal.read():
+                if journal.shortened and event.name in FREQUENT and name not in self._begun:
+                    # What was left out began in this iteration at the latest.
+                    self._whole_from = max(self._whole_from, event.iteration + 1)
+                    self._begun.add(name)
                 self._take(event, spans)
-            fresh += events
+                fresh.append(event)
         self._forget()
         return sorted(fresh, key=lambda event: event.at)
+
+    def _journal(self, name: str, start: names.StartName, journals: int) -> JournalReader:
+        # If the node's join cannot be read, take its clock for one that no other node shares.
+        clock = self._clocks.get(start) or f"journal {name}"
+        most = None if self.newest_bytes is None else max(LEAST_BYTES, self.newest_bytes // journals)
+        leads = self.newest is not None and start.rank == self.newest.leader
+        return JournalReader(self.paths.events / name, clock, most, with_past=self.all_pasts or leads)
 
     def _take(self, event: Event, spans: SpanReader) -> None:
         """Hand the event to everything that keeps something of it."""
@@ -229,7 +247,7 @@ class RunReader:
             place = self.places.get(event.node_rank)
             if place is None or place.row <= event.row:
                 self.places[event.node_rank] = event
-        elif event.name == "work_finished":
+        if event.waits or event.name == "work_finished":
             self._arrivals.setdefault(event.row, {})[event.node_rank] = event
 
     def _forget(self) -> None:

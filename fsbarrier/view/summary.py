@@ -80,12 +80,14 @@ def _sections(status: RunStatus, reader: RunReader, width: int) -> Iterator[Rend
 
 
 def _headline(status: RunStatus, finished: Sequence[IterationTime]) -> Text:
+    # Of a long run only the newest part of the journals is read.
+    newest = "the newest " if finished and finished[0].iteration > 1 else ""
     took = f" in {duration(total_time(finished).seconds)}" if finished else ""
     nodes = counted(status.num_nodes, "node")
     code = f"  exit code {status.exit_code}" if status.exit_code else ""
     return line(
         (f"■ {status.state}", STATE_STYLE.get(status.state, "")),
-        f"  {counted(len(finished), 'iteration')}{took}, {nodes}",
+        f"  {newest}{counted(len(finished), 'iteration')}{took}, {nodes}",
         (f"{code}  {status.run_id}", "dim"),
     )
 

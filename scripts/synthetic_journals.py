@@ -1,0 +1,126 @@
+"""Writes a run directory with the journals of a long run, to see how fast `status`, `top` and `report` are on it.
+
+    python scripts/synthetic_journals.py DIR --nodes 64 --iterations 430
+    /usr/bin/time -v fsbarrier status --log-path DIR --no-watch
+
+64 nodes and 430 iterations of ten minutes are three days, and some 300 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fsbarrier import files
+from fsbarrier.program import PHASE_NAMES
+from fsbarrier.protocol.codec import encode
+from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Position
+from fsbarrier.rundir import runrecord
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.settings.resolve import resolve
+
+#: seconds of work in the phases that have some, and those in which only the leader works
+WORK = {1: 0.02, 2: 300.0, 4: 2.0, 5: 0.01, 6: 30.0, 7: 0.5, 8: 1.5, 10: 240.0, 11: 3.0, 12: 4.0}
+LEADERS = frozenset({1, 4, 5, 8, 11})
+COORDINATION_S = 0.01
+ITERATION_S = sum(WORK.values()) + COORDINATION_S * len(PHASE_NAMES)
+
+
+def write_run(folder: Path, nodes: int, iterations: int) -> None:
+    """A run of the program `rl` whose nodes are in the last phase of its last iteration. Raises OSError, UsageError."""
+    paths = RunPaths(folder)
+    settings = resolve((), {"program": "rl", "num_nodes": nodes}, cross_checks=False)
+    record = runrecord.new(folder, settings, tasks={}, model=None)
+    runrecord.publish(record)
+    for needed in (paths.joins, paths.beats, paths.generations, paths.events):
+        files.make_dirs(needed)
+    members = tuple(Member(rank, 1, f"host{rank}") for rank in range(nodes))
+    generation = Generation(1, members, 0, Position(1, 0), "start", created_by=0)
+    paths.generation(1).write_bytes(encode(generation))
+    for member in members:
+        rank = member.rank
+        join = Join(rank, 1, member.host, 1000 + rank, f"boot{rank}", ("192.0.2.1",), None, "0")
+        paths.join(rank, 1).write_bytes(encode(join))
+        beat = Beat(rank, 1, 9, member.host, join.pid, "running", 1, iterations, 13, PHASE_NAMES[13])
+        paths.beat(rank, 1).write_bytes(encode(beat))
+        with paths.journal(rank, 1).open("w") as journal:
+            for line in lines(record.run_id, rank, nodes, iterations):
+                journal.write(line)
+
+
+def lines(run_id: str, rank: int, nodes: int, iterations: int) -> Iterator[str]:
+    """The journal of one node."""
+    began = time.time() - iterations * ITERATION_S
+
+    def line(after_s: float, iteration: int, phase: int, event: str, **fields: object) -> str:
+        body = {
+            "time": datetime.fromtimestamp(began + after_s, UTC).isoformat(timespec="microseconds"),
+            "mono_s": round(1000.0 + after_s, 6),
+            "run_id": run_id,
+            "node_rank": rank,
+            "incarnation": 1,
+            "generation": 1,
+            "iteration": iteration,
+            "phase": phase,
+            "phase_name": PHASE_NAMES[phase],
+            "event": event,
+            **fields,
+        }
+        return json.dumps(body, separators=(",", ":")) + "\n"
+
+    yield line(0.0, 1, 0, "generation_started", number=1, members=[*range(nodes)], leader=0, reason="start")
+    now = 0.0
+    for iteration in range(1, iterations + 1):
+        for phase in range(len(PHASE_NAMES)):
+            works = phase in WORK and (rank == 0 or phase not in LEADERS)
+            work_s = WORK[phase] * (1 - 0.1 * rank / nodes) if works else 0.0
+            if works:
+                yield line(now, iteration, phase, "phase_started")
+                yield line(now + work_s, iteration, phase, "work_finished", work_s=round(work_s, 6))
+            else:
+                yield line(now, iteration, phase, "phase_started", waits=True)
+            if rank == 0 and phase in (4, 6, 10):
+                name = {4: "rolled_out", 6: "evaluated", 10: "updated"}[phase]
+                result = {
+                    "reward_mean": 0.5,
+                    "trajectories": 2048,
+                    "policy_version": iteration - 1,
+                    "loss": 0.1,
+                }
+                yield line(now + work_s, iteration, phase, name, **result)
+            if rank == 0 and phase in LEADERS:
+                yield line(
+                    now + work_s,
+                    iteration,
+                    phase,
+                    "decision",
+                    value={"wanted": "<list of 2048>", "path": "x" * 250},
+                )
+            now += WORK.get(phase, 0.0) + COORDINATION_S
+            if (iteration, phase) == (iterations, len(PHASE_NAMES) - 1):
+                return
+            yield line(
+                now,
+                iteration,
+                phase,
+                "phase_finished",
+                seconds=round(WORK.get(phase, 0.0) + COORDINATION_S, 6),
+            )
+        yield line(now, iteration, len(PHASE_NAMES) - 1, "iteration_finished")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="a directory that does not exist yet")
+    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--iterations", type=int, default=430)
+    args = parser.parse_args()
+    write_run(args.folder.absolute(), args.nodes, args.iterations)
+
+
+if __name__ == "__main__":
+    main()
