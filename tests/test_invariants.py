@@ -249,7 +249,7 @@ def test_a_heartbeat_that_could_not_be_read_was_not_visible(
 ) -> None:
     """Node 1 takes node 0 for dead, which beats all the time. Only what node 1's mount showed it counts."""
     history = world.history
-    event = history.events[first(history, "node_lost")]
+    event = next(e for e in history.events if e.event == "node_lost" and e.node.rank == 1)
     lost = [{"node_rank": 0, "host": "host0", "why": "no heartbeat for 15.0 s"}]
     history.events[:] = [replace(event, time=40.0, began=40.0, fields={"lost": lost})]
     history.beats[0, 1] = [2.0 * n for n in range(21)]

@@ -99,14 +99,16 @@ def test_one_that_was_for_others_to_watch_is_silent_only_from_the_first_look_on(
         assert ledger.age(member, 46.0) == (16.0 if known else 13.0)
 
 
-def test_the_first_members_watch_all_and_all_watch_them() -> None:
+def test_the_first_members_watch_all_and_each_other_one_watches_one_of_them() -> None:
     members = tuple(Member(rank, 1) for rank in (2, 3, 5, 8, 13))
     generation = Generation(1, members, 2, Position(1, 0), "start")
     left_out = {rank: left_to_others(generation, rank, 2) for rank in generation.ranks}
-    assert left_out == {2: set(), 3: set(), 5: {8, 13}, 8: {5, 13}, 13: {5, 8}}
+    assert left_out == {2: set(), 3: set(), 5: {2, 8, 13}, 8: {3, 5, 13}, 13: {2, 5, 8}}
+    suspecting = {rank: left_to_others(generation, rank, 2, suspecting=True) for rank in generation.ranks}
+    assert suspecting == {2: set(), 3: set(), 5: {8, 13}, 8: {5, 13}, 13: {5, 8}}
     assert left_to_others(generation, 13, 5) == left_to_others(None, 13, 2) == frozenset()
     turned = Generation(1, members[::-1], 2, Position(1, 0), "start")
-    assert left_to_others(turned, 5, 2) == {8, 13}
+    assert left_to_others(turned, 5, 2) == {2, 8, 13}
 
 
 # --- what one look after another tells -----------------------------------------------------------------------------------------

@@ -222,7 +222,8 @@ class Daemon:
 
     def _loop(self) -> None:
         """Look, decide and act until this node has ended, or a signal asks it to. Raises Fenced, StoreError."""
-        pauses = Backoff(FIRST_PAUSE_S, self.settings.coordination.poll_max_s)
+        crowd = crowding(self.settings.num_nodes)
+        pauses = Backoff(FIRST_PAUSE_S * crowd, self.settings.coordination.poll_max_s * crowd)
         while self.agent.exit is None and self._signal is None:
             self._looked_at = time.monotonic()
             busy = self._polling.look(self._looked_at)
@@ -335,10 +336,15 @@ def make_rules(settings: Settings, program: Program) -> Rules:
     )
 
 
+def crowding(num_nodes: int) -> float:
+    """How many times as rarely each node of a large run looks: all of them together have one metadata server."""
+    return max(1.0, num_nodes / 32)
+
+
 def make_paces(settings: Settings) -> Paces:
     """How often to look for each kind of news. Nodes of a large run look less often, to spare the metadata server."""
     coordination = settings.coordination
-    crowd = max(1.0, settings.num_nodes / 32)
+    crowd = crowding(settings.num_nodes)
     eager = eagerness(settings.num_nodes)
     return Paces(
         members_s=0.1 * crowd,

@@ -45,15 +45,15 @@ _AT_ONCE = float("-inf")
 
 #: Generations, joins and requests to stop may be seen so much later than they came, as a part of the time in which nothing happened.
 LATENESS = 0.02
-#: so many times as often heartbeats are read while a member is suspected, or a program has failed
-ALERT = 2.0
+#: so many times as often heartbeats are read while a member is suspected, or a new generation is due
+ALERT = 4.0
 
 
 @dataclass
 class Paces:
     """How often to look, in seconds."""
 
-    #: at generations, joins and stop requests while something happens; later more rarely, down to once every `beats_s`
+    #: at generations, joins and stop requests while something happens; later more rarely, down to once in twice `beats_s`
     members_s: float = 0.2
     #: at heartbeats
     beats_s: float = 1.0
@@ -61,8 +61,8 @@ class Paces:
     blind_s: float = 3.0
     #: so many times as often a node that joins looks at heartbeats
     eager: float = 10.0
-    #: so many members of a generation read all heartbeats, the others only those of these (`left_to_others`)
-    watchers: int = 8
+    #: so many members of a generation read all heartbeats, each of the others that of one of these (`left_to_others`)
+    watchers: int = 4
     #: a request to stop that could not be read for so long counts as one to stop at the next safe point
     unreadable_s: float = 15.0
 
@@ -188,10 +188,12 @@ class Observer:
         if node is not self._node:
             self._node, self._unchanged_since = node, now
         alert = self.suspecting or node.failed_since is not None or node.trouble_since is not None
+        if alert:
+            self.beats_due = min(self.beats_due, now + paces.beats_s / ALERT)
         if now >= self._members_due:
             self._look_at_members(now)
             quiet_s = 0.0 if joining or alert else now - self._unchanged_since
-            pause_s = max(paces.members_s, min(LATENESS * quiet_s, paces.beats_s))
+            pause_s = max(paces.members_s, min(LATENESS * quiet_s, 2 * paces.beats_s))
             self._members_due = now + pause_s / (4 if joining else 1)
         if now >= self.beats_due:
             self._look_at_beats(node, now, joining)
@@ -382,7 +384,8 @@ class Observer:
 
     def _look_at_beats(self, node: Node, now: float, joining: bool) -> None:
         """Read heartbeats. A node that joins looks fast, but reads those of nodes that it saw alive only at the usual pace."""
-        left_out = left_to_others(node.generation, node.rank, self.paces.watchers)
+        watchers, suspecting = self.paces.watchers, self.suspecting
+        left_out = left_to_others(node.generation, node.rank, watchers, suspecting=suspecting)
         spared = {node.rank, *left_out}
         if joining and now - self._looked_at_all < self.paces.beats_s:
             seen, unsure = self.ledger.seen, self.ledger.unsure

@@ -199,17 +199,23 @@ def silent_members(
     return {member: age for member, age in ages.items() if age >= for_s}
 
 
-def left_to_others(generation: Generation | None, me: int, watchers: int) -> frozenset[int]:
+def left_to_others(
+    generation: Generation | None, me: int, watchers: int, *, suspecting: bool = False
+) -> frozenset[int]:
     """The members whose heartbeats node `me` need not read.
 
-    Only the first `watchers` of a generation, its leader among them, read all members' heartbeats; the others read only the
-    watchers'. So the number of reads grows with the nodes and not with their square, and a living node still notices each death.
-    If all watchers die at once, the others form a generation without them, in which the lowest of those ranks watch.
+    Only the first `watchers` of a generation, its leader among them, read all members' heartbeats; each of the others reads that of one
+    watcher, and those of all of them while it suspects (`suspecting`) that one. So the number of reads grows with the nodes and not with
+    their square, and a living node still notices each death. If all watchers die at once, the others form a generation without them,
+    in which the lowest of those ranks watch.
     """
     if generation is None or len(generation.ranks) <= watchers:
         return frozenset()
     watching = sorted(generation.ranks)[:watchers]
-    return frozenset() if me in watching else frozenset(generation.ranks).difference(watching, (me,))
+    if me in watching:
+        return frozenset()
+    mine = watching if suspecting else (watching[me % watchers],)
+    return frozenset(generation.ranks).difference(mine, (me,))
 
 
 def live_joiners(joins: Mapping[int, Join], ledger: Ledger, now: float, limits: Limits) -> dict[int, Join]:

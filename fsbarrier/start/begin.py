@@ -108,7 +108,10 @@ def _create(
     fixed = {"log_path": str(log_path)}
     if is_demo:
         fixed |= {"data_path": str(demo), "model": str(demo / "model")}
-    settings = resolve(chosen.values(), {**filesystem.limits(mount, chosen), **defaults, **fixed})
+    given = {name: value.value for name, value in chosen.items()}
+    nodes = given.get("num_nodes", 1)
+    limits = filesystem.limits(mount, given, nodes if isinstance(nodes, int) else 1)
+    settings = resolve(chosen.values(), {**limits, **defaults, **fixed})
     if rank is None and settings.num_nodes > 1 and not request.dry_run:
         raise UsageError(_no_rank(settings.num_nodes, request.environ))
     _check_slice(settings, program)

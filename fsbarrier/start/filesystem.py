@@ -12,9 +12,12 @@ from fsbarrier.doctor import delays, examine
 from fsbarrier.doctor.findings import Report
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.host.identity import host_name
+from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
 from fsbarrier.retry import FAILING, retry, until_seen
 from fsbarrier.rundir.paths import RunPaths
 
+#: From so many nodes on all times grow with the nodes, so that the heartbeats of all cost the server no more.
+MANY_NODES = 160
 LIMITS = ("coordination.beat_s", "coordination.suspect_s", "coordination.dead_s")
 
 
@@ -38,11 +41,13 @@ def admit(log_path: Path, *, write: bool) -> Report:
     return report
 
 
-def limits(report: Report, given: Mapping[str, object]) -> dict[str, float]:
-    """Longer timeouts where this filesystem is known to show things late, unless some were given; else none."""
-    if report.stale_s < delays.FRESH_S or any(name in given for name in LIMITS):
+def limits(report: Report, given: Mapping[str, object], num_nodes: int) -> dict[str, float]:
+    """Longer timeouts where this filesystem is known to show things late, or has many nodes to serve, unless some were given."""
+    stale, crowd = report.stale_s >= delays.FRESH_S, num_nodes / MANY_NODES
+    if any(name in given for name in LIMITS) or not (stale or crowd > 1):
         return {}
-    return dict(report.timeouts)
+    timeouts = report.timeouts if stale else dict(zip(LIMITS, (BEAT_S, SUSPECT_S, DEAD_S), strict=True))
+    return {name: round(seconds * max(1.0, crowd), 1) for name, seconds in timeouts.items()}
 
 
 def record(report: Report, paths: RunPaths, node_rank: int) -> None:
