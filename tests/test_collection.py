@@ -12,7 +12,8 @@ from fsbarrier import files
 from fsbarrier.group.collective import CollectiveWork
 from fsbarrier.node.collection import AT_ONCE, Collection
 from fsbarrier.node.loop import NodeLoop
-from fsbarrier.node.observer import Observer, Paces
+from fsbarrier.node.observer import Observer
+from fsbarrier.node.paces import Paces
 from fsbarrier.node.resume import LastGeneration
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Join, Position

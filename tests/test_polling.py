@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from fsbarrier.errors import StoreError
-from fsbarrier.node.daemon import make_paces, make_rules
+from fsbarrier.node.daemon import make_rules
+from fsbarrier.node.paces import make_paces
 from fsbarrier.node.polling import Polling
 from fsbarrier.program import Phase, Program
 from fsbarrier.settings.sections import CoordinationSettings, Settings

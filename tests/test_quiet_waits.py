@@ -13,9 +13,9 @@ from test_collection import PING
 from fsbarrier.doctor.findings import Report
 from fsbarrier.group.collective import CollectiveWork
 from fsbarrier.node import directory_watch
-from fsbarrier.node.daemon import crowding, make_paces
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
+from fsbarrier.node.paces import crowding, make_paces
 from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
 from fsbarrier.protocol.facts import Beat, Fact, Join, Position, R, Record
 from fsbarrier.protocol.state import Part, Rules
@@ -194,3 +194,24 @@ def test_a_barrier_costs_four_operations(nodes: int, rank: int, most: float) -> 
     )
     needed = sum(count for (verb, _), count in rows.items() if verb != "names")
     assert needed / (3 * phases) <= most, rows
+
+
+def test_a_look_comes_when_heartbeats_are_due_however_long_the_pauses_are() -> None:
+    """Or they would be read too late, and this node's own heartbeats held back, with thousands of nodes and a short `beat_s`."""
+    node = Waiting(3, rank=1)
+    node.pauses = Backoff(FIRST_PAUSE_S, 60.0)
+    node.until(60.0)
+    assert all(
+        after - before <= node.beat_s + 1e-9
+        for before, after in zip(node.looks, node.looks[1:], strict=False)
+    )
+
+
+def test_a_signal_ends_a_long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handler only leaves a note, for setting the event may never return; so the pause looks for the note."""
+    node, waits = Waiting(3, rank=1), list[float]()
+    wake = threading.Event()
+    monkeypatch.setattr(wake, "wait", lambda timeout: bool(waits.append(timeout)))
+    polling = Polling(node.agent, wake)
+    polling.pause(Backoff(60.0, 60.0), busy=False, ended=lambda: len(waits) == 3)
+    assert len(waits) == 3 and max(waits) <= 0.1

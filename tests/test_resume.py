@@ -9,7 +9,8 @@ import pytest
 
 from fsbarrier.group.collective import CollectiveWork
 from fsbarrier.node.loop import NodeLoop
-from fsbarrier.node.observer import Observer, Paces
+from fsbarrier.node.observer import Observer
+from fsbarrier.node.paces import Paces
 from fsbarrier.node.resume import LastGeneration
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position

@@ -14,7 +14,8 @@ import pytest
 from cluster import FAST, REPO, Cluster, assert_exactly_once
 
 from fsbarrier.node.loop import NodeLoop
-from fsbarrier.node.observer import Observer, Paces
+from fsbarrier.node.observer import Observer
+from fsbarrier.node.paces import Paces
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node, Part, Rules, Stage

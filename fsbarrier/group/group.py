@@ -27,7 +27,8 @@ from fsbarrier.group.member_threads import MemberThreads
 from fsbarrier.group.noted_store import NotedStore
 from fsbarrier.host.identity import boot_id, host_name
 from fsbarrier.node.loop import NodeLoop
-from fsbarrier.node.observer import Observer, Paces, eagerness
+from fsbarrier.node.observer import Observer
+from fsbarrier.node.paces import Paces, eagerness
 from fsbarrier.protocol.facts import Generation, Join, Position
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Node, Rules

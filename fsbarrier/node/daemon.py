@@ -42,7 +42,8 @@ from fsbarrier.node.fingerprint import Fingerprint
 from fsbarrier.node.job import Engines, Workplace
 from fsbarrier.node.job_runner import JobRunner
 from fsbarrier.node.loop import NodeLoop
-from fsbarrier.node.observer import Observer, Paces, eagerness
+from fsbarrier.node.observer import Observer
+from fsbarrier.node.paces import crowding, make_paces
 from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
 from fsbarrier.node.rank_lock import RankLock, hold_rank
 from fsbarrier.program import Program
@@ -229,7 +230,7 @@ class Daemon:
             busy = self._polling.look(self._looked_at)
             if self.jobs.unfit is not None:
                 raise self.jobs.unfit
-            self._polling.pause(pauses, busy=busy)
+            self._polling.pause(pauses, busy=busy, ended=lambda: self._signal is not None)
 
     def _end_work(self) -> None:
         """End all that this node runs; after a signal, also record that as its end."""
@@ -333,26 +334,6 @@ def make_rules(settings: Settings, program: Program) -> Rules:
             rejoin_timeout_s=coordination.rejoin_timeout_s,
             outage_s=coordination.outage_s,
         ),
-    )
-
-
-def crowding(num_nodes: int) -> float:
-    """How many times as rarely each node of a large run looks: all of them together have one metadata server."""
-    return max(1.0, num_nodes / 32)
-
-
-def make_paces(settings: Settings) -> Paces:
-    """How often to look for each kind of news. Nodes of a large run look less often, to spare the metadata server."""
-    coordination = settings.coordination
-    crowd = crowding(settings.num_nodes)
-    eager = eagerness(settings.num_nodes)
-    return Paces(
-        members_s=0.1 * crowd,
-        # The heartbeats of this node stop when its loop has not looked for half of `suspect_s`.
-        beats_s=min(coordination.beat_s, coordination.suspect_s / 3),
-        blind_s=1.5 * coordination.beat_s,
-        eager=eager,
-        unreadable_s=coordination.dead_s,
     )
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fsbarrier.node.paces import Paces
+from fsbarrier.node.row_listing import RowListing
 from fsbarrier.protocol.facts import (
     Beat,
     Fact,
@@ -47,50 +49,6 @@ _AT_ONCE = float("-inf")
 LATENESS = 0.02
 #: so many times as often heartbeats are read while a member is suspected, or a new generation is due
 ALERT = 4.0
-
-
-@dataclass
-class Paces:
-    """How often to look, in seconds."""
-
-    #: at generations, joins and stop requests while something happens; later more rarely, down to once in twice `beats_s`
-    members_s: float = 0.2
-    #: at heartbeats
-    beats_s: float = 1.0
-    #: a longer time without a look counts as nobody's silence (`Ledger.observe`)
-    blind_s: float = 3.0
-    #: so many times as often a node that joins looks at heartbeats
-    eager: float = 10.0
-    #: so many members of a generation read all heartbeats, each of the others that of one of these (`left_to_others`)
-    watchers: int = 4
-    #: a request to stop that could not be read for so long counts as one to stop at the next safe point
-    unreadable_s: float = 15.0
-
-
-def eagerness(num_nodes: int) -> float:
-    """For `Paces.eager`. While they start, all nodes read all heartbeats: the more nodes, the less often each may do it."""
-    return min(10.0, max(1.0, 80.0 / num_nodes))
-
-
-@dataclass
-class RowListing:
-    """What the directory of a row showed when it was last listed. `names` is None before the first listing.
-
-    `call`: what this node called in the row, where that is part of the facts' names. `done`: the name that each member's fact has
-    if it called the same -> its rank; `failures`: likewise, of the facts that tell of a failure.
-    """
-
-    generation: int
-    position: Position
-    call: str
-    directory: Path
-    done: Mapping[str, int]
-    failures: Mapping[str, int]
-    names: list[str] | None = None
-    arrived: frozenset[int] = frozenset()
-    failed: Mapping[int, Fact] = field(default_factory=dict)
-    #: a fact in it that could not be read
-    unreadable: Unreadable | None = None
 
 
 @dataclass

@@ -8,6 +8,8 @@ The daemon and a group's member share this; each does its own things between two
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from fsbarrier.errors import StoreError
@@ -19,6 +21,8 @@ from fsbarrier.retry import Backoff
 FIRST_PAUSE_S = 0.001
 #: A long wait may end so much later than what it waited for, as a part of its own length.
 LATENESS = 0.01
+#: How often a long pause asks whether the node is to end: a signal handler may not set the event that the pause waits for.
+END_S = 0.1
 
 
 class Polling:
@@ -54,12 +58,20 @@ class Polling:
         self._failing_since = None
         return busy
 
-    def pause(self, pauses: Backoff, *, busy: bool, hints: bool = True) -> None:
-        """Wait for the next look. `pauses`: the first ones; `hints`: a file that appears may end a longer one early."""
+    def pause(
+        self, pauses: Backoff, *, busy: bool, hints: bool = True, ended: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait for the next look, unless the node has `ended`.
+
+        `pauses`: the first ones; `hints`: a file that appears may end a longer one early.
+        """
         pause_s = self.next_pause(pauses, busy=busy)
         self._hints.watch(self._row_dir() if hints and pause_s >= pauses.most_s else None)
-        if self._wake.wait(pause_s):
-            self._wake.clear()
+        until = time.monotonic() + pause_s
+        while not ended() and (left_s := until - time.monotonic()) > 0:
+            if self._wake.wait(min(left_s, END_S)):
+                self._wake.clear()
+                return
 
     def next_pause(self, pauses: Backoff, *, busy: bool) -> float:
         """How long to wait after the look that has just been."""
@@ -68,7 +80,9 @@ class Polling:
         self._pause_s = pauses.first_s if busy else pauses.after(self._pause_s)
         waited_s = self._looked_at - self._busy_at
         due_in_s = self._agent.observer.beats_due - self._looked_at
-        return max(self._pause_s, min(LATENESS * waited_s, due_in_s))
+        pause_s = max(self._pause_s, LATENESS * waited_s)
+        # The heartbeats are not due after a look that failed, and at once where the node wants to see everything anew.
+        return min(pause_s, due_in_s) if due_in_s > 0 else self._pause_s
 
     def close(self) -> None:
         """Stop watching. Never raises."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, cast
 
 from fsbarrier.errors import Fenced
 from fsbarrier.node.loop import NodeLoop
-from fsbarrier.node.observer import Observer, Paces
+from fsbarrier.node.observer import Observer
+from fsbarrier.node.paces import Paces
 from fsbarrier.protocol.facts import Beat, Join, Payload
 from fsbarrier.protocol.state import Exit, Node, Stage
 from fsbarrier.retry import PASSING_S
