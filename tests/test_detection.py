@@ -158,7 +158,9 @@ def test_a_program_without_progress_is_a_failed_attempt(tmp_path: Path) -> None:
     with Cluster(tmp_path, 3, *flags, program=HELD) as cluster:
         cluster.start()
         cluster.beating(VICTIM, lambda beat: beat.phase == 2 and beat.progress.get("done", 0) >= 2)
-        (worker,) = [pid for pid in cluster.tree(VICTIM) if b"workers.toy" in command_line(pid)]
+        (worker,) = [
+            pid for pid in cluster.tree(VICTIM) if b"-m\0fsbarrier.workers.toy\0" in command_line(pid)
+        ]
         os.kill(worker, signal.SIGSTOP)
         assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said(VICTIM)
         failed = cluster.wait_for(lambda e: e["event"] == "work_failed")
