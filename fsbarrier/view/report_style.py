@@ -1,4 +1,7 @@
-"""The style sheet of the report: one palette for light, one for dark; readable from a phone's width on."""
+"""The style sheet of the report: one palette for light, one for dark; readable from a phone's width on.
+
+A chart that is wider than the page is shown from its right end, where the newest iterations are (`direction` of its box).
+"""
 
 STYLE = """
 :root{--bg:#fbfbfa;--card:#fff;--fg:#1c1d20;--muted:#62666d;--line:#e2e3e1;--train:#1f77b4;--test:#b5379a;--bad:#c62828;
@@ -26,7 +29,8 @@ small{color:var(--muted);font-size:12px;display:block}
 .problems{list-style:none;margin:14px 0;padding:10px 14px;border-left:4px solid var(--bad);background:var(--card);overflow-wrap:anywhere}
 .problems .said{color:var(--muted);font-family:ui-monospace,monospace;font-size:12px;padding-left:14px}
 .scroll{overflow-x:auto}
-.chart svg{min-width:680px;width:100%;height:auto;display:block}
+.chart{direction:rtl}
+.chart svg{direction:ltr;min-width:680px;width:100%;height:auto;display:block}
 svg text{fill:var(--muted);font:11px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 svg text.inside{fill:var(--inside)}
 .grid{stroke:var(--line);stroke-width:1}
@@ -44,6 +48,8 @@ th,td{text-align:right;padding:3px 14px 3px 0;border-bottom:1px solid var(--line
 th{color:var(--muted);font-weight:500}
 .left{text-align:left}
 td.left:last-child{white-space:normal;overflow-wrap:anywhere;min-width:200px}
+@media (max-width:600px){main{padding:12px 8px 32px}section{padding:10px}th,td{padding-right:9px;font-size:12px}
+td.left:last-child{min-width:140px}}
 summary{cursor:pointer;color:var(--muted);margin:6px 0}
 code{overflow-wrap:anywhere}
 footer{color:var(--muted);font-size:12px;margin-top:20px;overflow-wrap:anywhere}
