@@ -69,7 +69,8 @@ def recording(root: Path) -> Iterator[Recorder]:
         real = getattr(os, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            note(*args)
+            folder = kwargs.get("dir_fd")
+            note(*args if folder is None else (f"{named(folder)}/{args[0]}", *args[1:]))
             return real(*args, **kwargs)
 
         return call

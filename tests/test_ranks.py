@@ -27,6 +27,7 @@ def test_flags_win_over_everything() -> None:
     environ = {"NODE_RANK": "7", "SLURM_NODEID": "5"}
     assert rank(environ, master=True) == (0, "--master")
     assert rank(environ, worker=2) == (2, "--worker")
+    assert rank(environ, worker=0) == (0, "--worker")
 
 
 def test_the_order_of_the_variables() -> None:

@@ -35,6 +35,9 @@ def main(args: argparse.Namespace) -> int:
     chosen = flags.gather(args)
     if args.json and not args.dry_run:
         raise UsageError("--json: only with --dry-run; `fsbarrier status --json` shows a run")
+    if args.worker == 0:
+        # Nobody else makes the run's record, so it would wait for itself.
+        raise UsageError("--worker 0: node 0 is started with --master")
     if args.demo:
         return _demo(args, chosen)
     from fsbarrier.start import begin

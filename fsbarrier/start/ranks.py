@@ -47,9 +47,6 @@ def _from_flags(master: bool, worker: int | None) -> Choice | None:
         raise UsageError(f"--master and --worker {worker}: a node is one or the other")
     if master:
         return Choice(0, "--master")
-    if worker == 0:
-        # Nobody else makes the run's record, so it would wait for itself.
-        raise UsageError("--worker 0: node 0 is started with --master")
     return None if worker is None else Choice(worker, "--worker")
 
 
