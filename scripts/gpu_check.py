@@ -150,6 +150,7 @@ def random_batch(vocabulary: int, options: argparse.Namespace) -> TrainingBatch:
         weights=torch.tensor([1.0, -1.0]).repeat(count)[:count],
         # No engine sampled them, so there is nothing to compare the trainer's log-probabilities with.
         current=torch.zeros(count, dtype=torch.uint8),
+        engines=torch.full((count, 2), -1, dtype=torch.int32),
         steps=tuple(torch.arange(count).chunk(options.steps)),
     )
 

@@ -221,7 +221,10 @@ def build(folder: Path, owner: Owner, lock: Path, clone: Path, progress: Progres
         install(folder, [*only_wheels, *torch], 1, log, progress)
     step(f"installing {len(packages)} packages")
     wheels = [line for name, line in packages.items() if name not in FROM_SOURCE]
-    install(folder, [*only_wheels, *wheels], len(wheels), log, progress)
+    if wheels:
+        install(folder, [*only_wheels, *wheels], len(wheels), log, progress)
+    else:
+        progress.done()
     for name in FROM_SOURCE & packages.keys():
         step(f"building {packages[name].replace('==', ' ')}")
         install(folder, ["--no-build-isolation", packages[name]], 1, log, progress)

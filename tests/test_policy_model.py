@@ -147,7 +147,8 @@ def three_sequences() -> Any:
     total = int(lengths.sum())
     mask = (torch.rand(total) < 0.5).to(torch.uint8)
     tokens, old = torch.randint(2, 97, (total,), dtype=torch.int32), -torch.rand(total)
-    return TrainingBatch(tokens, mask, old, lengths.cumsum(0), torch.ones(3), torch.ones(3), ())
+    engines = torch.full((3, 2), -1, dtype=torch.int32)
+    return TrainingBatch(tokens, mask, old, lengths.cumsum(0), torch.ones(3), torch.ones(3), engines, ())
 
 
 @pytest.mark.parametrize("architecture", ["Llama", "Gemma2"])

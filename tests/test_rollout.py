@@ -185,15 +185,15 @@ def test_the_result_the_progress_and_the_checkpoint(tmp_path: Path, fake: Fake) 
     done = run(spec)
     part, checkpoint = tmp_path / "trajectories" / "part", tmp_path / "trajectories" / "checkpoint"
     result = done.result
-    expected = {"part": str(part), "groups": 3, "trajectories": 12, "reward_mean": pytest.approx(1 / 3)}
-    expected |= {"invalid": 4, "truncated": 4, "refused": 0, "reward_errors": 0, "resumed_groups": 0}
+    expected = {"part": str(part), "groups": 3, "trajectories": 12, "reward_mean": pytest.approx(2 / 3)}
+    expected |= {"invalid": 0, "truncated": 4, "refused": 0, "reward_errors": 0, "resumed_groups": 0}
     expected |= {"prompt_tokens": 5 + 10 + 8, "completion_tokens": 4 * (5 + 5 + 2)}
     assert {name: result[name] for name in expected} == expected
     assert result["bytes"] == part.stat().st_size and result["tokens_per_s"] > 0
     assert checkpoint.samefile(part) and scan_shard(part).finished
     progress = json.loads((tmp_path / "progress.json").read_text())
     assert (progress["done"], progress["total"], progress["unit"]) == (12, 12, "trajectories")
-    assert progress["reward_mean"] == pytest.approx(1 / 3) and progress["note"] == "4 truncated"
+    assert progress["reward_mean"] == pytest.approx(2 / 3) and progress["note"] == "4 truncated"
     request = fake.requests()[0]
     assert request["repetition_penalty"] == 1.0 and request["min_p"] == 0.0 and "seed" not in request
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# What a logit takes while its slice is worked on: itself in float32, and one more like it (what the product was, or the cap's slope).
-BYTES_PER_LOGIT = 8
+# What a logit takes while its slice is worked on: itself in float32, and two more like it (what the product was or the cap's slope, and
+# its probability, for the entropy).
+BYTES_PER_LOGIT = 12
 
 
 @dataclass(frozen=True, slots=True)
