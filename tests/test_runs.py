@@ -14,7 +14,10 @@ from fsbarrier.cli import main
 QUICK = {"coordination.beat_s": 0.05}
 
 
-def test_each_run_is_one_line_the_newest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_run_is_one_line_the_newest_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsbarrier.rundir.runrecord.TORN_S", 0.1)
     long_run(tmp_path / "done", 3, lose_at=None, extra=QUICK)
     begun = FakeRun(tmp_path / "begun", nodes=2, extra=QUICK)
     begun.start(0, 1)

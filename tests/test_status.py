@@ -249,8 +249,13 @@ def test_a_lost_node_stays_named_while_the_others_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["status", "top", "report"])
 @pytest.mark.parametrize("there", ["nothing", "empty", "file", "torn", "binary"])
 def test_no_run_is_one_clear_line(
-    tmp_path: Path, command: str, there: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    command: str,
+    there: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("fsbarrier.rundir.runrecord.TORN_S", 0.1)
     path = tmp_path / "run"
     if there == "file":
         path.write_text("x")
