@@ -22,21 +22,31 @@ PREFIX = "fsbarrier-own-"
 def own_folder(base: Path, name: str) -> Iterator[Path]:
     """A new folder in `base` for this process alone, private to its user, with `name` in its name. Raises OSError."""
     _remove_abandoned(base)
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name}-", dir=base))
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        # Where a filesystem knows no such locks, the folder is not removed for its owner if that is killed.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.is_dir():
-            break
-        # Between the two calls somebody took it for abandoned.
-        os.close(lock)
+    # Another process may take it for abandoned at any moment before it is locked.
+    while (made := _make_and_lock(base, name)) is None:
+        pass
+    folder, lock = made
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def _make_and_lock(base: Path, name: str) -> tuple[Path, int] | None:
+    """A new folder and the descriptor that locks it; None where somebody has removed it meanwhile. Raises OSError."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name}-", dir=base))
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    # Where a filesystem knows no such locks, the folder is not removed for its owner if that is killed.
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    if folder.is_dir():
+        return folder, lock
+    os.close(lock)
+    return None
 
 
 def _remove_abandoned(base: Path) -> None:

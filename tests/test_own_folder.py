@@ -1,0 +1,58 @@
+"""Folders of one process: made while others clean up, and removed when nobody holds them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from fsbarrier.host.own_folder import PREFIX, own_folder
+
+
+def test_one_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = tempfile.mkdtemp, list[str]()
+
+    def mkdtemp(**where: object) -> str:
+        made.append(real(**where))  # type: ignore[call-overload]
+        if len(made) <= 2:
+            shutil.rmtree(made[-1])
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    with own_folder(tmp_path, "mine") as folder:
+        assert str(folder) == made[2] and folder.is_dir()
+    assert os.listdir(tmp_path) == []
+
+
+def test_many_begin_in_one_place_at_once(tmp_path: Path) -> None:
+    begin, failed = threading.Barrier(8), list[BaseException]()
+
+    def visit(number: int) -> None:
+        begin.wait()
+        try:
+            for _ in range(40):
+                with own_folder(tmp_path, f"n{number}") as folder:
+                    (folder / "file").write_text("here")
+                    assert (folder / "file").read_text() == "here"
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=visit, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == [] and os.listdir(tmp_path) == []
+
+
+def test_what_nobody_holds_is_removed_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / f"{PREFIX}old-x").mkdir()
+    (tmp_path / "other").mkdir()
+    with own_folder(tmp_path, "a") as first, own_folder(tmp_path, "b") as second:
+        assert sorted(os.listdir(tmp_path)) == sorted([first.name, second.name, "other"])
