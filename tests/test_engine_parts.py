@@ -313,3 +313,25 @@ def test_a_server_that_stops_in_the_middle_of_an_answer_cannot_hold_a_call() -> 
 
     with serving(trickle) as url, pytest.raises(Unreachable):
         EngineClient(url).call("GET", "/x", timeout_s=0.2)
+
+
+def test_a_refusal_before_the_body_is_read_is_heard(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+
+        def refuse() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(
+                    b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno"
+                )
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        # More than a socket takes in, so that the sender is still at it.
+        with pytest.raises(Refused, match="401"):
+            EngineClient(f"unix:{path}", "key").call("POST", "/x", {"body": "x" * (8 << 20)}, timeout_s=30)
+        thread.join()

@@ -5,6 +5,7 @@ No proxy is ever asked: the server is on this machine, or where `engine.url` say
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import select
@@ -88,7 +89,9 @@ class EngineClient:
             data = None if body is None else json.dumps(body).encode()
             if socket_path is not None:
                 connection.sock = _connected(socket_path, min(timeout_s, CONNECT_S))
-            connection.request(method, parts.path + path, body=data, headers=headers)
+            # A server that refuses may close its side before it has read the body; its answer says why.
+            with contextlib.suppress(BrokenPipeError):
+                connection.request(method, parts.path + path, body=data, headers=headers)
             self._wait(connection, path, deadline, cancel)
             with connection.getresponse() as response:
                 text = response.read(MAX_ANSWER_BYTES)
