@@ -97,7 +97,9 @@ def read(case: Case, folder: Path) -> None:
         same(held(trainer), wanted, case.text)
         # And what is computed with are these weights.
         for name, one in trainer.backend.weights().items():
-            assert torch.equal(whole(one), wanted[name].to(trainer.processes.dtype).float()), name
+            # A sharded model of PyTorch's keeps them in float32 and computes with a rounded copy; the others keep the rounded ones.
+            rounded = wanted[name].to(trainer.processes.dtype).float()
+            assert any(torch.equal(whole(one), kept) for kept in (rounded, wanted[name].float())), name
 
     in_place(case, folder, act)
 
