@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+from process_tree import Fifo, Watched
 
 # The same examples every time, however fast the machine is.
 hypothesis.settings.load_profile("ci")
@@ -48,3 +50,19 @@ def ctrl_c_reaches_what_tests_start() -> None:
 def checkout() -> Path:
     """The folder that holds fsbarrier/, phases/ and scripts/."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    """Real processes that the test may ask about, by handles that no later process can take over."""
+    watched = Watched()
+    yield watched
+    watched.close()
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> Iterator[Fifo]:
+    """Where the processes of a tree write their ids."""
+    fifo = Fifo(tmp_path / "fifo")
+    yield fifo
+    os.close(fifo.fd)

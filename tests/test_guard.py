@@ -23,20 +23,6 @@ RunDaemon = Callable[..., Daemon]
 
 
 @pytest.fixture
-def watched() -> Iterator[Watched]:
-    watched = Watched()
-    yield watched
-    watched.close()
-
-
-@pytest.fixture
-def fifo(tmp_path: Path) -> Iterator[Fifo]:
-    fifo = Fifo(tmp_path / "fifo")
-    yield fifo
-    os.close(fifo.fd)
-
-
-@pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a child of this very process."""
     children: list[Child] = []

@@ -29,13 +29,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def watched() -> Iterator[Watched]:
-    watched = Watched()
-    yield watched
-    watched.close()
-
-
-@pytest.fixture
 def run(tmp_path: Path, folder: Path) -> Iterator[Callable[..., Daemon]]:
     daemons: list[Daemon] = []
 
@@ -46,13 +39,6 @@ def run(tmp_path: Path, folder: Path) -> Iterator[Callable[..., Daemon]]:
     yield run
     for daemon in daemons:
         daemon.close()
-
-
-@pytest.fixture
-def fifo(tmp_path: Path) -> Iterator[Fifo]:
-    fifo = Fifo(tmp_path / "fifo")
-    yield fifo
-    os.close(fifo.fd)
 
 
 @pytest.fixture

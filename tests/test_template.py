@@ -169,20 +169,6 @@ def test_modules_that_start_a_thread_are_not_forked(tmp_path: Path, start: Start
     template.stop()
 
 
-@pytest.fixture
-def watched() -> Iterator[Watched]:
-    watched = Watched()
-    yield watched
-    watched.close()
-
-
-@pytest.fixture
-def fifo(tmp_path: Path) -> Iterator[Fifo]:
-    fifo = Fifo(tmp_path / "fifo")
-    yield fifo
-    os.close(fifo.fd)
-
-
 def test_stopping_a_forked_program_ends_all_below_and_nothing_else(
     template: Template, start: Start, fifo: Fifo, watched: Watched
 ) -> None:
