@@ -33,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=3,
         help="newest iterations whose timeline is drawn (default 3)",
     )
-
+    parser.add_argument(
+        "--no-samples",
+        action="store_true",
+        help="without prompts and answers, for a page that goes to others",
+    )
     for flag, what in FORMATS.items():
         parser.add_argument(flag, metavar="FILE", help=f"{what}; the page then is written only with --out")
 
@@ -53,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
     if args.prometheus:
         texts["--prometheus"] = (args.prometheus, report_data.prometheus_text(reader, status))
     if args.out or not texts:
-        html = page(reader, status, iterations=args.iterations)
+        html = page(reader, status, iterations=args.iterations, with_samples=not args.no_samples)
         texts["--out"] = (args.out or str(log_path / "report.html"), html)
     for flag, (name, text) in texts.items():
         path = preflight.absolute(name)

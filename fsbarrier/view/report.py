@@ -15,6 +15,7 @@ from fsbarrier.view.amounts import amount, duration, one_line, percent
 from fsbarrier.view.event_wording import event_text
 from fsbarrier.view.html_pieces import LEAST_SHARE, chart, legend, section, table
 from fsbarrier.view.report_charts import Part, Series, line_chart, stacked_bars
+from fsbarrier.view.report_samples import samples
 from fsbarrier.view.report_style import STYLE
 from fsbarrier.view.report_timelines import timelines
 from fsbarrier.view.run_reader import RunReader
@@ -42,14 +43,18 @@ UPDATE_COLUMNS = {
 }
 
 
-def page(reader: RunReader, status: RunStatus, *, iterations: int = 3) -> str:
-    """The whole report. `iterations`: how many newest ones get a timeline."""
+def page(reader: RunReader, status: RunStatus, *, iterations: int = 3, with_samples: bool = True) -> str:
+    """The whole report. `iterations`: how many newest ones get a timeline; `with_samples`: with some prompts and answers."""
     finished = status.finished_times
     sections = [
         _head(reader, status),
         _tiles(status, finished, reader),
         _problems(status),
         section("Mean reward by iteration", _rewards(status)),
+        section(
+            "Trajectories to read",
+            samples(reader.paths, status.iteration, status.run_id) if with_samples else "",
+        ),
         section("Where the time goes", _times(finished)),
         section("The last iterations, node by node", timelines(reader, status, iterations)),
         section("Coordination", _coordination(finished)),

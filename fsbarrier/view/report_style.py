@@ -52,5 +52,9 @@ td.left:last-child{white-space:normal;overflow-wrap:anywhere;min-width:200px}
 td.left:last-child{min-width:140px}}
 summary{cursor:pointer;color:var(--muted);margin:6px 0}
 code{overflow-wrap:anywhere}
+.sample{border-top:1px solid var(--line);padding:4px 0}
+.sample summary b{color:var(--fg)}
+pre{margin:0 0 8px;padding:8px 10px;background:var(--bg);border-radius:6px;font:13px/1.45 ui-monospace,monospace;
+white-space:pre-wrap;overflow-wrap:anywhere}
 footer{color:var(--muted);font-size:12px;margin-top:20px;overflow-wrap:anywhere}
 """ + "".join(f".p{index}{{fill:var(--c{index});background:var(--c{index})}}" for index in range(14))

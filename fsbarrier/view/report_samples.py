@@ -1,0 +1,131 @@
+"""Trajectories to read in the report: the best, the worst and one drawn by lot, of the newest iteration that has merged files."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from fsbarrier.data.shardreader import read_trajectories
+from fsbarrier.data.shardscan import GroupEntry, reading, scan_shard
+from fsbarrier.data.torchpickle import FormatError
+from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.errors import StoreError
+from fsbarrier.printable import printable
+from fsbarrier.rundir.names import SPLITS
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.view.amounts import amount, one_line
+
+TITLES = {"train": "Answers in training", "test": "Held-out answers"}
+#: Of each message, and how many messages of an episode: an episode may hold whole web pages.
+MOST_CHARACTERS = 1500
+MOST_MESSAGES = 12
+#: A group is read whole; a larger one is passed over.
+MOST_BYTES = 64 << 20
+
+
+def samples(paths: RunPaths, newest: int, seed: str) -> str:
+    """The section's body for the newest iteration up to `newest` that has a merged file of the split; "" without any.
+
+    The one drawn by lot is the same whenever the report of this iteration is made again (`seed`: the run's id).
+    """
+    return "".join(_split(paths, split, newest, seed) for split in SPLITS)
+
+
+def _split(paths: RunPaths, split: str, newest: int, seed: str) -> str:
+    for iteration in range(newest, 0, -1):
+        merged = paths.merged(split, iteration)
+        if not merged.exists():
+            continue
+        try:
+            chosen = choose(merged, random.Random(f"{seed} {split} {iteration}"))
+            body = "".join(_trajectory(name, trajectory) for name, trajectory in chosen)
+        # A file that another program wrote may hold anything in the place of a trajectory's fields.
+        except (StoreError, FormatError, LookupError, TypeError, ValueError, AttributeError) as error:
+            body = f"<p>{escape(one_line(f'{merged.name} cannot be shown: {error}'))}</p>"
+        body = body or "<p>Nothing in it is judged and small enough to show.</p>"
+        return f"<h3>{escape(TITLES[split])}, iteration {iteration}</h3>{body}"
+    return ""
+
+
+def choose(merged: Path, lot: random.Random) -> list[tuple[str, Trajectory]]:
+    """(which, trajectory) of a merged file: of the group with the highest mean reward its best, of that with the lowest its
+    worst, and any one. Reads three groups at most. Raises StoreError, FormatError.
+    """
+    groups = [
+        group
+        for group in scan_shard(merged, verify=False).groups
+        if group.unjudged < group.trajectories and group.length <= MOST_BYTES
+    ]
+    if not groups:
+        return []
+    by_mean = sorted(groups, key=_mean_reward)
+    with reading(merged) as fd:
+        best = max(_judged(fd, by_mean[-1]), key=_reward)
+        worst = min(_judged(fd, by_mean[0]), key=_reward)
+        anyone = lot.choice(_judged(fd, lot.choice(groups)))
+    chosen: list[tuple[str, Trajectory]] = []
+    for name, trajectory in (("best", best), ("worst", worst), ("drawn by lot", anyone)):
+        if all(_key(trajectory) != _key(other) for _, other in chosen):
+            chosen.append((name, trajectory))
+    return chosen
+
+
+def _mean_reward(group: GroupEntry) -> float:
+    return group.reward_sum / (group.trajectories - group.unjudged)
+
+
+def _judged(fd: int, group: GroupEntry) -> list[Trajectory]:
+    trajectories = read_trajectories(fd, group)
+    return [one for one in trajectories if one.get("valid", True)] or trajectories
+
+
+def _reward(trajectory: Trajectory) -> float:
+    return float(trajectory["reward"])
+
+
+def _key(trajectory: Trajectory) -> tuple[str, int]:
+    return trajectory["task_id"], trajectory["sample"]
+
+
+def _trajectory(name: str, trajectory: Trajectory) -> str:
+    parts = trajectory.get("reward_parts") or {}
+    facts = [
+        f"reward {amount(_reward(trajectory))}",
+        *(f"{part} {amount(value)}" for part, value in parts.items() if len(parts) > 1),
+        f"task {trajectory['task_id']}",
+        f"node {trajectory['node_rank']}",
+        *([f"{len(trajectory['token_ids'])} tokens"] if "token_ids" in trajectory else []),
+        *(["cut off"] if trajectory.get("finish_reason") == "length" else []),
+    ]
+    messages = _messages(trajectory)
+    hidden = len(messages) - MOST_MESSAGES
+    said = "".join(_message(role, text) for role, text in messages[:MOST_MESSAGES])
+    more = f"<p>… and {hidden} more</p>" if hidden > 0 else ""
+    return (
+        f'<details class="sample" open><summary><b>{escape(name)}</b> {escape(one_line(" · ".join(facts)))}</summary>'
+        f"{said}{more}</details>"
+    )
+
+
+def _messages(trajectory: Trajectory) -> Sequence[tuple[str, object]]:
+    """(who, what) in order; trajectories of somebody else's may lack anything of it."""
+    if messages := trajectory.get("messages"):
+        return [(str(one.get("role", "")), one.get("content")) for one in messages]
+    prompt = trajectory.get("prompt", "")
+    asked = (
+        [("prompt", prompt)]
+        if isinstance(prompt, str)
+        else [(one.get("role", ""), one.get("content")) for one in prompt]
+    )
+    return [*asked, ("answer", trajectory.get("text", ""))]
+
+
+def _message(role: str, content: object) -> str:
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    if len(text) > MOST_CHARACTERS:
+        text = f"{text[:MOST_CHARACTERS]} … {len(text) - MOST_CHARACTERS:,} more characters"
+    lines = "\n".join(printable(line) for line in text.splitlines())
+    return f"<small>{escape(printable(role))}</small><pre>{escape(lines)}</pre>"

@@ -1,0 +1,130 @@
+"""Trajectories in the report: which are shown, and that nothing in them or in their file breaks the page."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_run import FakeRun, long_run
+from test_report import Page, report
+
+from fsbarrier.aggregate import Part, aggregate
+from fsbarrier.trajectories import ShardWriter
+
+
+def merged(
+    run: FakeRun, iteration: int, rewards: dict[int, list[float]], split: str = "train", **fields: Any
+) -> Path:
+    """A merged file whose task t has the rewards `rewards[t]`; `fields` go into every trajectory."""
+    part = run.log_path / f"part-{split}-{iteration}"
+    with ShardWriter(part, prefix="rank0", header={"node_rank": 0}) as writer:
+        for task, values in rewards.items():
+            group = [
+                {
+                    **{
+                        "task_id": f"t{task}",
+                        "task_index": task,
+                        "sample": sample,
+                        "reward": value,
+                        "valid": True,
+                    },
+                    **{"policy_version": 0, "node_rank": 0, "token_ids": array("i", [5, 6])},
+                    **{
+                        "prompt": f"question {task}",
+                        "text": f"answer {task}/{sample}",
+                        "finish_reason": "stop",
+                    },
+                    **fields,
+                }
+                for sample, value in enumerate(values)
+            ]
+            writer.append_group(task, group)
+    out = run.paths.merged(split, iteration)
+    aggregate([Part(part, None)], out, metadata={}, expected=set(rewards))
+    return out
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    return long_run(tmp_path / "run", 3, lose_at=None)
+
+
+def test_the_best_of_the_best_group_and_the_worst_of_the_worst_are_shown(run: FakeRun) -> None:
+    merged(run, 2, {0: [1.0, 1.0]})  # older: not shown
+    merged(run, 3, {0: [0.5, 0.6], 1: [-1.0, 0.4], 2: [0.25, 2.0]})
+    merged(run, 3, {7: [0.125]}, split="test")
+    text = Page(report(run)).text
+    assert "Answers in training, iteration 3" in text and "iteration 2</h3>" not in report(run)
+    best, worst = text.index("best"), text.index("worst")
+    assert "answer 2/1" in text[text.index("best", text.index("Answers in training")) :]
+    assert "answer 1/0" in text and "reward -1.00" in text and best < worst
+    # The only held-out answer is the best, the worst, and the one drawn by lot: shown once.
+    assert text.count("answer 7/0") == 1
+
+
+def test_the_one_drawn_by_lot_is_the_same_each_time(run: FakeRun) -> None:
+    merged(run, 3, {task: [0.5, 0.5, 0.5] for task in range(40)})
+    first, second = (report(run).split("drawn by lot")[1].split("</details>")[0] for _ in range(2))
+    assert first == second
+
+
+def test_what_was_not_judged_is_neither_best_nor_worst(run: FakeRun) -> None:
+    path = run.log_path / "part"
+    with ShardWriter(path, prefix="rank0", header={"node_rank": 0}) as writer:
+        whole = {"task_id": "t0", "task_index": 0, "policy_version": 0, "node_rank": 0}
+        writer.append_group(
+            0,
+            [
+                {**whole, "sample": 0, "reward": 0.5, "valid": True, "text": "judged low"},
+                {**whole, "sample": 1, "reward": 0.75, "valid": True, "text": "judged high"},
+                {**whole, "sample": 2, "reward": 0.0, "valid": False, "text": "the judge failed"},
+            ],
+        )
+    aggregate([Part(path, None)], run.paths.merged("train", 3), metadata={}, expected={0})
+    text = Page(report(run)).text
+    assert "judged low" in text and "judged high" in text and "the judge failed" not in text
+
+
+def test_nothing_in_a_trajectory_breaks_out_of_the_page(run: FakeRun) -> None:
+    bad = "<script>alert(1)</script></pre></details>\x1b[31m\u202e"
+    merged(
+        run,
+        3,
+        {0: [0.5]},
+        text=bad,
+        prompt=[{"role": bad, "content": bad}],
+        reward_parts={bad: 1.0, "b": 0.5},
+    )
+    html = report(run)
+    page = Page(html)
+    assert "script" not in page.tags and "alert(1)" in page.text
+    assert "\x1b" not in html and "\u202e" not in html
+
+
+def test_long_answers_and_long_episodes_are_cut(run: FakeRun) -> None:
+    messages = [{"role": "user", "content": "x" * 100_000}] * 50
+    merged(run, 3, {0: [0.5]}, messages=messages)
+    html = report(run)
+    assert "98,500 more characters" in html and "and 38 more" in html
+    assert len(html) < 200_000
+
+
+def test_without_samples_no_prompt_is_in_the_page(run: FakeRun) -> None:
+    merged(run, 3, {0: [0.5]})
+    assert "question 0" in report(run)
+    assert "question 0" not in report(run, "--no-samples")
+
+
+@pytest.mark.parametrize("fault", ["cut off", "not a torch file", "a number where messages should be"])
+def test_a_file_that_cannot_be_shown_is_named_and_the_report_is_made(run: FakeRun, fault: str) -> None:
+    fields = {"messages": 7} if fault == "a number where messages should be" else {}
+    out = merged(run, 3, {0: [0.5]}, **fields)
+    if fault == "cut off":
+        out.write_bytes(out.read_bytes()[:-40])
+    elif fault == "not a torch file":
+        out.write_bytes(b"what is this")
+    text = Page(report(run)).text
+    assert f"{out.name} cannot be shown" in text
+    assert "Mean reward by iteration" in text
