@@ -8,15 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_builders import RULES, generation
+from core_builders import ROLL_OUT, RULES, generation
 from operations import Recorder, recording
 from trajectory_files import write_part
 
 from fsbarrier import files
+from fsbarrier.data import mergeplan
 from fsbarrier.data.merge import merge
-from fsbarrier.data.mergeplan import MergeRequest, Part
+from fsbarrier.data.mergeplan import MergeRequest
 from fsbarrier.node.collection import Collection
-from fsbarrier.protocol.facts import SEALED, Fact, Generation, Member, Position, Record
+from fsbarrier.node.loop import NodeLoop
+from fsbarrier.node.observer import Observer
+from fsbarrier.node.paces import Paces
+from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Payload, Position, Record
+from fsbarrier.protocol.state import Node, Part, WorkReport
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.hashed_file import HashedFile
 from fsbarrier.rundir.paths import RunPaths
@@ -76,13 +81,50 @@ def test_what_is_replaced_durably_is_flushed_before_it_is_renamed(tmp_path: Path
     assert_named_when_whole(seen, "rename", "name")
 
 
+class DoneAtOnce:
+    """Work that has ended, well or not, when somebody first asks."""
+
+    def __init__(self, ok: bool) -> None:
+        self._ok, self._part = ok, Part.EACH
+
+    def launch(self, node: Node, part: Part) -> None:
+        self._part = part
+
+    def cancel(self) -> None: ...
+
+    def report(self) -> WorkReport:
+        return WorkReport(self._part, self._ok, {"groups": 3} if self._ok else {"error": "no"}, 0.1)
+
+    def progress(self) -> Payload:
+        return {}
+
+
+@pytest.mark.parametrize("status", ["done", "failed"])
+def test_what_a_member_says_of_its_work_is_whole_after_a_loss_of_power(tmp_path: Path, status: str) -> None:
+    """Were only the name of its fact left, nobody would wait for it any more, and the leader could not read it."""
+    store, paths = PosixStore(), RunPaths(tmp_path)
+    observer = Observer(store, paths, RULES.table, Paces(0.0, 0.0))
+    observer.prepare()
+    join = Join(1, 0, "host1", 1, "boot", time="1")
+    agent = NodeLoop(store, observer, RULES, DoneAtOnce(status == "done"), join, lambda *_: None)
+    agent.start(0.0)
+    store.create(paths.generation(1), generation(1, (0, 1), start=(1, ROLL_OUT)))
+    with recording(tmp_path) as seen:
+        agent.tick(1.0)
+        agent.tick(1.1)
+    folder = paths.phase(1, ROLL_OUT, "roll_out").relative_to(tmp_path)
+    assert_named_when_whole(seen, "rename", f"{folder}/iter-000001.node-0001.{status}")
+
+
 # --- a merged file and its public name ----------------------------------------------------------------------------------------
 
 
 def test_a_merged_file_is_flushed_before_its_name_and_before_its_public_name(tmp_path: Path) -> None:
     parts = [write_part(tmp_path / f"part-{rank}", [rank], rank=rank) for rank in range(2)]
     with recording(tmp_path) as seen:
-        merge(MergeRequest(tuple(Part(path) for path in parts), tmp_path / "merged.g0001", {}, (0, 1)))
+        merge(
+            MergeRequest(tuple(mergeplan.Part(path) for path in parts), tmp_path / "merged.g0001", {}, (0, 1))
+        )
         files.link_or_copy(tmp_path / "merged.g0001", tmp_path / "merged")
     named = assert_named_when_whole(seen, "rename", "merged.g0001")
     public = seen.one("rename", "merged")

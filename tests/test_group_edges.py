@@ -91,9 +91,9 @@ class FailingStore(NotedStore):
         self._may_fail("read", path)
         return super().read(path, cls)
 
-    def put(self, path: Path, record: Any) -> None:
+    def put(self, path: Path, record: Any, *, durable: bool = False) -> None:
         self._may_fail("put", path)
-        super().put(path, record)
+        super().put(path, record, durable=durable)
 
 
 @pytest.mark.parametrize("verb", ["names", "put", "read"])

@@ -62,9 +62,9 @@ class CountingClient(Client):
         self._count("read", str(path).rsplit("/", 1)[0])
         return super().read(path, cls)
 
-    def put(self, path: SimPath, record: Record) -> None:
+    def put(self, path: SimPath, record: Record, *, durable: bool = False) -> None:
         self._count("put", str(path).rsplit("/", 1)[0])
-        super().put(path, record)
+        super().put(path, record, durable=durable)
 
     def mark(self, path: SimPath, record: Record) -> None:
         self._count("mark", str(path).rsplit("/", 1)[0])

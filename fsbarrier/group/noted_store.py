@@ -25,9 +25,9 @@ class NotedStore(PosixStore):
         self.doing = "reading", path
         return super().read(path, cls)
 
-    def put(self, path: Path, record: Record) -> None:
+    def put(self, path: Path, record: Record, *, durable: bool = False) -> None:
         self.doing = "writing", path
-        super().put(path, record)
+        super().put(path, record, durable=durable)
 
     def mark(self, path: Path, record: Record) -> None:
         self.doing = "writing", path

@@ -278,8 +278,9 @@ class NodeLoop:
     def _put(self, fact: Fact, *, again: bool = False) -> None:
         """Write this node's fact about the row it is in.
 
-        The leader's fact must outlive a loss of power. It is created and not replaced: if a seal has ended this generation, that lies
-        under the same name, and must stay.
+        The leader's fact is created and not replaced: if a seal has ended this generation, that lies under the same name, and must stay.
+        It must outlive a loss of power, and so must what others read of a member's. Were only the name left, all would be done by the
+        names, and the leader could not read what its next work needs.
         """
         node, (generation, position) = self.node, self.node.place
         directory, row = self.observer.row_dir(generation.number, position), self.rules.row(position)
@@ -294,7 +295,8 @@ class NodeLoop:
         elif not again and row.told_by_name(fact):
             self.store.mark(path, fact)
         else:
-            self.store.put(path, fact)
+            # A group's caller goes on without a member that lost power.
+            self.store.put(path, fact, durable=not row.transient)
 
     def _propose(self, generation: Generation) -> None:
         path = self.observer.paths.generation(generation.number)

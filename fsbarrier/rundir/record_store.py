@@ -46,8 +46,8 @@ class Store(Protocol):
     def fault(self, path: Path, cls: type[R]) -> Fault:
         """Why a record cannot be read."""
 
-    def put(self, path: Path, record: Record) -> None:
-        """Create or replace a file of one's own, as a whole."""
+    def put(self, path: Path, record: Record, *, durable: bool = False) -> None:
+        """Create or replace a file of one's own, as a whole. `durable`: a power loss leaves it whole too."""
 
     def mark(self, path: Path, record: Record) -> None:
         """Create a file of one's own whose name tells all. Nobody reads it, so that it need not be whole at once: this is one
@@ -107,8 +107,8 @@ class PosixStore:
             return Fault(f"{error.strerror or error}, although it is listed")
         return Fault("it does not fit its name, or this run's program")
 
-    def put(self, path: Path, record: Record) -> None:
-        files.write_atomic(path, encode(record))
+    def put(self, path: Path, record: Record, *, durable: bool = False) -> None:
+        files.write_atomic(path, encode(record), durable=durable)
 
     def mark(self, path: Path, record: Record) -> None:
         files.write_in_place(path, encode(record))

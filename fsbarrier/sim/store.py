@@ -193,9 +193,9 @@ class Client:
             self._contents[path] = (file.content, now + self.habits.content_s)
         return file.content
 
-    def put(self, path: SimPath, record: Record) -> None:
+    def put(self, path: SimPath, record: Record, *, durable: bool = False) -> None:
         after = self._trouble("put", path)
-        self.disk.watch(path, record, self.replace(path, record))
+        self.disk.watch(path, record, self.replace(path, record, durable))
         if after is not None:
             raise after()
 
@@ -205,9 +205,9 @@ class Client:
         if after is not None:
             raise after()
 
-    def replace(self, path: SimPath, record: Record) -> File:
+    def replace(self, path: SimPath, record: Record, durable: bool = False) -> File:
         """As `put`, but without mishaps, and without a call of `Disk.watch`."""
-        file = self.disk.write(path, record, self.host, False)
+        file = self.disk.write(path, record, self.host, durable)
         if self._caching:
             self._forget(path, file)
         return file
