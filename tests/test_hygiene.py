@@ -1,4 +1,4 @@
-"""What must hold for the tree as a whole: light imports, pure modules, readable files, no unsafe shortcuts, live links."""
+"""What must hold for the tree as a whole: light imports, pure modules, readable files, no unsafe shortcuts."""
 
 from __future__ import annotations
 
@@ -147,79 +147,6 @@ def test_shell_scripts_parse_and_never_sleep() -> None:
     for path in (ROOT / "run.sh", ROOT / "scripts" / "check.sh", ROOT / ".ci" / "run"):
         assert os.access(path, os.X_OK), f"{relative(path)} is not executable"
     assert len((ROOT / "run.sh").read_text().splitlines()) <= 40
-
-
-def documents() -> list[Path]:
-    """The Markdown files of the project."""
-    return [
-        *sorted(ROOT.glob("*.md")),
-        *sorted((ROOT / "docs").rglob("*.md")),
-        *sorted((ROOT / "phases").glob("*.md")),
-    ]
-
-
-def anchors(path: Path) -> set[str]:
-    """The headings of a document as link targets."""
-    headings = re.findall(r"^#+ +(.*)$", path.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("path", documents(), ids=relative)
-def test_links_lead_somewhere(path: Path) -> None:
-    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        name, _, anchor = target.partition("#")
-        if re.match(r"[a-z]+:", name):
-            continue
-        there = (path.parent / name).resolve() if name else path
-        assert there.exists(), f"{relative(path)} links to {target}"
-        if anchor and there.suffix == ".md":
-            assert anchor in anchors(there), f"{relative(path)} links to {target}"
-
-
-def test_each_decision_has_a_number_of_its_own() -> None:
-    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
-    numbers = [page.name[:4] for page in pages]
-    assert numbers == [f"{number:04d}" for number in range(1, len(pages) + 1)]
-    for page in pages:
-        assert page.read_text().startswith(f"# {page.name[:4]} "), (
-            f"{relative(page)} calls itself something else"
-        )
-
-
-def runnable() -> Iterator[tuple[str, str]]:
-    """The code blocks that stand under a line `<!-- tested -->`: they must run as they are, from the clone."""
-    for path in documents():
-        blocks = re.findall(
-            r"^<!-- tested -->\n```bash\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL
-        )
-        yield from ((f"{relative(path)}-{number}", block) for number, block in enumerate(blocks))
-
-
-@pytest.mark.parametrize(("name", "block"), list(runnable()) or [pytest.param("", "true", id="none")])
-def test_code_blocks_run(name: str, block: str, tmp_path: Path) -> None:
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "fsbarrier").write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m fsbarrier "$@"\n')
-    (tools / "fsbarrier").chmod(0o755)
-    (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    (tools / "python").chmod(0o755)
-    env = {
-        **os.environ,
-        "PATH": f"{tools}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "TMP": str(tmp_path),
-        "COLUMNS": "120",
-    }
-    result = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block],
-        cwd=ROOT,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        capture_output=True,
-    )
-    assert result.returncode == 0, f"{name}\n{result.stdout}\n{result.stderr}"
 
 
 # What a distribution is called where it is imported or run, if that is not its name with underscores.

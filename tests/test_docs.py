@@ -1,0 +1,224 @@
+"""The documentation: its links lead somewhere, its code blocks run, and fsbarrier understands every command in it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from fsbarrier import cli, run_command
+from fsbarrier.commands import flags
+from fsbarrier.errors import FsbarrierError
+from fsbarrier.settings.resolve import known_names, resolve
+from fsbarrier.settings.sources import from_words
+
+ROOT = Path(__file__).resolve().parent.parent
+#: What stands for "and whatever else you need".
+ELLIPSES = {"...", "…"}
+#: Ends a command inside a line.
+OPERATORS = {"|", "||", "&", "&&", ";", ">", ">>", "<", "(", ")"}
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def documents() -> list[Path]:
+    """The Markdown files of the project."""
+    return [
+        *sorted(ROOT.glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "phases").glob("*.md")),
+    ]
+
+
+def anchors(path: Path) -> set[str]:
+    """The headings of a document as link targets."""
+    headings = re.findall(r"^#+ +(.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", documents(), ids=relative)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        name, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", name):
+            continue
+        there = (path.parent / name).resolve() if name else path
+        assert there.exists(), f"{relative(path)} links to {target}"
+        if anchor and there.suffix == ".md":
+            assert anchor in anchors(there), f"{relative(path)} links to {target}"
+
+
+def test_each_decision_has_a_number_of_its_own() -> None:
+    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    numbers = [page.name[:4] for page in pages]
+    assert numbers == [f"{number:04d}" for number in range(1, len(pages) + 1)]
+    for page in pages:
+        assert page.read_text().startswith(f"# {page.name[:4]} "), (
+            f"{relative(page)} calls itself something else"
+        )
+
+
+def runnable() -> Iterator[tuple[str, str]]:
+    """The code blocks that stand under a line `<!-- tested -->`: they must run as they are, from the clone."""
+    for path in documents():
+        blocks = re.findall(
+            r"^<!-- tested -->\n```bash\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL
+        )
+        yield from ((f"{relative(path)}-{number}", block) for number, block in enumerate(blocks))
+
+
+@pytest.mark.parametrize(("name", "block"), list(runnable()) or [pytest.param("", "true", id="none")])
+def test_code_blocks_run(name: str, block: str, tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "fsbarrier").write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m fsbarrier "$@"\n')
+    (tools / "fsbarrier").chmod(0o755)
+    (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (tools / "python").chmod(0o755)
+    env = {
+        **os.environ,
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "TMP": str(tmp_path),
+        "COLUMNS": "120",
+    }
+    result = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block],
+        cwd=ROOT,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        capture_output=True,
+    )
+    assert result.returncode == 0, f"{name}\n{result.stdout}\n{result.stderr}"
+
+
+# --- every command ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_command_is_understood() -> None:
+    commands = [(path, command) for path in documents() for command in commands_in(path.read_text())]
+    assert len(commands) > 30
+    wrong = [
+        f"{relative(path)}: {shlex.join(words)}: {why}" for path, words in commands if (why := fault(words))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_flag_in_running_text_exists() -> None:
+    mentions = [(path, mention) for path in documents() for mention in mentions_in(path.read_text())]
+    assert len(mentions) > 40
+    wrong = [f"{relative(path)}: {shlex.join(words)}" for path, words in mentions if unknown_flags(words)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "commands"),
+    [
+        ("```bash\nFOO=1 ./run.sh --worker 1   # node 1\n```", [["run", "--worker", "1"]]),
+        ("./run.sh --worker 1\n", []),
+        ("```\n$ fsbarrier stop \\\n  --log-path x | head\n12:00 said\n```", [["stop", "--log-path", "x"]]),
+        ("```\nrun.sh          one node\nfsbarrier/         the package, `fsbarrier run`\n```", []),
+        (
+            "```bash\nsrun -N3 fsbarrier doctor a; .venv/bin/fsbarrier runs b\n```",
+            [["doctor", "a"], ["runs", "b"]],
+        ),
+    ],
+)
+def test_commands_are_found(text: str, commands: list[list[str]]) -> None:
+    assert list(commands_in(text)) == commands
+
+
+def test_what_nobody_could_type_is_found() -> None:
+    assert not fault(["run", "--master", "...", "rollout.temperature=0.8", "--config", "mine.toml"])
+    assert fault(["run", "--mastr"])
+    assert fault(["run", "--master", "rollout.temprature=0.8"])
+    assert fault(["run", "--master", "rollout.temperature=warm"])
+    assert fault(["launch", "local", "--nodes", "2", "--num-node", "3"])
+    assert fault(["explain"])
+    assert list(mentions_in("Type `fsbarrier recover --iteration N`, or `fsbarrier`.")) == [
+        ["recover", "--iteration", "N"]
+    ]
+    assert not unknown_flags(["recover", "--iteration", "N"])
+    assert unknown_flags(["recover", "--iterations", "N"]) and unknown_flags(["explain"])
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """The arguments of each `fsbarrier` (or ./run.sh, which is `fsbarrier run`) in the code blocks."""
+    for block in re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+            if ("fsbarrier " in line or "/run.sh " in line) and "`" not in line:
+                yield from _commands_of_line(line)
+
+
+def mentions_in(text: str) -> Iterator[list[str]]:
+    """The same of running text, where a command need not be whole."""
+    prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for span in re.findall(r"`((?:fsbarrier|\./run\.sh) [^`\n]+)`", prose):
+        yield from _commands_of_line(span)
+
+
+def _commands_of_line(line: str) -> Iterator[list[str]]:
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.wordchars += "$@%+^!…,[]{}:"
+    try:
+        words = list(lexer)
+    except ValueError:
+        # Not a shell's line, such as output with an apostrophe.
+        return
+    command: list[str] | None = None
+    for word in [*words, ";"]:
+        if word in OPERATORS:
+            if command and re.fullmatch("[a-z]+", command[0]):
+                yield command
+            command = None
+        elif command is not None:
+            command.append(word)
+        elif word.endswith("/run.sh"):
+            command = ["run"]
+        elif word == "fsbarrier" or word.endswith("bin/fsbarrier"):
+            command = []
+
+
+def fault(command: Sequence[str]) -> str:
+    """Why fsbarrier would refuse these words before it looks at any file; "" if it would not."""
+    name, *words = [word for word in command if word not in ELLIPSES]
+    if {"--help", "-h"} & set(words):
+        return "" if name in cli.COMMANDS else "no such command"
+    try:
+        args = run_command.parse(cli.load_command(name), name, words)
+        if hasattr(args, "settings"):
+            _check_settings(args)
+    except FsbarrierError as error:
+        return str(error)
+    return ""
+
+
+def _check_settings(args: argparse.Namespace) -> None:
+    # The file would have to be there.
+    args.config = None
+    # `plan` takes settings, and not the flags of a run.
+    has_flags = hasattr(args, "data_path")
+    chosen = flags.gather(args) if has_flags else from_words(args.settings, known_names())
+    resolve(chosen, cross_checks=False)
+
+
+def unknown_flags(mention: Sequence[str]) -> list[str]:
+    """The words that are no command, and no flag of it."""
+    name, *words = mention
+    if name not in cli.COMMANDS:
+        return [name]
+    parser = run_command.Parser(prog=name)
+    cli.load_command(name).add_arguments(parser)
+    known = set(re.findall(r"--[\w-]+", parser.format_help()))
+    return [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
