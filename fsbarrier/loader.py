@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -60,20 +59,17 @@ def load_module(name: str) -> ModuleType:
         ) from None
 
 
-def code_digest(program: str) -> str:
-    """What tells this node's code from any other: of fsbarrier's own sources, the programs that come with it, and `program`.
+def own_sources() -> dict[str, Path]:
+    """fsbarrier's own sources and the programs that come with it.
 
-    Names count relative to the package, so that a wheel and a checkout of the same sources agree. Raises UsageError, OSError.
+    Their names are relative to the package, so that a wheel and a checkout of the same sources agree.
     """
     package, programs = Path(__file__).resolve().parent, program_folder()
     sources = {f"programs/{path.name}": path for path in programs.glob("*.py")}
     for path in package.rglob("*.py"):
         if path.parent != programs:
             sources[path.relative_to(package).as_posix()] = path
-    digest = hashlib.sha256(program_path(program).read_bytes())
-    for name in sorted(sources):
-        digest.update(f"\n{name}\n".encode() + sources[name].read_bytes())
-    return digest.hexdigest()
+    return sources
 
 
 class _LeavesNothing(SourceFileLoader):

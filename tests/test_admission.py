@@ -94,6 +94,13 @@ def test_what_differs_or_is_too_little_is_told_by_its_weight(
         assert not any(each.refused for each in found(NODE, other, NODE, rl_phase="rollout"))
 
 
+def test_another_model_is_refused_also_where_nothing_is_trained() -> None:
+    mine, other = (replace(NODE, code={"model": digest * 32, "reward.kind": digest}) for digest in "ab")
+    one = only(mine, other, mine, rl_phase="rollout")
+    assert (one.what, one.refused) == ("the model differs", True)
+    assert one.found == f"node 1 (b): {'b' * 12}; the others: {'a' * 12}"
+
+
 def test_the_worst_comes_first_and_the_rare_is_named() -> None:
     other = replace(with_packages(torch="2.12.1"), python="3.12.0")
     first, second = found(NODE, other, NODE)
@@ -139,12 +146,14 @@ def test_only_a_session_that_starts_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_node_tells_what_it_is(tmp_path: Path) -> None:
-    mine = Fingerprint.collect(detect({}), log_dir=tmp_path, work_dir=tmp_path)
+    mine = Fingerprint.collect(detect({}), {"model": "m"}, log_dir=tmp_path, work_dir=tmp_path)
     assert mine.python.startswith("3.") and mine.packages["torch"] and mine.packages["vllm"]
     assert 0 < mine.memory_free < mine.memory_total and mine.run_disk_free > 0 and abs(mine.clock_ahead_s) < 5
     told = json.loads(json.dumps(mine.as_json()))
     assert Fingerprint.of({**told, "of a newer version": 1}).as_json() == told
-    one = Fingerprint.collect([Accelerator(0, "nvidia", "H100", 80, 3)], log_dir=tmp_path, work_dir=tmp_path)
+    one = Fingerprint.collect(
+        [Accelerator(0, "nvidia", "H100", 80, 3)], {}, log_dir=tmp_path, work_dir=tmp_path
+    )
     assert one.accelerators == [("nvidia H100", 80, 3)]
 
 

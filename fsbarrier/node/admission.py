@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.node.code_digests import MODEL
 from fsbarrier.node.fingerprint import PACKAGES, Fingerprint
 from fsbarrier.planning.cluster_plan import Cluster, Plan, make_plan
 from fsbarrier.planning.model_shape import ModelShape
@@ -90,6 +91,9 @@ def _differences(nodes: Nodes, hosts: Mapping[int, str], *, updates: bool) -> It
 
     kinds = {rank: "accelerators" if one.accelerators else "a CPU" for rank, one in nodes.items()}
     yield from differ("what computes", kinds, updates)
+    # Other code is refused by the protocol itself (Join.digest).
+    models = {rank: str(one.code.get(MODEL) or "none")[:12] for rank, one in nodes.items()}
+    yield from differ("the model", models, refused=True)
     for name in PACKAGES:
         versions = {rank: str(one.packages.get(name) or "not installed") for rank, one in nodes.items()}
         # Processes of one update speak to each other through torch, whose minor versions need not understand each other.

@@ -35,7 +35,8 @@ from fsbarrier.host.identity import boot_id, host_name
 from fsbarrier.host.mounts import LOCAL, mount_of
 from fsbarrier.host.own_folder import own_folder
 from fsbarrier.host.private_folder import private_folder
-from fsbarrier.loader import code_digest, load_program
+from fsbarrier.loader import load_program
+from fsbarrier.node.code_digests import code_digests, one_digest
 from fsbarrier.node.context_maker import ContextMaker
 from fsbarrier.node.event_log import EventLog
 from fsbarrier.node.fingerprint import Fingerprint
@@ -162,6 +163,7 @@ class Daemon:
         kept_in = self.workplace.kept_in
         context = ContextMaker(record, settings, program, observer, len(devices), kept_in)
         self.jobs = JobRunner(context, self.workplace, wake.set)
+        code = code_digests(settings, Path(record.model) if record.model else None)
         join = Join(
             rank=rank,
             incarnation=0,
@@ -171,11 +173,13 @@ class Daemon:
             addresses=tuple(candidate_addresses()),
             until=until,
             version=fsbarrier.__version__,
-            digest=code_digest(settings.program),
+            digest=one_digest(code),
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             choices=settings.choices,
-            fingerprint=Fingerprint.collect(devices, log_dir=log_dir, work_dir=work_dir).as_json(),
+            fingerprint=Fingerprint.collect(devices, code, log_dir=log_dir, work_dir=work_dir).as_json(),
         )
+        last = observer.joins.get(rank)
+        self._changed_code = last.other_code(join) if last else []
         self.agent = NodeLoop(observer.store, observer, rules, self.jobs, join, self.events.write)
         self._polling = Polling(self.agent, wake)
 
@@ -186,6 +190,9 @@ class Daemon:
             until_seen(lambda: self.agent.start(time.monotonic()))
         # While the nodes join.
         self.template.load()
+        if self._changed_code:
+            with _starting(self.record):
+                self.events.write("code_changed", self.agent.node, {"what": self._changed_code})
         self._say_where_the_others_are()
         beats = threading.Thread(target=self._beat, name="beat", daemon=True)
         beats.start()

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,13 +23,16 @@ PACKAGES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vl
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """`accelerators`: [kind and name, bytes in all, bytes in use by others], of each. Sizes are in bytes, 0 where they are not known.
+    """`code`: the digests of what this node runs, by name (code_digests.py).
+
+    `accelerators`: [kind and name, bytes in all, bytes in use by others], of each. Sizes are in bytes, 0 where they are not known.
 
     `clock_ahead_s`: of this node's clock before that of the shared filesystem.
     """
 
     python: str = ""
     packages: Payload = field(default_factory=dict)
+    code: Payload = field(default_factory=dict)
     driver: str = ""
     accelerators: Sequence[Sequence[str | int]] = ()
     memory_total: int = 0
@@ -39,12 +42,15 @@ class Fingerprint:
     clock_ahead_s: float = 0.0
 
     @classmethod
-    def collect(cls, devices: Sequence[Accelerator], *, log_dir: Path, work_dir: Path) -> Self:
+    def collect(
+        cls, devices: Sequence[Accelerator], code: Mapping[str, str], *, log_dir: Path, work_dir: Path
+    ) -> Self:
         """This node's, while nothing of ours runs yet. `log_dir` is in the run directory, `work_dir` on this node."""
         total, free = host_memory()
         return cls(
             python=platform.python_version(),
             packages={name: _version(names) for name, names in PACKAGES.items()},
+            code=code,
             driver=driver_version(),
             accelerators=[(f"{d.kind} {d.name}", d.memory_total_bytes, d.memory_used_bytes) for d in devices],
             memory_total=total,

@@ -56,8 +56,15 @@ class Join:
     digest: str = ""
     time: str = ""
     choices: Payload = field(default_factory=dict)
-    #: what the node can do and has left (node/fingerprint.py)
+    #: what the node can do and has left, and by name the digests of its code (node/fingerprint.py)
     fingerprint: Payload = field(default_factory=dict)
+
+    def other_code(self, other: Join) -> list[str]:
+        """The names of what differs between the code of two starts, as far as both told them."""
+        ours, theirs = (join.fingerprint.get("code") for join in (self, other))
+        if not isinstance(ours, dict) or not isinstance(theirs, dict):
+            return []
+        return [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
 
 
 @dataclass(frozen=True, slots=True)

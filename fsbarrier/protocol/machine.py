@@ -182,12 +182,13 @@ def end_when_the_code_differs(at: Situation) -> Step | None:
     if found is None or own is None:
         return None
     theirs, ours = (f"{join.version} (code {join.digest[:12]})" for join in (found, own))
+    named = ", ".join(own.other_code(found))
     return _end(
         at,
         2,
         "left",
-        f"node {own.rank} on {own.host} runs fsbarrier {ours}, node {found.rank} on {found.host} runs {theirs}; start all nodes with the "
-        "same fsbarrier and program",
+        f"node {own.rank} on {own.host} runs fsbarrier {ours}, node {found.rank} on {found.host} runs {theirs}"
+        f"{f' (what differs: {named})' if named else ''}; start all nodes with the same fsbarrier and program",
     )
 
 

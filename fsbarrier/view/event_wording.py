@@ -201,6 +201,12 @@ def _policy(event: Event) -> str:
     return "" if version is None else f" (policy version {version})"
 
 
+def _code_changed(event: Event) -> str:
+    names = event.fields.get("what")
+    listed = ", ".join(map(str, names)) if isinstance(names, list) else "?"
+    return f"changed since this node's last start: {listed}"
+
+
 def _or_unknown(value: int | None) -> str:
     return "?" if value is None else str(value)
 
@@ -226,6 +232,7 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "batch_prepared": _batch_prepared,
     "updated": _updated,
     "weights_published": _published,
+    "code_changed": _code_changed,
     "nodes_differ": lambda event: f"{event.text('what') or '?'}: {event.text('found') or '?'}",
     "weights_checked": _weights_checked,
     "trainer_state_saved": _state_saved,

@@ -1,0 +1,168 @@
+"""What tells this node's code from another node's, by what it belongs to: digests that all nodes compare when they start.
+
+A file counts by its content, not by where it lies: a wheel and a checkout of the same sources agree, and so do two copies of a reward.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import shlex
+import stat
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from fsbarrier import reading
+from fsbarrier.loader import own_sources, program_path
+from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.value_types import reward_kinds
+
+# A file that is longer (weights, or data that a trainer's command names) counts by its length, its beginning and a sample of the rest.
+WHOLE_BYTES = 16 * reading.MIB
+SAMPLES, SAMPLE_BYTES = 64, 64 * 1024
+# Where packages are installed: of those the versions are compared.
+INSTALLED = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+# The name under which the model stands. Nodes whose models differ are told apart later, as by what else a run cannot go well with.
+MODEL = "model"
+
+
+def code_digests(settings: Settings, model: Path | None) -> dict[str, str]:
+    """The digests, by the setting that names the code; "fsbarrier" is our own. Raises UsageError, OSError."""
+    named = {
+        "fsbarrier": own_sources(),
+        "program": _local_sources(program_path(settings.program)),
+        "reward.kind": _named_code(reward_kinds(settings.reward.kind)),
+        "rollout.agent": _named_code([settings.rollout.agent] if settings.rollout.agent else []),
+        "trainer.command": _files_of_command(settings.trainer.command),
+        "trainer.deepspeed": _one_file(settings.trainer.deepspeed),
+        MODEL: _files_below(model) if model is not None else {},
+    }
+    return {name: _digest(files) for name, files in named.items() if files}
+
+
+def one_digest(code: Mapping[str, str]) -> str:
+    """Of all of them but the model: only nodes that have the same take part in one run."""
+    told = {name: digest for name, digest in code.items() if name != MODEL}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(files: Mapping[str, Path]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(os.fsencode(name) + b"\0" + _content(files[name]))
+    return digest.hexdigest()
+
+
+def _content(path: Path) -> bytes:
+    """The digest of all of a file; of a long one that of its length, its beginning and 64 pieces spread evenly over the rest.
+
+    In a safetensors file the beginning is the whole header: which tensors there are, of which shapes and types, and where.
+    """
+    with reading.open_stream(path, links=True) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size <= WHOLE_BYTES:
+            return hashlib.sha256(stream.read(WHOLE_BYTES)).digest()
+        header = int.from_bytes(stream.read(8), "little") if path.suffix == ".safetensors" else 0
+        beginning = min(max(header, SAMPLE_BYTES), reading.TENSOR_HEADER_BYTES)
+        digest = hashlib.sha256(b"%d %s" % (size, stream.read(beginning)))
+        for number in range(1, SAMPLES + 1):
+            stream.seek(max(0, size * number // SAMPLES - SAMPLE_BYTES))
+            digest.update(stream.read(SAMPLE_BYTES))
+        return digest.digest()
+
+
+# --- which files ----------------------------------------------------------------------------------------------------------
+
+
+def _named_code(values: Iterable[str]) -> dict[str, Path]:
+    """The files of `path/file.py:name`, each with what it imports from its folder. Built-in kinds are fsbarrier's own."""
+    files = [Path(value.rpartition(":")[0]) for value in values if ":" in value]
+    return {
+        f"{number} {name}": path
+        for number, file in enumerate(files)
+        for name, path in _local_sources(file).items()
+    }
+
+
+def _files_of_command(command: str | None) -> dict[str, Path]:
+    """The files that a command names, a Python file with what it imports from its folder. Machine code belongs to the system."""
+    found = dict[str, Path]()
+    for number, word in enumerate(shlex.split(command or "")):
+        path = Path(word.rpartition("=")[2])
+        if _is_plain(path) and not _is_machine_code(path):
+            local = _local_sources(path) if path.suffix == ".py" else {path.name: path}
+            found |= {f"{number} {name}": each for name, each in local.items()}
+    return found
+
+
+def _one_file(named: str | None) -> dict[str, Path]:
+    return {"": Path(named)} if named else {}
+
+
+def _files_below(folder: Path) -> dict[str, Path]:
+    """All files of a model's folder. What begins with a dot is somebody's bookkeeping."""
+    found = dict[str, Path]()
+    for path, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for file in (Path(path, name) for name in names if not name.startswith(".")):
+            if _is_plain(file):
+                found[file.relative_to(folder).as_posix()] = file
+    return found
+
+
+def _is_plain(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _is_machine_code(path: Path) -> bool:
+    with reading.open_stream(path, links=True) as stream:
+        return stream.read(4) == b"\x7fELF"
+
+
+# --- what a Python file imports from its own folder -------------------------------------------------------------------------
+
+
+def _local_sources(file: Path) -> dict[str, Path]:
+    """A file, the modules beside it that it imports, what those import from there, and so on. Of a package: all its modules."""
+    folder, found, todo = file.parent, dict[str, Path](), [file]
+    while todo:
+        path = todo.pop()
+        # The file itself may have any name.
+        name = path.relative_to(folder).as_posix() if path != file else ""
+        if name not in found:
+            found[name] = path
+            for module in _imported(path):
+                todo += _beside(folder, module)
+    return found
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """The dotted names that a file imports, wherever in it."""
+    try:
+        tree = ast.parse(reading.read_bytes(path, WHOLE_BYTES, links=True))
+    except (SyntaxError, ValueError, RecursionError):
+        # It fails where it is imported, if it ever is.
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _beside(folder: Path, module: str) -> list[Path]:
+    """The files of a module in `folder`; none where it comes from elsewhere."""
+    first, *_ = module.split(".")
+    if first == "fsbarrier" or str(folder) in INSTALLED:
+        return []
+    if _is_plain(folder / first / "__init__.py"):
+        return [path for path in _files_below(folder / first).values() if path.suffix == ".py"]
+    named = folder.joinpath(*module.split(".")).with_suffix(".py")
+    return [path for path in (folder / f"{first}.py", named) if _is_plain(path)]
