@@ -22,6 +22,8 @@ from fsbarrier.settings.sources import from_words
 ROOT = Path(__file__).resolve().parent.parent
 #: What stands for "and whatever else you need".
 ELLIPSES = {"...", "…"}
+#: What looks like a setting: a log, a file, a method, and an entry of DeepSpeed's.
+NO_SETTINGS = {"rollout.log", "toy.py", "judge.ask", "optimizer.type"}
 #: Ends a command inside a line.
 OPERATORS = {"|", "||", "&", "&&", ";", ">", ">>", "<", "(", ")"}
 
@@ -120,6 +122,26 @@ def test_every_flag_in_running_text_exists() -> None:
     assert len(mentions) > 40
     wrong = [f"{relative(path)}: {shlex.join(words)}" for path, words in mentions if unknown_flags(words)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_setting_in_running_text_exists() -> None:
+    known = set(known_names())
+    sections = "|".join({name.partition(".")[0] for name in known if "." in name and "custom" not in name})
+    mentions = [
+        (path, name)
+        for path in documents()
+        for span in re.findall(r"`([^`\n]+)`", _without_the_others_words(path))
+        for name in re.findall(rf"(?<![\w./-])((?:{sections})\.[a-z_]+)(?=$|[=\s,])", span)
+    ]
+    assert len(mentions) > 200
+    wrong = [f"{relative(path)}: {name}" for path, name in mentions if name not in known | NO_SETTINGS]
+    assert not wrong, "\n".join(wrong)
+
+
+def _without_the_others_words(path: Path) -> str:
+    """Running text; of the page about other programs without what is typed there."""
+    prose = re.sub(r"^ *```.*?^ *```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^\|[^|]*\|", "", prose, flags=re.MULTILINE) if path.name == "coming_from.md" else prose
 
 
 @pytest.mark.parametrize(
