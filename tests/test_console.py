@@ -415,3 +415,15 @@ def test_the_summary_of_a_failed_run_begins_with_why(tmp_path: Path) -> None:
 
 def test_the_summary_of_a_run_without_anything(tmp_path: Path) -> None:
     assert "0 iterations" in summary_of(FakeRun(tmp_path / "run"))
+
+
+# --- the picture for pages ----------------------------------------------------------------------------------------------------
+
+
+def test_the_picture_of_a_terminal_loads_nothing(tmp_path: Path, checkout: Path) -> None:
+    run, out = busy_run(tmp_path / "run", 3), tmp_path / "view.svg"
+    script = checkout / "scripts" / "terminal_picture.py"
+    subprocess.run([sys.executable, script, run.log_path, out, "--width", "90"], check=True)
+    svg = out.read_text(encoding="utf-8")
+    assert "100/512" in svg and "2&#160;train_rollout" in svg
+    assert "@font-face" not in svg and "url(http" not in svg
