@@ -266,3 +266,18 @@ def test_a_killed_daemon_takes_the_template_and_its_programs_along(
                 assert stream is not None
                 stream.close()
     assert processes.alive({pid: 0 for pid in below}) == {}
+
+
+def test_the_benchmark_compares_both_kinds(checkout: Path) -> None:
+    argv = [
+        sys.executable,
+        checkout / "scripts" / "bench_fork.py",
+        "--repeats",
+        "1",
+        "--modules",
+        "fsbarrier.workers.toy",
+    ]
+    said = subprocess.run(argv, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    name, forked_s, anew_s, _ratio = said.stdout.splitlines()[-1].split()
+    assert name == "fsbarrier.workers.toy" and float(forked_s) > 0 and float(anew_s) > 0
