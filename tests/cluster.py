@@ -58,20 +58,21 @@ class Cluster:
     def start(self, *ranks: int) -> None:
         """Start these nodes (all, if none is named)."""
         for rank in ranks or range(self.nodes):
-            who = (
-                ("--master", "--num-nodes", str(self.nodes), *self.flags)
-                if rank == 0
-                else ("--worker", str(rank))
+            if rank == 0:
+                self.start_as(0, "--master", "--num-nodes", str(self.nodes), *self.flags)
+            else:
+                self.start_as(rank, "--worker", str(rank))
+
+    def start_as(self, rank: int, *who: str) -> None:
+        """Start one node with these words; its rank in the run may be another one, which only the journal tells."""
+        argv = [sys.executable, "-m", "fsbarrier", "run", "--log-path", str(self.log_path), *who]
+        with (self.output / f"node_{rank}.txt").open("ab") as out:
+            env = {k: v for k, v in os.environ.items() if "RANK" not in k} | {"PYTHONPATH": str(REPO)}
+            env |= self.env.get(rank, {})
+            argv = [*self.prefix.get(rank, ()), *argv]
+            self.processes[rank] = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
             )
-            argv = [sys.executable, "-m", "fsbarrier", "run", "--log-path", str(self.log_path), *who]
-            with (self.output / f"node_{rank}.txt").open("ab") as out:
-                env = {k: v for k, v in os.environ.items() if "RANK" not in k} | {"PYTHONPATH": str(REPO)}
-                env |= self.env.get(rank, {})
-                argv = [*self.prefix.get(rank, ()), *argv]
-                process = subprocess.Popen(
-                    argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
-                )
-            self.processes[rank] = process
 
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.processes[rank].pid, number)

@@ -21,6 +21,8 @@ _NAMES = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
+    "NNODES",
+    "NUM_NODES",
     "JOB_COMPLETION_INDEX",
     "MASTER_ADDR",
     "MASTER_PORT",

@@ -9,6 +9,7 @@ from core_builders import (
     ASSIGN,
     CLOSE,
     FIRST,
+    LIMITS,
     MERGE,
     NOW,
     OPEN,
@@ -34,6 +35,7 @@ from fsbarrier.protocol.facts import Member
 from fsbarrier.protocol.membership import JOINING
 from fsbarrier.protocol.state import Action, Exit, Node, Note, Part, Recover, Unreadable, View
 
+TWO_TO_THREE = rules(min_nodes=2, limits=replace(LIMITS, last_call_s=10.0))
 #: node 2 was not there when nodes 0 and 1 were asked to stop, and did
 MISSED = replace(asked_to_stop(), alive=(Member(0, 1), Member(1, 1)))
 STOPPED = heard(seen(0, state="stopped"), seen(1, state="stopped"), ranks=())
@@ -601,6 +603,64 @@ JOINING_ROWS = [
         ends(5, "left", "waited 60 s for node 2 (never seen); 2 of 3 nodes are here"),
         ENDED,
         rules=rules(min_nodes=3),
+    ),
+    Case(
+        "where two of three may begin, a last call begins when the second is here",
+        waiting(0, for_s=30.0, company=1, company_since=NOW - 20.0),
+        sees(None, **waiters(0, 1), recovered=left_off()),
+        machine.note_who_came,
+        becomes={"company": 2, "company_since": NOW},
+        rules=TWO_TO_THREE,
+    ),
+    Case(
+        "while it lasts, another one is waited for",
+        waiting(0, for_s=30.0, company=2, company_since=NOW - 9.9),
+        sees(None, **waiters(0, 1), recovered=left_off()),
+        machine.wait_for_all_nodes,
+        rules=TWO_TO_THREE,
+    ),
+    Case(
+        "after it they begin without the third",
+        waiting(0, for_s=30.0, company=2, company_since=NOW - 10.0),
+        sees(None, **waiters(0, 1), recovered=left_off()),
+        machine.form_a_generation,
+        first(ranks=(0, 1)),
+        rules=TWO_TO_THREE,
+    ),
+    Case(
+        "also where a run waits for the lost",
+        waiting(0, for_s=30.0, company=2, company_since=NOW - 10.0),
+        sees(None, **waiters(0, 1), recovered=left_off()),
+        machine.form_a_generation,
+        first(ranks=(0, 1)),
+        rules=replace(TWO_TO_THREE, on_node_failure="wait"),
+    ),
+    Case(
+        "a higher rank leaves the first turn to a lower one after it, too",
+        waiting(1, for_s=300.0, company=2, company_since=NOW - 10.0),
+        sees(None, **waiters(0, 1), recovered=left_off()),
+        machine.let_lower_ranks_go_first,
+        rules=TWO_TO_THREE,
+    ),
+    Case(
+        "one alone is no last call, and waits for all of its time",
+        waiting(0, for_s=59.9, company=1, company_since=NOW - 59.0),
+        sees(None, **waiters(0), recovered=left_off()),
+        machine.wait_for_all_nodes,
+        rules=TWO_TO_THREE,
+    ),
+    Case(
+        "and gives up then",
+        waiting(0, for_s=60.0, company=1, company_since=NOW - 59.0),
+        sees(None, **waiters(0), recovered=left_off()),
+        machine.give_up_waiting,
+        ends(
+            5,
+            "left",
+            "waited 60 s for node 1 (never seen), node 2 (never seen); 1 of 3 nodes are here",
+        ),
+        ENDED,
+        rules=TWO_TO_THREE,
     ),
     Case(
         "where a run waits for the lost, all must be there to begin",

@@ -72,7 +72,7 @@ Call = Callable[..., Outcome]
 
 def clean_environ(place: Path) -> dict[str, str]:
     """Ours without what launchers leave there."""
-    words = ("RANK", "SLURM", "WORLD_SIZE", "FSBARRIER", "JOB_COMPLETION")
+    words = ("RANK", "SLURM", "NNODES", "OMPI", "WORLD_SIZE", "FSBARRIER", "JOB_COMPLETION")
     mine = {name: value for name, value in os.environ.items() if not any(word in name for word in words)}
     return {**mine, "PYTHONPATH": str(REPO), "FSBARRIER_LOG_PATH": str(place / "run")}
 
@@ -142,6 +142,14 @@ CASES = {
     "flag without its value": (PING + "--num-nodes", ["--num-nodes"]),
     "stray word": (PING + "mastr", ["'mastr'"]),
     "number of nodes is no number": (PING + "--num-nodes three", ["--num-nodes", "whole number", '"three"']),
+    "a range that ends before it begins": (PING + "--num-nodes 8:2", ["--num-nodes 8:2", "such as 2:8"]),
+    "a range that is none": (PING + "--num-nodes 2:", ["--num-nodes 2:", "such as 2:8"]),
+    "the least nodes said twice": (
+        PING + "--num-nodes 2:8 --min-nodes 1",
+        ["--num-nodes 2:8", "drop --min-nodes"],
+    ),
+    "any rank and this rank": (PING + "--rank auto --master", ["--rank auto", "drop one"]),
+    "a rank that is not auto": (PING + "--rank 2", ["--rank", "auto"]),
     "zero nodes": (PING + "--master --num-nodes 0", ["--num-nodes", "1 or more"]),
     "too few weights": (
         PING + "--master --num-nodes 3 --rank-weights 1,1",
@@ -400,6 +408,32 @@ def test_a_trainer_command(place: Path, quick: Call, command: str, says: str) ->
 )
 def test_the_launchers_variables(place: Path, quick: Call, environ: dict[str, str], says: list[str]) -> None:
     refused(quick, PING + "--num-nodes 3", place=place, says=says, **environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"JOB_COMPLETION_INDEX": "0"}, ["JOB_COMPLETION_INDEX=0", "give --num-nodes"]),
+        ({"RANK": "0"}, ["RANK=0", "give --num-nodes"]),
+        (
+            {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"},
+            ["WORLD_SIZE=16", "RANK=0 counts processes here", "NODE_RANK"],
+        ),
+        ({"SLURM_NNODES": "4"}, ["SLURM_NNODES=4", "SLURM_NODEID does not say", "--master"]),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "3",
+                "OMPI_COMM_WORLD_SIZE": "8",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+            },
+            ["OMPI_COMM_WORLD_SIZE=8", "OMPI_COMM_WORLD_RANK=3 counts processes"],
+        ),
+    ],
+)
+def test_one_of_several_nodes_never_becomes_a_run_of_one(
+    place: Path, quick: Call, environ: dict[str, str], says: list[str]
+) -> None:
+    refused(quick, PING, place=place, says=says, **environ)
 
 
 def test_a_worker_that_contradicts_the_record(place: Path, quick: Call, real: Call) -> None:

@@ -90,7 +90,7 @@ def test_every_command_has_help_with_an_example(name: str) -> None:
 
 def test_help_shows_every_flag_of_the_contract() -> None:
     shown = call("run", "--help").stdout
-    flags = """--data-path --log-path --rl-phase --eval-interval --rollout-split --num-nodes --rank-weights --master --worker
+    flags = """--data-path --log-path --rl-phase --eval-interval --rollout-split --num-nodes --rank-weights --master --worker --rank
     --debug-mode --resume --iterations --model --program --min-nodes --on-node-failure --config --dry-run --demo key=value"""
     assert [flag for flag in flags.split() if flag not in shown] == []
 

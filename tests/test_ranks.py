@@ -93,6 +93,16 @@ def test_what_cannot_be_names_who_said_it(
     assert message in str(caught.value)
 
 
+def test_launchers_that_say_something_else_are_named() -> None:
+    chosen = ranks.Choice(1, "NODE_RANK")
+    environ = {"NODE_RANK": "1", "NNODES": "4", "SLURM_NODEID": "3", "SLURM_NNODES": "2", "RANK": "1"}
+    said = ["this is node 1 by NODE_RANK, whatever SLURM_NODEID=3 says"]
+    assert ranks.contradictions(chosen, 4, environ) == said
+    said.append("this run has 3 nodes, whatever NNODES=4 says")
+    assert ranks.contradictions(chosen, 3, environ) == said
+    assert ranks.contradictions(ranks.Choice(3, "--worker"), 4, {"SLURM_NODEID": "3"}) == []
+
+
 def test_the_number_of_nodes_comes_from_the_same_launcher() -> None:
     everything = {"SLURM_NNODES": "4", "WORLD_SIZE": "5", "NNODES": "6", "SKYPILOT_NUM_NODES": "7"}
 

@@ -16,7 +16,7 @@ import pytest
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.host import memory
 from fsbarrier.host.own_folder import own_folder
-from fsbarrier.node import daemon
+from fsbarrier.node import daemon, run_node
 from fsbarrier.node.job import Job, Workplace
 from fsbarrier.node.weights import checked_weights
 from fsbarrier.rundir import checkpoints, weights_copy
@@ -173,17 +173,17 @@ def test_half_of_the_memory_that_is_left_may_be_filled(
 def test_where_the_copy_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def place(kind: str, wanted: str = "auto", **more: Any) -> Path | None:
         family = SimpleNamespace(family=SimpleNamespace(category=kind))
-        monkeypatch.setattr(daemon, "mount_of", lambda path: family)
+        monkeypatch.setattr(run_node, "mount_of", lambda path: family)
         settings = Settings(checkpoint=CheckpointSettings(weights_dir=wanted), **more)
-        return daemon.place_for_weights(settings, tmp_path)
+        return run_node.place_for_weights(settings, tmp_path)
 
-    monkeypatch.setattr(daemon, "IN_MEMORY", tmp_path)
+    monkeypatch.setattr(run_node, "IN_MEMORY", tmp_path)
     assert place("close-to-open") == tmp_path and place("local") is None
     assert place("close-to-open", "none") is None
     assert place("local", str(tmp_path / "nvme")) == tmp_path / "nvme" and (tmp_path / "nvme").is_dir()
     # A server of the user's own may be in another container.
     assert place("close-to-open", engine=EngineSettings(url="http://here")) is None
-    monkeypatch.setattr(daemon, "IN_MEMORY", tmp_path / "gone")
+    monkeypatch.setattr(run_node, "IN_MEMORY", tmp_path / "gone")
     assert place("close-to-open") is None
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"checkpoint\.weights_dir=.*/file/below: "):

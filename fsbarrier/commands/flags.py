@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from fsbarrier.settings.sources import FLAGS, ChosenValue
+from fsbarrier.settings.sources import FLAGS, ChosenValue, with_range_of_nodes
 from fsbarrier.start import preflight
 
 _HELP = {
@@ -21,7 +21,10 @@ _HELP = {
     "--rl-phase": ("rollout|update|both", "phases 0-6, 7-13, or all (default)"),
     "--rollout-split": ("train-only|eval-only", "with --rl-phase rollout"),
     "--eval-interval": ("N", "evaluate when iteration %% N == 1; every iteration for 1 (default)"),
-    "--num-nodes": ("N", "nodes of the run (default 1)"),
+    "--num-nodes": (
+        "N|A:B",
+        "nodes of the run (default 1); A:B begins with at least A, takes in others as they come, and ends with fewer than A",
+    ),
     "--rank-weights": ("w0,w1,...", "one positive weight a node, its share of the tasks (default: equal)"),
     "--min-nodes": ("M", "end with exit code 5 when fewer nodes are left (default 1)"),
     "--expect-gpus": (
@@ -69,7 +72,7 @@ def gather(args: argparse.Namespace) -> tuple[ChosenValue, ...]:
     known = known_names()
     found = from_file(Path(args.config), known) if args.config else []
     found += from_flags({flag: getattr(args, flag[2:].replace("-", "_")) for flag in FLAGS}, known)
-    return (*found, *from_words(args.settings, known))
+    return with_range_of_nodes((*found, *from_words(args.settings, known)))
 
 
 def as_typed(args: argparse.Namespace) -> list[str]:

@@ -26,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="this is node R (else NODE_RANK, SLURM_NODEID, ...)",
     )
     parser.add_argument(
+        "--rank",
+        choices=["auto"],
+        help="take a rank that is free; this host's own where it had one",
+    )
+    parser.add_argument(
         "--demo", action="store_true", help="three nodes on this machine, the built-in task, six iterations"
     )
     flags.add_run_flags(parser)
@@ -38,6 +43,8 @@ def main(args: argparse.Namespace) -> int:
     if args.worker == 0:
         # Nobody else makes the run's record, so it would wait for itself.
         raise UsageError("--worker 0: node 0 is started with --master")
+    if args.rank and (args.master or args.worker is not None):
+        raise UsageError("--rank auto: --master and --worker R name a rank; drop one of the two")
     if args.demo:
         return _demo(args, chosen)
     from fsbarrier.start import begin
@@ -47,6 +54,7 @@ def main(args: argparse.Namespace) -> int:
         environ=os.environ,
         master=args.master,
         worker=args.worker,
+        any_rank=args.rank is not None,
         resume=args.resume,
         dry_run=args.dry_run,
     )
@@ -55,11 +63,16 @@ def main(args: argparse.Namespace) -> int:
         from fsbarrier.start import dryrun
 
         return dryrun.show(start.record, start.settings, as_json=args.json)
-    from fsbarrier.node.daemon import run_node
+    from fsbarrier.node.run_node import run_node
     from fsbarrier.start import filesystem
 
-    filesystem.record(start.mount, start.record.paths, start.node_rank)
-    return run_node(start.record, start.settings, node_rank=start.node_rank, until=start.until)
+    def joined(rank: int) -> None:
+        if args.rank:
+            flags.say(f"--rank auto: this is node {rank}")
+        filesystem.record(start.mount, start.record.paths, rank)
+
+    rank = None if args.rank else start.node_rank
+    return run_node(start.record, start.settings, node_rank=rank, until=start.until, joined=joined)
 
 
 # --- the demo -------------------------------------------------------------------------------------------------------------
@@ -70,8 +83,8 @@ def _demo(args: argparse.Namespace, chosen: tuple[ChosenValue, ...]) -> int:
     from fsbarrier.data.demo_tasks import DEMO_SETTINGS
     from fsbarrier.launchers import local
 
-    if args.master or args.worker is not None:
-        raise UsageError("--demo: starts all its nodes itself; drop --master and --worker")
+    if args.master or args.worker is not None or args.rank:
+        raise UsageError("--demo: starts all its nodes itself; drop --master, --worker and --rank")
     for item in chosen:
         if item.key in ("data_path", "model"):
             raise UsageError(f"{item.source}: the demo has its own task and model; drop it or drop --demo")

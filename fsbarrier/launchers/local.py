@@ -24,17 +24,16 @@ if TYPE_CHECKING:
     from fsbarrier.supervision.supervisor import Child
 
 Say = Callable[[str], None]
-#: Environment variables in which a launcher may have said which node *this* process is.
-_LAUNCHERS = ("NODE_RANK", "RANK", "WORLD_SIZE", "NNODES", "NUM_NODES")
 
 
 def run_all(
     chosen: tuple[ChosenValue, ...], defaults: Mapping[str, object], args: argparse.Namespace, say: Say
 ) -> int:
     """Check everything, make or find the run's record, then run all its nodes here; one exit code for all."""
-    from fsbarrier.start import begin
+    from fsbarrier.start import begin, ranks
 
-    environ = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
+    # What a launcher said is about this process, and about none of the nodes that it starts.
+    environ = {name: value for name, value in os.environ.items() if name not in ranks.VARIABLES}
     request = begin.Request(
         chosen=chosen,
         environ=environ,

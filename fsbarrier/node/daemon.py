@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -27,14 +27,10 @@ from fsbarrier.errors import (
     Fenced,
     ProgramFailed,
     StoreError,
-    UsageError,
 )
 from fsbarrier.host import accelerators
 from fsbarrier.host.addresses import candidate_addresses
 from fsbarrier.host.identity import boot_id, host_name
-from fsbarrier.host.mounts import LOCAL, mount_of
-from fsbarrier.host.own_folder import own_folder
-from fsbarrier.host.private_folder import private_folder
 from fsbarrier.loader import load_program
 from fsbarrier.node.code_digests import code_digests, one_digest
 from fsbarrier.node.context_maker import ContextMaker
@@ -46,7 +42,7 @@ from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import crowding, make_paces
 from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
-from fsbarrier.node.rank_lock import RankLock, hold_rank
+from fsbarrier.node.rank_lock import RankLock
 from fsbarrier.program import Program
 from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.membership import Limits
@@ -67,51 +63,12 @@ JOINING_BEAT_S = 0.2
 HIDDEN_S = 1.0
 # How long the last heartbeat, and the last lines on the console, may take where a filesystem or a terminal hangs.
 LAST_WORDS_S = 1.0
-# Where a copy of the newest weights costs no disk.
-IN_MEMORY = Path("/dev/shm")
 # How long a program may take to end when its node ends.
 GRACE_S = 0.5
 
 
-def run_node(record: RunRecord, settings: Settings, *, node_rank: int, until: int | None) -> int:
-    """Be node `node_rank` of the run until it ends; the exit code of design section 2.
-
-    `settings`: the record's, with what this start has chosen anew. Raises UsageError (the rank is taken), StoreError.
-    """
-    files.set_shared_group(settings.shared_group)
-    with ExitStack() as stack:
-        with _starting(record):
-            lock = stack.enter_context(hold_rank(record, node_rank, settings.coordination.suspect_s))
-            private = private_folder()
-            if private.passed_over:
-                print(f"fsbarrier: warning: {private.passed_over}; using {private.path}", flush=True)
-            name = f"{record.run_id[-8:]}-n{node_rank}"
-            work_dir = stack.enter_context(own_folder(private.path, name))
-            place = place_for_weights(settings, record.log_path)
-            weights = WeightsCopy(stack.enter_context(own_folder(place, name))) if place else None
-            daemon = Daemon(record, settings, node_rank, until, work_dir, weights, lock)
-        stack.callback(daemon.close)
-        with daemon.signals():
-            return daemon.run()
-
-
-def place_for_weights(settings: Settings, log_path: Path) -> Path | None:
-    """Where this node keeps a copy of the newest weights; None: its engines read the run directory. Raises UsageError, OSError."""
-    wanted = settings.checkpoint.weights_dir
-    if wanted == "none" or not settings.manages_engine:
-        return None
-    if wanted == "auto":
-        elsewhere = mount_of(log_path).family.category != LOCAL
-        return IN_MEMORY if elsewhere and os.access(IN_MEMORY, os.W_OK | os.X_OK) else None
-    try:
-        files.make_dirs(Path(wanted))
-    except OSError as error:
-        raise UsageError(f"checkpoint.weights_dir={wanted}: {error.strerror or error}") from None
-    return Path(wanted)
-
-
 @contextmanager
-def _starting(record: RunRecord) -> Iterator[None]:
+def starting(record: RunRecord) -> Iterator[None]:
     """While this lasts, a failing filesystem ends the start with a message. Raises StoreError."""
     try:
         yield
@@ -183,15 +140,18 @@ class Daemon:
         self.agent = NodeLoop(observer.store, observer, rules, self.jobs, join, self.events.write)
         self._polling = Polling(self.agent, wake)
 
-    def run(self) -> int:
-        """Join and loop to the end; gives the exit code. Raises StoreError (it cannot join)."""
+    def join(self, incarnation: int | None) -> None:
+        """Join the run as the next incarnation of this rank, or as this very one. Raises StoreError; Fenced where somebody else is it."""
         # The others do not know this start before it is announced, so that announcing it may be tried again.
-        with _starting(self.record):
-            until_seen(lambda: self.agent.start(time.monotonic()))
+        with starting(self.record):
+            until_seen(lambda: self.agent.start(time.monotonic(), incarnation))
+
+    def run(self) -> int:
+        """Take part to the end; gives the exit code."""
         # While the nodes join.
         self.template.load()
         if self._changed_code:
-            with _starting(self.record):
+            with starting(self.record):
                 self.events.write("code_changed", self.agent.node, {"what": self._changed_code})
         self._say_where_the_others_are()
         beats = threading.Thread(target=self._beat, name="beat", daemon=True)
@@ -340,6 +300,7 @@ def make_rules(settings: Settings, program: Program) -> Rules:
             join_timeout_s=coordination.join_timeout_s,
             rejoin_timeout_s=coordination.rejoin_timeout_s,
             outage_s=coordination.outage_s,
+            last_call_s=coordination.last_call_s,
         ),
     )
 

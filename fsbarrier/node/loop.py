@@ -112,16 +112,19 @@ class NodeLoop:
         self.last_generation = LastGeneration(self.observer)
         self.collection = Collection(self.store, self.observer.paths, self.rules)
 
-    def start(self, now: float) -> None:
-        """Join the run as the next incarnation of this rank; the observer has been prepared. Raises OSError, Fenced."""
+    def start(self, now: float, claimed: int | None = None) -> None:
+        """Join the run as the next incarnation of this rank; the observer has been prepared. Raises OSError.
+
+        `claimed`: as this incarnation or not at all. Then it raises Fenced where another process has that.
+        """
         newest = self.observer.newest
         previous = self.observer.joins.get(self.join.rank)
-        incarnation = previous.incarnation if previous is not None else 0
+        incarnation = claimed or 1 + (previous.incarnation if previous is not None else 0)
         baseline = newest.number if newest is not None else 0
-        while True:
+        while not self._announce(incarnation):
+            if claimed:
+                raise Fenced(f"node {self.join.rank} was taken by another process in this moment")
             incarnation += 1
-            if self._announce(incarnation):
-                break
         self.observer.started_as = incarnation
         self.node = Node(self.join.rank, incarnation, now, self.join.host, baseline=baseline)
         # The first look records it: a journal that cannot be written yet must not make this node join twice.

@@ -17,6 +17,10 @@ from fsbarrier.rundir.heartbeats import live_nodes, read_beats
 from fsbarrier.rundir.runrecord import RunRecord
 
 
+class RankTaken(UsageError):
+    """Another process is the daemon of this rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankLock:
     """A lock that is held. `note_start` writes beside it which start of the rank holds it."""
@@ -42,7 +46,7 @@ class RankLock:
 
 @contextmanager
 def hold_rank(record: RunRecord, rank: int, watch_s: float) -> Iterator[RankLock]:
-    """While this lasts, this process is the only daemon of `rank` in reach of a lock. Raises UsageError if the rank is taken, OSError.
+    """While this lasts, this process is the only daemon of `rank` in reach of a lock. Raises RankTaken, OSError.
 
     The lock lies in this user's private folder of this machine. Another host has another one, and so has a second container on this
     host, whatever its host name. So the lock proves only that the start which held it last has ended. If the rank's last heartbeat is
@@ -58,14 +62,14 @@ def hold_rank(record: RunRecord, rank: int, watch_s: float) -> Iterator[RankLock
         lock.acquire(timeout=0)
     except filelock.Timeout:
         who = f"process {beat.pid}" if beat else "another process"
-        raise UsageError(
+        raise RankTaken(
             f"node {rank} of {root} is already running on this host ({who}); end it first"
         ) from None
     try:
         held = RankLock(lock_file.with_suffix(".holder"), record.run_id)
         proven = beat is None or held.last_start_was(beat.incarnation)
         if not proven and (alive := live_nodes(root, watch_s, rank)):
-            raise UsageError(
+            raise RankTaken(
                 f"node {rank} of {root} is already running on {alive[0].host}, process {alive[0].pid}; "
                 "give this node another rank, or end that one first"
             )

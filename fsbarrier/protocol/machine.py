@@ -248,15 +248,23 @@ def end_when_all_is_done(at: Situation) -> Step | None:
     return _nothing_to_do(at, word.until) if all_done(start, word.until) else None
 
 
+def note_who_came(at: Situation) -> Step | None:
+    """The run may begin with fewer nodes than it can have: a last call begins anew whenever another node is here."""
+    here = len(at.starting)
+    if at.rules.limits.last_call_s is None or at.node.company == here:
+        return None
+    return replace(at.node, company=here, company_since=at.now), NOTHING
+
+
 def wait_for_all_nodes(at: Situation) -> Step | None:
     """Not all nodes are here yet, and there is time."""
-    return (at.node, NOTHING) if at.missing and at.waited_s < at.rules.limits.join_timeout_s else None
+    return (at.node, NOTHING) if at.missing and at.overdue_s < 0 else None
 
 
 def give_up_waiting(at: Situation) -> Step | None:
     """Some nodes did not come in time, and the run must not begin with those who did."""
-    enough = at.rules.on_node_failure == "shrink" and len(at.starting) >= at.rules.min_nodes
-    if not at.missing or enough:
+    elastic = at.rules.on_node_failure == "shrink" or at.rules.limits.last_call_s is not None
+    if not at.missing or (elastic and at.enough):
         return None
     names = ", ".join(f"node {rank} ({last_news(at, rank)})" for rank in at.missing)
     here = f"{len(at.starting)} of {counted(at.rules.num_nodes, 'node')} are here"
@@ -270,7 +278,7 @@ def let_lower_ranks_go_first(at: Situation) -> Step | None:
     node 1 takes its turn. Safety does not depend on the order: only one node can create the record.
     """
     limits, below = at.rules.limits, sum(1 for rank in at.starting if rank < at.node.rank)
-    overdue_s = at.waited_s - (limits.join_timeout_s if at.missing else 0.0)
+    overdue_s = at.overdue_s if at.missing else at.waited_s
     wait = below and overdue_s < below * limits.stagger_s + limits.dead_s
     return (at.node, NOTHING) if wait else None
 
@@ -584,6 +592,7 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
         end_with_a_stopped_start,
         look_where_the_run_was_left,
         end_when_all_is_done,
+        note_who_came,
         wait_for_all_nodes,
         give_up_waiting,
         let_lower_ranks_go_first,

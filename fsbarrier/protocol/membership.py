@@ -120,7 +120,10 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The timings of failure detection, in seconds. `outage_s`: how long a node holds out while its own filesystem fails."""
+    """The timings of failure detection, in seconds. `outage_s`: how long a node holds out while its own filesystem fails.
+
+    `last_call_s`: how long nodes that are enough to begin wait for one more; None: for all of them, up to `join_timeout_s`.
+    """
 
     suspect_s: float = SUSPECT_S
     dead_s: float = DEAD_S
@@ -128,6 +131,7 @@ class Limits:
     join_timeout_s: float = JOIN_TIMEOUT_S
     rejoin_timeout_s: float = REJOIN_TIMEOUT_S
     outage_s: float = OUTAGE_S
+    last_call_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,12 +116,25 @@ class Situation:
         """The ranks that are not here yet."""
         return [rank for rank in range(self.rules.num_nodes) if rank not in self.starting]
 
+    @property
+    def enough(self) -> bool:
+        """Whether as many nodes are here as a run may begin with."""
+        return len(self.starting) >= self.rules.min_nodes
+
     # --- how long ---
 
     @property
     def waited_s(self) -> float:
         """Seconds since this node entered its stage or generation."""
         return self.now - self.node.since
+
+    @property
+    def overdue_s(self) -> float:
+        """For how long nodes that are missing need not be waited for any more; below 0 while they must be."""
+        last_call_s = self.rules.limits.last_call_s
+        if last_call_s is not None and self.enough:
+            return self.now - self.node.company_since - last_call_s
+        return self.waited_s - self.rules.limits.join_timeout_s
 
     @property
     def trouble_since(self) -> float:

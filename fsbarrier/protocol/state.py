@@ -89,6 +89,9 @@ class Node:
     decisions: Mapping[str, Payload] = field(default_factory=dict)
     trouble_since: float | None = None
     failed_since: float | None = None
+    #: a node that joins: how many nodes were about to form a generation when it last looked, and since when
+    company: int = 0
+    company_since: float = 0.0
 
     @property
     def place(self) -> tuple[Generation, Position]:

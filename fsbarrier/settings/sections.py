@@ -411,6 +411,11 @@ class CoordinationSettings(Section):
         timing.JOIN_TIMEOUT_S,
         "Seconds that nodes wait for each other at the start; on a worker, for the run's record too.",
     )
+    last_call_s: Seconds | None = setting(
+        None,
+        "Once `min_nodes` are there, the run begins when no further node has come for so many seconds; those that come later are taken in "
+        "at the next iteration. none: it waits for all of them up to `join_timeout_s`. `--num-nodes A:B` sets it to 10.",
+    )
     rejoin_timeout_s: Seconds = setting(
         timing.REJOIN_TIMEOUT_S, "Seconds that `--on-node-failure wait` waits for a lost node."
     )

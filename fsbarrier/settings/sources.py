@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
@@ -118,6 +118,27 @@ def from_file(path: Path, known: Mapping[str, Kind]) -> list[ChosenValue]:
     except ValueError as error:
         raise UsageError(f"--config {path}: not TOML: {error}") from None
     return [ChosenValue(key, value, f"{path}: {key}") for key, value in flatten(content, known).items()]
+
+
+#: of a run with `--num-nodes A:B`: `coordination.last_call_s`
+LAST_CALL_S = 10.0
+
+
+def with_range_of_nodes(chosen: Iterable[ChosenValue]) -> tuple[ChosenValue, ...]:
+    """`--num-nodes A:B` as the settings that it stands for. Raises UsageError."""
+    items = tuple(chosen)
+    by_key = {item.key: item for item in items}
+    nodes, fewest = by_key.get("num_nodes"), by_key.get("min_nodes")
+    if nodes is None or not isinstance(nodes.value, str) or ":" not in nodes.value:
+        return items
+    least, most = (text.strip() for text in nodes.value.split(":", 1))
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise UsageError(f"{nodes.written(nodes.value)}: A:B is the least and the most nodes, such as 2:8")
+    if fewest is not None:
+        raise UsageError(f"{nodes.written(nodes.value)}: says the least nodes already; drop {fewest.source}")
+    values = {"min_nodes": int(least), "coordination.last_call_s": LAST_CALL_S}
+    stands_for = [ChosenValue(key, value, nodes.source) for key, value in values.items()]
+    return (*stands_for, *items, replace(nodes, value=int(most)))
 
 
 def flatten(content: Mapping[str, object], known: Collection[str]) -> dict[str, object]:

@@ -266,6 +266,7 @@ def outcomes(world: World) -> Iterator[str]:
     if "program" in struck:
         allowed |= {4}
     hasty = rules.limits.join_timeout_s < world.setup.limits.join_timeout_s
+    hasty = hasty or rules.limits.last_call_s is not None
     if (struck or hasty) and (rules.on_node_failure != "shrink" or rules.min_nodes > 1):
         allowed |= {5}
     if "unreadable" in struck:

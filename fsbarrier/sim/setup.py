@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import cast
@@ -27,6 +27,8 @@ from fsbarrier.sim.store import Habits
 
 ROOT = SimPath("/run")
 PATHS = RunPaths(cast(Path, ROOT))
+# the shortest time for which nodes that start wait for each other
+HASTY_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,15 @@ def settings(nodes: int, phases: RlPhase) -> Settings:
         trainer=TrainerSettings(processes_per_node=1),
         update=UpdateSettings(recency=2),
     )
+
+
+def draw_limits(setup: Setup, dice: Random, calls: Random) -> Limits:
+    """The timings of one schedule: with faults, sessions sometimes begin before all nodes are there."""
+    # A session may begin while members of the one before still stand still somewhere.
+    join_s = HASTY_S if setup.mix and dice.random() < 0.15 else setup.limits.join_timeout_s
+    # A run of a range of nodes: some of them are taken in only when it is under way.
+    last_call_s = calls.choice((0.0, 2.0, 10.0)) if setup.mix and calls.random() < 0.15 else None
+    return replace(setup.limits, join_timeout_s=join_s, last_call_s=last_call_s)
 
 
 def litter(disk: Disk, rng: Random) -> None:

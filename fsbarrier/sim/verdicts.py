@@ -21,7 +21,8 @@ def i15_only_for_a_reason(world: World) -> Iterator[str]:
         if number in history.recovered:
             continue
         if record.verdict is None:
-            least = rules.min_nodes if rules.on_node_failure == "shrink" else rules.num_nodes
+            elastic = rules.on_node_failure == "shrink" or rules.limits.last_call_s is not None
+            least = rules.min_nodes if elastic else rules.num_nodes
             if len(record.members) < least:
                 yield f"generation {number} has {len(record.members)} members, at least {least} are asked for"
             continue

@@ -24,7 +24,7 @@ from fsbarrier.sim.disk import Disk, File, SimPath
 from fsbarrier.sim.faults import Mishap, Trouble
 from fsbarrier.sim.history import Asked, Ended, History, Removed, Said, Write, row_of
 from fsbarrier.sim.process import BLIND, JOINING, POLL_S, Process
-from fsbarrier.sim.setup import PATHS, Setup, litter, program, settings
+from fsbarrier.sim.setup import PATHS, Setup, draw_limits, litter, program, settings
 from fsbarrier.sim.store import Client, Habits
 
 # for each node and iteration: a hundred times what schedules need; more is a livelock
@@ -33,8 +33,6 @@ EVENTS = 20_000
 SETTLE_S = 900.0
 # Of the schedules with the oldest usual listings some have much older ones: an NFS client may keep one for a minute.
 OLD_S, VERY_OLD_S = 3.0, 60.0
-# the shortest time for which nodes that start wait for each other
-HASTY_S = 4.0
 NEVER_S = float("inf")
 Action = Callable[[], None]
 
@@ -68,16 +66,14 @@ class World:
         self.watchers = setup.watchers or (1, 2, 8, 8)[seed % 4]
         self.beat_s = setup.beat_s or (BEAT_S, 3.0, 4.0)[seed % 3]
         dice = Random(f"world {seed}")
-        # A session may begin while members of the one before still stand still somewhere.
-        join_s = HASTY_S if mix and dice.random() < 0.15 else setup.limits.join_timeout_s
-        stagger_s = setup.limits.stagger_s * self.beat_s / BEAT_S
+        limits = draw_limits(setup, dice, Random(f"last call {seed}"))
         self.rules = Rules(
             self.program,
             setup.nodes,
             phases,
             setup.min_nodes or rng.choice((1, 1, 1, min(2, setup.nodes))),
             policy,
-            limits=replace(setup.limits, stagger_s=stagger_s, join_timeout_s=join_s),
+            limits=replace(limits, stagger_s=limits.stagger_s * self.beat_s / BEAT_S),
         )
         self.settings = settings(setup.nodes, phases)
         drawn, coarse = faults.draw_habits(rng, mix)

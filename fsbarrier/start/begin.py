@@ -35,6 +35,8 @@ class Request:
     environ: Mapping[str, str]
     master: bool = False
     worker: int | None = None
+    #: take a rank that is free; `Start.node_rank` means nothing then
+    any_rank: bool = False
     resume: bool = False
     dry_run: bool = False
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -68,15 +70,38 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     preflight.check_log_path(log_path)
     mount = filesystem.admit(log_path, write=not request.dry_run)
     known = typed.num_nodes if "num_nodes" in chosen else None
-    rank = ranks.node_rank(
-        master=request.master, worker=request.worker, environ=request.environ, num_nodes=known
+    rank = _rank(request, known)
+    start = _begin(request, chosen, typed, log_path, rank, mount, say)
+    for line in ranks.contradictions(rank, start.settings.num_nodes, request.environ) if rank else ():
+        say(line)
+    return start
+
+
+def _rank(request: Request, num_nodes: int | None) -> ranks.Choice | None:
+    if request.any_rank:
+        return None
+    return ranks.node_rank(
+        master=request.master, worker=request.worker, environ=request.environ, num_nodes=num_nodes
     )
+
+
+def _begin(
+    request: Request,
+    chosen: Mapping[str, ChosenValue],
+    typed: Settings,
+    log_path: Path,
+    rank: ranks.Choice | None,
+    mount: Report,
+    say: Say,
+) -> Start:
     there = runrecord.exists(log_path)
     if request.resume and not there:
         raise UsageError(f"--resume: no run in {log_path} to go on with (no run.json); drop it to begin one")
     if there:
         return _join(request, chosen, typed, runrecord.load(log_path), mount)
-    if rank is None or rank.value == 0 or request.dry_run:
+    # Of nodes that take any rank, one that knows how many there are makes the record.
+    waits = "num_nodes" not in chosen if request.any_rank else rank is not None and rank.value > 0
+    if not waits or request.dry_run:
         return _create(request, chosen, typed, log_path, rank, mount, say)
     record = runrecord.wait(log_path, typed.coordination.join_timeout_s, on_wait=say)
     return _join(request, chosen, typed, record, mount)
@@ -94,14 +119,7 @@ def _create(
     mount: Report,
     say: Say,
 ) -> Start:
-    count = ranks.count_nodes(rank, request.environ) if "num_nodes" not in chosen else None
-    if count is None and rank is not None and rank.source in ranks.NEED_A_COUNT and "num_nodes" not in chosen:
-        # A run of one node would look like success, and the others would wait for it in vain.
-        raise UsageError(
-            f"{rank.source}={rank.value} says which node this is, and nothing says how many there are; give --num-nodes"
-        )
-    if count is not None:
-        chosen = {"num_nodes": ChosenValue("num_nodes", count.value, count.source), **chosen}
+    chosen = _with_count(request, chosen, rank)
     program = load_program(typed.program)
     defaults, is_demo = _defaults(request, typed, program)
     demo = RunPaths(log_path).demo
@@ -112,8 +130,8 @@ def _create(
     nodes = given.get("num_nodes", 1)
     limits = filesystem.limits(mount, given, nodes if isinstance(nodes, int) else 1)
     settings = resolve(chosen.values(), {**limits, **defaults, **fixed})
-    if rank is None and settings.num_nodes > 1 and not request.dry_run:
-        raise UsageError(_no_rank(settings.num_nodes, request.environ))
+    if rank is None and settings.num_nodes > 1 and not request.dry_run and not request.any_rank:
+        raise UsageError(ranks.which_node(settings.num_nodes, request.environ))
     _check_slice(settings, program)
     _check_own(settings, program, request.environ)
     tasks, model = _inputs(settings, program, request.environ, is_demo)
@@ -133,6 +151,25 @@ def _create(
     return Start(record, settings, 0, settings.iterations, created=True, mount=mount)
 
 
+def _with_count(
+    request: Request, chosen: Mapping[str, ChosenValue], rank: ranks.Choice | None
+) -> Mapping[str, ChosenValue]:
+    """What was chosen, with the number of nodes from the launcher that named the rank. Raises UsageError where it should say and does
+    not: a run of one node would look like success, and the others would wait for it in vain."""
+    if "num_nodes" in chosen:
+        return chosen
+    count = ranks.count_nodes(rank, request.environ)
+    if count is not None:
+        return {"num_nodes": ChosenValue("num_nodes", count.value, count.source), **chosen}
+    if rank is None and not request.dry_run:
+        ranks.check_alone(request.environ)
+    if rank is not None and rank.source in request.environ:
+        raise UsageError(
+            f"{rank.source}={rank.value} says which node this is, and nothing says how many there are; give --num-nodes"
+        )
+    return chosen
+
+
 def _defaults(request: Request, typed: Settings, program: Program) -> tuple[Mapping[str, object], bool]:
     """The defaults below the chosen values: without data and a model, the built-in task's settings."""
     has_data, has_model = typed.data_path is not None, typed.model is not None
@@ -146,11 +183,6 @@ def _defaults(request: Request, typed: Settings, program: Program) -> tuple[Mapp
         return request.defaults, False
     task = {key: value for key, value in demo_tasks.DEMO_SETTINGS.items() if key != "iterations"}
     return {**task, **request.defaults}, True
-
-
-def _no_rank(num_nodes: int, environ: Mapping[str, str]) -> str:
-    unused = f" (RANK={environ['RANK']} counts processes here, not nodes)" if environ.get("RANK") else ""
-    return f"which of the {num_nodes} nodes is this? give --master (node 0) or --worker R, or set NODE_RANK{unused}"
 
 
 def _check_slice(settings: Settings, program: Program) -> None:
@@ -209,14 +241,9 @@ def _join(
     runrecord.check_contradictions(
         record, chosen, _with_models_folder(typed, record, settings.data_path, request.environ)
     )
-    rank = ranks.node_rank(
-        master=request.master,
-        worker=request.worker,
-        environ=request.environ,
-        num_nodes=settings.num_nodes,
-    )
-    if rank is None and settings.num_nodes > 1 and not request.dry_run:
-        raise UsageError(_no_rank(settings.num_nodes, request.environ))
+    rank = _rank(request, settings.num_nodes)
+    if rank is None and settings.num_nodes > 1 and not request.dry_run and not request.any_rank:
+        raise UsageError(ranks.which_node(settings.num_nodes, request.environ))
     program = load_program(settings.program)
     if "model" in program.needs:
         # Environment variables, and where files lie, are each node's own.

@@ -7,12 +7,14 @@ task a node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from fsbarrier.errors import UsageError
+from fsbarrier.protocol.wording import counted
 
 Environ = Mapping[str, str]
+HOW_TO_SAY = "give --master (node 0) or --worker R, or set NODE_RANK"
 MAX_NODES = 1_000_000
 
 
@@ -51,10 +53,13 @@ def _from_flags(master: bool, worker: int | None) -> Choice | None:
 
 
 def _from_environ(environ: Environ, num_nodes: int | None) -> Choice | None:
+    return next(_all_from_environ(environ, num_nodes), None)
+
+
+def _all_from_environ(environ: Environ, num_nodes: int | None) -> Iterator[Choice]:
     for launcher in LAUNCHERS:
         if _text(environ, launcher.rank) and launcher.applies(environ, num_nodes):
-            return Choice(_number(environ, launcher.rank), launcher.rank)
-    return None
+            yield Choice(_number(environ, launcher.rank), launcher.rank)
 
 
 def count_nodes(rank: Choice | None, environ: Environ) -> Choice | None:
@@ -66,6 +71,48 @@ def count_nodes(rank: Choice | None, environ: Environ) -> Choice | None:
                 raise UsageError(f"{name} {choice.value}: must be from 1 to {MAX_NODES}")
             return choice
     return None
+
+
+def contradictions(rank: Choice, num_nodes: int, environ: Environ) -> list[str]:
+    """Lines for the user about launchers that say something else: perhaps nobody meant what counts here."""
+    found = [
+        f"this is node {rank.value} by {rank.source}, whatever {other.source}={other.value} says"
+        for other in _all_from_environ(environ, num_nodes)
+        if other.value != rank.value
+    ]
+    count = count_nodes(rank, environ)
+    if count and count.value != num_nodes:
+        found.append(f"this run has {counted(num_nodes, 'node')}, whatever {count.source}={count.value} says")
+    return found
+
+
+def which_node(num_nodes: int, environ: Environ) -> str:
+    """The message where nobody says which node this is."""
+    unused = f" ({_why_unused('RANK', environ)})" if _text(environ, "RANK") else ""
+    return f"which of the {num_nodes} nodes is this? {HOW_TO_SAY}{unused}"
+
+
+def check_alone(environ: Environ) -> None:
+    """Raises UsageError where nobody says which node this is, but a launcher says that it started several processes.
+
+    Else each of them would begin a run of one node, which looks like success.
+    """
+    for launcher in LAUNCHERS:
+        several = [name for name in launcher.counts if _text(environ, name) not in ("", "0", "1")]
+        if several:
+            raise UsageError(
+                f"{several[0]}={_text(environ, several[0])}: there are several processes, and "
+                f"{_why_unused(launcher.rank, environ)}; {HOW_TO_SAY}"
+            )
+
+
+def _why_unused(name: str, environ: Environ) -> str:
+    text = _text(environ, name)
+    return (
+        f"{name}={text} counts processes here, not nodes"
+        if text
+        else f"{name} does not say which one this is"
+    )
 
 
 def _text(environ: Environ, name: str) -> str:
@@ -118,19 +165,30 @@ class Launcher:
     rank: str
     counts: tuple[str, ...] = ()
     applies: Callable[[Environ, int | None], bool] = lambda environ, num_nodes: True
+    #: what else that function looks at
+    beside: tuple[str, ...] = ()
 
 
 #: in this order: the first that gives a rank counts
 LAUNCHERS = (
     Launcher("NODE_RANK", ("NNODES", "NUM_NODES")),
-    Launcher("RANK", ("WORLD_SIZE",), _rank_counts_nodes),
-    Launcher("SLURM_NODEID", ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"), _one_slurm_task_here),
+    Launcher("RANK", ("WORLD_SIZE",), _rank_counts_nodes, ("LOCAL_RANK", "LOCAL_WORLD_SIZE")),
+    Launcher(
+        "SLURM_NODEID", ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"), _one_slurm_task_here, ("SLURM_LOCALID",)
+    ),
     Launcher("JOB_COMPLETION_INDEX"),
     Launcher("SKYPILOT_NODE_RANK", ("SKYPILOT_NUM_NODES",)),
     Launcher("DSTACK_NODE_RANK", ("DSTACK_NODES_NUM",)),
-    Launcher("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), _one_mpi_task_a_node),
+    Launcher(
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        _one_mpi_task_a_node,
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
 )
-#: variables of launchers that start several nodes and do not say how many
-NEED_A_COUNT = ("NODE_RANK", "JOB_COMPLETION_INDEX")
+#: all that a launcher may have left in the environment about which node a process is
+VARIABLES = frozenset(
+    name for launcher in LAUNCHERS for name in (launcher.rank, *launcher.counts, *launcher.beside)
+)
 #: the variable that gave the rank -> those that may give the number of nodes
 COUNTS = {"--master": ("NNODES",), **{launcher.rank: launcher.counts for launcher in LAUNCHERS}}

@@ -1,0 +1,97 @@
+"""Be a node of a run: take its rank, make its folders, start its daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from fsbarrier import files
+from fsbarrier.errors import Fenced, StoreError, UsageError
+from fsbarrier.host.mounts import LOCAL, mount_of
+from fsbarrier.host.own_folder import own_folder
+from fsbarrier.host.private_folder import private_folder
+from fsbarrier.node.daemon import Daemon, starting
+from fsbarrier.node.free_ranks import free_ranks
+from fsbarrier.node.rank_lock import RankTaken, hold_rank
+from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.rundir.weights_copy import WeightsCopy
+from fsbarrier.settings.sections import Settings
+
+# Where a copy of the newest weights costs no disk.
+IN_MEMORY = Path("/dev/shm")
+
+
+def run_node(
+    record: RunRecord,
+    settings: Settings,
+    *,
+    node_rank: int | None,
+    until: int | None,
+    joined: Callable[[int], None],
+) -> int:
+    """Be node `node_rank` of the run until it ends (None: a node whose rank is free); the exit code of design section 2.
+
+    `settings`: the record's, with what this start has chosen anew. `joined` is called with the rank once it is this node's.
+    Raises UsageError (the rank is taken), StoreError.
+    """
+    files.set_shared_group(settings.shared_group)
+    if node_rank is not None:
+        return _run_as(record, settings, node_rank, None, until, joined)
+    with starting(record):
+        candidates = free_ranks(record, settings)
+    for start in candidates:
+        # Somebody else may be quicker; then the next rank may still be free.
+        with contextlib.suppress(RankTaken):
+            return _run_as(record, settings, start.rank, start.incarnation, until, joined)
+    raise UsageError(
+        f"--rank auto: all {settings.num_nodes} ranks of {record.log_path} are taken (fsbarrier status shows by whom)"
+    )
+
+
+def _run_as(
+    record: RunRecord,
+    settings: Settings,
+    rank: int,
+    incarnation: int | None,
+    until: int | None,
+    joined: Callable[[int], None],
+) -> int:
+    with ExitStack() as stack:
+        with starting(record):
+            lock = stack.enter_context(hold_rank(record, rank, settings.coordination.suspect_s))
+            private = private_folder()
+            if private.passed_over:
+                print(f"fsbarrier: warning: {private.passed_over}; using {private.path}", flush=True)
+            name = f"{record.run_id[-8:]}-n{rank}"
+            work_dir = stack.enter_context(own_folder(private.path, name))
+            place = place_for_weights(settings, record.log_path)
+            weights = WeightsCopy(stack.enter_context(own_folder(place, name))) if place else None
+            daemon = Daemon(record, settings, rank, until, work_dir, weights, lock)
+        stack.callback(daemon.close)
+        with daemon.signals():
+            try:
+                daemon.join(incarnation)
+            except Fenced as error:
+                raise RankTaken(str(error)) from None
+            # What it says there is for people, and no reason to end.
+            with contextlib.suppress(StoreError):
+                joined(rank)
+            return daemon.run()
+
+
+def place_for_weights(settings: Settings, log_path: Path) -> Path | None:
+    """Where this node keeps a copy of the newest weights; None: its engines read the run directory. Raises UsageError, OSError."""
+    wanted = settings.checkpoint.weights_dir
+    if wanted == "none" or not settings.manages_engine:
+        return None
+    if wanted == "auto":
+        elsewhere = mount_of(log_path).family.category != LOCAL
+        return IN_MEMORY if elsewhere and os.access(IN_MEMORY, os.W_OK | os.X_OK) else None
+    try:
+        files.make_dirs(Path(wanted))
+    except OSError as error:
+        raise UsageError(f"checkpoint.weights_dir={wanted}: {error.strerror or error}") from None
+    return Path(wanted)
