@@ -8,12 +8,13 @@ a file may cost stands here.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -102,6 +103,23 @@ def read_all(stream: BinaryIO, most: int, path: Path | str) -> bytes:
     if size > most or len(data) > most:
         raise NotPlain(errno.EFBIG, f"it has {max(size, len(data))} bytes, and {most} are allowed", str(path))
     return data
+
+
+def json_object(path: Path, raises: Callable[[str], Exception], *, called: str = "") -> dict[str, Any]:
+    """The object in a JSON file of the user's own, which may be a link. `called`: how messages name it, where not by its path.
+
+    Raises what `raises` makes of a message.
+    """
+    called = called or str(path)
+    try:
+        found = json.loads(read_bytes(path, JSON_BYTES, links=True))
+    except OSError as error:
+        raise raises(f"{called}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise raises(f"{called}: is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise raises(f"{called}: is not a JSON object")
+    return found
 
 
 # --- below a folder, with no link on the way -------------------------------------------------------------------------------

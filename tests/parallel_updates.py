@@ -198,7 +198,16 @@ def make_batch(folder: Path, *, tied: bool) -> Any:
     return model
 
 
+def import_before_forking(cases: list[str]) -> None:
+    """What every process would import for itself when it first needs it, which takes longer than all its updates."""
+    import torch.distributed.checkpoint  # noqa: F401
+
+    if any(Case(text).zero is not None for text in cases if text != "tied"):
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+
+
 def main(folder: Path, cases: list[str]) -> None:
+    import_before_forking(cases)
     model = make_batch(folder, tied="tied" in cases)
     before = flat(dict(model.named_parameters())).detach()
     alone = Case(ALONE).run(folder)

@@ -289,7 +289,7 @@ CASES = {
     ),
     "a DeepSpeed file that is not there": (
         RL + "trainer.backend=deepspeed trainer.deepspeed=none.json",
-        ["none.json: No such file"],
+        ["none.json: cannot be read: No such file"],
     ),
     "a DeepSpeed file for another backend": (
         RL + "trainer.deepspeed=ds.json",

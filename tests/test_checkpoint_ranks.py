@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-REPO = Path(__file__).resolve().parent.parent
+from trainer_bench import run_script
 
 pytestmark = pytest.mark.torch
 
 
-def ranks(folder: Path, seed: int, *rounds: str) -> None:
-    argv = [sys.executable, str(REPO / "tests" / "checkpoint_ranks.py"), str(folder), str(seed), *rounds]
-    env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, f"seed {seed}\n{done.stdout}\n{done.stderr[-4000:]}"
-
-
 def test_any_processes_go_on_from_what_any_others_left(tmp_path: Path) -> None:
-    ranks(tmp_path, 1, "reshard=2", "nodes=3", "follow=3", "damage=20")
+    run_script("checkpoint_ranks.py", tmp_path, 1, "reshard=2", "nodes=3", "follow=3", "damage=20")
 
 
 def test_a_process_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
-    ranks(tmp_path, 3, "kill=2")
+    run_script("checkpoint_ranks.py", tmp_path, 3, "kill=2")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_same_many_times(tmp_path: Path, seed: int) -> None:
-    ranks(tmp_path, 100 + seed, "reshard=25", "nodes=6", "follow=6", "damage=200", "kill=25")
+    run_script(
+        "checkpoint_ranks.py",
+        tmp_path,
+        100 + seed,
+        "reshard=25",
+        "nodes=6",
+        "follow=6",
+        "damage=200",
+        "kill=25",
+    )

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_parallel_updates import same_update
-from trainer_bench import bench
+from trainer_bench import bench, run_script
 
+from fsbarrier import reading
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.settings import deepspeed_config
 from fsbarrier.settings.sections import Settings
 
-REPO = Path(__file__).resolve().parent.parent
 # As people have them, for other trainers: whatever the trainer knows itself is left to it.
 USUAL: dict[str, Any] = {
     "bf16": {"enabled": "auto"},
@@ -111,6 +108,38 @@ def test_all_contradictions_are_named_at_once() -> None:
     assert "gradient_clipping=2" in str(refused.value) and "train_batch_size=1" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"{", "is not JSON: "),
+        (b"[" * 4000, "is not JSON: "),
+        (b"[1]", "is not a JSON object"),
+        (b" " * 4097, "cannot be read: it has 4097 bytes, and 4096 are allowed"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, said: str
+) -> None:
+    monkeypatch.setattr(reading, "JSON_BYTES", 4096)
+    file = tmp_path / "ds.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageError) as refused:
+        deepspeed_config.read(str(file))
+    assert str(refused.value).startswith(f"trainer.deepspeed={file}: {said}")
+
+
+def test_a_configuration_is_read_through_a_link_and_never_from_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "real.json").write_text(json.dumps(USUAL))
+    (tmp_path / "ds.json").symlink_to("real.json")
+    assert deepspeed_config.read(str(tmp_path / "ds.json")) == USUAL
+    # To open it would wait for somebody to write.
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="cannot be read: it is a FIFO, not a plain file"):
+        deepspeed_config.read(str(tmp_path / "pipe"))
+
+
 @pytest.mark.torch
 def test_parts_that_are_cut_anywhere_are_read_by_any_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -152,20 +181,29 @@ def test_parts_that_are_cut_anywhere_are_read_by_any_others(
 
 @pytest.mark.torch
 def test_zero_makes_the_same_update(tmp_path: Path) -> None:
-    same_update(tmp_path, "1x2:auto:3:zero2")
-
-
-def states(folder: Path, *cases: str) -> None:
-    """What the first case leaves is what the others find."""
-    argv = [sys.executable, str(REPO / "tests" / "zero_checkpoints.py"), str(folder), *cases]
-    env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+    run_script("parallel_updates.py", tmp_path, "1x2:auto:3:zero2")
 
 
 @pytest.mark.torch
 def test_a_state_of_zero_3_goes_on_bit_by_bit_on_other_processes_and_in_other_stages(tmp_path: Path) -> None:
-    states(tmp_path, "1x2:auto:5:zero3", "3x1:auto:5:zero1", "1x2:all:5")
+    run_script("zero_checkpoints.py", tmp_path, "1x2:auto:5:zero3", "3x1:auto:5:zero1", "1x2:all:5")
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_processes_that_stay_make_the_updates_of_those_that_load_anew(tmp_path: Path, stage: int) -> None:
+    case = f"1x2:auto:5:zero{stage}"
+    run_script(
+        "kept_updates.py",
+        tmp_path,
+        case,
+        f"{case}:bf16",
+        f"{case}:optimizer",
+        f"1x3:auto:4:zero{stage}",
+        f"1x1:auto:5:zero{stage}",
+    )
 
 
 @pytest.mark.torch
@@ -178,7 +216,7 @@ def test_a_state_of_zero_3_goes_on_bit_by_bit_on_other_processes_and_in_other_st
 def test_any_state_goes_on_in_any_stage(tmp_path: Path, first: str) -> None:
     more = ":bf16" * first.endswith("bf16")
     readers = [f"1x{world}:auto:5:zero{stage}{more}" for world in (1, 2, 3) for stage in (1, 2, 3)]
-    states(tmp_path, first, *readers, f"1x3:all:5{more}", f"1x1:none:5{more}")
+    run_script("zero_checkpoints.py", tmp_path, first, *readers, f"1x3:all:5{more}", f"1x1:none:5{more}")
 
 
 @pytest.mark.torch
@@ -193,8 +231,10 @@ def test_zero_makes_the_same_update_in_every_way(tmp_path: Path, stage: int) -> 
     ]
     offloads = ("optimizer", "all") if stage == 3 else ("optimizer",)
     cases += [f"1x2:auto:4:zero{stage}:{more}" for more in ("bf16", "checkpointing", *offloads)]
-    same_update(tmp_path / "untied", *cases)
-    same_update(tmp_path / "tied", "tied", f"1x2:auto:4:zero{stage}", f"1x3:auto:4:zero{stage}")
+    run_script("parallel_updates.py", tmp_path / "untied", *cases)
+    run_script(
+        "parallel_updates.py", tmp_path / "tied", "tied", f"1x2:auto:4:zero{stage}", f"1x3:auto:4:zero{stage}"
+    )
 
 
 @pytest.mark.torch

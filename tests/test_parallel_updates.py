@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from trainer_bench import run_script
 
 from fsbarrier.errors import UsageError
 from fsbarrier.planning.memory import UpdateLoad
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.settings.sections import TrainerSettings
 
-REPO = Path(__file__).resolve().parent.parent
 PLACES = ("1x1", "1x2", "2x1", "1x3", "3x1", "1x4", "2x2")
 MIB = 1 << 20
 
 pytestmark = pytest.mark.torch
 
 
-def same_update(folder: Path, *cases: str) -> None:
-    argv = [sys.executable, str(REPO / "tests" / "parallel_updates.py"), str(folder), *cases]
-    env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
-
-
 def test_the_update_is_the_same_replicated_and_sharded(tmp_path: Path) -> None:
-    same_update(tmp_path, "2x1:none:3", "2x2:node:5", "3x1:all:1")
+    run_script("parallel_updates.py", tmp_path, "2x1:none:3", "2x2:node:5", "3x1:all:1")
 
 
 @pytest.mark.slow
@@ -43,8 +33,15 @@ def test_the_update_is_the_same_in_every_way(tmp_path: Path, shard: str) -> None
     places = [place for place in PLACES if shard != "node" or place[-1] != "1"]
     cases = [f"{place}:{shard}:{size}" for place in places for size in (1, 4, 7)]
     bf16 = [f"{place}:{shard}:4:bf16" for place in places]
-    same_update(tmp_path / "untied", *cases, *bf16, f"1x2:{shard}:4:optimizer", f"1x2:{shard}:4:all")
-    same_update(tmp_path / "tied", "tied", f"1x3:{shard}:4", f"2x2:{shard}:4")
+    run_script(
+        "parallel_updates.py",
+        tmp_path / "untied",
+        *cases,
+        *bf16,
+        f"1x2:{shard}:4:optimizer",
+        f"1x2:{shard}:4:all",
+    )
+    run_script("parallel_updates.py", tmp_path / "tied", "tied", f"1x3:{shard}:4", f"2x2:{shard}:4")
 
 
 def test_a_process_that_holds_shards_never_has_the_model_whole(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from checkpoint_ranks import in_ranks
-from parallel_updates import Case, make_batch, step, whole
+from parallel_updates import Case, import_before_forking, make_batch, step, whole
 from transformers import AutoModelForCausalLM
 
 from fsbarrier.training.batch import TrainingBatch
@@ -114,6 +114,7 @@ def check_exports(case: Case, folder: Path) -> None:
 
 
 def main(folder: Path, texts: list[str]) -> None:
+    import_before_forking(texts)
     make_batch(folder, tied="tied" in texts)
     first, *others = (Case(text) for text in texts if text != "tied")
     write(first, folder)

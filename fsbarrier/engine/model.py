@@ -64,7 +64,7 @@ def max_positions(config: Config) -> int | None:
 def inspect(path: Path) -> ModelFolder:
     """Look at the folder `path`; links are followed once, here. Raises ProgramFailed naming the file that is not right."""
     folder = path.resolve()
-    config = read_json_object(folder / "config.json")
+    config = reading.json_object(folder / "config.json", ProgramFailed)
     shapes = _shapes(weight_files(folder))
     parameters = sum(math.prod(shape) for shape in (shapes or {}).values())
     return ModelFolder(folder, config, _tied(config, shapes), _signature(config, shapes), parameters, shapes)
@@ -74,7 +74,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The files with a folder's weights, by its index if it has one. Raises ProgramFailed where one is missing."""
     index = folder / INDEX
     if index.is_file():
-        names = read_json_object(index).get("weight_map")
+        names = reading.json_object(index, ProgramFailed).get("weight_map")
         if not isinstance(names, Mapping):
             raise ProgramFailed(f"{index}: has no weight_map")
         files = [folder / Path(name).name for name in sorted({str(name) for name in names.values()})]
@@ -145,16 +145,3 @@ def number(config: Config, name: str, otherwise: int) -> int:
     """A whole number above 0 that the configuration has under `name`, else `otherwise`."""
     value = config.get(name)
     return value if isinstance(value, int) and value > 0 else otherwise
-
-
-def read_json_object(file: Path) -> dict[str, object]:
-    """The object in a JSON file. Raises ProgramFailed."""
-    try:
-        value = json.loads(reading.read_bytes(file, reading.JSON_BYTES, links=True))
-    except OSError as error:
-        raise ProgramFailed(f"{file}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ProgramFailed(f"{file}: is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ProgramFailed(f"{file}: is not a JSON object")
-    return value

@@ -15,8 +15,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from fsbarrier import files
-from fsbarrier.engine.model import INDEX, ModelFolder, inspect, read_json_object, tensors_in, weight_files
+from fsbarrier import files, reading
+from fsbarrier.engine.model import INDEX, ModelFolder, inspect, tensors_in, weight_files
 from fsbarrier.errors import ProgramFailed
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -82,7 +82,6 @@ def _write_descriptions(folder: Path, model: ModelFolder) -> None:
         config["text_config"] = {**text, "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config))
     if (model.path / INDEX).is_file():
-        index = read_json_object(model.path / INDEX)
-        places = index["weight_map"]
-        assert isinstance(places, dict)
-        (folder / INDEX).write_text(json.dumps({**index, "weight_map": {**places, HEAD: HEAD_FILE}}))
+        index = reading.json_object(model.path / INDEX, ProgramFailed)
+        index["weight_map"][HEAD] = HEAD_FILE
+        (folder / INDEX).write_text(json.dumps(index))

@@ -152,7 +152,7 @@ def check_whole(folder: Path) -> None:
     if shapes is None:
         return
     if index.is_file():
-        listed = model_folder.read_json_object(index).get("weight_map")
+        listed = reading.json_object(index, ProgramFailed).get("weight_map")
         lacking = sorted(set(listed if isinstance(listed, Mapping) else ()) - set(shapes))
         if lacking:
             raise ProgramFailed(f"{folder}: no file has the weight {lacking[0]}, which {index.name} lists")

@@ -144,7 +144,7 @@ def update_load(shape: ModelShape, settings: Settings, cluster: Cluster) -> tupl
     load = UpdateLoad.whole(shape, settings, element=element, accelerated=not on_cpu)
     per_node, chosen = processes_per_node(trainer, cluster), trainer.shard
     if trainer.backend == "deepspeed":
-        given = deepspeed_config.read(trainer.deepspeed) if trainer.deepspeed else {}
+        given = deepspeed_config.read(trainer.deepspeed)
         # The first two stages take more than "all" and less than this.
         chosen = "all" if deepspeed_config.stage_of(given) == 3 else "none"
     if chosen == "auto":

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from fsbarrier.engine.model import Config, inspect, number, read_json_object, text_config
-from fsbarrier.errors import UsageError
+from fsbarrier import reading
+from fsbarrier.engine.model import Config, inspect, number, text_config
+from fsbarrier.errors import ProgramFailed, UsageError
 
 # Without these nothing can be computed.
 _NEEDED = ("hidden_size", "num_hidden_layers", "vocab_size")
@@ -94,7 +95,7 @@ class ModelShape:
         """Of a model folder, whose weights may be missing. Raises UsageError, and ProgramFailed for a file that is damaged."""
         if not (folder / "config.json").is_file():
             raise UsageError(f"{folder} has no config.json; give a Hugging Face model folder")
-        shape = cls.of_config(read_json_object(folder / "config.json"))
+        shape = cls.of_config(reading.json_object(folder / "config.json", ProgramFailed))
         if not any(folder.glob("*.safetensors")):
             return shape
         model = inspect(folder)

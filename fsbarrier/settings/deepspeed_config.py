@@ -12,6 +12,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from fsbarrier import reading
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sections import Settings
 
@@ -61,18 +62,9 @@ WITHOUT: Mapping[str, object] = {
 }
 
 
-def read(path: str) -> dict[str, Any]:
-    """Raises UsageError."""
-    said = f"trainer.deepspeed={path}"
-    try:
-        found = json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise UsageError(f"{said}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{said}: is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{said}: must be a JSON object")
-    return found
+def read(path: str | None) -> dict[str, Any]:
+    """The file of `trainer.deepspeed`; without one nothing is said. Raises UsageError."""
+    return reading.json_object(Path(path), UsageError, called=f"trainer.deepspeed={path}") if path else {}
 
 
 def filled(given: Mapping[str, Any], settings: Settings, dtype: str) -> dict[str, Any]:

@@ -311,7 +311,7 @@ def check_deepspeed(settings: Settings, environ: Environ) -> None:
             "trainer.backend=deepspeed: needs the package deepspeed, which is not installed here; DS_BUILD_OPS=0 pip install "
             "--no-build-isolation deepspeed, beside torch"
         )
-    given = deepspeed_config.read(trainer.deepspeed) if trainer.deepspeed else {}
+    given = deepspeed_config.read(trainer.deepspeed)
     dtype = trainer.dtype
     if dtype == "auto":
         dtype = "bfloat16" if accelerators.detect(environ) else "float32"

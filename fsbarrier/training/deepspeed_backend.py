@@ -37,7 +37,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def configuration(settings: Settings, processes: Processes) -> dict[str, Any]:
     """What DeepSpeed gets. Every process must call this. Raises UsageError."""
     file = settings.trainer.deepspeed
-    given = deepspeed_config.read(file) if file else {}
+    given = deepspeed_config.read(file)
     if any(other != given for other in gather(given)):
         raise UsageError(f"trainer.deepspeed={file}: says something else on another node")
     return deepspeed_config.filled(given, settings, str(processes.dtype).removeprefix("torch."))
