@@ -24,7 +24,7 @@ from rich.console import Console
 
 from fsbarrier import cli
 from fsbarrier.program import PHASE_NAMES
-from fsbarrier.rundir.journal import parse
+from fsbarrier.rundir.journal import Event, parse
 from fsbarrier.view import event_wording
 from fsbarrier.view.amounts import amount, duration, percent, short, sparkline
 from fsbarrier.view.live_view import follow, frame
@@ -315,10 +315,19 @@ def test_the_processes_exit_codes(tmp_path: Path, codes: tuple[int, ...], expect
     assert follow(run.log_path, [Exited(code, 2) for code in codes], output=console) == expected
 
 
-def test_a_refused_process_ends_the_following(tmp_path: Path) -> None:
+def test_a_start_that_failed_ends_the_following(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run")
     console, _ = plain()
-    assert follow(run.log_path, [Exited(0, 10**9), Exited(2)], output=console) is None
+    processes = [Exited(0, 10**9), Exited(2)]
+    assert follow(run.log_path, processes, failed=lambda: True, output=console) is None
+
+
+def test_a_generation_s_line_is_known_again() -> None:
+    fields = {"members": [0, 2], "leader": 0}
+    event = Event("generation_started", 0.0, 0.0, 0, 3, 1, 0, "", fields=fields)
+    (line,) = event_wording.log_lines(event)
+    assert event_wording.says_generation(line)
+    assert not event_wording.says_generation("10:00:00  node 2 joined (generation, process 3)")
 
 
 def test_without_processes_the_end_of_the_run_counts(tmp_path: Path) -> None:

@@ -194,6 +194,17 @@ def test_a_node_that_comes_back_says_for_what_it_waits(endless: tuple[Path, subp
     assert line.startswith("fsbarrier: node 1: the others were in iteration "), line
 
 
+def test_a_node_that_fails_before_they_begin_ends_the_start(tmp_path: Path) -> None:
+    """Else the other one would wait for it for half an hour."""
+    in_the_way = tmp_path / "run" / "logs" / "attempt_1" / "node_1"
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.touch()
+    done = launch(tmp_path / "run", "--nodes", "2")
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "node 1: fsbarrier: error: cannot join the run" in done.stderr
+    assert leftovers(tmp_path / "run") == []
+
+
 def test_the_demo_goes_on_with_an_unfinished_run(tmp_path: Path) -> None:
     def beat(name: str, state: str) -> None:
         folder = RunPaths(tmp_path / name).beats

@@ -167,6 +167,31 @@ def test_a_mistake_that_only_a_node_finds_ends_the_others(
     assert code == 2 and "node 0 on a: ended with 2: fsbarrier: error:" in out
 
 
+def test_a_node_that_fails_before_they_begin_ends_the_others(
+    tmp_path: Path, connection: str, launched: Callable[..., Launched]
+) -> None:
+    in_the_way = tmp_path / "run" / "logs" / "attempt_1" / "node_1"
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.touch()
+    run = launched(connection, "a,b")
+    code, out = run.end()
+    assert code == 3 and "node 1 on b: ended with 3: fsbarrier: error: cannot join the run" in out
+    until(lambda: not processes_naming(run.log_path), "a node outlives its launcher")
+
+
+def test_a_node_that_is_killed_later_ends_nobody(connection: str, launched: Callable[..., Launched]) -> None:
+    run = launched(connection, "a,b")
+    run.wait_until_at_work()
+    joined = {e.node_rank: e.integer("pid") for e in read_events(run.log_path) if e.name == "node_joined"}
+    os.kill(joined[1], signal.SIGKILL)
+
+    def alone() -> bool:
+        assert run.process.poll() is None, run.process.communicate()[0]
+        return any(e.name == "generation_started" and e.generation == 2 for e in read_events(run.log_path))
+
+    until(alone, "node 0 does not go on")
+
+
 def test_hosts(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# ours\nnode-1\nme@node-2  # the second\n\n")

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from fsbarrier.commands import flags
@@ -166,26 +167,39 @@ def _slurm(args: argparse.Namespace) -> int:
     return 0
 
 
-def _in_containers(args: argparse.Namespace) -> int:
-    from fsbarrier.launchers import dstack, kubernetes, skypilot
+def _kubernetes(args: argparse.Namespace) -> int:
+    from fsbarrier.launchers import kubernetes
 
-    for flag in ("--image", "--volume", "--log-path"):
-        if not _value(args, flag):
-            raise UsageError(
-                f"launch {args.place}: give {flag} ({(FLAGS.get(flag) or ('', '', 'on the volume'))[2]})"
-            )
+    return _in_containers(args, kubernetes.job_file)
+
+
+def _skypilot(args: argparse.Namespace) -> int:
+    from fsbarrier.launchers import skypilot
+
+    if args.gpus_per_node not in (None, "0") and not args.accelerator:
+        raise UsageError("launch skypilot: --gpus-per-node needs --accelerator NAME, such as H100")
+    return _in_containers(args, partial(skypilot.task_file, accelerator=args.accelerator or ""))
+
+
+def _dstack(args: argparse.Namespace) -> int:
+    from fsbarrier.launchers import dstack
+
+    return _in_containers(args, dstack.task_file)
+
+
+def _in_containers(args: argparse.Namespace, file_of: Callable[[Job, Machine], str]) -> int:
+    needed = {
+        "--image": (args.image, "the container image that has fsbarrier in it"),
+        "--volume": (args.volume, "the storage that all nodes share"),
+        "--log-path": (args.log_path, "the run directory, on that volume"),
+    }
+    for flag, (value, what) in needed.items():
+        if not value:
+            raise UsageError(f"launch {args.place}: give {flag}, {what}")
     machine = Machine(image=args.image, volume=args.volume, mount=args.mount or "/shared")
     job = _job(args, _nodes(args), args.log_path)
     check_below_mount(job, machine, "--log-path")
-    if args.place == "kubernetes":
-        text = kubernetes.job_file(job, machine)
-    elif args.place == "dstack":
-        text = dstack.task_file(job, machine)
-    else:
-        if job.gpus_per_node and not args.accelerator:
-            raise UsageError("launch skypilot: --gpus-per-node needs --accelerator NAME, such as H100")
-        text = skypilot.task_file(job, machine, args.accelerator or "")
-    path = _written(args, text, f"{job.name}.{args.place}.yaml")
+    path = _written(args, file_of(job, machine), f"{job.name}.{args.place}.yaml")
     if path is not None:
         print(f"written: {path}; its first line says how to start it")
     return 0
@@ -205,5 +219,7 @@ PLACES: dict[str, Callable[[argparse.Namespace], int]] = {
     "local": _local,
     "ssh": _ssh,
     "slurm": _slurm,
-    **dict.fromkeys(CONTAINERS, _in_containers),
+    "kubernetes": _kubernetes,
+    "skypilot": _skypilot,
+    "dstack": _dstack,
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
-from fsbarrier.launchers.processes import Interrupted, ending_signals, outcome, stop_all
+from fsbarrier.launchers.processes import Interrupted, ending_signals, failed_to_begin, outcome, stop_all
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.sources import ChosenValue
 
@@ -53,7 +53,7 @@ def run_all(
         try:
             logs = _start(start, environ, children)
             say(f"{counted(len(children), 'node')} in {log_path}, output in {logs}; Ctrl-C ends them")
-            _follow(log_path, children, say)
+            codes = _follow(log_path, children, say)
         except Interrupted as stopped:
             stop_all(children)
             _print_summary(log_path)
@@ -62,7 +62,7 @@ def run_all(
         except BaseException:
             stop_all(children)
             raise
-        return outcome({rank: child.poll() or 0 for rank, child in children.items()}, say)
+        return outcome(codes, say)
 
 
 def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child]) -> Path:
@@ -86,18 +86,20 @@ def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child])
     return logs
 
 
-def _follow(log_path: Path, children: Mapping[int, Child], say: Say) -> None:
-    """Show the run until all its nodes have ended, then what came of it. A node that was refused ends the others."""
+def _follow(log_path: Path, children: Mapping[int, Child], say: Say) -> dict[int, int]:
+    """Show the run until all its nodes have ended, then what came of it; gives the exit codes of those that ended by themselves."""
     from fsbarrier.view.live_view import follow
 
-    follow(log_path, children)
-    codes = {rank: child.poll() for rank, child in children.items()}
-    stop_all({rank: child for rank, child in children.items() if codes[rank] is None})
+    follow(log_path, children, failed=lambda: failed_to_begin(children))
+    codes = {rank: code for rank, child in children.items() if (code := child.poll()) is not None}
+    stop_all({rank: child for rank, child in children.items() if rank not in codes})
+    ended_by_itself = len(codes) == len(children)
     for rank, code in codes.items():
         # Only its own output says why a daemon refused or crashed; the journal does not know.
-        if code in (EXIT_INTERNAL, UsageError.exit_code):
+        if code in (EXIT_INTERNAL, UsageError.exit_code) or (code and not ended_by_itself):
             say(f"node {rank}: {' | '.join(children[rank].last_log_lines(1))}")
     _print_summary(log_path)
+    return codes
 
 
 def _print_summary(log_path: Path) -> None:

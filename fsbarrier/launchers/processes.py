@@ -6,10 +6,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from fsbarrier.supervision.signals import ENDING, handled
+from fsbarrier.view.event_wording import says_generation
 
 if TYPE_CHECKING:
     from fsbarrier.supervision.supervisor import Child
@@ -50,6 +52,20 @@ def stop_all(children: Mapping[int, Child]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def failed_to_begin(children: Mapping[int, Child]) -> bool:
+    """Whether a node has failed before any of them was in a generation: the others would wait for it in vain.
+
+    A node that fails later ends nobody, since the others know how to go on without it.
+    """
+    failed = any(child.poll() for child in children.values())
+    return failed and not any(_was_in_a_generation(child.log_file) for child in children.values())
+
+
+def _was_in_a_generation(output: Path) -> bool:
+    with output.open(encoding="utf-8", errors="replace") as lines:
+        return any(says_generation(line) for line in lines)
 
 
 def outcome(codes: Mapping[int, int], say: Callable[[str], None]) -> int:

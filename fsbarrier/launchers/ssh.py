@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsbarrier.errors import EXIT_INTERNAL, UsageError
+from fsbarrier.errors import UsageError
 from fsbarrier.launchers import open_stdin
 from fsbarrier.launchers.job import Job
-from fsbarrier.launchers.processes import Interrupted, ending_signals, outcome, stop_all
+from fsbarrier.launchers.processes import Interrupted, ending_signals, failed_to_begin, outcome, stop_all
 from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.log_tail import fit_for_terminal, last_lines
 
@@ -28,8 +28,6 @@ Say = Callable[[str], None]
 NO_CONNECTION = 255
 #: The first line of a node's output: it tells a connection that was lost from one that never came about.
 CONNECTED = "fsbarrier: connected"
-#: Exit codes of a node that was refused, or crashed.
-REFUSED = (EXIT_INTERNAL, UsageError.exit_code)
 #: Seconds between two looks at the nodes.
 LOOK_S = 0.25
 #: No prompt can be answered here. A machine that does not answer for a minute has failed.
@@ -131,9 +129,9 @@ def _follow(children: Mapping[int, Child], hosts: Sequence[str], shown: Path, sa
                     say(
                         f"node {rank} on {hosts[rank]}: {_reason(code)}: {' '.join(last_lines(child.log_file, 1))}"
                     )
-                if code in REFUSED or (code == NO_CONNECTION and not _was_connected(child.log_file)):
-                    stop_all({other: each for other, each in children.items() if other not in codes})
-                    return codes
+            if failed_to_begin(children):
+                stop_all({rank: child for rank, child in children.items() if rank not in codes})
+                return codes
             *lines, rest = (rest + output.read()).split("\n")
             for line in lines:
                 if connected:
@@ -145,9 +143,3 @@ def _follow(children: Mapping[int, Child], hosts: Sequence[str], shown: Path, sa
 
 def _reason(code: int) -> str:
     return "ssh has no connection" if code == NO_CONNECTION else f"ended with {code}"
-
-
-def _was_connected(log: Path) -> bool:
-    # The lines before it are the command, which has the same words in it.
-    with log.open(encoding="utf-8", errors="replace") as stream:
-        return CONNECTED in stream.read(64 * 1024).split("\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 from fsbarrier.printable import printable
@@ -47,6 +48,9 @@ def _evidence(event: Event) -> Iterator[str]:
             yield event.text("reason").removeprefix(AGAIN)
 
 
+_GENERATION_LINE = re.compile(r"\bgeneration \d+: nodes \d")
+
+
 # --- the events -----------------------------------------------------------------------------------------------------------
 
 
@@ -64,6 +68,11 @@ def _generation(event: Event) -> str:
     if reason in ("", "start") or " is lost: " in reason:
         why = ""
     return f"generation {event.generation}: nodes {nodes}; leader {_or_unknown(leader)}{why}"
+
+
+def says_generation(line: str) -> bool:
+    """Whether a line of a node's output says that it entered a generation, as `_generation` words it."""
+    return _GENERATION_LINE.search(line) is not None
 
 
 def _sealed(event: Event) -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from fsbarrier.errors import EXIT_INTERNAL, UsageError
+from fsbarrier.errors import EXIT_INTERNAL
 from fsbarrier.rundir.journal import Event
 from fsbarrier.view.event_wording import event_line, event_text
 from fsbarrier.view.run_reader import RunReader
@@ -41,12 +41,13 @@ def follow(
     log_path: Path,
     processes: Mapping[int, Process] | Sequence[Process] | None = None,
     *,
+    failed: Callable[[], bool] = lambda: False,
     stop: threading.Event | None = None,
     output: Console | None = None,
 ) -> int | None:
     """Show the run until it has ended: live on a terminal, else its events line by line.
 
-    Ends when all of `processes` (node rank -> process) have ended, or one was refused (exit code 2); without them, when the
+    Ends when all of `processes` (node rank -> process) have ended, or `failed` says that they will not begin; without them, when the
     run has ended; and when `stop` is set. Gives the exit code of the run (of the processes, where there are some: the first
     that is not 0), None where it ended for another reason or the user left with Ctrl-C. The terminal is as before in any case; a
     signal handler's exception passes through. Raises UsageError where there is no run.
@@ -61,14 +62,20 @@ def follow(
     view = _live(console, reader) if console.is_terminal else _plain(console, since)
     try:
         with view as show:
-            return _follow(show, reader, watched, stop or threading.Event())
+            return _follow(show, reader, watched, failed, stop or threading.Event())
     except KeyboardInterrupt:
         if processes is not None:
             raise
         return None
 
 
-def _follow(show: Show, reader: RunReader, watched: Sequence[Process], stop: threading.Event) -> int | None:
+def _follow(
+    show: Show,
+    reader: RunReader,
+    watched: Sequence[Process],
+    failed: Callable[[], bool],
+    stop: threading.Event,
+) -> int | None:
     ended_since: float | None = None
     while True:
         now = time.monotonic()
@@ -79,7 +86,7 @@ def _follow(show: Show, reader: RunReader, watched: Sequence[Process], stop: thr
         if watched:
             if all(code is not None for code in codes):
                 return next((code for code in codes if code), 0)
-            if any(code == UsageError.exit_code for code in codes):
+            if failed():
                 return None
         elif status.state in ENDED:
             ended_since = now if ended_since is None else ended_since
