@@ -16,8 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from generated_page import write_or_check  # noqa: E402
 
-from fsbarrier.rundir.runrecord import PER_START  # noqa: E402
-from fsbarrier.settings.section import Section  # noqa: E402
+from fsbarrier.settings.section import AT_ONCE, NEXT_ITERATION, Changes, Section  # noqa: E402
 from fsbarrier.settings.sections import Settings, sections  # noqa: E402
 from fsbarrier.settings.sources import FLAGS  # noqa: E402
 from fsbarrier.settings.value_types import Bounds  # noqa: E402
@@ -42,18 +41,30 @@ Later wins: the defaults below, the file, flags, `name=value`. Values are writte
 without its brackets, and `none` is "not set". An unknown name, a value of the wrong type or out of its range, and settings that
 contradict each other are refused before anything starts (exit code 2).
 
-Node 0 writes the resolved settings into the run's `run.json` when the run is made. From then on every start of every node takes them
-from there; giving one again is allowed only with the same value. {per_start} belong to one start, so each may choose them anew.
+Node 0 writes the resolved settings into the run's `run.json` when the run is made, and every start of every node takes them from there.
+The column *changes* says what a later start of node 0 (`--master`) may change by naming another value: *next iteration*, from the next
+iteration that begins; *at once*, from the moment that node 0 is taken in; *each start*: each start chooses it anew. The others stay as the
+run began with them, and a start that names another value is refused with both and the reason. Give a change to node 0; the other nodes
+follow it, also those that were down, and refuse to start where their own command line says otherwise
+([how](protocol.md#settings-that-change)). A change holds until the next one, whether later starts repeat it or not.
+
 With neither `data_path` nor `model` the built-in task is run, and its settings (`fsbarrier/data/demo_tasks.py`) lie between the
 defaults and yours.
 """
 
 
+CHANGES = {
+    Changes.NEVER: "",
+    NEXT_ITERATION: "next iteration",
+    AT_ONCE: "at once",
+    Changes.EACH_START: "each start",
+}
+
+
 def page() -> str:
     """The whole document."""
-    per_start = ", ".join(f"`{name}`" for name in sorted(PER_START))
     groups = sections()
-    parts = [HEAD.replace("{per_start}", per_start), table("The run", "", Settings, "", set(groups))]
+    parts = [HEAD, table("The run", "", Settings, "", set(groups))]
     for name, section in groups.items():
         parts.append(table(f"`{name}`", (section.__doc__ or "").strip(), section, f"{name}.", set()))
     return "\n".join(parts)
@@ -64,14 +75,15 @@ def table(title: str, text: str, section: type[Section], prefix: str, left_out: 
     flags = {key: flag for flag, key in FLAGS.items()}
     hints = get_type_hints(section, include_extras=True)
     lines = [f"## {title}", "", *([text, ""] if text else [])]
-    lines += ["| setting | value | default | meaning |", "| --- | --- | --- | --- |"]
+    lines += ["| setting | value | default | changes | meaning |", "| --- | --- | --- | --- | --- |"]
     for item in fields(section):  # type: ignore[arg-type]
         if item.name in left_out:
             continue
         key = f"{prefix}{item.name}"
         named = f"`{key}`" + (f"<br>`{flags[key]}`" if key in flags else "")
         default = {} if item.default is MISSING else item.default
-        row = (named, shape(hints[item.name]), written(default), item.metadata["description"])
+        when = CHANGES[item.metadata["changes"]]
+        row = (named, shape(hints[item.name]), written(default), when, item.metadata["description"])
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
     return "\n".join(lines) + "\n"
 

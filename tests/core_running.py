@@ -364,7 +364,7 @@ RUNNING_ROWS = [
         sees(joins=started(0, 1, 2, 3), ledger=heard(seen(3, state=JOINING))),
         machine.regroup_when_asked,
         proposes(2, (0, 1, 2, 3), start=(1, ASSIGN), reason="regroup", created_by=2),
-        rules=rules(on_node_failure="hold", regroup=1),
+        rules=rules(num_nodes=4, on_node_failure="hold", regroup=1),
     ),
     Case(
         "a member that was started again and waits takes its old start's place",
@@ -757,6 +757,7 @@ RUNNING_ROWS = [
             reason="joined: node 3 (host3), node 4 (host4)",
             decisions={"merge": decided(1, {})},
         ),
+        rules=rules(num_nodes=5),
     ),
     Case(
         "nobody else does",

@@ -1,8 +1,8 @@
 """The state machine, row by row: a node, what it sees and the time give its next state and what it asks for.
 
 Each row says in its name what happens, and names the rule that answers (None: none does). After the rows of a rule stand those in which
-it nearly answers. The rows are in core_joining.py and core_running.py; who the nodes are, and what they see where a row says nothing, is
-in core_builders.py.
+it nearly answers. The rows are in core_joining.py, core_running.py and core_settings.py; who the nodes are, and what they see where a
+row says nothing, is in core_builders.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from core_builders import asked_to_stop
 from core_cases import Case
 from core_joining import ANY_STAGE, JOINING_ROWS
 from core_running import HERE, RUNNING_ROWS, released
+from core_settings import SETTINGS_ROWS
 
 from fsbarrier.protocol import facts, machine, membership, rows, state
 from fsbarrier.protocol.machine import Rule, step
@@ -34,7 +35,7 @@ ENDED_ROWS = [
     )
 ]
 
-CASES = [*ANY_STAGE, *JOINING_ROWS, *RUNNING_ROWS, *ENDED_ROWS]
+CASES = [*ANY_STAGE, *JOINING_ROWS, *RUNNING_ROWS, *SETTINGS_ROWS, *ENDED_ROWS]
 
 
 def who_answers(case: Case) -> Rule | None:

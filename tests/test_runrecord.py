@@ -182,17 +182,6 @@ def test_a_start_of_node_0_makes_the_run_and_the_next_one_finds_it(tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "who", "message"),
     [
-        (["num_nodes=4"], {"worker": 1}, "num_nodes=4 contradicts this run's record (3, from "),
-        (
-            ["rank_weights=1,2,1"],
-            {"worker": 1},
-            "rank_weights=1,2,1 contradicts this run's record (1,1,1, from ",
-        ),
-        (
-            ["rollout.temperature=0.5"],
-            {"master": True},
-            "rollout.temperature=0.5 contradicts this run's record (1, ",
-        ),
         (["program=toy"], {"master": True}, "program=toy contradicts this run's record (ping, "),
         (["debug_mode=true"], {"worker": 2}, "debug_mode=true contradicts this run's record (false, "),
         (

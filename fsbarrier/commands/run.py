@@ -72,7 +72,9 @@ def main(args: argparse.Namespace) -> int:
         filesystem.record(start.mount, start.record.paths, rank)
 
     rank = None if args.rank else start.node_rank
-    return run_node(start.record, start.settings, node_rank=rank, until=start.until, joined=joined)
+    return run_node(
+        start.record, start.settings, start.stated, node_rank=rank, until=start.until, joined=joined
+    )
 
 
 # --- the demo -------------------------------------------------------------------------------------------------------------

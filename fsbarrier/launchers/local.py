@@ -7,6 +7,7 @@ need their ranks and nothing else. They end with this process, however it ends.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -77,9 +78,14 @@ def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child])
         choices += ["--rollout-split", settings.rollout_split]
     if settings.expect_gpus:
         choices += ["--expect-gpus", str(settings.expect_gpus)]
+    # Node 0 changes the run's settings, and the others take them from the run. But a node beyond the old number must know the new one.
+    changes = [
+        f"{key}={'none' if value is None else json.dumps(value)}" for key, value in start.stated.items()
+    ]
+    more = [f"num_nodes={settings.num_nodes}"] if "num_nodes" in start.stated else []
     python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
     for rank in range(settings.num_nodes):
-        which = ["--master"] if rank == 0 else ["--worker", str(rank)]
+        which = ["--master", *changes] if rank == 0 else ["--worker", str(rank), *more]
         words = [*which, "--log-path", str(record.log_path), *choices]
         command, log = [*python, "-m", "fsbarrier", "run", *words], logs / f"node_{rank}.log"
         children[rank] = Child.start(command, env=environ, log_file=log, name=f"node {rank}")

@@ -72,6 +72,7 @@ def needed(record: RunRecord, iteration: int) -> Superseding | None:
         reason=why,
         decisions=_served(record.log_path, iteration),
         verdict=Verdict(0, why),
+        revisions=observer.newest.revisions if observer.newest is not None else (),
     )
     return Superseding(because, generation)
 

@@ -15,8 +15,8 @@ from fsbarrier.node.observer import Observer
 from fsbarrier.program import Context, PartOnDisk, Program
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.names import PART
+from fsbarrier.rundir.revisions import settings_in
 from fsbarrier.rundir.runrecord import RunRecord
-from fsbarrier.settings.sections import Settings
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,6 @@ class ContextMaker:
     """Called with a node that is about to work. Runs in the work's thread, where a slow disk holds up no loop. Raises OSError."""
 
     record: RunRecord
-    settings: Settings
     program: Program
     observer: Observer
     accelerators: int
@@ -41,7 +40,10 @@ class ContextMaker:
         return Context(
             run_id=self.record.run_id,
             paths=self.record.paths,
-            settings=replace(self.settings, **generation.choices),
+            settings=replace(
+                settings_in(self.record.settings, generation.revisions, position.iteration),
+                **generation.choices,
+            ),
             tasks=self.record.tasks,
             model=Path(self.record.model) if self.record.model else None,
             node_rank=node.rank,

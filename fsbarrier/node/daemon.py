@@ -30,7 +30,7 @@ from fsbarrier.errors import (
 )
 from fsbarrier.host import accelerators
 from fsbarrier.host.addresses import candidate_addresses
-from fsbarrier.host.identity import boot_id, host_name
+from fsbarrier.host.identity import boot_id, host_name, user_at_host
 from fsbarrier.loader import load_program
 from fsbarrier.node.code_digests import code_digests, one_digest
 from fsbarrier.node.context_maker import ContextMaker
@@ -51,9 +51,9 @@ from fsbarrier.retry import Backoff, until_seen
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.heartbeats import iteration_of_others
 from fsbarrier.rundir.record_store import PosixStore
-from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.rundir.runrecord import RunRecord, look_up
 from fsbarrier.rundir.weights_copy import WeightsCopy
-from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.sections import Settings, names_that_change
 from fsbarrier.supervision.signals import ENDING, handled
 from fsbarrier.supervision.template import Template
 
@@ -83,6 +83,7 @@ class Daemon:
         self,
         record: RunRecord,
         settings: Settings,
+        stated: Payload,
         rank: int,
         until: int | None,
         work_dir: Path,
@@ -95,7 +96,7 @@ class Daemon:
         self._looked_at = time.monotonic()
         self._ended = threading.Event()
         program = load_program(settings.program)
-        rules = make_rules(settings, program)
+        rules = make_rules(record.settings, program)
         observer = Observer(PosixStore(), record.paths, program, make_paces(settings))
         until_seen(observer.prepare)
         attempt = 1 + (observer.joins[rank].incarnation if rank in observer.joins else 0)
@@ -118,7 +119,7 @@ class Daemon:
         )
         wake = threading.Event()
         kept_in = self.workplace.kept_in
-        context = ContextMaker(record, settings, program, observer, len(devices), kept_in)
+        context = ContextMaker(record, program, observer, len(devices), kept_in)
         self.jobs = JobRunner(context, self.workplace, wake.set)
         code = code_digests(settings, Path(record.model) if record.model else None)
         join = Join(
@@ -133,6 +134,8 @@ class Daemon:
             digest=one_digest(code),
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             choices=settings.choices,
+            stated=stated,
+            by=user_at_host(),
             fingerprint=Fingerprint.collect(devices, code, log_dir=log_dir, work_dir=work_dir).as_json(),
         )
         last = observer.joins.get(rank)
@@ -284,8 +287,8 @@ class Daemon:
 
 
 def make_rules(settings: Settings, program: Program) -> Rules:
-    """The machine's rules from a run's program and settings."""
-    coordination = settings.coordination
+    """The machine's rules from a run's program and the settings that it began with."""
+    coordination, recorded = settings.coordination, settings.as_json()
     return Rules(
         table=program,
         num_nodes=settings.num_nodes,
@@ -302,6 +305,7 @@ def make_rules(settings: Settings, program: Program) -> Rules:
             outage_s=coordination.outage_s,
             last_call_s=coordination.last_call_s,
         ),
+        settings={name: look_up(recorded, name) for name in names_that_change()},
     )
 
 

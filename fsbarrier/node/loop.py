@@ -238,6 +238,8 @@ class NodeLoop:
             self._end(action)
 
     def _announce_again(self, incarnation: int) -> None:
+        # What its command line asked for was taken in, or refused, with this process's first start. The run may have changed since.
+        self.join = replace(self.join, stated={})
         if not self._announce(incarnation):
             raise Fenced(f"node {self.node.rank}: another process took this rank (incarnation {incarnation})")
         self.observer.hurry()

@@ -16,6 +16,7 @@ from fsbarrier.host.private_folder import private_folder
 from fsbarrier.node.daemon import Daemon, starting
 from fsbarrier.node.free_ranks import free_ranks
 from fsbarrier.node.rank_lock import RankTaken, hold_rank
+from fsbarrier.protocol.facts import Payload
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
@@ -27,6 +28,7 @@ IN_MEMORY = Path("/dev/shm")
 def run_node(
     record: RunRecord,
     settings: Settings,
+    stated: Payload,
     *,
     node_rank: int | None,
     until: int | None,
@@ -34,18 +36,19 @@ def run_node(
 ) -> int:
     """Be node `node_rank` of the run until it ends (None: a node whose rank is free); the exit code of design section 2.
 
-    `settings`: the record's, with what this start has chosen anew. `joined` is called with the rank once it is this node's.
+    `settings`: the run's, with what this start has chosen anew. `stated`: what its command line says of those that may change, by dotted
+    names. `joined` is called with the rank once it is this node's.
     Raises UsageError (the rank is taken), StoreError.
     """
     files.set_shared_group(settings.shared_group)
     if node_rank is not None:
-        return _run_as(record, settings, node_rank, None, until, joined)
+        return _run_as(record, settings, stated, node_rank, None, until, joined)
     with starting(record):
         candidates = free_ranks(record, settings)
     for start in candidates:
         # Somebody else may be quicker; then the next rank may still be free.
         with contextlib.suppress(RankTaken):
-            return _run_as(record, settings, start.rank, start.incarnation, until, joined)
+            return _run_as(record, settings, stated, start.rank, start.incarnation, until, joined)
     raise UsageError(
         f"--rank auto: all {settings.num_nodes} ranks of {record.log_path} are taken (fsbarrier status shows by whom)"
     )
@@ -54,6 +57,7 @@ def run_node(
 def _run_as(
     record: RunRecord,
     settings: Settings,
+    stated: Payload,
     rank: int,
     incarnation: int | None,
     until: int | None,
@@ -69,7 +73,7 @@ def _run_as(
             work_dir = stack.enter_context(own_folder(private.path, name))
             place = place_for_weights(settings, record.log_path)
             weights = WeightsCopy(stack.enter_context(own_folder(place, name))) if place else None
-            daemon = Daemon(record, settings, rank, until, work_dir, weights, lock)
+            daemon = Daemon(record, settings, stated, rank, until, work_dir, weights, lock)
         stack.callback(daemon.close)
         with daemon.signals():
             try:

@@ -23,6 +23,7 @@ from fsbarrier.protocol.facts import (
     Position,
     R,
     Record,
+    Revision,
     StopRequest,
     Verdict,
 )
@@ -153,6 +154,10 @@ def _members(value: list[object]) -> tuple[Member, ...]:
     return tuple(_build(Member, item) for item in value)
 
 
+def _revisions(value: list[object]) -> tuple[Revision, ...]:
+    return tuple(_build(Revision, item) for item in value)
+
+
 def _texts(value: list[object]) -> tuple[object, ...]:
     if not all(type(item) is str for item in value):
         raise _Misfit("texts expected")
@@ -164,6 +169,7 @@ _NESTED: dict[tuple[type, str], tuple[tuple[type, ...], Convert]] = {
     (Generation, "members"): ((list,), _members),
     (StopRequest, "alive"): ((list,), _members),
     (StopRequest, "ended"): ((list,), _members),
+    (Generation, "revisions"): ((list,), _revisions),
     (Generation, "start"): ((dict,), lambda v: _build(Position, v)),
     (Generation, "verdict"): ((dict, _NONE), lambda v: None if v is None else _build(Verdict, v)),
     (Generation, "decisions"): ((dict,), _decisions),
@@ -190,7 +196,9 @@ def _shape(cls: type[Any]) -> _Shape:
     )
 
 
-_SHAPES: dict[type, _Shape] = {cls: _shape(cls) for cls in (*_KINDS.values(), Member, Position, Verdict)}
+_SHAPES: dict[type, _Shape] = {
+    cls: _shape(cls) for cls in (*_KINDS.values(), Member, Position, Verdict, Revision)
+}
 
 
 def _build(cls: type[T], body: object) -> T:

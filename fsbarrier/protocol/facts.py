@@ -56,6 +56,10 @@ class Join:
     digest: str = ""
     time: str = ""
     choices: Payload = field(default_factory=dict)
+    #: the settings that its command line names and that may change between starts, by their dotted names
+    stated: Payload = field(default_factory=dict)
+    #: the user and host that typed it
+    by: str = ""
     #: what the node can do and has left, and by name the digests of its code (node/fingerprint.py)
     fingerprint: Payload = field(default_factory=dict)
 
@@ -93,11 +97,27 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Revision:
+    """A change of the run's settings, as a start of node 0 asked for it: who, when, and dotted name -> value.
+
+    `generation`: the first that has it. `iteration`: the first one that begins with it. `before`: the values that it replaced.
+    """
+
+    generation: int
+    iteration: int
+    values: Payload
+    before: Payload
+    by: str = ""
+    time: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """Who takes part from now on, who leads, and from where the run goes on. Each number exists once, for ever.
 
     `decisions` are adopted by name from older generations: phase name -> {"iteration": i, "value": payload}.
-    `attempt` counts the failed tries of `start.iteration`. A `verdict` ends the run.
+    `attempt` counts the failed tries of `start.iteration`. A `verdict` ends the run. `revisions`: all changes of the settings up to
+    here, in their order; each generation hands them on to the next.
     """
 
     number: int
@@ -111,6 +131,7 @@ class Generation:
     attempt: int = 0
     created_by: int = -1
     verdict: Verdict | None = None
+    revisions: tuple[Revision, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from dataclasses import replace
 from fsbarrier.protocol.facts import Fact, Generation, Member, Payload, Position, Verdict
 from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
 from fsbarrier.protocol.membership import GONE, occupied
+from fsbarrier.protocol.revisions import MASTER, revision_as_fields
 from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.state import (
@@ -148,7 +149,12 @@ def _enter(at: Situation, generation: Generation) -> Step:
     )
     about = {"members": list(generation.ranks), "leader": generation.leader, "reason": generation.reason}
     started = Note("generation_started", {"number": generation.number, **about})
-    return entered, (CancelWork(), started, Entered(generation.start, generation, begins=True))
+    changed = [
+        Note("settings_changed", revision_as_fields(revision), at=entered)
+        for revision in generation.revisions
+        if revision.generation == generation.number
+    ]
+    return entered, (CancelWork(), started, *changed, Entered(generation.start, generation, begins=True))
 
 
 def _end(at: Situation, code: int, state: str, reason: str) -> Step:
@@ -189,6 +195,32 @@ def end_when_the_code_differs(at: Situation) -> Step | None:
         "left",
         f"node {own.rank} on {own.host} runs fsbarrier {ours}, node {found.rank} on {found.host} runs {theirs}"
         f"{f' (what differs: {named})' if named else ''}; start all nodes with the same fsbarrier and program",
+    )
+
+
+def end_when_its_settings_differ(at: Situation) -> Step | None:
+    """This node's command line names a setting that the run does not have, and only node 0 changes settings: it ends.
+
+    It knows what the run has once a generation names it, a member of the newest is seen at work, or node 0 waits beside it.
+    """
+    view, node = at.view, at.node
+    own, newest = view.joins.get(node.rank), view.newest
+    named = newest is not None and newest.incarnation_of(node.rank) == node.incarnation
+    at_work = any(view.ledger.moved(m) and view.ledger.state(m) not in GONE for m in at.others)
+    if own is None or not (named or at_work or MASTER in at.waiting):
+        return None
+    found = at.contradiction(own, at.changed if named else at.to_be)
+    why = f"node {node.rank}: {found}; drop it, or start node 0 (--master) with it"
+    return _end(at, 2, "left", why) if found else None
+
+
+def end_when_the_run_is_smaller(at: Situation) -> Step | None:
+    """Node 0 was started with fewer nodes than this one's rank asks for."""
+    if at.node.rank < at.rules.num_nodes:
+        return None
+    nodes = counted(at.rules.num_nodes, "node")
+    return _end(
+        at, 2, "left", f"node 0 was started for {nodes}, so the run has no node {at.node.rank} any more"
     )
 
 
@@ -583,9 +615,11 @@ DECIDED_BY_OTHERS: tuple[Rule, ...] = (
 #: for each stage its rules; the first that answers wins
 RULES: dict[Stage, tuple[Rule, ...]] = {
     Stage.JOINING: (
+        end_when_its_settings_differ,
         *DECIDED_BY_OTHERS,
         take_note_of_a_generation,
         end_when_the_code_differs,
+        end_when_the_run_is_smaller,
         stop_before_the_start,
         wait_to_be_admitted,
         end_when_too_late,

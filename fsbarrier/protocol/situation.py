@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position
+from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.membership import Loss, live_joiners, losses
+from fsbarrier.protocol.revisions import MASTER, contradiction, in_force
 from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.state import Node, Rules, View
 
@@ -23,6 +24,9 @@ class Situation:
     view: View
     now: float
     rules: Rules
+
+    def __post_init__(self) -> None:
+        self.rules = self.rules.under(self.changed if self.node.generation is not None else self.to_be)
 
     @property
     def generation(self) -> Generation:
@@ -67,6 +71,30 @@ class Situation:
         fact = self.view.leaders_fact
         return fact if fact is not None and fact.status == SEALED else None
 
+    # --- settings that are not as the run began with them ---
+
+    @property
+    def changed(self) -> Payload:
+        """As this node's generation says; before it is in one, as the newest."""
+        generation = self.node.generation or self.view.newest
+        return in_force({}, generation.revisions) if generation is not None else {}
+
+    @cached_property
+    def to_be(self) -> Payload:
+        """With what node 0 asks for, if it waits to be taken in, or is this node."""
+        newest, own = self.view.newest, self.view.joins.get(MASTER)
+        if own is None or not own.stated:
+            return self.changed
+        waits = self.node.rank == MASTER or MASTER in self.waiting
+        taken_in = newest is not None and newest.incarnation_of(MASTER) == own.incarnation
+        return {**self.changed, **own.stated} if waits and not taken_in else self.changed
+
+    def contradiction(self, join: Join, changed: Payload) -> str:
+        """The first setting that a start names and the run, whose settings have `changed`, does not have; "" where there is none."""
+        if not join.stated or join.rank == MASTER:
+            return ""
+        return contradiction(join.stated, {**self.rules.settings, **changed})
+
     # --- who lives ---
 
     @cached_property
@@ -93,11 +121,12 @@ class Situation:
 
     @cached_property
     def joiners(self) -> Mapping[int, Member]:
-        """Those of them that run this node's code: nobody else becomes a member."""
+        """Those of them that run this node's code and ask for no other settings than the run's: nobody else becomes a member."""
+        num_nodes = self.rules.under(self.to_be).num_nodes
         return {
             rank: Member(rank, join.incarnation, join.host)
             for rank, join in self.waiting.items()
-            if not self.differs(join)
+            if rank < num_nodes and not self.differs(join) and not self.contradiction(join, self.to_be)
         }
 
     def differs(self, join: Join) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 
 from fsbarrier.protocol.codec import Fault
@@ -36,9 +36,19 @@ class Part(Enum):
 WATCHING = (Part.ANNOUNCED, Part.GATHER, Part.EACH)
 
 
+#: setting -> the rule that follows it
+CHANGING_RULES = {
+    "num_nodes": "num_nodes",
+    "min_nodes": "min_nodes",
+    "on_node_failure": "on_node_failure",
+    "coordination.retries": "retries",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What does not change while a node lives. `slice`: the rows that a session runs unless its start chooses others.
+    """By what a node acts. `slice`: the rows that a session runs unless its start chooses others. `settings`: those that may change
+    between starts, by their dotted names, as the run began with them.
 
     `on_node_failure` is "shrink", "wait" or "abort"; in groups it is "hold": the caller hears of a loss, and decides. `regroup`: the
     number of the generation that a group's caller wants to be followed by the next.
@@ -52,6 +62,12 @@ class Rules:
     retries: int = 2
     limits: Limits = field(default_factory=Limits)
     regroup: int = 0
+    settings: Payload = field(default_factory=dict)
+
+    def under(self, settings: Payload) -> Rules:
+        """These rules with the settings that are in force now."""
+        changed = {rule: settings[name] for name, rule in CHANGING_RULES.items() if name in settings}
+        return replace(self, **changed) if changed else self
 
     def span(self, choices: Payload) -> tuple[int, int]:
         """The first and the last row of an iteration, as a generation's choices say."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position, Verdict
+from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position, Revision, Verdict
+from fsbarrier.protocol.revisions import in_force, revised
 from fsbarrier.protocol.rows import Table
 from fsbarrier.protocol.situation import Situation
-from fsbarrier.protocol.state import Recovered, View
+from fsbarrier.protocol.state import Recovered, Rules, View
 from fsbarrier.protocol.wording import counted
 
 #: the reasons of the generations with which a session begins: the run's first one, and every other
@@ -28,21 +29,31 @@ def successor(
     attempt: int = 0,
 ) -> Generation:
     """The generation after this node's: the same iteration goes on at the row that `Row.resume` of the row under way names."""
-    table, position = at.rules.table, at.position
+    table, position, generation = at.rules.table, at.position, at.generation
     start = Position(position.iteration, max(at.span[0], table.resume_index(position.phase)))
+    number = next_number(at.view, generation.number)
+    revisions = revised(generation, number, start, at.span[0], members, at.view.joins, at.rules.settings)
+    members = members if verdict is not None else within(members, at.rules, revisions)
     return Generation(
-        number=next_number(at.view, at.generation.number),
+        number=number,
         members=tuple(sorted(members, key=lambda m: m.rank)),
         leader=min((m.rank for m in members), default=at.node.rank),
         start=start,
         reason=reason,
         decisions=kept_decisions(at.node.decisions, start, table),
-        until=at.generation.until,
-        choices=at.generation.choices,
+        until=generation.until,
+        choices=generation.choices,
         attempt=attempt,
         created_by=at.node.rank,
         verdict=verdict,
+        revisions=revisions,
     )
+
+
+def within(members: Sequence[Member], rules: Rules, revisions: Sequence[Revision]) -> Sequence[Member]:
+    """Those of `members` that the run still has room for: a change of the settings may have lowered the number of nodes."""
+    num_nodes = rules.under(in_force({}, revisions)).num_nodes
+    return [member for member in members if member.rank < num_nodes]
 
 
 def another_try(at: Situation) -> Generation:
@@ -69,10 +80,13 @@ def first_of_session(at: Situation, found: Recovered) -> Generation:
     number, ranks = next_number(at.view, at.node.baseline), sorted(at.starting)
     asked = at.view.joins.get(ranks[0])
     choices = asked.choices if asked else {}
-    start = opening(found, at.rules.span(choices), at.rules.table)
+    span = at.rules.span(choices)
+    start = opening(found, span, at.rules.table)
+    members = [at.starting[rank] for rank in ranks]
+    revisions = revised(at.view.newest, number, start, span[0], members, at.view.joins, at.rules.settings)
     return Generation(
         number=number,
-        members=tuple(at.starting[rank] for rank in ranks),
+        members=tuple(within(members, at.rules, revisions)),
         leader=ranks[0],
         start=start,
         reason=STARTS[number > 1],
@@ -80,6 +94,7 @@ def first_of_session(at: Situation, found: Recovered) -> Generation:
         until=asked.until if asked else None,
         choices=choices,
         created_by=at.node.rank,
+        revisions=revisions,
     )
 
 

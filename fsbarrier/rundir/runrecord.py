@@ -1,7 +1,8 @@
 """run.json: who made a run, with which settings, tasks and model. Written once, by node 0; every node works from it.
 
 Plain JSON that people can read. Its field "digest" is the SHA-256 of all the others, so that a torn, edited or foreign file is
-recognised. A later start must not contradict it, except in PER_START. Standard library only: every command reads it.
+recognised. What a later start may say otherwise, each setting's declaration tells (settings/section.py, `Changes`). Standard library
+only: every command reads it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from fsbarrier.errors import StoreError, TooFewNodes, UsageError
 from fsbarrier.host.identity import user_at_host
 from fsbarrier.protocol.codec import FORMAT
 from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.protocol.revisions import shown
 from fsbarrier.retry import FAILING, Backoff, retry, until_seen
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.section import AT_ONCE, EACH_START, NEXT_ITERATION
+from fsbarrier.settings.sections import Settings, changes_of, fixed_because
 from fsbarrier.settings.sources import ChosenValue
 
 SCHEMA = 1
@@ -40,11 +43,6 @@ SAY_AGAIN_S = 60.0
 LOOKS = Backoff(0.001, 0.25)
 
 TEXTS = ("run_id", "created", "created_by", "version", "settings_digest")
-
-#: Settings that concern one start of one node, so that each start may choose them anew.
-PER_START = frozenset(
-    {"iterations", "log_path", "coordination.join_timeout_s", "rl_phase", "rollout_split", "expect_gpus"}
-)
 
 
 class TaskSource(TypedDict):
@@ -287,21 +285,26 @@ def decode(data: bytes, log_path: Path) -> RunRecord:
 # --- agreeing -----------------------------------------------------------------------------------------------------------
 
 
-def check_contradictions(record: RunRecord, chosen: Mapping[str, ChosenValue], settings: Settings) -> None:
-    """Raises UsageError, showing both values, for the first of `chosen` that the record contradicts.
+def stated_changes(
+    record: RunRecord, chosen: Mapping[str, ChosenValue], settings: Settings
+) -> dict[str, object]:
+    """What of `chosen` may change in the life of a run, by dotted name and as JSON has it.
 
-    `settings`: what `chosen` alone makes, so that equal values that were written differently agree.
+    `settings`: what `chosen` alone makes, so that equal values that were written differently agree. Raises UsageError, showing both
+    values and why it stays as it is, for the first that may not change and that the record contradicts.
     """
-    stated, recorded = settings.as_json(), record.settings.as_json()
+    ours, theirs, found = settings.as_json(), record.settings.as_json(), {}
     for key, item in chosen.items():
-        if key in PER_START:
-            continue
-        ours, theirs = look_up(stated, key), look_up(recorded, key)
-        if ours != theirs:
+        kind, value, recorded = changes_of(key), look_up(ours, key), look_up(theirs, key)
+        if kind in (NEXT_ITERATION, AT_ONCE):
+            found[key] = value
+        elif kind is not EACH_START and value != recorded:
             raise UsageError(
-                f"{item.written(_plain(ours))} contradicts this run's record ({_plain(theirs)}, from {record.origin}); "
+                f"{item.written(shown(value))} contradicts this run's record ({shown(recorded)}, from {record.origin}), "
+                f"and it cannot change, for {fixed_because(key)}; "
                 f"drop {'the flag' if item.is_flag else 'it'} or use another --log-path"
             )
+    return found
 
 
 def check_tasks(record: RunRecord) -> None:
@@ -327,14 +330,6 @@ def look_up(nested: Mapping[str, object], key: str) -> object:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return ",".join(_plain(item) for item in value)
-    if isinstance(value, float):
-        return f"{value:g}"
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _shown(path: Path) -> str:

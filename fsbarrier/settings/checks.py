@@ -195,3 +195,12 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
             f"{as_chosen(key)}: train rollouts for {as_chosen('algorithm.loss')} must be sampled from the whole "
             f"distribution, else the update is biased; for evaluations there is {key.replace('rollout', 'eval')}",
         )
+
+
+def check_change(settings: Settings, values: Mapping[str, object]) -> None:
+    """What must hold of a change of a run's settings to `values`, by dotted names; `settings`: as they are then. Raises UsageError."""
+    if "rollout.temperature" in values and settings.update.recency > 1:
+        raise UsageError(
+            f"rollout.temperature={values['rollout.temperature']}: cannot change while update.recency is above 1, for an update learns "
+            "from trajectories of one temperature"
+        )

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, fields
+from dataclasses import field, fields, replace
+from enum import Enum
 from typing import Self, TypeVar
 
 T = TypeVar("T")
 
 
-def setting(default: T, description: str) -> T:
+class Changes(Enum):
+    """Whether a later start of node 0 may change a setting, and from when on the new value holds."""
+
+    #: for the life of the run it is as in run.json
+    NEVER = "never"
+    #: from the next iteration that begins: results of one iteration must not be of two values
+    NEXT_ITERATION = "with the next iteration"
+    #: from the generation that takes node 0 in, in the middle of an iteration too
+    AT_ONCE = "at once"
+    #: each start chooses it anew, and the run's record keeps the first choice
+    EACH_START = "each start"
+
+
+NEXT_ITERATION, AT_ONCE, EACH_START = Changes.NEXT_ITERATION, Changes.AT_ONCE, Changes.EACH_START
+
+
+def setting(default: T, description: str, changes: Changes = Changes.NEVER) -> T:
     """A setting's default and what it means; its type and limits are its annotation."""
-    return field(default=default, metadata={"description": description})
+    return field(default=default, metadata={"description": description, "changes": changes})
 
 
 class Section:
     """A group of settings."""
 
     __slots__ = ()
+
+    #: why those of its settings that never change do not
+    FIXED_BECAUSE = "what the run has made so far depends on it"
 
     @classmethod
     def from_json(cls, nested: object) -> Self:
@@ -37,6 +57,21 @@ class Section:
                 # JSON knows no tuples.
                 values[item.name] = tuple(value) if isinstance(value, list) else value
         return cls(**values)
+
+    def with_values(self, values: Mapping[str, object]) -> Self:
+        """The same with these values, by their dotted names, as `as_json` has them. Raises KeyError for a name that there is not."""
+        changed: dict[str, object] = {}
+        for name, value in values.items():
+            first, dot, rest = name.partition(".")
+            if first not in self.__slots__:
+                raise KeyError(name)
+            if dot:
+                inner = changed.get(first, getattr(self, first))
+                assert isinstance(inner, Section)
+                changed[first] = inner.with_values({rest: value})
+            else:
+                changed[name] = tuple(value) if isinstance(value, list) else value
+        return replace(self, **changed)  # type: ignore[type-var]
 
     def as_json(self) -> dict[str, object]:
         """As a run's record and the specs of programs hold them: nested tables of plain values."""

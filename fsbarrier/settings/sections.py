@@ -11,10 +11,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from fsbarrier.protocol import timing
-from fsbarrier.settings.section import Section, setting
+from fsbarrier.settings.section import AT_ONCE, EACH_START, NEXT_ITERATION, Changes, Section, setting
 from fsbarrier.settings.value_types import (
     Betas,
     Bounds,
@@ -41,57 +42,69 @@ from fsbarrier.settings.value_types import (
 class RolloutSettings(Section):
     """Sampling trajectories from the current policy (phases 1-4)."""
 
-    tasks: Count = setting(96, "Train tasks an iteration; more than there are: all.")
-    samples: Count = setting(16, "Trajectories a task: the size of its group.")
-    temperature: NotNegative = setting(1.0, "Sampling temperature.")
-    top_p: Fraction = setting(1.0, "Nucleus sampling: the probability mass that is kept.")
-    top_k: Annotated[int, Bounds(ge=-1)] = setting(-1, "Sample among the k likeliest tokens; -1: all.")
-    max_tokens: Count = setting(512, "Most tokens the policy may write in one turn.")
+    FIXED_BECAUSE = "trajectories before and after would not be of one kind"
+
+    tasks: Count = setting(96, "Train tasks an iteration; more than there are: all.", NEXT_ITERATION)
+    samples: Count = setting(16, "Trajectories a task: the size of its group.", NEXT_ITERATION)
+    temperature: NotNegative = setting(1.0, "Sampling temperature.", NEXT_ITERATION)
+    top_p: Fraction = setting(1.0, "Nucleus sampling: the probability mass that is kept.", NEXT_ITERATION)
+    top_k: Annotated[int, Bounds(ge=-1)] = setting(
+        -1, "Sample among the k likeliest tokens; -1: all.", NEXT_ITERATION
+    )
+    max_tokens: Count = setting(512, "Most tokens the policy may write in one turn.", NEXT_ITERATION)
     chat_template_kwargs: Words = setting(
         (), "What the model's chat template is told beside the messages, like `enable_thinking=false`."
     )
     concurrency: Count = setting(
-        64, "Prompts (groups) in flight on each engine replica; what is in flight is not taken over."
+        64, "Prompts (groups) in flight on each engine replica; what is in flight is not taken over.", AT_ONCE
     )
     prompts_per_request: CountOrZero = setting(
-        0, "Prompts that share a request to the engine; 0: as many as make about 128 sequences."
+        0, "Prompts that share a request to the engine; 0: as many as make about 128 sequences.", AT_ONCE
     )
     request_timeout_s: Seconds = setting(
-        600.0, "Seconds without a sign of life after which a request counts as failed."
+        600.0, "Seconds without a sign of life after which a request counts as failed.", AT_ONCE
     )
-    retries: CountOrZero = setting(3, "How often a failed request is tried again, with back-off.")
+    retries: CountOrZero = setting(3, "How often a failed request is tried again, with back-off.", AT_ONCE)
     seed: CountOrZero = setting(0, "Decides which tasks are drawn when.")
     take_over: bool = setting(
-        True, "A node that has run out of tasks takes over those that the slowest has not begun."
+        True,
+        "A node that has run out of tasks takes over those that the slowest has not begun.",
+        NEXT_ITERATION,
     )
     task_timeout_s: Seconds | None = setting(
         None,
         "Seconds after which a task that was begun counts as failed, with an agent each of its episodes; none: no limit, "
         "with an agent an hour.",
+        AT_ONCE,
     )
     turn_timeout_s: Seconds | None = setting(
-        None, "Seconds that one answer to an agent may take; none: as long as the engine shows signs of life."
+        None,
+        "Seconds that one answer to an agent may take; none: as long as the engine shows signs of life.",
+        AT_ONCE,
     )
     agent: Name | None = setting(
         None, "Your own agent for episodes of several turns, `path/file.py:Class`; none: one answer a task."
     )
     max_error_share: FractionOrZero = setting(
-        0.1, "The phase fails where the agent failed in more than this share of its trajectories."
+        0.1, "The phase fails where the agent failed in more than this share of its trajectories.", AT_ONCE
     )
     completion_threshold: Fraction = setting(
         1.0,
         "Train rollouts end once this share of the tasks is done and `grace_s` has passed; 1: when all are done.",
+        NEXT_ITERATION,
     )
     grace_s: NotNegative = setting(
-        30.0, "Seconds that tasks get to be finished after `completion_threshold` is reached."
+        30.0, "Seconds that tasks get to be finished after `completion_threshold` is reached.", NEXT_ITERATION
     )
     carry_over: bool = setting(
         False,
         "Tasks that were cut off at the end of an iteration are rolled out in the next one, beside its own.",
+        NEXT_ITERATION,
     )
     oversample: Annotated[float, Bounds(ge=1, le=100)] = setting(
         1.0,
         "Roll out this many times `rollout.tasks`, and keep the first `rollout.tasks` whose rewards are not all equal.",
+        NEXT_ITERATION,
     )
 
     @property
@@ -107,20 +120,26 @@ class RolloutSettings(Section):
 class EvalSettings(Section):
     """Evaluation on held-out tasks (phases 5-6)."""
 
-    tasks: CountOrZero = setting(0, "Test tasks an evaluation, always the same ones; 0: all.")
-    samples: Count = setting(1, "Trajectories a test task.")
-    temperature: NotNegative = setting(1.0, "Sampling temperature; 0: greedy.")
-    top_p: Fraction | None = setting(None, "Nucleus sampling; none: as `rollout.top_p`.")
+    tasks: CountOrZero = setting(0, "Test tasks an evaluation, always the same ones; 0: all.", NEXT_ITERATION)
+    samples: Count = setting(1, "Trajectories a test task.", NEXT_ITERATION)
+    temperature: NotNegative = setting(1.0, "Sampling temperature; 0: greedy.", NEXT_ITERATION)
+    top_p: Fraction | None = setting(None, "Nucleus sampling; none: as `rollout.top_p`.", NEXT_ITERATION)
     top_k: Annotated[int, Bounds(ge=-1)] | None = setting(
-        None, "Sample among the k likeliest tokens, -1: all; none: as `rollout.top_k`."
+        None, "Sample among the k likeliest tokens, -1: all; none: as `rollout.top_k`.", NEXT_ITERATION
     )
-    max_tokens: Count | None = setting(None, "Most tokens in one turn; none: as `rollout.max_tokens`.")
-    success: float = setting(1.0, "From this reward on a trajectory counts as solved (pass@k, majority@k).")
+    max_tokens: Count | None = setting(
+        None, "Most tokens in one turn; none: as `rollout.max_tokens`.", NEXT_ITERATION
+    )
+    success: float = setting(
+        1.0, "From this reward on a trajectory counts as solved (pass@k, majority@k).", NEXT_ITERATION
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSettings(Section):
     """How a trajectory is judged."""
+
+    FIXED_BECAUSE = "rewards before and after could not be compared"
 
     kind: Name = setting(
         "exact",
@@ -128,10 +147,11 @@ class RewardSettings(Section):
         "`path/file.py:function`; several with commas between them are added up.",
     )
     weights: Numbers = setting((), "What each of several counts, which may be below 0; not given: 1 each.")
-    timeout_s: Seconds = setting(60.0, "Seconds after which one call of a reward counts as failed.")
+    timeout_s: Seconds = setting(60.0, "Seconds after which one call of a reward counts as failed.", AT_ONCE)
     max_error_share: FractionOrZero = setting(
         0.1,
         "The phase fails where the reward could not be computed for more than this share of its trajectories.",
+        AT_ONCE,
     )
 
 
@@ -139,17 +159,21 @@ class RewardSettings(Section):
 class JudgeSettings(Section):
     """A language model that judges answers, behind an OpenAI-compatible address (`reward.kind=judge`, or a function that asks it)."""
 
-    url: Name | None = setting(None, "Its base address, like https://host/v1.")
+    FIXED_BECAUSE = "rewards before and after could not be compared"
+
+    url: Name | None = setting(None, "Its base address, like https://host/v1.", AT_ONCE)
     model: Name | None = setting(None, "Its name there.")
     api_key_env: Name | None = setting(None, "Environment variable with its key; none: no key.")
-    concurrency: Count = setting(16, "Requests to it under way at once, on each node.")
-    timeout_s: Seconds = setting(60.0, "Seconds after which one request counts as failed.")
-    retries: CountOrZero = setting(3, "How often a failed request is tried again, with back-off.")
+    concurrency: Count = setting(16, "Requests to it under way at once, on each node.", AT_ONCE)
+    timeout_s: Seconds = setting(60.0, "Seconds after which one request counts as failed.", AT_ONCE)
+    retries: CountOrZero = setting(3, "How often a failed request is tried again, with back-off.", AT_ONCE)
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSettings(Section):
     """What the update optimises (phases 8 and 10)."""
+
+    FIXED_BECAUSE = "the run would go on with another algorithm than it began with"
 
     preset: Preset | None = setting(
         None, "A published recipe, whose values hold where you give none; `--dry-run` shows what it sets."
@@ -159,10 +183,10 @@ class AlgorithmSettings(Section):
         "`grpo`: policy gradient with a clipped ratio; `gspo`: with one ratio a sequence; `cispo`: with a clipped weight; `sapo`: with "
         "a soft gate; `rft`: fine-tuning on successes.",
     )
-    clip_low: Fraction = setting(0.2, "The probability ratio is clipped at 1 - clip_low.")
-    clip_high: Positive = setting(0.28, "The probability ratio is clipped at 1 + clip_high.")
+    clip_low: Fraction = setting(0.2, "The probability ratio is clipped at 1 - clip_low.", NEXT_ITERATION)
+    clip_high: Positive = setting(0.28, "The probability ratio is clipped at 1 + clip_high.", NEXT_ITERATION)
     dual_clip: Annotated[float, Bounds(gt=1)] | None = setting(
-        10.0, "What a ratio counts at most where the advantage is negative; none: no bound."
+        10.0, "What a ratio counts at most where the advantage is negative; none: no bound.", NEXT_ITERATION
     )
     aggregation: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
@@ -207,8 +231,8 @@ class AlgorithmSettings(Section):
         "mismatch_high at most; w within the two bounds, else nothing; or a sequence weighs the product of its tokens', and nothing "
         "above mismatch_high.",
     )
-    mismatch_low: FractionOrZero = setting(0.5, "The lower bound of `icepop`.")
-    mismatch_high: Positive = setting(2.0, "The upper bound of the correction.")
+    mismatch_low: FractionOrZero = setting(0.5, "The lower bound of `icepop`.", NEXT_ITERATION)
+    mismatch_high: Positive = setting(2.0, "The upper bound of the correction.", NEXT_ITERATION)
     kl_coef: NotNegative = setting(0.0, "Weight of the distance to a reference policy in the loss.")
     kl_estimator: Literal["k1", "k2", "k3"] = setting(
         "k3",
@@ -217,11 +241,14 @@ class AlgorithmSettings(Section):
     kl_reference_every: CountOrZero = setting(
         0, "The reference is the newest policy version that this divides; 0: the first policy, for good."
     )
-    entropy_coef: NotNegative = setting(0.0, "Weight of the policy's entropy, which the loss then rewards.")
+    entropy_coef: NotNegative = setting(
+        0.0, "Weight of the policy's entropy, which the loss then rewards.", NEXT_ITERATION
+    )
     max_logprob_gap: Positive | None = setting(
         None,
         "The update fails where, on the first minibatch, trainer and engine disagree by more than this on "
         "average about the sampled tokens' log-probabilities; none: a limit that fits the precision.",
+        AT_ONCE,
     )
 
 
@@ -229,40 +256,63 @@ class AlgorithmSettings(Section):
 class OptimizerSettings(Section):
     """AdamW."""
 
-    lr: Positive = setting(1e-6, "Learning rate.")
+    FIXED_BECAUSE = "the optimizer's state is that of the value that the run began with"
+
+    lr: Positive = setting(1e-6, "Learning rate.", NEXT_ITERATION)
     betas: Betas = setting((0.9, 0.95), "Decay of the two moment estimates.")
     eps: Positive = setting(1e-8, "What is added to the root of the second moment estimate.")
-    weight_decay: NotNegative = setting(0.0, "Decoupled weight decay, of all but norms and biases.")
-    warmup_steps: CountOrZero = setting(4, "Optimizer steps over which the learning rate rises, once a run.")
+    weight_decay: NotNegative = setting(
+        0.0, "Decoupled weight decay, of all but norms and biases.", NEXT_ITERATION
+    )
+    warmup_steps: CountOrZero = setting(
+        4, "Optimizer steps over which the learning rate rises, once a run.", NEXT_ITERATION
+    )
     schedule: Literal["constant", "linear", "cosine"] = setting(
-        "constant", "How the learning rate goes on after that: it stays, or falls until `decay_steps`."
+        "constant",
+        "How the learning rate goes on after that: it stays, or falls until `decay_steps`.",
+        NEXT_ITERATION,
     )
     decay_steps: Count | None = setting(
-        None, "The run's optimizer step at which a falling learning rate is at its lowest, and stays there."
+        None,
+        "The run's optimizer step at which a falling learning rate is at its lowest, and stays there.",
+        NEXT_ITERATION,
     )
-    min_lr_ratio: FractionOrZero = setting(0.0, "The lowest learning rate, as a share of `lr`.")
-    grad_clip: Positive = setting(1.0, "Largest norm of the gradient.")
+    min_lr_ratio: FractionOrZero = setting(
+        0.0, "The lowest learning rate, as a share of `lr`.", NEXT_ITERATION
+    )
+    grad_clip: Positive = setting(1.0, "Largest norm of the gradient.", NEXT_ITERATION)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings(Section):
     """The update's program (phase 10): the built-in one on torchrun, or your own command."""
 
-    epochs: Count = setting(2, "Passes over each iteration's batch.")
-    minibatch: Count = setting(256, "Trajectories an optimizer step, over all nodes together.")
+    FIXED_BECAUSE = "the trainer's saved state and its processes depend on it"
+
+    epochs: Count = setting(2, "Passes over each iteration's batch.", NEXT_ITERATION)
+    minibatch: Count = setting(
+        256, "Trajectories an optimizer step, over all nodes together.", NEXT_ITERATION
+    )
     max_tokens_per_micro_batch: Count = setting(
-        8192, "Tokens that one process takes through the model at a time; a longer trajectory is alone."
+        8192,
+        "Tokens that one process takes through the model at a time; a longer trajectory is alone.",
+        AT_ONCE,
     )
     micro_batch: Count | None = setting(
-        None, "Trajectories that one process takes through the model at a time, at most; none: any number."
+        None,
+        "Trajectories that one process takes through the model at a time, at most; none: any number.",
+        AT_ONCE,
     )
     max_logits_mb: Count = setting(
-        512, "What the logits of a micro-batch may take at once, in MiB; they are computed in slices."
+        512,
+        "What the logits of a micro-batch may take at once, in MiB; they are computed in slices.",
+        AT_ONCE,
     )
     gradient_checkpointing: bool | None = setting(
         None,
         "Compute each block's activations a second time instead of keeping them, which is slower by a third; none: on "
         "accelerators.",
+        AT_ONCE,
     )
     attention: Literal["sdpa", "flash_attention_2"] = setting(
         "sdpa",
@@ -296,7 +346,7 @@ class TrainerSettings(Section):
         "What stays from one update to the next: each training `process`, with the process group, the policy and the optimizer's state in "
         "place, or `nothing`; auto: the process on CPUs. On accelerators it takes memory from the engine, and is untried.",
     )
-    timeout_s: Seconds = setting(1800.0, "Seconds after which a silent peer ends the process group.")
+    timeout_s: Seconds = setting(1800.0, "Seconds after which a silent peer ends the process group.", AT_ONCE)
     command: CommandLine | None = setting(
         None,
         "Your own trainer: a command line or a list of words, with placeholders {node_rank} {num_nodes} "
@@ -307,6 +357,8 @@ class TrainerSettings(Section):
 @dataclass(frozen=True, slots=True)
 class LoraSettings(Section):
     """Low-rank adapters (LoRA), which are trained in the policy's place. What is served and published has them merged."""
+
+    FIXED_BECAUSE = "the checkpoints hold adapters of that shape"
 
     rank: CountOrZero = setting(0, "Their rank; 0: none, and the policy itself is trained.")
     alpha: Positive = setting(32.0, "What they add counts alpha / rank times.")
@@ -319,17 +371,22 @@ class LoraSettings(Section):
 class UpdateSettings(Section):
     """Which rollouts an update learns from (phase 8)."""
 
+    FIXED_BECAUSE = "the run's own rollouts are what it goes on from"
+
     recency: Count = setting(
         1,
         "Learn from the rollouts of the last so many iterations, the later the likelier; 1: of this iteration only.",
+        NEXT_ITERATION,
     )
     recency_power: NotNegative = setting(
         2.0,
         "How much likelier: a group of the n-th last of N iterations is drawn with weight ((N - n + 1) / N) ** this.",
+        NEXT_ITERATION,
     )
     groups: Count | None = setting(
         None,
         "Groups that are drawn for a batch; none: as many as this iteration has with something to learn from.",
+        NEXT_ITERATION,
     )
     trajectories: Name | None = setting(
         None,
@@ -341,6 +398,8 @@ class UpdateSettings(Section):
 @dataclass(frozen=True, slots=True)
 class EngineSettings(Section):
     """The local vLLM servers of each node."""
+
+    FIXED_BECAUSE = "each node makes its engines with it when it starts"
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "Precision of the served weights; auto: float32 on CPU, else bfloat16."
@@ -375,12 +434,17 @@ class EngineSettings(Section):
 class CheckpointSettings(Section):
     """Saved policies."""
 
-    keep: Count = setting(3, "How many policy versions, and training batches, stay on disk.")
-    keep_every: CountOrZero = setting(0, "Every so-many-th policy version stays for good; 0: none does.")
-    keep_best: bool = setting(True, "The policy version with the best evaluation so far stays, too.")
+    FIXED_BECAUSE = "the nodes have put files where it says"
+
+    keep: Count = setting(3, "How many policy versions, and training batches, stay on disk.", AT_ONCE)
+    keep_every: CountOrZero = setting(
+        0, "Every so-many-th policy version stays for good; 0: none does.", AT_ONCE
+    )
+    keep_best: bool = setting(True, "The policy version with the best evaluation so far stays, too.", AT_ONCE)
     trainer_every: CountOrZero = setting(
         0,
         "The trainer's state goes to the shared directory every so many updates; 0: as often as that is cheap (2 s, or a tenth).",
+        AT_ONCE,
     )
     local_dir: str = setting(
         "",
@@ -395,12 +459,15 @@ class CheckpointSettings(Section):
     keep_trajectories: CountOrZero = setting(
         0,
         "Of how many iterations up to the newest update the trajectories stay on disk, `update.recency` at least; 0: all.",
+        AT_ONCE,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinationSettings(Section):
     """How nodes watch and wait for each other."""
+
+    FIXED_BECAUSE = "all nodes must judge each other's silence alike"
 
     beat_s: Seconds = setting(timing.BEAT_S, "Seconds between a node's heartbeats.")
     suspect_s: Seconds = setting(
@@ -410,6 +477,7 @@ class CoordinationSettings(Section):
     join_timeout_s: Seconds = setting(
         timing.JOIN_TIMEOUT_S,
         "Seconds that nodes wait for each other at the start; on a worker, for the run's record too.",
+        EACH_START,
     )
     last_call_s: Seconds | None = setting(
         None,
@@ -424,7 +492,7 @@ class CoordinationSettings(Section):
         "Seconds that a node holds out while the shared directory fails, before it ends with exit code 3.",
     )
     stall_timeout_s: Seconds = setting(1800.0, "Seconds without progress until a program counts as wedged.")
-    retries: CountOrZero = setting(2, "How often a failed phase is tried again before exit code 4.")
+    retries: CountOrZero = setting(2, "How often a failed phase is tried again before exit code 4.", AT_ONCE)
     poll_max_s: Seconds = setting(
         0.05,
         "Longest pause between two looks at the shared directory in a short wait; after that 1 % of what was waited, at most a beat.",
@@ -434,6 +502,8 @@ class CoordinationSettings(Section):
 @dataclass(frozen=True, slots=True)
 class NotifySettings(Section):
     """Who is told what happens to the run."""
+
+    FIXED_BECAUSE = "each node reads it when it starts"
 
     command: Name | None = setting(
         None,
@@ -446,10 +516,10 @@ class NotifySettings(Section):
 class ToySettings(Section):
     """The program `toy`: the same phases without a model."""
 
-    tasks: Count = setting(64, "Tasks an iteration.")
-    phase_s: NotNegative = setting(0.5, "Seconds that each working phase takes.")
+    tasks: Count = setting(64, "Tasks an iteration.", NEXT_ITERATION)
+    phase_s: NotNegative = setting(0.5, "Seconds that each working phase takes.", AT_ONCE)
     speeds: Weights = setting(
-        (), "How fast each node is, beside what its weight says: 0.5 is half; not given: all 1."
+        (), "How fast each node is, beside what its weight says: 0.5 is half; not given: all 1.", AT_ONCE
     )
 
 
@@ -460,31 +530,38 @@ class Settings(Section):
     data_path: Name | None = setting(
         None, "Folder with train and test as .jsonl or .parquet; none: the built-in task."
     )
-    log_path: Name | None = setting(None, "The run directory, the same on all nodes.")
+    log_path: Name | None = setting(None, "The run directory, the same on all nodes.", EACH_START)
     model: Name | None = setting(
         None, "Hugging Face model folder, a folder below the data path, or a name in the local cache."
     )
     program: Name = setting("rl", "`rl`, `toy`, `ping`, or your own FILE.py.")
-    rl_phase: RlPhase = setting("both", "Phases 0-6, 7-13, or all.")
+    rl_phase: RlPhase = setting("both", "Phases 0-6, 7-13, or all.", EACH_START)
     rollout_split: Literal["train-only", "eval-only"] | None = setting(
-        None, "With `rl_phase=rollout`: only train rollouts, or only the evaluation; none: both."
+        None, "With `rl_phase=rollout`: only train rollouts, or only the evaluation; none: both.", EACH_START
     )
-    eval_interval: Count = setting(1, "Evaluate when iteration % N == 1 (N = 1: every iteration).")
-    num_nodes: Nodes = setting(1, "Nodes of the run.")
+    eval_interval: Count = setting(
+        1, "Evaluate when iteration % N == 1 (N = 1: every iteration).", NEXT_ITERATION
+    )
+    num_nodes: Nodes = setting(1, "Nodes of the run.", AT_ONCE)
     rank_weights: Weights = setting(
-        (1.0,), "One positive weight a node, its share of the tasks; not given: all equal."
+        (1.0,), "One positive weight a node, its share of the tasks; not given: all equal.", AT_ONCE
     )
-    min_nodes: Count = setting(1, "With fewer nodes left the run ends with exit code 5.")
+    min_nodes: Count = setting(1, "With fewer nodes left the run ends with exit code 5.", AT_ONCE)
     expect_gpus: Count | None = setting(
         None,
         "Refuse to start with fewer accelerators than this on all nodes together, and name who lacks them; each start may say anew.",
+        EACH_START,
     )
     on_node_failure: Literal["shrink", "wait", "abort"] = setting(
-        "shrink", "When a node is lost: go on with the others, hold the phase until it is back, or end."
+        "shrink",
+        "When a node is lost: go on with the others, hold the phase until it is back, or end.",
+        AT_ONCE,
     )
     debug_mode: bool = setting(False, "Do not manage vLLM: use the server that is there (`engine.url`).")
     iterations: Count | None = setting(
-        None, "Do iterations up to this one; none: endless. Each start of node 0 may name another number."
+        None,
+        "Do iterations up to this one; none: endless. Each start of node 0 may name another number.",
+        EACH_START,
     )
     shared_group: bool = setting(
         False, "Let the group read and write the run directory (0770, 0660), not only its owner."
@@ -507,7 +584,8 @@ class Settings(Section):
         default_factory=dict,
         metadata={
             "description": "Anything (`custom.name=value`), passed on to your own program, reward or trainer. "
-            "What begins with `custom.secret` is not shown."
+            "What begins with `custom.secret` is not shown.",
+            "changes": Changes.NEVER,
         },
     )
 
@@ -526,6 +604,35 @@ class Settings(Section):
         """SHA-256 in hexadecimal. Where the run directory is mounted is each node's own affair, so it is left out."""
         told = {name: value for name, value in self.as_json().items() if name != "log_path"}
         return hashlib.sha256(json.dumps(told, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def changes_of(name: str) -> Changes:
+    """Whether and when the setting with this dotted name may change."""
+    return _changes().get(name, Changes.NEVER)
+
+
+def fixed_because(name: str) -> str:
+    """Why the setting with this dotted name never changes."""
+    section = sections().get(name.partition(".")[0], Settings)
+    return section.FIXED_BECAUSE
+
+
+def names_that_change() -> list[str]:
+    """The settings that a later start of node 0 may change, by their dotted names."""
+    return [name for name, kind in _changes().items() if kind in (NEXT_ITERATION, AT_ONCE)]
+
+
+@cache
+def _changes() -> dict[str, Changes]:
+    groups = sections()
+    found: dict[str, Changes] = {}
+    for item in fields(Settings):
+        if item.name in groups:
+            inside = fields(groups[item.name])  # type: ignore[arg-type]
+            found |= {f"{item.name}.{one.name}": one.metadata["changes"] for one in inside}
+        else:
+            found[item.name] = item.metadata["changes"]
+    return found
 
 
 def sections() -> dict[str, type[Section]]:

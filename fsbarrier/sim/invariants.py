@@ -16,6 +16,7 @@ from fsbarrier.sim import fact_removal
 from fsbarrier.sim.false_death import i7_no_false_death
 from fsbarrier.sim.history import Done, History, Merged, Place
 from fsbarrier.sim.publication import published_too_late
+from fsbarrier.sim.settings import i16_the_same_settings
 from fsbarrier.sim.verdicts import i15_only_for_a_reason
 
 if TYPE_CHECKING:
@@ -273,7 +274,7 @@ def outcomes(world: World) -> Iterator[str]:
         allowed |= {2, 3}
     if "handles" in struck:
         allowed |= {3}
-    if struck & {"version", "refused"}:
+    if struck & {"version", "refused", "settings"}:
         allowed |= {2}
     if 6 in codes and any(incarnation > 1 for _, incarnation in history.joins):
         allowed |= {6}
@@ -284,7 +285,12 @@ def outcomes(world: World) -> Iterator[str]:
     for ended in history.ended.values():
         if ended.code not in allowed:
             yield f"node {ended.rank} ended with code {ended.code} ({ended.why})"
-    if not codes & {4, 5} and "refused" not in struck and history.stopped_at is None and not _finished(world):
+    if (
+        not codes & {4, 5}
+        and not struck & {"refused", "settings"}
+        and history.stopped_at is None
+        and not _finished(world)
+    ):
         yield "the run was not finished although nothing hinders it"
 
 
@@ -379,4 +385,5 @@ ALL: dict[str, Callable[[History], Iterator[str]]] = {
     "I9 few": fact_removal.facts_stay_few,
     "I11": i11_no_wait_on_a_missing_name,
     "I14": i14_the_same_code,
+    "I16": i16_the_same_settings,
 }

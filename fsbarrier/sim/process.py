@@ -82,6 +82,7 @@ class Process:
             world.setup.iterations,
             digest=world.codes[rank],
             time=f"p{number}",
+            stated=world.command_lines.of(rank, again=number >= world.setup.nodes),
         )
         self.agent = NodeLoop(cast(Store, client), self.observer, world.rules, self.work, join, self._record)
 

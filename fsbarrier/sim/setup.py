@@ -25,6 +25,9 @@ from fsbarrier.sim import faults
 from fsbarrier.sim.disk import Disk, SimPath
 from fsbarrier.sim.store import Habits
 
+#: the setting that later starts change, and what the run begins with
+CHANGED = "optimizer.lr"
+START_SETTINGS = {CHANGED: 0.5}
 ROOT = SimPath("/run")
 PATHS = RunPaths(cast(Path, ROOT))
 # the shortest time for which nodes that start wait for each other
@@ -77,7 +80,7 @@ def settings(nodes: int, phases: RlPhase) -> Settings:
         eval=EvalSettings(tasks=3),
         trainer=TrainerSettings(processes_per_node=1),
         update=UpdateSettings(recency=2),
-    )
+    ).with_values(START_SETTINGS)
 
 
 def draw_limits(setup: Setup, dice: Random, calls: Random) -> Limits:

@@ -31,6 +31,7 @@ from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node, Part, WorkReport
 from fsbarrier.protocol.succession import STARTS
 from fsbarrier.rundir.names import SPLITS
+from fsbarrier.rundir.revisions import settings_in
 from fsbarrier.sim.artifacts import FOREVER, Checkpoint, Meeting, PartFile, Piece, Waiting
 from fsbarrier.sim.disk import SimPath
 from fsbarrier.sim.history import Entry, Merged, Missing, Published, Served, Used
@@ -335,7 +336,7 @@ class SimWork:
         return Context(
             run_id="sim",
             paths=observer.paths,
-            settings=self.world.settings,
+            settings=settings_in(self.world.settings, generation.revisions, position.iteration),
             tasks=TASKS,
             model=cast(Path, "/model"),
             node_rank=node.rank,

@@ -24,7 +24,8 @@ from fsbarrier.sim.disk import Disk, File, SimPath
 from fsbarrier.sim.faults import Mishap, Trouble
 from fsbarrier.sim.history import Asked, Ended, History, Removed, Said, Write, row_of
 from fsbarrier.sim.process import BLIND, JOINING, POLL_S, Process
-from fsbarrier.sim.setup import PATHS, Setup, draw_limits, litter, program, settings
+from fsbarrier.sim.settings import CommandLines
+from fsbarrier.sim.setup import PATHS, START_SETTINGS, Setup, draw_limits, litter, program, settings
 from fsbarrier.sim.store import Client, Habits
 
 # for each node and iteration: a hundred times what schedules need; more is a livelock
@@ -74,6 +75,7 @@ class World:
             setup.min_nodes or rng.choice((1, 1, 1, min(2, setup.nodes))),
             policy,
             limits=replace(limits, stagger_s=limits.stagger_s * self.beat_s / BEAT_S),
+            settings=START_SETTINGS,
         )
         self.settings = settings(setup.nodes, phases)
         drawn, coarse = faults.draw_habits(rng, mix)
@@ -94,6 +96,7 @@ class World:
         hidden_s = self.habits.oldest_s + self.habits.absence_s + blind_s
         caches = self.habits != Habits() or bool(coarse)
         self.history = History(first, last, setup.limits.dead_s, blind_s, hidden_s, caches)
+        self.command_lines = CommandLines(seed, self.history)
         self.history.tasks = {"train": self.settings.rollout.tasks, "test": self.settings.eval.tasks}
         self.processes: list[Process] = []
         self.clients: dict[str, tuple[Client, Trouble]] = {}

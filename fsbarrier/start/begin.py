@@ -1,7 +1,8 @@
 """From what a person typed to a run that can begin: settings, rank, record. Used by `run` and `launch`.
 
-Node 0 resolves and checks everything, then makes run.json. Every other start, of any node, takes the record and
-may only repeat what it says. Until then nothing is started and, if anything was wrong, nothing is left behind.
+Node 0 resolves and checks everything, then makes run.json. Every other start, of any node, takes the record. What it says otherwise
+must be a setting that may change, and only a start of node 0 changes one (protocol/revisions.py). Until then nothing is started and,
+if anything was wrong, nothing is left behind.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from fsbarrier.data import demo_tasks
 from fsbarrier.doctor.findings import Report
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
+from fsbarrier.printable import printable
 from fsbarrier.program import Program
-from fsbarrier.rundir import runrecord
+from fsbarrier.protocol.revisions import MASTER, shown
+from fsbarrier.rundir import revisions, runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord, TaskSource
+from fsbarrier.settings.checks import check, check_change
 from fsbarrier.settings.resolve import checked, resolve
-from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.sections import Settings, changes_of
 from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.start import demo_folder, filesystem, model_folder, preflight, ranks, task_files
 
@@ -46,8 +50,9 @@ class Request:
 class Start:
     """A node that can begin.
 
-    `settings`: the record's, with what this start chooses anew. `until`: the last iteration asked for. `created`: this start made the
-    run's record. `mount`: what this node found out about the run's filesystem.
+    `settings`: the run's, with what this start changes or chooses anew; `stated`: what its command line says of those that may change,
+    by dotted names. `until`: the last iteration asked for. `created`: this start made the run's record. `mount`: what this node found
+    out about the run's filesystem.
     """
 
     record: RunRecord
@@ -56,6 +61,7 @@ class Start:
     until: int | None
     created: bool
     mount: Report
+    stated: Mapping[str, object] = field(default_factory=dict)
 
 
 def begin(request: Request, say: Say = lambda line: None) -> Start:
@@ -98,13 +104,13 @@ def _begin(
     if request.resume and not there:
         raise UsageError(f"--resume: no run in {log_path} to go on with (no run.json); drop it to begin one")
     if there:
-        return _join(request, chosen, typed, runrecord.load(log_path), mount)
+        return _join(request, chosen, typed, runrecord.load(log_path), mount, say)
     # Of nodes that take any rank, one that knows how many there are makes the record.
     waits = "num_nodes" not in chosen if request.any_rank else rank is not None and rank.value > 0
     if not waits or request.dry_run:
         return _create(request, chosen, typed, log_path, rank, mount, say)
     record = runrecord.wait(log_path, typed.coordination.join_timeout_s, on_wait=say)
-    return _join(request, chosen, typed, record, mount)
+    return _join(request, chosen, typed, record, mount, say)
 
 
 # --- node 0, first start ------------------------------------------------------------------------------------------------
@@ -147,7 +153,7 @@ def _create(
     published = runrecord.publish(record)
     if published.run_id != record.run_id:
         # Another process made the record first, and its record counts.
-        return _join(request, chosen, typed, published, mount)
+        return _join(request, chosen, typed, published, mount, say)
     return Start(record, settings, 0, settings.iterations, created=True, mount=mount)
 
 
@@ -234,14 +240,23 @@ def _inputs(
 
 
 def _join(
-    request: Request, chosen: Mapping[str, ChosenValue], typed: Settings, record: RunRecord, mount: Report
+    request: Request,
+    chosen: Mapping[str, ChosenValue],
+    typed: Settings,
+    record: RunRecord,
+    mount: Report,
+    say: Say,
 ) -> Start:
     """A node of a run that has its record."""
-    settings = checked(record.settings)
-    runrecord.check_contradictions(
+    settings = checked(revisions.present(record.settings, revisions.newest_revisions(record.paths)))
+    stated = runrecord.stated_changes(
         record, chosen, _with_models_folder(typed, record, settings.data_path, request.environ)
     )
-    rank = _rank(request, settings.num_nodes)
+    # A worker may name the number of nodes that node 0 is about to change the run to.
+    rank = _rank(request, typed.num_nodes if "num_nodes" in stated else settings.num_nodes)
+    if rank is None or rank.value == MASTER:
+        # One that takes any rank may become node 0.
+        settings, stated = _changed(settings, stated, chosen, say)
     if rank is None and settings.num_nodes > 1 and not request.dry_run and not request.any_rank:
         raise UsageError(ranks.which_node(settings.num_nodes, request.environ))
     program = load_program(settings.program)
@@ -256,7 +271,29 @@ def _join(
     until = typed.iterations if "iterations" in chosen else settings.iterations
     settings = _with_choices(chosen, typed, settings)
     _check_slice(settings, program)
-    return Start(record, settings, rank.value if rank else 0, until, created=False, mount=mount)
+    return Start(
+        record, settings, rank.value if rank else 0, until, created=False, mount=mount, stated=stated
+    )
+
+
+def _changed(
+    settings: Settings, stated: dict[str, object], chosen: Mapping[str, ChosenValue], say: Say
+) -> tuple[Settings, dict[str, object]]:
+    """The run's settings as this start of node 0 changes them, and all that it states then. Raises UsageError for what does not fit."""
+    even = len(set(settings.rank_weights)) == 1
+    if "num_nodes" in stated and "rank_weights" not in stated and even:
+        # Weights that nobody chose follow the number of nodes.
+        stated = {**stated, "rank_weights": [settings.rank_weights[0]] * int(str(stated["num_nodes"]))}
+    changed = checked(settings.with_values(stated))
+    before = settings.as_json()
+    differing = {name: value for name, value in stated.items() if runrecord.look_up(before, name) != value}
+    if differing:
+        check(changed, chosen)
+        check_change(changed, differing)
+    for name, value in differing.items():
+        was, when = runrecord.look_up(before, name), changes_of(name).value
+        say(printable(f"{name} changes {when} from {shown(was)} to {shown(value)}"))
+    return changed, stated
 
 
 def _with_choices(chosen: Mapping[str, ChosenValue], typed: Settings, recorded: Settings) -> Settings:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from fsbarrier.printable import printable
+from fsbarrier.protocol.revisions import shown
 from fsbarrier.rundir.journal import Event, lost_nodes
 from fsbarrier.view.amounts import amount, clock_time, duration, one_line
 from fsbarrier.view.phase_names import LONG
@@ -73,6 +74,15 @@ def _generation(event: Event) -> str:
 def says_generation(line: str) -> bool:
     """Whether a line of a node's output says that it entered a generation, as `_generation` words it."""
     return _GENERATION_LINE.search(line) is not None
+
+
+def _settings_changed(event: Event) -> str:
+    values, before = event.fields.get("values"), event.fields.get("before")
+    old = before if isinstance(before, Mapping) else {}
+    each = values.items() if isinstance(values, Mapping) else ()
+    what = ", ".join(f"{name} from {shown(old.get(name))} to {shown(value)}" for name, value in each)
+    since = _or_unknown(event.integer("from_iteration"))
+    return f"settings: {what or '?'}, from iteration {since} on ({event.text('by') or 'somebody'})"
 
 
 def _sealed(event: Event) -> str:
@@ -229,6 +239,7 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "node_joined": _joined,
     "generation_started": _generation,
     "generation_sealed": _sealed,
+    "settings_changed": _settings_changed,
     "left_generation": _left,
     "node_suspected": _suspect,
     "node_recovered": _suspect,

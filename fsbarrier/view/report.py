@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from html import escape
 
 import fsbarrier
+from fsbarrier.protocol.revisions import shown as plain
 from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.sources import flatten
@@ -50,7 +51,7 @@ def page(reader: RunReader, status: RunStatus, *, iterations: int = 3, with_samp
         _head(reader, status),
         _tiles(status, finished, reader),
         _problems(status),
-        section("Mean reward by iteration", _rewards(status)),
+        section("Mean reward by iteration", _rewards(status, reader)),
         section(
             "Trajectories to read",
             samples(reader.paths, status.iteration, status.run_id) if with_samples else "",
@@ -132,7 +133,7 @@ def _problems(status: RunStatus) -> str:
 # --- curves and times ---------------------------------------------------------------------------------------------------------
 
 
-def _rewards(status: RunStatus) -> str:
+def _rewards(status: RunStatus, reader: RunReader) -> str:
     train = [(float(one.iteration), one.train) for one in status.rewards if one.train is not None]
     test = [(float(one.iteration), one.test) for one in status.rewards if one.test is not None]
     curves = [Series("train reward", "train", train), Series("held-out reward", "test", test)]
@@ -152,9 +153,20 @@ def _rewards(status: RunStatus) -> str:
     figures = table(("iteration", "policy version", "train", "held-out", "trajectories"), body)
     return (
         legend((one.style, one.name) for one in curves)
-        + chart(line_chart(curves, "iteration"))
+        + chart(line_chart(curves, "iteration", _changes(reader)))
         + f"<details><summary>figures</summary>{figures}</details>"
     )
+
+
+def _changes(reader: RunReader) -> dict[int, str]:
+    """Iteration -> what of the settings changed there."""
+    found: dict[int, str] = {}
+    for one in reader.revisions:
+        text = ", ".join(
+            f"{name} {plain(one.before.get(name))} → {plain(value)}" for name, value in one.values.items()
+        )
+        found[one.iteration] = "; ".join(filter(None, (found.get(one.iteration), one_line(text))))
+    return found
 
 
 def _times(finished: Sequence[IterationTime]) -> str:
@@ -261,12 +273,17 @@ def _events(reader: RunReader) -> str:
 
 
 def _settings(reader: RunReader) -> str:
+    changed: dict[str, list[str]] = {}
+    for one in reader.revisions:
+        for name, old in one.before.items():
+            changed.setdefault(name, []).append(f"{plain(old)} before iteration {one.iteration} ({one.by})")
     body = [
-        (key, _value(value)) for key, value in flatten(shown(reader.record.settings.as_json()), ()).items()
+        (key, _value(value), "; ".join(changed.get(key, ())))
+        for key, value in flatten(shown(reader.settings.as_json()), ()).items()
     ]
-    figures = table(("setting", "value"), body, left=(0, 1))
+    figures = table(("setting", "value", "changed"), body, left=(0, 1, 2))
     digest = escape(reader.record.settings_digest[:12])
-    return f"<details><summary>{len(body)} settings (digest {digest})</summary>{figures}</details>"
+    return f"<details><summary>{len(body)} settings (digest {digest} as the run began)</summary>{figures}</details>"
 
 
 def _value(value: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -68,8 +68,10 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [round(number * step, 10) for number in range(first, last + 1)]
 
 
-def line_chart(series: Sequence[Series], x_name: str, height: int = 260) -> str:
-    """Curves over whole numbers, in one picture. Empty where there is no point."""
+def line_chart(
+    series: Sequence[Series], x_name: str, marks: Mapping[int, str] | None = None, height: int = 260
+) -> str:
+    """Curves over whole numbers, in one picture. Empty where there is no point. `marks`: x -> what changed there."""
     points = [point for one in series for point in one.points]
     if not points:
         return ""
@@ -87,6 +89,10 @@ def line_chart(series: Sequence[Series], x_name: str, height: int = 260) -> str:
     whole = [x for x in ticks(x_low, x_high, 10) if x == int(x) and x_low <= x <= x_high]
     body += [_text(x_of(x), height - BOTTOM + 16, f"{x:g}", "middle") for x in whole]
     body.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 3, x_name, "middle"))
+    for x, what in (marks or {}).items():
+        if x_low <= x <= x_high:
+            at = f'x1="{x_of(x):.1f}" x2="{x_of(x):.1f}" y1="{TOP}" y2="{height - BOTTOM}"'
+            body.append(f'<line class="mark" {at}><title>{escape(f"{x_name} {x}: {what}")}</title></line>')
     for one in series:
         body += _curve(one, [(x_of(x), y_of(y)) for x, y in one.points])
     names = " and ".join(one.name for one in series if one.points)

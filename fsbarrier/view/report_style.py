@@ -34,6 +34,7 @@ small{color:var(--muted);font-size:12px;display:block}
 svg text{fill:var(--muted);font:11px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 svg text.inside{fill:var(--inside)}
 .grid{stroke:var(--line);stroke-width:1}
+.mark{stroke:var(--warn);stroke-width:2;stroke-dasharray:5 4}
 .curve{fill:none;stroke-width:2;stroke-linejoin:round}
 .curve.train{stroke:var(--train)}.curve.test{stroke:var(--test)}
 .dot.train{fill:var(--train)}.dot.test{fill:var(--test)}

@@ -13,13 +13,15 @@ from pathlib import Path
 
 from fsbarrier.errors import UsageError
 from fsbarrier.host.identity import boot_id, host_name
-from fsbarrier.protocol.facts import Beat, Generation, Join
+from fsbarrier.protocol.facts import Beat, Generation, Join, Revision
 from fsbarrier.protocol.membership import GONE, Ledger
 from fsbarrier.rundir import names, runrecord
 from fsbarrier.rundir.heartbeats import HeartbeatReader
 from fsbarrier.rundir.journal import FREQUENT, Event, JournalReader
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
+from fsbarrier.rundir.revisions import present
+from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.processes import Stat
 from fsbarrier.view.history import MAX_EVENTS, History
 from fsbarrier.view.phase_names import last_phase, phase_name
@@ -99,6 +101,16 @@ class RunReader:
         """The name of the row that the run is in: by the journals, since a program may have rows of its own."""
         index = self.position[2]
         return self._phase_names.get(index) or phase_name(index)
+
+    @property
+    def revisions(self) -> tuple[Revision, ...]:
+        """All changes of the run's settings."""
+        return self.newest.revisions if self.newest is not None else ()
+
+    @property
+    def settings(self) -> Settings:
+        """The run's settings as they are now, with those changes that begin with a later iteration."""
+        return present(self.record.settings, self.revisions)
 
     @property
     def faults(self) -> list[str]:

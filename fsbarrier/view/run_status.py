@@ -114,7 +114,7 @@ def look_once(log_path: Path) -> tuple[RunReader, RunStatus]:
 def status_of(reader: RunReader, now: float, *, one_look: bool = False) -> RunStatus:
     """The status from what `reader` has seen so far. `one_look`: that was a moment only, so its own times mean little."""
     newest, (number, iteration, phase) = reader.newest, reader.position
-    num_nodes = reader.record.settings.num_nodes
+    num_nodes = reader.settings.num_nodes
     ranks = sorted({*range(num_nodes), *reader.joins, *reader.ledger.seen})
     nodes = tuple(node_status(reader, rank, now) for rank in ranks)
     state, exit_code = _state(reader, nodes)

@@ -1,0 +1,68 @@
+"""Settings that starts change: what people type, and what must hold of it (I16), by the generations and the starts that are on record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+from fsbarrier.protocol.facts import Generation, Join, Payload, Revision
+from fsbarrier.protocol.revisions import MASTER, in_force
+from fsbarrier.sim.history import History
+from fsbarrier.sim.setup import CHANGED, START_SETTINGS
+
+
+class CommandLines:
+    """What command lines say of the settings. Each second later start of node 0 changes one; now and then another node's names a
+    value, which may be the run's or not."""
+
+    def __init__(self, seed: int, history: History) -> None:
+        self._dice, self._history = Random(f"settings {seed}"), history
+        self._typed = [START_SETTINGS[CHANGED]]
+
+    def of(self, rank: int, *, again: bool) -> Payload:
+        """What the next start of a node says."""
+        if not again:
+            return {}
+        if rank == MASTER and self._dice.random() < 0.5:
+            self._typed.append(float(len(self._typed)))
+            return {CHANGED: self._typed[-1]}
+        if rank != MASTER and self._dice.random() < 0.1:
+            self._history.faults.add("settings")
+            return {CHANGED: self._dice.choice(self._typed)}
+        return {}
+
+
+def i16_the_same_settings(history: History) -> Iterator[str]:
+    """A generation has the settings of the one before it, and those that a start of node 0 asks for which it takes in. An iteration
+    that has begun is not changed. No other start that is taken in asks for other settings."""
+    before: Generation | None = None
+    for number, (_, record) in sorted(history.generations.items()):
+        if number not in history.recovered:
+            known = before.revisions if before is not None else ()
+            if record.revisions[: len(known)] != known or len(record.revisions) > len(known) + 1:
+                yield f"generation {number} has not the settings of the one before it"
+            if record.verdict is None:
+                yield from _changes(history, record, before, record.revisions[len(known) :])
+        before = record
+
+
+def _changes(
+    history: History, record: Generation, before: Generation | None, new: tuple[Revision, ...]
+) -> Iterator[str]:
+    now = in_force(START_SETTINGS, record.revisions)
+    asked: dict[int, Join] = {}
+    for member in record.members:
+        join = history.joins[member.rank, member.incarnation].record
+        if isinstance(join, Join) and (
+            before is None or before.incarnation_of(member.rank) != join.incarnation
+        ):
+            asked[member.rank] = join
+    for rank, join in asked.items():
+        if any(now[name] != value for name, value in join.stated.items()):
+            yield f"generation {record.number} takes in node {rank}, which asks for {dict(join.stated)}, and has {dict(now)}"
+    for revision in new:
+        begun = record.start.phase > history.first
+        if MASTER not in asked or dict(revision.values) != dict(asked[MASTER].stated):
+            yield f"generation {record.number} has {dict(revision.values)}, for which no start of node 0 asked"
+        if revision.iteration != record.start.iteration + begun:
+            yield f"generation {record.number} changes iteration {revision.iteration}, and starts at {record.start}"

@@ -1,0 +1,272 @@
+"""Rows of the state machine's tests: settings that a start of node 0 changes, and starts that ask for others than the run's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from core_builders import (
+    ASSIGN,
+    OPEN,
+    RULES,
+    at_row,
+    done,
+    generation,
+    heard,
+    left_off,
+    seen,
+    sees,
+    started,
+    waiting,
+)
+from core_cases import ENDED, Case, ends, entered, goes_along, proposes
+
+from fsbarrier.protocol import machine
+from fsbarrier.protocol.facts import Join, Revision
+from fsbarrier.protocol.membership import JOINING
+from fsbarrier.protocol.state import Node, Note, Part, Publish, Recover
+
+#: as the run began with them
+BEGAN = {"optimizer.lr": 1.0, "num_nodes": 3}
+KNOWN = replace(RULES, settings=BEGAN)
+CHANGE = Revision(2, 2, {"optimizer.lr": 3.0}, {"optimizer.lr": 1.0}, "ann@host9", "noon")
+CHANGED = generation(2, reason="joined", revisions=(CHANGE,))
+
+
+def asks(rank: int, incarnation: int = 1, **stated: Any) -> dict[int, Join]:
+    """A start whose command line names settings; `__` stands for the dot."""
+    named = {name.replace("__", "."): value for name, value in stated.items()}
+    return started(rank, incarnation=incarnation, stated=named, by="ann@host9", time="noon")
+
+
+def second(rank: int, **fields: Any) -> Node:
+    """The second start of a rank of generation 1."""
+    return waiting(rank, **{"incarnation": 2, "baseline": 1, **fields})
+
+
+def refused(rank: int, ours: str, theirs: str) -> tuple[Any, ...]:
+    what = f"node {rank}: {ours} contradicts this run's settings ({theirs}); drop it, or start node 0 (--master) with it"
+    return ends(2, "left", what)
+
+
+SETTINGS_ROWS = [
+    # --- a worker's command line
+    Case(
+        "a worker that asks for other settings than those of the members at work is refused",
+        second(1),
+        sees(joins=started(0, 2) | asks(1, 2, optimizer__lr=2.0)),
+        machine.end_when_its_settings_differ,
+        refused(1, "optimizer.lr=2", "1"),
+        ENDED,
+        rules=KNOWN,
+    ),
+    Case(
+        "one that names what the run has is not",
+        second(1),
+        sees(joins=started(0, 2) | asks(1, 2, optimizer__lr=1.0)),
+        machine.wait_to_be_admitted,
+        becomes={"met": True},
+        rules=KNOWN,
+    ),
+    Case(
+        "what the run has is what it was changed to",
+        second(1, baseline=2),
+        sees(CHANGED, joins=started(0, 2) | asks(1, 2, optimizer__lr=1.0)),
+        machine.end_when_its_settings_differ,
+        refused(1, "optimizer.lr=1", "3"),
+        ENDED,
+        rules=KNOWN,
+    ),
+    Case(
+        "while nobody lives who could say, node 0 may come and ask for the same",
+        second(1, for_s=20.0),
+        sees(joins=started(0, 2) | asks(1, 2, optimizer__lr=2.0), ledger=heard(ranks=())),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+        rules=KNOWN,
+    ),
+    Case(
+        "node 0 waits beside it and asks for the same",
+        second(1, for_s=20.0),
+        sees(
+            joins=asks(0, 2, optimizer__lr=2.0) | asks(1, 2, optimizer__lr=2.0),
+            ledger=heard(seen(0, state=JOINING, incarnation=2), ranks=()),
+        ),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+        rules=KNOWN,
+    ),
+    Case(
+        "node 0 waits beside it and does not",
+        second(1),
+        sees(
+            joins=started(0, incarnation=2) | asks(1, 2, optimizer__lr=2.0),
+            ledger=heard(seen(0, state=JOINING, incarnation=2), ranks=()),
+        ),
+        machine.end_when_its_settings_differ,
+        refused(1, "optimizer.lr=2", "1"),
+        ENDED,
+        rules=KNOWN,
+    ),
+    Case(
+        "a start of node 0 that has died says nothing",
+        second(1, for_s=20.0),
+        sees(
+            joins=asks(0, 2, optimizer__lr=4.0) | asks(1, 2, optimizer__lr=2.0),
+            ledger=heard(seen(0, state=JOINING, incarnation=2, ago=6.0), ranks=()),
+        ),
+        machine.look_where_the_run_was_left,
+        (Recover(),),
+        rules=KNOWN,
+    ),
+    Case(
+        "a generation that names it has other settings: it ends before it does any work there",
+        second(1),
+        sees(generation(2, restarted={1: 2}), joins=started(0, 2) | asks(1, 2, optimizer__lr=2.0)),
+        machine.end_when_its_settings_differ,
+        refused(1, "optimizer.lr=2", "1"),
+        ENDED,
+        rules=KNOWN,
+    ),
+    Case(
+        "who asks for other settings is not admitted",
+        at_row(0, OPEN, Part.NONE, generation=generation(ranks=(0, 1))),
+        sees(
+            generation(ranks=(0, 1)),
+            joins=started(0, 1) | asks(2, 1, optimizer__lr=2.0),
+            ledger=heard(seen(2, state=JOINING)),
+        ),
+        machine.begin_the_row,
+        (Publish(done(0)),),
+        {"part": Part.ANNOUNCED},
+        rules=KNOWN,
+    ),
+    # --- node 0's
+    Case(
+        "node 0 is admitted, and what it asks for holds from the iteration that starts",
+        at_row(1, OPEN, Part.NONE, iteration=4, generation=generation(ranks=(1, 2))),
+        sees(
+            generation(ranks=(1, 2)),
+            joins=started(1, 2) | asks(0, 1, optimizer__lr=3.0),
+            ledger=heard(seen(0, state=JOINING)),
+        ),
+        machine.admit_joiners,
+        proposes(
+            2,
+            start=(4, OPEN),
+            leader=0,
+            reason="joined: node 0 (host0)",
+            created_by=1,
+            revisions=(replace(CHANGE, iteration=4),),
+        ),
+        rules=KNOWN,
+    ),
+    Case(
+        "a session begins in the middle of an iteration, which ends with the settings that it began with",
+        second(0),
+        sees(
+            joins=asks(0, 2, optimizer__lr=3.0) | started(1, 2, incarnation=2),
+            ledger=heard(*(seen(rank, state=JOINING, incarnation=2) for rank in (0, 1, 2)), ranks=()),
+            recovered=left_off(4, ASSIGN, of=1),
+        ),
+        machine.form_a_generation,
+        proposes(
+            2,
+            start=(4, ASSIGN),
+            restarted={0: 2, 1: 2, 2: 2},
+            reason="start again",
+            revisions=(replace(CHANGE, iteration=5),),
+        ),
+        rules=KNOWN,
+    ),
+    Case(
+        "who enters it tells of the change",
+        waiting(1),
+        sees(CHANGED),
+        machine.enter_newer_generation,
+        (
+            *goes_along(CHANGED)[:2],
+            Note(
+                "settings_changed",
+                {
+                    "from_iteration": 2,
+                    "values": {"optimizer.lr": 3.0},
+                    "before": {"optimizer.lr": 1.0},
+                    "by": "ann@host9",
+                    "asked_at": "noon",
+                },
+                at=entered(1, CHANGED),
+            ),
+            *goes_along(CHANGED)[2:],
+        ),
+        entered(1, CHANGED),
+    ),
+    Case(
+        "of an earlier change nobody tells again",
+        waiting(1, baseline=2),
+        sees(later := generation(3, revisions=(CHANGE,))),
+        machine.enter_newer_generation,
+        goes_along(later),
+        replace(entered(1, later), baseline=2),
+    ),
+    # --- the number of nodes
+    Case(
+        "node 0 asks for more nodes: they are waited for",
+        second(0),
+        sees(
+            joins=asks(0, 2, num_nodes=4) | started(1, 2, incarnation=2),
+            ledger=heard(*(seen(rank, state=JOINING, incarnation=2) for rank in (0, 1, 2)), ranks=()),
+            recovered=left_off(1, OPEN, of=1),
+        ),
+        machine.wait_for_all_nodes,
+        rules=KNOWN,
+    ),
+    Case(
+        "node 0 asks for fewer, and the others are not waited for",
+        second(0, for_s=20.0),
+        sees(
+            joins=asks(0, 2, num_nodes=2) | started(1, incarnation=2),
+            ledger=heard(*(seen(rank, state=JOINING, incarnation=2) for rank in (0, 1)), ranks=()),
+            recovered=left_off(1, OPEN, of=1),
+        ),
+        machine.form_a_generation,
+        proposes(
+            2,
+            (0, 1),
+            restarted={0: 2, 1: 2},
+            reason="start again",
+            revisions=(Revision(2, 1, {"num_nodes": 2}, {"num_nodes": 3}, "ann@host9", "noon"),),
+        ),
+        rules=KNOWN,
+    ),
+    Case(
+        "a node that the run has no room for any more ends",
+        second(2),
+        sees(
+            joins=asks(0, 2, num_nodes=2) | started(1, 2, incarnation=2),
+            ledger=heard(seen(0, state=JOINING, incarnation=2), ranks=()),
+        ),
+        machine.end_when_the_run_is_smaller,
+        ends(2, "left", "node 0 was started for 2 nodes, so the run has no node 2 any more"),
+        ENDED,
+        rules=KNOWN,
+    ),
+    Case(
+        "members beyond the new number are left behind when node 0 is admitted",
+        at_row(1, OPEN, Part.NONE, generation=generation(ranks=(1, 2))),
+        sees(
+            generation(ranks=(1, 2)),
+            joins=started(1, 2) | asks(0, 1, num_nodes=2),
+            ledger=heard(seen(0, state=JOINING)),
+        ),
+        machine.admit_joiners,
+        proposes(
+            2,
+            (0, 1),
+            reason="joined: node 0 (host0)",
+            created_by=1,
+            revisions=(Revision(2, 1, {"num_nodes": 2}, {"num_nodes": 3}, "ann@host9", "noon"),),
+        ),
+        rules=KNOWN,
+    ),
+]

@@ -1,0 +1,192 @@
+"""Settings that a later start of node 0 changes: what is refused, what holds in which iteration, and three daemons of which one is down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import FAST, Cluster
+
+from fsbarrier.errors import UsageError
+from fsbarrier.protocol.facts import Generation, Member, Position, Revision
+from fsbarrier.rundir.names import SPLITS
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.rundir.revisions import newest_revisions, present, settings_in
+from fsbarrier.rundir.stop_requests import request_stop
+from fsbarrier.settings.resolve import known_names
+from fsbarrier.settings.section import Changes
+from fsbarrier.settings.sections import Settings, changes_of, fixed_because
+from fsbarrier.settings.sources import from_words
+from fsbarrier.start.begin import Request, Start
+from fsbarrier.start.begin import begin as begin_request
+from fsbarrier.trajectories import load
+from fsbarrier.view.report import page
+from fsbarrier.view.run_status import look_once
+
+FIRST = Revision(
+    2, 3, {"optimizer.lr": 2e-6, "rollout.concurrency": 8}, {"optimizer.lr": 1e-6, "rollout.concurrency": 64}
+)
+SECOND = Revision(4, 2, {"optimizer.lr": 5e-6}, {"optimizer.lr": 2e-6})
+
+
+def start(log_path: Path, *words: str, **who: Any) -> Start:
+    chosen = from_words([f"log_path={log_path}", *words], known_names())
+    return begin_request(Request(**{"chosen": tuple(chosen), "environ": {}, **who}))
+
+
+def record(log_path: Path, number: int, *revisions: Revision) -> Path:
+    """A generation with these revisions, as the nodes of a run record it."""
+    paths = RunPaths(log_path)
+    paths.generations.mkdir(parents=True, exist_ok=True)
+    made = Generation(number, (Member(0, number),), 0, Position(1, 0), "start", revisions=revisions)
+    assert PosixStore().create(paths.generation(number), made)
+    return paths.generation(number)
+
+
+# --- what holds when ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("revisions", "iteration", "lr", "concurrency"),
+    [
+        ((), 9, 1e-6, 64),
+        ((FIRST,), 2, 1e-6, 8),
+        ((FIRST,), 3, 2e-6, 8),
+        # The run was taken back, and changed again: what was asked for last holds.
+        ((FIRST, SECOND), 1, 1e-6, 8),
+        ((FIRST, SECOND), 2, 5e-6, 8),
+        ((FIRST, SECOND), 3, 5e-6, 8),
+    ],
+)
+def test_an_iteration_has_the_settings_of_its_beginning(
+    revisions: tuple[Revision, ...], iteration: int, lr: float, concurrency: int
+) -> None:
+    found = settings_in(Settings(), revisions, iteration)
+    assert (found.optimizer.lr, found.rollout.concurrency) == (lr, concurrency)
+
+
+def test_a_record_names_no_program_and_no_setting_that_there_is_not(tmp_path: Path) -> None:
+    forged = Revision(
+        2, 1, {"trainer.command": "evil", "custom.x": 1, "later.name": 1, "optimizer.lr": 2e-6}, {}
+    )
+    expected = Settings().with_values({"optimizer.lr": 2e-6})
+    assert settings_in(Settings(), (forged,), 1) == expected
+    assert present(Settings(), (forged,)) == expected
+
+
+def test_every_setting_says_whether_it_changes_and_why_not() -> None:
+    for name in known_names():
+        assert changes_of(name) is not Changes.NEVER or fixed_because(name), name
+    assert changes_of("optimizer.lr") is Changes.NEXT_ITERATION
+    assert changes_of("trainer.micro_batch") is Changes.AT_ONCE
+    assert changes_of("model") is changes_of("algorithm.loss") is changes_of("custom.x") is Changes.NEVER
+
+
+def test_what_the_newest_record_that_can_be_read_says(tmp_path: Path) -> None:
+    assert newest_revisions(RunPaths(tmp_path)) == ()
+    record(tmp_path, 9, FIRST)
+    newest = record(tmp_path, 10, FIRST, SECOND)
+    assert newest_revisions(RunPaths(tmp_path)) == (FIRST, SECOND)
+    newest.write_bytes(newest.read_bytes()[:-9])
+    assert newest_revisions(RunPaths(tmp_path)) == (FIRST,)
+
+
+# --- what a start may say -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    start(tmp_path / "run", "program=ping", "num_nodes=3", "optimizer.lr=1", master=True)
+    return tmp_path / "run"
+
+
+def test_node_0_changes_a_setting_and_states_what_it_repeats(run: Path) -> None:
+    said: list[str] = []
+    chosen = from_words([f"log_path={run}", "optimizer.lr=2", "rollout.tasks=96"], known_names())
+    found = begin_request(Request(tuple(chosen), {}, master=True), said.append)
+    assert found.stated == {"optimizer.lr": 2.0, "rollout.tasks": 96}
+    assert (found.settings.optimizer.lr, found.record.settings.optimizer.lr) == (2.0, 1.0)
+    assert said == ["optimizer.lr changes with the next iteration from 1 to 2"]
+
+
+def test_what_was_changed_holds_for_starts_that_do_not_repeat_it(run: Path) -> None:
+    record(run, 1, Revision(1, 4, {"optimizer.lr": 2.0}, {"optimizer.lr": 1.0}))
+    for who in ({"master": True}, {"worker": 2}):
+        found = start(run, **who)
+        assert (found.settings.optimizer.lr, found.stated) == (2.0, {})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["optimizer.betas=0.8,0.9"],
+            "for the optimizer's state is that of the value that the run began with",
+        ),
+        (["algorithm.loss=gspo"], "algorithm.loss=gspo contradicts this run's record (grpo, from "),
+        (["program=toy"], "for what the run has made so far depends on it"),
+        (["coordination.dead_s=99"], "it cannot change, for all nodes must judge each other's silence alike"),
+        (["optimizer.lr=-1"], "optimizer.lr: must be greater than 0"),
+        (["trainer.micro_batch=512"], "trainer.micro_batch=512: must not be above trainer.minibatch=256"),
+        (["num_nodes=2", "rank_weights=1,2,3"], "rank_weights=1,2,3: 3 weights for 2 nodes"),
+        (["update.recency=2", "rollout.temperature=0.5"], "cannot change while update.recency is above 1"),
+    ],
+)
+def test_what_is_not_safe_is_refused_with_the_reason(run: Path, words: list[str], message: str) -> None:
+    for who in ({"master": True}, {"worker": 1}) if "contradicts" in message else ({"master": True},):
+        with pytest.raises(UsageError) as caught:
+            start(run, *words, **who)
+        assert message in str(caught.value)
+
+
+def test_the_number_of_nodes_changes_with_their_weights(run: Path) -> None:
+    found = start(run, "num_nodes=4", master=True)
+    assert found.stated == {"num_nodes": 4, "rank_weights": [1.0] * 4}
+    assert found.settings.rank_weights == (1.0,) * 4
+    with pytest.raises(UsageError, match="--worker 3: out of range, this run has 3 nodes"):
+        start(run, worker=3)
+    # One that names the new number may come before node 0 has changed it.
+    assert start(run, "num_nodes=4", worker=3).stated == {"num_nodes": 4}
+    record(run, 1, Revision(1, 1, found.stated, {"num_nodes": 3, "rank_weights": [1.0] * 3}))
+    assert start(run, worker=3).settings.num_nodes == 4
+
+
+# --- three daemons --------------------------------------------------------------------------------------------------------------
+
+
+def tasks_of(log_path: Path, iteration: int) -> int:
+    return len(load(RunPaths(log_path).merged(SPLITS[0], iteration))["trajectories"])
+
+
+def test_a_change_reaches_a_node_that_was_down(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 3, *FAST, "coordination.dead_s=4") as cluster:
+        cluster.start()
+        cluster.wait_for(lambda e: e["event"] == "iteration_finished")
+        cluster.kill(2)
+        cluster.kill(0)
+        cluster.flags = (*cluster.flags, "toy.tasks=6")
+        cluster.start(0)
+        changed = cluster.wait_for(lambda e: e["event"] == "settings_changed" and e["node_rank"] == 1)
+        since, generation = changed["from_iteration"], changed["generation"]
+        assert (changed["values"], changed["before"]) == ({"toy.tasks": 6}, {"toy.tasks": 24})
+        # A worker that says what held before is refused, and one that says nothing follows.
+        refused = Cluster(tmp_path, 3, *FAST)
+        with refused:
+            refused.start_as(2, "--worker", "2", "toy.tasks=24")
+            assert refused.wait() == {2: 2}
+        assert "toy.tasks=24 contradicts this run's settings (6)" in refused.said(2)
+        cluster.start(2)
+        back = cluster.wait_for(
+            lambda e: (e["event"], e["node_rank"]) == ("work_finished", 2) and e["generation"] > generation
+        )
+        cluster.wait_for(lambda e: e["event"] == "iteration_finished" and e["iteration"] > back["iteration"])
+        request_stop(cluster.log_path, now=False)
+        assert cluster.wait() == {0: 0, 1: 0, 2: 0}
+        done = max(e["iteration"] for e in cluster.events() if e["event"] == "iteration_finished")
+        assert {i: tasks_of(cluster.log_path, i) for i in range(1, done + 1)} == {
+            i: 24 if i < since else 6 for i in range(1, done + 1)
+        }
+    reader, status = look_once(cluster.log_path)
+    assert f"iteration {since}: toy.tasks 24 → 6" in page(reader, status)
