@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from fsbarrier.engine.placement import check_arguments, replicas
 from fsbarrier.errors import UsageError
 from fsbarrier.planning.memory import EXACT, GIB, Shard, UpdateLoad, choose_shard, shards_of
 from fsbarrier.planning.model_shape import ModelShape
-from fsbarrier.settings import deepspeed_config
 from fsbarrier.settings.sections import Settings, TrainerSettings
 
 # What an engine needs beside weights and cache: activations of one step, graphs, its context.
@@ -22,6 +22,8 @@ ENGINE_BYTES = 2 * GIB
 ASLEEP_BYTES = 2 * GIB
 # How far the search for enough nodes goes.
 MOST_NODES = 1024
+# Where the copy of the new weights lies by itself.
+IN_MEMORY = "/dev/shm"
 
 
 Change = Callable[[TrainerSettings], TrainerSettings]
@@ -48,6 +50,7 @@ class Plan:
     parameters: int
     # --- rollouts ---
     replicas: int
+    tensor_parallel_size: int
     groups_in_flight: int
     sequences_in_flight: int
     engine: Mapping[str, int]
@@ -56,6 +59,8 @@ class Plan:
     world: int
     shard: Shard
     shards: int
+    # With DeepSpeed, which of its stages.
+    zero_stage: int | None
     trajectories: int
     minibatch: int
     optimizer_steps: int
@@ -68,13 +73,15 @@ class Plan:
     model_bytes: int
     trainer_state_bytes: int
     kept_bytes: int
+    # Of each node's own memory: what is offloaded, and the copy of the new weights for its engines.
     host: int
+    weights_copy: int
     problems: tuple[str, ...]
 
     @property
     def copies(self) -> int:
         """How many copies of the policy there are in an update."""
-        return self.world // self.shards
+        return self.world // (self.shards if self.zero_stage not in (1, 2) else 1)
 
     @property
     def update_bytes(self) -> int:
@@ -98,16 +105,11 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Plan:
     exact_copy = 0 if serving == EXACT else EXACT
     model = shape.parameters * serving
     state = load.trained * (2 * EXACT + exact_copy)
-    host = load.on_host * per_node
-    if cluster.host_bytes and host > cluster.host_bytes:
-        problems.append(
-            f"trainer.offload={trainer.offload}: needs {_gib(host)} of each node's memory, there are {_gib(cluster.host_bytes)}; "
-            "more nodes, or trainer.offload=none"
-        )
     return Plan(
         cluster=cluster,
         parameters=shape.parameters,
         replicas=count,
+        tensor_parallel_size=settings.engine.tensor_parallel_size,
         groups_in_flight=rollout.concurrency * count * cluster.nodes,
         sequences_in_flight=rollout.concurrency * count * cluster.nodes * rollout.samples,
         engine=engine,
@@ -115,6 +117,7 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Plan:
         world=world,
         shard=shard,
         shards=load.shards,
+        zero_stage=load.zero.stage if load.zero else None,
         trajectories=trajectories,
         minibatch=trainer.minibatch,
         optimizer_steps=steps,
@@ -126,7 +129,8 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Plan:
         model_bytes=model,
         trainer_state_bytes=state,
         kept_bytes=(model + state) * (settings.checkpoint.keep + 1),
-        host=host,
+        host=load.on_host * per_node,
+        weights_copy=model if copies_weights(settings, cluster) else 0,
         problems=tuple(problems),
     )
 
@@ -136,6 +140,15 @@ def processes_per_node(trainer: TrainerSettings, cluster: Cluster) -> int:
     return trainer.processes_per_node or max(1, cluster.accelerators)
 
 
+def copies_weights(settings: Settings, cluster: Cluster) -> bool:
+    """Whether a node has a copy of the new weights in its memory (`checkpoint.weights_dir`). Several nodes share a directory over the
+    network, and then there is one by default."""
+    place = settings.checkpoint.weights_dir
+    if place == "auto":
+        return settings.manages_engine and cluster.nodes > 1
+    return settings.manages_engine and Path(place).is_relative_to(IN_MEMORY)
+
+
 def update_load(shape: ModelShape, settings: Settings, cluster: Cluster) -> tuple[Shard, UpdateLoad]:
     """How the update is sharded, and what one process of it takes then."""
     trainer, on_cpu = settings.trainer, not cluster.accelerators
@@ -143,10 +156,9 @@ def update_load(shape: ModelShape, settings: Settings, cluster: Cluster) -> tupl
     element = EXACT if dtype == "float32" else 2
     load = UpdateLoad.whole(shape, settings, element=element, accelerated=not on_cpu)
     per_node, chosen = processes_per_node(trainer, cluster), trainer.shard
-    if trainer.backend == "deepspeed":
-        given = deepspeed_config.read(trainer.deepspeed)
-        # The first two stages take more than "all" and less than this.
-        chosen = "all" if deepspeed_config.stage_of(given) == 3 else "none"
+    if load.zero:
+        # Whatever its stage, it shards something over all processes.
+        chosen = "all"
     if chosen == "auto":
         available = _available(cluster, per_node)
         chosen = choose_shard(
@@ -179,33 +191,36 @@ def _engine(
         return {}, 0, count, []
     size = engine.tensor_parallel_size
     parts, tokens = _engine_parts(shape, settings, cluster, size)
-    if not parts:
-        return (
-            {},
-            0,
-            count,
-            [
-                f"engine.tensor_parallel_size={size}: the attention of this model cannot be split so; give a divisor of its "
-                f"{shape.heads} heads"
-            ],
-        )
-    if tokens >= engine.max_model_len:
+    if parts and tokens >= engine.max_model_len:
         return parts, tokens, count, []
-    budget = int(cluster.memory_bytes * engine.gpu_memory_utilization)
-    sizes = (more for more in range(size + 1, cluster.accelerators + 1) if cluster.accelerators % more == 0)
-    fits = next(
-        (more for more in sizes if _engine_parts(shape, settings, cluster, more)[1] >= engine.max_model_len),
-        None,
-    )
+    # One that leaves no accelerator idle comes first.
+    sizes = sorted(range(1, cluster.accelerators + 1), key=lambda one: (cluster.accelerators % one > 0, one))
+    fits = [one for one in sizes if _engine_parts(shape, settings, cluster, one)[1] >= engine.max_model_len]
     nearest = (
-        f"engine.tensor_parallel_size={fits}" if fits else "a smaller model, or accelerators with more memory"
+        f"engine.tensor_parallel_size={fits[0]}"
+        if fits
+        else "a smaller model, or accelerators with more memory"
     )
-    problem = (
-        f"engine.tensor_parallel_size={size}: weights of {_gib(parts['weights'])} leave room for {tokens:,} tokens in the "
-        f"{_gib(budget)} that an engine may take, one sequence has {engine.max_model_len:,} (engine.max_model_len); "
-        f"the nearest that works: {nearest}"
+    if not parts:
+        why = f"{shape.heads} heads of attention, {shape.key_value_heads} of keys and a width of {shape.feed_forward:,} cannot be split so"
+    else:
+        budget = int(cluster.memory_bytes * engine.gpu_memory_utilization)
+        why = (
+            f"weights of {_gib(parts['weights'])} leave room for {tokens:,} tokens in the {_gib(budget)} that an engine may take, one "
+            f"sequence has {engine.max_model_len:,} (engine.max_model_len)"
+        )
+    return (
+        parts,
+        tokens,
+        count,
+        [f"engine.tensor_parallel_size={size}: {why}; the nearest that works: {nearest}"],
     )
-    return parts, tokens, count, [problem]
+
+
+def _splits(shape: ModelShape, size: int) -> bool:
+    """Whether vLLM can split the model over `size` accelerators: heads and widths evenly, heads of keys too or each over several."""
+    keys = shape.key_value_heads
+    return not (shape.heads % size or shape.feed_forward % size) and (keys % size == 0 or size % keys == 0)
 
 
 def _engine_parts(
@@ -213,7 +228,7 @@ def _engine_parts(
 ) -> tuple[dict[str, int], int]:
     """What an engine over `size` accelerators takes of each, and how many tokens its cache holds; ({}, 0) where none can be."""
     engine = settings.engine
-    if shape.heads % size:
+    if not _splits(shape, size):
         return {}, 0
     element = EXACT if engine.dtype == "float32" else 2
     weights = shape.parameters * element // size
@@ -235,57 +250,86 @@ def _engine_parts(
 def _update_problems(
     shape: ModelShape, settings: Settings, cluster: Cluster, load: UpdateLoad, shard: Shard
 ) -> list[str]:
-    if settings.trainer.command is not None:
+    if settings.trainer.command is not None or _fits(load, settings, cluster):
         return []
-    available = _available(cluster, processes_per_node(settings.trainer, cluster))
-    if load.total <= available:
-        return []
-    parts = ", ".join(f"{name} {_gib(amount)}" for name, amount in load.parts.items() if amount)
+    per_node = processes_per_node(settings.trainer, cluster)
+    available, host = _available(cluster, per_node), load.on_host * per_node
+    how = f"DeepSpeed ZeRO-{load.zero.stage}" if load.zero else f"trainer.shard={shard}"
+    why = []
+    if load.total > available:
+        parts = ", ".join(f"{name} {_gib(amount)}" for name, amount in load.parts.items() if amount)
+        each = "accelerator" if cluster.accelerators else "process"
+        why.append(
+            f"{how}: the update needs {_gib(load.total)} of each {each} ({parts}), there are {_gib(available)}"
+        )
+    if _exceeds_host(load, per_node, cluster):
+        why.append(
+            f"trainer.offload={load.offload}: needs {_gib(host)} of each node's memory, there are {_gib(cluster.host_bytes)}"
+        )
     nearest = " or ".join(_nearest(settings, shape, cluster)) or "none on machines like these"
-    return [
-        f"trainer.shard={shard}: the update needs {_gib(load.total)} of each accelerator ({parts}), there are {_gib(available)}; "
-        f"the nearest that works: {nearest}"
-    ]
+    return [f"{'; '.join(why)}; the nearest that works: {nearest}"]
+
+
+def _fits(load: UpdateLoad, settings: Settings, cluster: Cluster) -> bool:
+    per_node = processes_per_node(settings.trainer, cluster)
+    return load.total <= _available(cluster, per_node) and not _exceeds_host(load, per_node, cluster)
+
+
+def _exceeds_host(load: UpdateLoad, per_node: int, cluster: Cluster) -> bool:
+    return bool(cluster.host_bytes) and load.on_host * per_node > cluster.host_bytes
 
 
 def _nearest(settings: Settings, shape: ModelShape, cluster: Cluster) -> Iterator[str]:
     """What would make the update fit: settings, each kept as the next is added, and a number of nodes."""
-    trainer, longest = settings.trainer, settings.engine.max_model_len
-    changes: tuple[tuple[str, str, Change], ...] = (
-        ("shard", "all", lambda t: replace(t, shard="all")),
-        ("gradient_checkpointing", "true", lambda t: replace(t, gradient_checkpointing=True)),
-        (
-            "max_tokens_per_micro_batch",
-            str(longest),
-            lambda t: replace(t, max_tokens_per_micro_batch=min(longest, t.max_tokens_per_micro_batch)),
-        ),
-        ("offload", "optimizer", lambda t: replace(t, offload="optimizer")),
-        ("offload", "all", lambda t: replace(t, offload="all")),
-    )
+    trainer, said = settings.trainer, dict[str, str]()
     per_node = processes_per_node(trainer, cluster)
 
     def load_with(changed: TrainerSettings, machines: Cluster) -> UpdateLoad:
         return update_load(shape, replace(settings, trainer=changed), machines)[1]
 
-    needed, said = load_with(trainer, cluster).total, dict[str, str]()
-    for name, value, change in changes:
-        load = load_with(change(trainer), cluster)
-        # Some are in effect already.
-        if load.total < needed:
-            trainer, needed, said[name] = change(trainer), load.total, value
-        if needed <= _available(cluster, per_node):
-            host = f" ({_gib(load.on_host * per_node)} of each node's memory)" if load.on_host else ""
-            yield " ".join(f"trainer.{each}={text}" for each, text in said.items()) + host
+    load = load_with(trainer, cluster)
+    if _exceeds_host(load, per_node, cluster):
+        trainer, said["offload"] = replace(trainer, offload="none"), "trainer.offload=none"
+        load = load_with(trainer, cluster)
+    changes = iter(_changes(settings))
+    while not _fits(load, settings, cluster):
+        name, words, change = next(changes, ("", "", None))
+        if change is None:
             break
-    if said.keys() == {"shard"}:
-        return
+        changed = load_with(change(trainer), cluster)
+        # Some are in effect already, and some need what the host does not have.
+        if changed.total < load.total and not _exceeds_host(changed, per_node, cluster):
+            trainer, load, said[name] = change(trainer), changed, words
+    else:
+        host = f" ({_gib(load.on_host * per_node)} of each node's memory)" if load.on_host else ""
+        yield " ".join(said.values()) + host
+        if said.keys() <= {"shard", "stage"}:
+            return
     auto = replace(settings.trainer, shard="auto")
     for nodes in range(cluster.nodes + 1, MOST_NODES + 1):
         machines = replace(cluster, nodes=nodes)
-        if load_with(auto, machines).total <= _available(machines, per_node):
+        if _fits(load_with(auto, machines), settings, machines):
             said_so = settings.trainer.shard in ("auto", "all")
             yield f"{nodes} nodes{'' if said_so else ' with trainer.shard=auto'}"
             break
+
+
+def _changes(settings: Settings) -> Iterator[tuple[str, str, Change]]:
+    """What takes less memory, the cheapest first: the setting's name, how it is given, and the change."""
+    trainer, longest = settings.trainer, settings.engine.max_model_len
+    if trainer.backend == "torch":
+        yield "shard", "trainer.shard=all", lambda t: replace(t, shard="all")
+    elif trainer.deepspeed:
+        # Without a file it is stage 3.
+        stage = f"zero_optimization.stage=3 in {trainer.deepspeed}"
+        yield "stage", stage, lambda t: replace(t, deepspeed=None)
+    checkpointing = "trainer.gradient_checkpointing=true"
+    yield "checkpointing", checkpointing, lambda t: replace(t, gradient_checkpointing=True)
+    fewer = min(longest, trainer.max_tokens_per_micro_batch)
+    tokens = f"trainer.max_tokens_per_micro_batch={fewer}"
+    yield "tokens", tokens, lambda t: replace(t, max_tokens_per_micro_batch=fewer)
+    yield "offload", "trainer.offload=optimizer", lambda t: replace(t, offload="optimizer")
+    yield "offload", "trainer.offload=all", lambda t: replace(t, offload="all")
 
 
 def _gib(amount: int) -> str:

@@ -6,11 +6,12 @@ in the journal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from fsbarrier.planning.model_shape import ModelShape
+from fsbarrier.settings import deepspeed_config
 from fsbarrier.settings.sections import Settings
 
 Shard = Literal["none", "node", "all"]
@@ -29,11 +30,37 @@ UNITS_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
+class Zero:
+    """How DeepSpeed shards: from `stage` 1 on the optimizer's state, from 2 on gradients, in 3 the policy too. Numbers, not bytes:
+    `bucket` of them it adds up at once, and at most `gathered` of the policy are whole in stage 3."""
+
+    stage: int
+    bucket: int
+    gathered: int
+
+    @classmethod
+    def of_file(cls, path: str | None) -> Self:
+        """Raises UsageError."""
+        given = deepspeed_config.read(path)
+        zero = given.get(deepspeed_config.ZERO)
+        known = zero if isinstance(zero, dict) else {}
+
+        def count(name: str, otherwise: int) -> int:
+            value = known.get(name)
+            return int(value) if isinstance(value, int | float) else otherwise
+
+        # The defaults are DeepSpeed's own.
+        bucket = count("reduce_bucket_size", 500_000_000)
+        return cls(deepspeed_config.stage_of(given), bucket, count("stage3_max_live_parameters", 10**9))
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateLoad:
     """One process's part of an update. `shards`: over how many processes one copy of the model is split.
 
     `element`: the bytes of a number in the type it computes in. `tokens`: of one micro-batch, padding included. `logits`: so
     many positions have logits at once. `trained`: the parameters that have gradients, fewer than all with adapters.
+    `reference`: whether it is held against another policy. `zero`: with DeepSpeed, how that shards; `shards` are then all processes.
     """
 
     shape: ModelShape
@@ -44,10 +71,12 @@ class UpdateLoad:
     trained: int
     checkpointing: bool = False
     offload: Offload = "none"
+    reference: bool = False
+    zero: Zero | None = None
 
     @classmethod
     def whole(cls, shape: ModelShape, settings: Settings, *, element: int, accelerated: bool) -> Self:
-        """Of an update with these settings where each process has a copy of its own."""
+        """Of an update with these settings where each process has a copy of its own. Raises UsageError for a file of DeepSpeed's."""
         trainer, lora = settings.trainer, settings.lora
         # A trajectory that is longer than a micro-batch is alone in it.
         tokens = max(settings.engine.max_model_len, trainer.max_tokens_per_micro_batch)
@@ -61,63 +90,118 @@ class UpdateLoad:
             trained=shape.adapter_parameters(lora.rank, lora.targets) if lora.rank else shape.parameters,
             checkpointing=accelerated if checkpointing is None else checkpointing,
             offload=trainer.offload,
+            reference=settings.algorithm.kl_coef > 0,
+            zero=Zero.of_file(trainer.deepspeed) if trainer.backend == "deepspeed" else None,
         )
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """Bytes on the accelerator, by part."""
-        shape, shards = self.shape, self.shards
-        # With adapters the base has no master weights of its own.
-        base = self.element if self.trained < shape.parameters else EXACT
-        sharded = (
-            shape.parameters * base + (shape.parameters > self.trained) * self.trained * EXACT
-        ) // shards
-        unit = shape.largest_unit
-        # A copy that is whole in the type it computes in is not gathered.
-        gathered = UNITS_AHEAD * unit * self.element if shards > 1 or self.element < base else 0
-        if gathered and self.trained == shape.parameters:
-            gathered += unit * (self.element + EXACT)
-        gradients, moments = self.trained * EXACT // shards, 2 * self.trained * EXACT // shards
-        return {
-            "weights": 0 if self.offload == "all" else sharded,
-            "gathered": gathered,
-            "gradients": 0 if self.offload == "all" else gradients,
-            "moments": moments if self.offload == "none" else 0,
-            "activations": activation_bytes(
-                shape, self.tokens, self.element, checkpointing=self.checkpointing
-            ),
-            "logits": self.logits * shape.vocabulary * EXACT * LOGITS_COPIES,
-            "overhead": OVERHEAD_BYTES,
-        }
+        """Bytes on the accelerator, by part, at the moment when there are most."""
+        return max(self._moments(), key=lambda parts: sum(parts.values()))
 
     @property
     def total(self) -> int:
-        """The most that is there at once, in bytes."""
-        parts = self.parts
-        if self.offload != "optimizer":
-            return sum(parts.values())
-        # The optimizer steps on the accelerator: all moments are there then, and what the backward pass needed no longer is.
-        moments = replace(self, offload="none").parts["moments"]
-        stepping = parts["weights"] + parts["gradients"] + moments + parts["overhead"]
-        return max(sum(parts.values()), stepping)
+        return sum(self.parts.values())
+
+    def _moments(self) -> Iterator[Mapping[str, int]]:
+        held = self._held_by_deepspeed(self.zero) if self.zero else self._held()
+        logits = self.logits * self.shape.vocabulary * EXACT * LOGITS_COPIES
+        computing = {"logits": logits, "overhead": OVERHEAD_BYTES}
+        # The backward pass of a micro-batch.
+        yield {
+            **held,
+            "activations": activation_bytes(
+                self.shape, self.tokens, self.element, checkpointing=self.checkpointing
+            ),
+            **computing,
+        }
+        if self.offload == "optimizer" and self.zero is None:
+            # PyTorch's optimizer steps on the accelerator: all moments are there then, and what the backward pass needed no longer is.
+            moments = 2 * self.trained * EXACT // self.shards
+            yield {**held, "gathered": 0, "moments": moments, "overhead": OVERHEAD_BYTES}
+        if self.reference:
+            # Before the first step the other policy is read, without gradients, and let go again.
+            activations = layer_bytes(self.shape, self.tokens, self.element)
+            mine = held if self.zero else {**held, "gradients": 0}
+            yield {**mine, **self._reference_parts(), "activations": activations, **computing}
+
+    def _held(self) -> dict[str, int]:
+        """What one process has of the policy and its optimizer while it computes; a copy that is whole in the type that it computes
+        in is not gathered."""
+        shape, shards, everything = self.shape, self.shards, self.trained == self.shape.parameters
+        # With adapters the base has no master weights of its own.
+        base = EXACT if everything else self.element
+        sharded = (shape.parameters * base + (not everything) * self.trained * EXACT) // shards
+        away = self.offload == "all"
+        gathered = 0
+        if shards > 1 or self.element < base or away:
+            gathered = shape.largest_unit * (UNITS_AHEAD * self.element + everything * (self.element + EXACT))
+        return {
+            "weights": 0 if away else sharded,
+            "gathered": gathered,
+            "gradients": 0 if away else self.trained * EXACT // shards,
+            "moments": 2 * self.trained * EXACT // shards if self.offload == "none" else 0,
+        }
+
+    def _held_by_deepspeed(self, zero: Zero) -> dict[str, int]:
+        """The same, of which DeepSpeed shards more with each stage. It has float32 weights beside those that it computes with."""
+        count, shards, offloaded = self.shape.parameters, self.shards, self.offload != "none"
+        computed_with = count * self.element // (shards if zero.stage == 3 else 1)
+        own = 0 if offloaded else count * EXACT // shards
+        if zero.stage == 1:
+            # In less precision there is a sum in float32 beside the gradient of the micro-batch.
+            gradients = count * (EXACT + (self.element if self.element < EXACT else 0))
+        else:
+            gradients = min(count, zero.bucket) * EXACT + own
+        gathered = 0
+        if zero.stage == 3:
+            gathered = max(min(count, zero.gathered), self.shape.largest_unit) * self.element
+        return {
+            "weights": own + (0 if self.offload == "all" and zero.stage == 3 else computed_with),
+            "gathered": gathered,
+            "gradients": gradients,
+            "moments": 2 * own,
+        }
+
+    def _reference_parts(self) -> dict[str, int]:
+        """A copy of its own on each process in the type that is computed in, or shards in float32 (log_prob_pass.py)."""
+        if self.shards == 1:
+            return {"reference": self.shape.parameters * self.element}
+        gathered = UNITS_AHEAD * self.shape.largest_unit * self.element
+        sharded = 0 if self.offload == "all" else self.shape.parameters * EXACT // self.shards
+        return {"reference": sharded, "gathered": gathered}
 
     @property
     def on_host(self) -> int:
         """Bytes of the host's memory that this process's offloaded parts take."""
+        if self.offload == "none":
+            return 0
         moments = 2 * self.trained * EXACT // self.shards
-        weights = (self.shape.parameters + self.trained) * EXACT // self.shards
-        return {"none": 0, "optimizer": moments, "all": moments + weights}[self.offload]
+        if self.zero:
+            # The optimizer steps there, so the float32 weights and their gradients are there with the moments.
+            parameters = self.shape.parameters * self.element // self.shards if self.offload == "all" else 0
+            return 2 * moments + parameters
+        if self.offload == "optimizer":
+            return moments
+        reference = self.shape.parameters * EXACT if self.reference and self.shards > 1 else 0
+        weights = (self.shape.parameters + self.trained) * EXACT
+        return moments + (weights + reference) // self.shards
 
 
 def activation_bytes(shape: ModelShape, tokens: int, element: int, *, checkpointing: bool) -> int:
     """What the backward pass needs of the forward pass. Attention keeps no matrix of all pairs of tokens."""
-    widths = 8 * shape.hidden + 3 * shape.attention + 4 * shape.key_value + 4 * shape.feed_forward
-    # The two norms of a layer compute in float32.
-    layer = tokens * (widths * element + 2 * shape.hidden * EXACT)
+    layer = layer_bytes(shape, tokens, element)
     if not checkpointing:
         return shape.layers * layer
     # Each layer's input, and one layer as a whole while it is computed again.
     return shape.layers * tokens * shape.hidden * element + layer
+
+
+def layer_bytes(shape: ModelShape, tokens: int, element: int) -> int:
+    """What one layer computes from its input."""
+    widths = 8 * shape.hidden + 3 * shape.attention + 4 * shape.key_value + 4 * shape.feed_forward
+    # The two norms of a layer compute in float32.
+    return tokens * (widths * element + 2 * shape.hidden * EXACT)
 
 
 def choose_shard(load: UpdateLoad, *, nodes: int, per_node: int, available: int, host: int = 0) -> Shard:

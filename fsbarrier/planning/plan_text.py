@@ -18,20 +18,27 @@ def lines(plan: Plan) -> list[str]:
     if cluster.accelerators:
         machines += f" of {_count(cluster.accelerators, 'accelerator')} with {_size(cluster.memory_bytes)}"
     each = "each accelerator" if cluster.accelerators else "each process"
+    used = plan.replicas * plan.tensor_parallel_size
+    idle = ""
+    if 0 < used < cluster.accelerators:
+        idle = f" over {_count(used, 'accelerator')}, {cluster.accelerators - used} idle"
     said = [
         machines,
-        f"rollouts      {_count(plan.replicas, 'engine')} a node; {plan.groups_in_flight:,} groups, "
+        f"rollouts      {_count(plan.replicas, 'engine')} a node{idle}; {plan.groups_in_flight:,} groups, "
         f"{plan.sequences_in_flight:,} sequences in flight at most",
     ]
     if plan.engine:
         said.append(
             f"  {each}: {_parts(plan.engine)}; the cache holds {plan.cache_tokens:,} tokens an engine"
         )
-    sharded = (
-        "a copy on each" if plan.shards == 1 else f"{_count(plan.copies, 'copy')}, each over {plan.shards}"
-    )
+    if plan.copies == plan.world:
+        sharded = f"shard={plan.shard}: a copy on each"
+    else:
+        sharded = f"shard={plan.shard}: {_count(plan.copies, 'copy')}, each over {plan.world // plan.copies}"
+    if plan.zero_stage is not None:
+        sharded = f"DeepSpeed ZeRO-{plan.zero_stage}: {sharded.partition(': ')[2]}"
     said += [
-        f"update        {_count(plan.world, 'process')}, shard={plan.shard}: {sharded}",
+        f"update        {_count(plan.world, 'process')}, {sharded}",
         f"  {plan.trajectories:,} trajectories, {_count(plan.optimizer_steps, 'step')} of {plan.minibatch:,}; a process takes "
         f"{_count(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_tokens:,} tokens a step, {plan.update_tokens:,} tokens an "
         "update, at most",
@@ -39,8 +46,15 @@ def lines(plan: Plan) -> list[str]:
         f"checkpoint    model {_size(plan.model_bytes)}, trainer state {_size(plan.trainer_state_bytes)}; "
         f"{_size(plan.kept_bytes)} on disk with those that are kept",
     ]
+    host = []
     if plan.host:
-        said.append(f"host memory   {_size(plan.host)} of each node")
+        host.append(f"{_size(plan.host)} for what is offloaded")
+    if plan.weights_copy:
+        host.append(
+            f"{_size(plan.weights_copy)} for a copy of the new weights (checkpoint.weights_dir), if half of what is left has room for it"
+        )
+    if host:
+        said.append(f"host memory   of each node {'; '.join(host)}")
     return said
 
 

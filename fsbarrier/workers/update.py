@@ -241,8 +241,7 @@ def estimated_memory_gb(model_folder: Path, settings: Settings, trainer: Trainer
         load = update_load(model_folder, settings, trainer.processes)
     except UsageError:
         return None
-    shards = 1 if trainer.layout.has_it_whole else trainer.layout.shards
-    return round(replace(load, shards=shards).total / 1e9, 3)
+    return round(replace(load, shards=trainer.layout.shards).total / 1e9, 3)
 
 
 def metrics(totals: Sums, batch: TrainingBatch) -> dict[str, object]:
