@@ -214,7 +214,7 @@ def tasks_cut_off(
 def evaluates(ctx: Context) -> bool:
     """Whether this iteration evaluates."""
     interval = ctx.settings.eval_interval
-    due = interval == 1 or ctx.iteration % interval == 1
+    due = interval == 1 or (interval > 1 and ctx.iteration % interval == 1)
     return due and ctx.settings.rollout_split != "train-only"
 
 

@@ -190,7 +190,11 @@ CASES = {
         PING + "--rollout-split eval-only",
         ["--rollout-split", "--rl-phase rollout"],
     ),
-    "eval interval zero": (PING + "--eval-interval 0", ["--eval-interval", "1 or more"]),
+    "eval interval below zero": (PING + "--eval-interval -1", ["--eval-interval", "0 or more"]),
+    "nothing but an evaluation, and never one": (
+        PING + "--rl-phase rollout --rollout-split eval-only --eval-interval 0",
+        ["--eval-interval 0", "--rollout-split eval-only"],
+    ),
     "more min nodes than nodes": (PING + "--min-nodes 2", ["--min-nodes 2", "num_nodes=1"]),
     "unknown failure policy": (
         PING + "--on-node-failure retry",

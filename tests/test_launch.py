@@ -14,11 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from fsbarrier.commands.run import demo_path, is_finished
+from fsbarrier.commands.run import demo_path, is_finished, leave_other_runs_alone
+from fsbarrier.errors import UsageError
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Beat
+from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.journal import read_events
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.settings.resolve import resolve
+from fsbarrier.settings.sources import ChosenValue
 
 REPO = Path(__file__).resolve().parent.parent
 FAST = ("coordination.beat_s=0.2", "coordination.suspect_s=1", "coordination.dead_s=2")
@@ -203,6 +207,19 @@ def test_a_node_that_fails_before_they_begin_ends_the_start(tmp_path: Path) -> N
     assert done.returncode == 3, done.stdout + done.stderr
     assert "node 1: fsbarrier: error: cannot join the run" in done.stderr
     assert leftovers(tmp_path / "run") == []
+
+
+def test_the_demo_takes_nobody_s_own_run(tmp_path: Path) -> None:
+    def goes_on(name: str, data: str | None, program: str = "rl") -> None:
+        settings = resolve((), {"data_path": data, "program": program})
+        runrecord.publish(runrecord.new(tmp_path / name, settings, tasks={}, model=None))
+        leave_other_runs_alone((ChosenValue("log_path", str(tmp_path / name), "--log-path"),))
+
+    leave_other_runs_alone((ChosenValue("log_path", str(tmp_path / "new"), "--log-path"),))
+    goes_on("demo", str(tmp_path / "demo" / "demo"))
+    for name, data, program in (("one", "/data", "rl"), ("two", None, "ping")):
+        with pytest.raises(UsageError, match=f"{name} is a run of your own"):
+            goes_on(name, data, program)
 
 
 def test_the_demo_goes_on_with_an_unfinished_run(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from fsbarrier.cli import main
+from fsbarrier.launchers.job import commands_here
 from fsbarrier.launchers.ssh import read_hosts
 from fsbarrier.rundir.journal import read_events
 
@@ -190,6 +191,18 @@ def test_a_node_that_is_killed_later_ends_nobody(connection: str, launched: Call
         return any(e.name == "generation_started" and e.generation == 2 for e in read_events(run.log_path))
 
     until(alone, "node 0 does not go on")
+
+
+def test_the_command_that_stops_is_there_in_an_environment_of_one_s_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only the clone's own environment has a command `fsbarrier` with the clone's code."""
+    assert commands_here(None)[1][0].endswith("/.venv/bin/fsbarrier")
+    monkeypatch.setenv("FSBARRIER_VENV", "/elsewhere")
+    run, stop = commands_here(None)
+    assert run[0].endswith("/run.sh")
+    told = subprocess.run([*stop, "--help"], capture_output=True, text=True, cwd="/")
+    assert told.returncode == 0 and "usage: fsbarrier stop" in told.stdout
 
 
 def test_hosts(tmp_path: Path) -> None:

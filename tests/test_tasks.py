@@ -6,12 +6,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fsbarrier.data.tasks import count_tasks, read_tasks
 from fsbarrier.errors import UsageError
+from fsbarrier.loader import load_program
+from fsbarrier.settings.sections import Settings
+from fsbarrier.start.task_files import check_recorded, needed_splits
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -145,3 +149,16 @@ def test_reading_json_lines_imports_nothing_heavy(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_run_that_never_evaluates_needs_no_test_tasks() -> None:
+    assert needed_splits(Settings()) == ("train", "test")
+    never = Settings(eval_interval=0)
+    assert needed_splits(never) == ("train",)
+    check_recorded(never, ["train"])
+    with pytest.raises(UsageError, match="began without test tasks"):
+        check_recorded(Settings(), ["train"])
+    decide: Any = load_program("rl").rows[5].leader
+    evaluates = decide.__globals__["evaluates"]
+    contexts = [SimpleNamespace(settings=Settings(eval_interval=n), iteration=1) for n in (0, 1, 2)]
+    assert [evaluates(ctx) for ctx in contexts] == [False, True, True]

@@ -16,11 +16,17 @@ _HELP = {
         "P",
         "the run directory, the same on all nodes (default: $FSBARRIER_LOG_PATH, else runs/default)",
     ),
-    "--model": ("M", "Hugging Face model folder, or a name below the data path or in the local cache"),
+    "--model": (
+        "M",
+        "Hugging Face model folder, or a name below the data path or in the local cache; nothing is downloaded",
+    ),
     "--program": ("NAME|FILE.py", "what an iteration is: rl (default), toy, ping, or your own"),
     "--rl-phase": ("rollout|update|both", "phases 0-6, 7-13, or all (default)"),
     "--rollout-split": ("train-only|eval-only", "with --rl-phase rollout"),
-    "--eval-interval": ("N", "evaluate when iteration %% N == 1; every iteration for 1 (default)"),
+    "--eval-interval": (
+        "N",
+        "evaluate when iteration %% N == 1; every iteration for 1 (default), never for 0",
+    ),
     "--num-nodes": (
         "N|A:B",
         "nodes of the run (default 1); A:B begins with at least A, takes in others as they come, and ends with fewer than A",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.start import preflight
 
@@ -93,7 +94,25 @@ def _demo(args: argparse.Namespace, chosen: tuple[ChosenValue, ...]) -> int:
     if not any(item.key == "log_path" for item in chosen):
         path = demo_path(preflight.default_log_path(os.environ).parent)
         chosen = (*chosen, ChosenValue("log_path", str(path), "--log-path"))
-    return local.run_all(chosen, {"num_nodes": DEMO_NODES, **DEMO_SETTINGS}, args, flags.say)
+    defaults = {"num_nodes": DEMO_NODES, **DEMO_SETTINGS}
+    leave_other_runs_alone(chosen)
+    return local.run_all(chosen, defaults, args, flags.say)
+
+
+def leave_other_runs_alone(chosen: tuple[ChosenValue, ...]) -> None:
+    """Raises UsageError where the run directory has a run that no demo made: `--demo` would go on with it."""
+    from fsbarrier.rundir import runrecord
+
+    by_key = {item.key: item.value for item in chosen}
+    log_path = preflight.absolute(str(by_key["log_path"]))
+    if not runrecord.exists(log_path):
+        return
+    recorded = runrecord.load(log_path).settings
+    own_data = recorded.data_path not in (None, str(RunPaths(log_path).demo))
+    if own_data or recorded.program != by_key.get("program", "rl"):
+        raise UsageError(
+            f"--demo: {log_path} is a run of your own; name another --log-path, or drop --demo to go on with it"
+        )
 
 
 def demo_path(runs: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -50,7 +51,11 @@ def commands_here(chosen: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]
     """
     clone = preflight.checkout()
     if chosen is None and clone is not None and (clone / "run.sh").is_file():
-        return (str(clone / "run.sh"),), (str(clone / ".venv" / "bin" / "fsbarrier"), "stop")
+        stop: tuple[str, ...] = (str(clone / ".venv" / "bin" / "fsbarrier"), "stop")
+        if os.environ.get("FSBARRIER_VENV"):
+            # An environment that is not this clone's has this clone's code only by its path.
+            stop = ("env", f"PYTHONPATH={clone}", sys.executable, "-P", "-m", "fsbarrier", "stop")
+        return (str(clone / "run.sh"),), stop
     fsbarrier = [sys.executable, "-P", "-m", "fsbarrier"] if chosen is None else split("--fsbarrier", chosen)
     return (*fsbarrier, "run"), (*fsbarrier, "stop")
 

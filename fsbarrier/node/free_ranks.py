@@ -28,7 +28,7 @@ def free_ranks(record: RunRecord, settings: Settings) -> Iterator[StartName]:
     then those whose node said that it ended; last those of which nothing is heard for `dead_s`. Whoever takes a rank of the first kind
     still has to find out whether its last start lives (`hold_rank`).
     """
-    newest = _newest_starts(record)
+    newest = _newest_starts(record, settings.num_nodes)
     yield from (
         _next(start)
         for start in newest.values()
@@ -48,9 +48,9 @@ def free_ranks(record: RunRecord, settings: Settings) -> Iterator[StartName]:
     yield from (_next(newest[rank]) for rank in _silent(record, others, settings.coordination.dead_s))
 
 
-def _newest_starts(record: RunRecord) -> Mapping[int, StartName]:
+def _newest_starts(record: RunRecord, num_nodes: int) -> Mapping[int, StartName]:
     """The newest start of each rank; incarnation 0 where there was none."""
-    found = {rank: StartName(rank, 0) for rank in range(record.settings.num_nodes)}
+    found = {rank: StartName(rank, 0) for rank in range(num_nodes)}
     for start in START.parse_all(PosixStore().names(record.paths.joins)):
         if start.rank in found:
             found[start.rank] = max(found[start.rank], start)

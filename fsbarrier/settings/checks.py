@@ -104,6 +104,10 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
         f"{as_chosen('rollout_split')}: only with --rl-phase rollout (this run: {as_chosen('rl_phase')})",
     )
     require(
+        s.rollout_split != "eval-only" or s.eval_interval > 0,
+        f"{as_chosen('eval_interval')}: evaluates nothing, and {as_chosen('rollout_split')} does nothing else",
+    )
+    require(
         c.beat_s < c.suspect_s,
         f"{as_chosen('coordination.beat_s')}: must be below {as_chosen('coordination.suspect_s')}",
     )

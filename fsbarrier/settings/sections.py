@@ -539,8 +539,10 @@ class Settings(Section):
     rollout_split: Literal["train-only", "eval-only"] | None = setting(
         None, "With `rl_phase=rollout`: only train rollouts, or only the evaluation; none: both.", EACH_START
     )
-    eval_interval: Count = setting(
-        1, "Evaluate when iteration % N == 1 (N = 1: every iteration).", NEXT_ITERATION
+    eval_interval: CountOrZero = setting(
+        1,
+        "Evaluate when iteration % N == 1 (1: every iteration; 0: never, and no test tasks are needed).",
+        NEXT_ITERATION,
     )
     num_nodes: Nodes = setting(1, "Nodes of the run.", AT_ONCE)
     rank_weights: Weights = setting(

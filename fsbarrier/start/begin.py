@@ -271,6 +271,8 @@ def _join(
     until = typed.iterations if "iterations" in chosen else settings.iterations
     settings = _with_choices(chosen, typed, settings)
     _check_slice(settings, program)
+    if "data" in program.needs:
+        task_files.check_recorded(settings, record.tasks)
     return Start(
         record, settings, rank.value if rank else 0, until, created=False, mount=mount, stated=stated
     )

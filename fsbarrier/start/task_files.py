@@ -21,7 +21,7 @@ def needed_splits(settings: Settings) -> tuple[str, ...]:
     if settings.rl_phase == "update":
         return ()
     return {"train-only": ("train",), "eval-only": ("test",)}.get(
-        settings.rollout_split or "", ("train", "test")
+        settings.rollout_split or "", ("train", "test") if settings.eval_interval else ("train",)
     )
 
 
@@ -52,6 +52,15 @@ def read_tasks(
             check_chat_template(model, read.tasks.values(), path)
         found[split] = {"path": str(path), "count": read.count, "sha256": files.sha256_file(path)}
     return found
+
+
+def check_recorded(settings: Settings, recorded: Collection[str]) -> None:
+    """Raises UsageError where a later start needs tasks that the run began without."""
+    for split in needed_splits(settings):
+        if split not in recorded:
+            raise UsageError(
+                f"this run began without {split} tasks (--eval-interval 0, or only one split rolled out); begin another run with them"
+            )
 
 
 def _task_file(data_path: Path, split: str) -> Path:
