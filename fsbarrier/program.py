@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsbarrier.errors import UsageError
+from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.protocol.facts import Join, JsonObject, Member, Payload
 from fsbarrier.protocol.rows import Row, Slice, Table
 from fsbarrier.rundir import checkpoints
@@ -304,8 +304,7 @@ class Context:
         """The newest published policy; the run's model as version 0 before the first."""
         published = self.latest("weights_publish")
         if published is not None:
-            # `/` keeps an absolute path as it is.
-            folder = self.paths.root / published["folder"]
+            folder = self.named_in(self.paths.checkpoints, published["folder"])
             return Policy(published["policy_version"], folder / "model", folder / "trainer")
         if self.model is None:
             raise UsageError(f"phase {self.phase.name}: this program needs a model, and the run has none")
@@ -329,7 +328,7 @@ class Context:
         if not self.settings.algorithm.kl_coef:
             return None
         name = (self.latest("weights_publish") or {}).get(REFERENCE)
-        return self.paths.checkpoints / name / "model" if name else self.model
+        return self.named_in(self.paths.checkpoints, name) / "model" if name else self.model
 
     def needed_beside(self, folder: Path, policy_version: int) -> Payload:
         """What stays beside the newest versions once `folder` is published as `policy_version`: see PublishWeights.needed."""
@@ -343,6 +342,17 @@ class Context:
             **best,
             REFERENCE: folder.name if due else (self.latest("weights_publish") or {}).get(REFERENCE),
         }
+
+    def named_in(self, folder: Path, said: object) -> Path:
+        """The file in one of the run's folders that a record names by its name, or by its path on the node that made it.
+
+        Only the name counts: no record leads out of the run, and where the run is mounted is each node's own affair.
+        Raises ProgramFailed.
+        """
+        name = str(said).rpartition("/")[2]
+        if name in ("", ".", "..") or "\0" in name:
+            raise ProgramFailed(f"a record of this run names {said!r}, which is no file in {folder}")
+        return folder / name
 
     def decided(self, phase_name: str) -> Payload | None:
         """What the leader published for `phase_name` in this iteration; None if it has not (yet)."""

@@ -127,7 +127,7 @@ def share_of(ctx: Context, split: str, assigned: Payload) -> dict[str, object]:
         "completion_threshold": settings.completion_threshold if ends_early else 1.0,
         "grace_s": settings.grace_s,
         "there": sum(len(part["tasks"]) for part in assigned["adopted"]),
-        "judge_again": assigned.get("judge_again", []),
+        "judge_again": adopted_parts(ctx, split, assigned.get("judge_again", [])),
         "expected": assigned["wanted"],
         "keep": assigned.get("keep"),
         "part": str(ctx.paths.part(split, ctx.iteration, rank, ctx.generation, ctx.incarnation)),
@@ -146,11 +146,11 @@ def aggregate_train(ctx: Context) -> Work:
 def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in: str) -> Work:
     if not assigned:
         return NOTHING
-    reports = ctx.reports(rolled_out_in)
-    parts = [*assigned["adopted"]]
+    reports, folder = ctx.reports(rolled_out_in), ctx.paths.trajectories(split)
+    parts = adopted_parts(ctx, split, assigned["adopted"])
     parts += [
         {
-            "path": report["part"],
+            "path": str(ctx.named_in(folder, report["part"])),
             "valid_bytes": None,
             "tasks": report.get("tasks", assigned["shares"][str(rank)]),
         }
@@ -192,6 +192,12 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
         event="rolled_out" if split == "train" else "evaluated",
     )
     return Steps((command, PublishFile(merged, ctx.paths.merged(split, ctx.iteration))))
+
+
+def adopted_parts(ctx: Context, split: str, adopted: list[JsonObject]) -> list[JsonObject]:
+    """Parts that a decision names, where they lie for this node."""
+    folder = ctx.paths.trajectories(split)
+    return [{**part, "path": str(ctx.named_in(folder, part["path"]))} for part in adopted]
 
 
 def earlier_merges(ctx: Context) -> list[str]:
@@ -275,7 +281,11 @@ def learned_from(ctx: Context) -> list[str]:
     if elsewhere:
         return [elsewhere]
     if aggregated:
-        return [aggregated["merged"], *aggregated.get("earlier", ())]
+        named, folder = (
+            (aggregated["merged"], *aggregated.get("earlier", ())),
+            ctx.paths.trajectories("train"),
+        )
+        return [str(ctx.named_in(folder, path)) for path in named]
     first = max(1, ctx.iteration - ctx.settings.update.recency + 1)
     return [str(ctx.paths.merged("train", n)) for n in range(ctx.iteration, first - 1, -1)]
 
@@ -324,8 +334,8 @@ def update(ctx: Context) -> Work:
     assert prepared is not None and ready is not None
     policy, version = ctx.policy, ctx.policy_version + 1
     out = ctx.paths.checkpoint(version, ctx.generation)
-    spec = {
-        "batch": prepared["batch"],
+    spec: dict[str, object] = {
+        "batch": str(ctx.named_in(ctx.paths.batches, prepared["batch"])),
         "model": str(policy.model),
         "first_model": str(ctx.model),
         "trainer_state": str(policy.trainer) if policy.trainer else None,
@@ -368,7 +378,7 @@ def publish_weights(ctx: Context) -> Work:
     """Leader: the new checkpoint is verified and becomes what the run serves."""
     updated = ctx.decided("update")
     assert updated is not None
-    return publish(ctx, ctx.paths.checkpoints / updated["out"], updated["policy_version"])
+    return publish(ctx, ctx.named_in(ctx.paths.checkpoints, updated["out"]), updated["policy_version"])
 
 
 def publish(ctx: Context, folder: Path, version: int) -> PublishWeights:

@@ -7,7 +7,6 @@ each working phase; `toy.speeds=1,1,0.33`: node 2 is three times slower than its
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from fsbarrier.loader import load_module
 from fsbarrier.program import RL_SLICES, Command, Context, Phase, Program, Steps, Value, Work
@@ -80,7 +79,7 @@ def publish_weights(ctx: Context) -> Work:
     return Steps(
         (
             toy(ctx, "wait", "publish.log"),
-            rl.publish(ctx, Path(updated["out"]), updated["policy_version"]),
+            rl.publish(ctx, ctx.named_in(ctx.paths.checkpoints, updated["out"]), updated["policy_version"]),
         )
     )
 

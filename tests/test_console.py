@@ -89,6 +89,15 @@ TOLD = [
         raw("updated", 10, loss=0.01234, optimizer_steps=12, logprob_gap_mean=2e-5),
         "iteration 1: updated (12 optimizer steps, loss 0.01234, log-prob gap 2e-05)",
     ),
+    (
+        raw("listens", 8, port=40123),
+        "port 40123 listens beyond this host, for the update: on all addresses until torchrun starts, then on the one that all nodes "
+        "reached",
+    ),
+    (
+        raw("code_changed", what=["program", "reward.kind"]),
+        "changed since this node's last start: program, reward.kind",
+    ),
     (raw("weights_published", 11, policy_version=2), "iteration 1: policy version 2 is published"),
     (
         raw("work_failed", error="exit code 1\nmore", log=["x"]),

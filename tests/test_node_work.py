@@ -342,6 +342,13 @@ def test_what_the_engine_serves_with_is_kept_for_the_programs(place: Workplace, 
     assert place.engine_access == [{"url": url, "api_key": "k", "model": "m"} for url in ("u", "v")]
 
 
+def test_what_listens_beyond_this_host_is_told_with_its_port(place: Workplace) -> None:
+    assert "events" not in work_kinds.carry_out(OpenRendezvous(loopback=True), context(), Job(), place)
+    told = work_kinds.carry_out(OpenRendezvous(loopback=False), context(), Job(), place)
+    assert told["events"] == [{"event": "listens", "port": told["port"]}]
+    place.close_rendezvous()
+
+
 def test_the_port_of_a_rendezvous_is_held_until_a_program_starts(place: Workplace) -> None:
     port = work_kinds.carry_out(OpenRendezvous(loopback=True), context(), Job(), place)["port"]
     assert place.rendezvous is not None and place.rendezvous.getsockname()[1] == port

@@ -152,7 +152,10 @@ def test_an_update_draws_from_the_iterations_that_are_set(tmp_path: Path) -> Non
         decisions={"train_aggregate": {"iteration": 2, "value": {"merged": "/2.g02", "earlier": ["/1.g01"]}}},
         python="python",
     )
-    assert rl.learned_from(context) == ["/2.g02", "/1.g01"]  # not what lies under the public name
+    # Not what lies under the public name.
+    assert rl.learned_from(context) == [
+        str(paths.trajectories("train") / name) for name in ("2.g02", "1.g01")
+    ]
     assert rl.earlier_merges(context) == ["/2.g02", "/1.g01"]
     assert rl.earlier_merges(replace(context, settings=Settings(update=UpdateSettings(recency=2)))) == [
         "/2.g02"

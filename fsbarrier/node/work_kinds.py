@@ -50,7 +50,8 @@ def carry_out(work: Work, context: Context, job: Job, workplace: Workplace) -> R
         case OpenRendezvous(loopback):
             workplace.close_rendezvous()
             workplace.rendezvous = listen(loopback=loopback)
-            return {"port": port_of(workplace.rendezvous)}
+            port = port_of(workplace.rendezvous)
+            return {"port": port, **({} if loopback else {"events": [{"event": "listens", "port": port}]})}
         case ProbeAddresses(addresses, port):
             return {"reached": reachable(addresses, port)}
         case PublishWeights():

@@ -26,6 +26,8 @@ from fsbarrier.rollouts.samples import EngineGone, Refusal
 
 HOST = "127.0.0.1"
 MAX_BODY = 64 << 20
+#: the refusals that come before a request has been read
+UNREAD = (401, 404, 413)
 #: An agent may think for long between two turns. A connection that is closed meanwhile would fail its next request.
 KEEPALIVE_S = 24 * 3600
 #: for connections whose client does not take its last answer
@@ -124,7 +126,9 @@ class Endpoint:
 
 
 def _error_response(status: int, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "code": status}}, status)
+    # The rest of a request that was refused before its body was read must not be taken for the next request.
+    headers = {"Connection": "close"} if status in UNREAD else None
+    return JSONResponse({"error": {"message": message, "code": status}}, status, headers)
 
 
 async def _asked(request: Request) -> JsonObject:

@@ -253,6 +253,10 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "updated": _updated,
     "weights_published": _published,
     "code_changed": _code_changed,
+    "listens": lambda event: (
+        f"port {_or_unknown(event.integer('port'))} listens beyond this host, for the update: on all addresses until torchrun "
+        "starts, then on the one that all nodes reached"
+    ),
     "nodes_differ": lambda event: f"{event.text('what') or '?'}: {event.text('found') or '?'}",
     "weights_checked": _weights_checked,
     "trainer_state_saved": _state_saved,
