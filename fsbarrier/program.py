@@ -415,8 +415,11 @@ class Program(Table[Builder]):
 
     `imported`: the modules among its commands (`python -m MODULE`) that are imported once on each node and then forked for each start.
     Importing one must start no thread, and hold nothing that only one process may have.
+    `serves_first`: the values of `--rl-phase` with which its nodes serve the policy (ServeWeights) before anything else; the engines load
+    it while the nodes still join.
     """
 
     rows: tuple[Phase, ...]
     needs: frozenset[str] = frozenset()
     imported: tuple[str, ...] = ()
+    serves_first: frozenset[str] = frozenset()

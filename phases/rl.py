@@ -415,4 +415,5 @@ PROGRAM = Program(
     RL_SLICES,
     needs=frozenset({"model", "data"}),
     imported=("fsbarrier.workers.rollout", "fsbarrier.workers.prepare", "fsbarrier.aggregate"),
+    serves_first=frozenset({"both", "rollout"}),
 )

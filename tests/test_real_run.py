@@ -69,7 +69,10 @@ def assert_phases_in_order(cluster: Cluster) -> None:
         mine = [e for e in cluster.events() if e["node_rank"] == rank]
         started = [(e["iteration"], e["phase"]) for e in mine if e["event"] == "phase_started"]
         assert started == [(i, p) for i in (1, 2) for p in range(len(PHASE_NAMES))]
-        actions = [e["engine_action"] for e in mine if e["event"] == "engine_ready"]
+        ready = [e for e in mine if e["event"] == "engine_ready"]
+        actions = [e["engine_action"] for e in ready]
+        # It was loading before there was a phase to wait for it.
+        assert ready[0]["loaded_s"] > ready[0]["engine_s"]
         assert actions[0] == "started" and set(actions[1:]) <= {"kept", "reloaded"} and "reloaded" in actions
 
 

@@ -64,8 +64,12 @@ def cpu_cache_bytes(plan: Plan) -> int:
 def cpu_threads(plan: Plan) -> int:
     """Threads for computing on a CPU. More than a small model can use only wait for each other, spinning: with two threads on
     two cores the demonstration's model was 2 to 8 times slower than with one."""
-    useful = plan.model.parameters // PARAMETERS_PER_THREAD if plan.model.parameters else plan.threads
-    return max(1, min(plan.threads, useful))
+    return min(plan.threads, useful_threads(plan.model) or plan.threads)
+
+
+def useful_threads(model: ModelFolder) -> int:
+    """How many threads a model can keep busy; 0: not known."""
+    return max(1, model.parameters // PARAMETERS_PER_THREAD) if model.parameters else 0
 
 
 def argv(plan: Plan) -> list[str]:

@@ -34,6 +34,7 @@ from fsbarrier.host.identity import boot_id, host_name, user_at_host
 from fsbarrier.loader import load_program
 from fsbarrier.node.code_digests import code_digests, one_digest
 from fsbarrier.node.context_maker import ContextMaker
+from fsbarrier.node.engines_ahead import begin_ahead
 from fsbarrier.node.event_log import EventLog
 from fsbarrier.node.fingerprint import Fingerprint
 from fsbarrier.node.job import Engines, Workplace
@@ -95,7 +96,7 @@ class Daemon:
         self._signal: int | None = None
         self._looked_at = time.monotonic()
         self._ended = threading.Event()
-        program = load_program(settings.program)
+        self._program = program = load_program(settings.program)
         rules = make_rules(record.settings, program)
         observer = Observer(PosixStore(), record.paths, program, make_paces(settings))
         until_seen(observer.prepare)
@@ -105,6 +106,7 @@ class Daemon:
         reading.check_below(record.log_path, log_dir)
         self.events = until_seen(lambda: EventLog(record, rules, log_dir / "daemon.log"))
         devices = accelerators.detect()
+        self._accelerators = len(devices)
         self.engines = make_engines(settings, log_dir, work_dir, program.needs, devices)
         self.template = Template(program.imported, work_dir=work_dir, log_file=log_dir / "template.log")
         self.workplace = Workplace(
@@ -152,6 +154,7 @@ class Daemon:
     def run(self) -> int:
         """Take part to the end; gives the exit code."""
         # While the nodes join.
+        begin_ahead(self.workplace, self.record, self.settings, self._program, self._accelerators)
         self.template.load()
         if self._changed_code:
             with starting(self.record):
@@ -214,6 +217,8 @@ class Daemon:
             self.jobs.cancel()
             self.workplace.end_kept()
         self.workplace.state_upload.stop()
+        if self.workplace.ahead is not None:
+            self.workplace.ahead.stop()
         self.template.stop()
         self.engines.stop()
 

@@ -24,6 +24,7 @@ from fsbarrier.supervision.worker_contract import read_progress
 if TYPE_CHECKING:
     from fsbarrier.engine.engine import EngineInfo
     from fsbarrier.engine.replicas import Keeper
+    from fsbarrier.node.engines_ahead import EnginesAhead
 
 T = TypeVar("T")
 
@@ -123,6 +124,8 @@ class Workplace:
     outage_s: float = OUTAGE_S
     # How long a program may take to end when its job is cancelled, before it is killed.
     grace_s: float = 2.0
+    # What the engines load since the daemon's start, until a phase has taken it over.
+    ahead: EnginesAhead | None = None
     # Left by ServeWeights for the programs that talk to the engines: each one's address and key.
     engine_access: list[Payload] = field(default_factory=list)
     # Left by OpenRendezvous: holds the port until torchrun is started, which takes it over.

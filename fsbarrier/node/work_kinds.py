@@ -5,14 +5,15 @@ node/job_runner.py calls it in a thread; node/worker_program.py carries out the 
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.rendezvous import listen, port_of, reachable
+from fsbarrier.node.engines_ahead import load_policy, take_from_ahead
 from fsbarrier.node.job import Job, Result, Workplace, journal_line
-from fsbarrier.node.weights import checked_weights
 from fsbarrier.node.worker_program import run_program
 from fsbarrier.program import (
     Command,
@@ -41,6 +42,7 @@ def carry_out(work: Work, context: Context, job: Job, workplace: Workplace) -> R
         case ServeWeights():
             return _serve_weights(work, context, job, workplace)
         case ReleaseEngine():
+            take_from_ahead(None, job, workplace)
             # The trainer comes next, and then this node keeps another state.
             saved = workplace.state_upload.wait(job)
             return {
@@ -77,31 +79,31 @@ def _one_after_the_other(works: tuple[Work, ...], context: Context, job: Job, wo
 
 def _serve_weights(work: ServeWeights, context: Context, job: Job, workplace: Workplace) -> Result:
     """Have all of this node's engines serve one policy version. No program begins before they do."""
-    version = work.policy_version
-    serving = f"engine: policy version {version}"
-    job.progress = {"note": serving}
-    folder, checked = checked_weights(work.folder, job, workplace)
-
-    def show(ready: int) -> None:
-        job.progress = {"note": f"{serving}, {ready} ready"}
-
-    infos = workplace.engines.ensure(folder, version, threads=work.threads, cancel=job.cancel, show=show)
+    began, ahead = time.monotonic(), take_from_ahead(work, job, workplace)
+    ahead_s = time.monotonic() - began
+    # Also what was loaded ahead: an engine may have died since, and this is what it says.
+    infos, lines = load_policy(work, job, workplace)
+    # What was loaded ahead took longer than this phase has waited for it.
+    waited_s = [ahead_s + info.seconds for info in infos]
+    if ahead is not None:
+        infos = [old if new.action == "kept" else new for old, new in zip(ahead[0], infos, strict=True)]
+        lines = [*ahead[1], *lines]
     workplace.engine_access = [{"url": i.url, "api_key": i.api_key, "model": i.model} for i in infos]
-    lines = [
+    ready = [
         {
             "event": "engine_ready",
             "replica": number,
-            "serving": version,
+            "serving": work.policy_version,
             "engine_action": info.action,
-            "engine_s": round(info.seconds, 3),
+            "engine_s": round(waited_s[number], 3),
+            "loaded_s": round(info.seconds, 3),
             "engine_note": info.note,
         }
         for number, info in enumerate(infos)
     ]
-    lines = [*checked, *lines]
     kept = checkpoints.kept_on_node(context.settings.checkpoint.local_dir, context.run_id, context.node_rank)
     workplace.state_upload.begin(work.folder.parent, kept / work.folder.parent.name)
-    return {"engines": len(infos), "engine_s": round(max(info.seconds for info in infos), 3), "events": lines}
+    return {"engines": len(infos), "engine_s": round(max(waited_s), 3), "events": [*lines, *ready]}
 
 
 def _refuse_if_outdated(context: Context, job: Job) -> None:
