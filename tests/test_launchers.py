@@ -7,7 +7,6 @@ The slow ones use a real sshd and a real Slurm where they are installed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import shutil
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fsbarrier.cli import main
 from fsbarrier.launchers.job import commands_here
@@ -273,15 +273,19 @@ def test_a_slurm_file_is_a_shell_script_that_keeps_every_word(
 def test_files_for_containers(
     capsys: pytest.CaptureFixture[str], place: str, more: tuple[str, ...], has: list[str]
 ) -> None:
-    setting = 'reward.kind=a b.py:$(judge) "x"'
+    setting = 'reward.kind=a b.py:$$(judge) $(x) "x"\nsetup: touch x'
     words = (*IN_CONTAINERS, "--log-path", "/shared/run", "--gpus-per-node", "8", *more)
     text = text_of(capsys, place, *words, setting)
     for each in has:
         assert each in text
+    written = yaml.safe_load(text)
     if place == "kubernetes":
-        assert json.dumps(setting.replace("$(", "$$(")) in text, "Kubernetes would put a variable there"
+        # Kubernetes would put a variable in the place of $(NAME), and makes $ of $$.
+        found = written["spec"]["template"]["spec"]["containers"][0]["args"][-1]
+        assert found.count("$") == found.count("$$") * 2 and found.replace("$$", "$") == setting
     else:
-        assert shlex.quote(setting) in text.replace('\\"', '"')
+        command = written["run"] if place == "skypilot" else written["commands"][0]
+        assert shlex.split(command)[-1] == setting and "setup" not in written
 
 
 @pytest.mark.parametrize(
@@ -296,6 +300,14 @@ def test_files_for_containers(
         (["slurm", "--nodes", "2", "rollout.temprature=1"], "rollout.temperature"),
         (["ssh"], "give --hosts a,b,c or --hosts-file FILE"),
         (["ssh", "--hosts", "a,-oProxyCommand=x"], "is not a host"),
+        (["ssh", "--hosts", "a,me@-oProxyCommand=x"], "is not a host"),
+        (["ssh", "--hosts", "a,b;touch${IFS}x"], "is not a host"),
+        (["ssh", "--hosts", "$(touch x)"], "is not a host"),
+        (["ssh", "--hosts", "a", "custom.secret.key=hunter2"], "custom.secret.key=*** would stand in files"),
+        (
+            ["slurm", "--nodes", "2", "judge.url=https://me:hunter2@j"],
+            "judge.url=https://me:***@j would stand",
+        ),
         (["ssh", "--hosts", "a,b", "--nodes", "3"], "--nodes 3: 2 hosts are named"),
         (["ssh", "--hosts", "a", "--ssh", "ssh 'x"], "--ssh ssh 'x: No closing quotation"),
         (["ssh", "--hosts-file", "/nowhere/hosts"], "--hosts-file /nowhere/hosts: cannot be read"),
@@ -311,6 +323,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: list[s
     assert main(["launch", *words, "--dry-run"]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and says in captured.err
+    assert "hunter2" not in captured.err
 
 
 def test_only_our_own_file_is_written_over(
@@ -319,7 +332,8 @@ def test_only_our_own_file_is_written_over(
     monkeypatch.chdir(tmp_path)
     words = ["launch", "kubernetes", *IN_CONTAINERS, "--log-path", "/shared/run"]
     assert main(words) == 0 and main([*words, "--name", "fsbarrier"]) == 0
-    assert "completions: 2" in (tmp_path / "fsbarrier.kubernetes.yaml").read_text()
+    written = tmp_path / "fsbarrier.kubernetes.yaml"
+    assert "completions: 2" in written.read_text() and written.stat().st_mode & 0o777 == 0o600
     (tmp_path / "mine.yaml").write_text("kind: mine\n")
     capsys.readouterr()
     assert main([*words, "--output", "mine.yaml"]) == 2

@@ -72,6 +72,18 @@ def test_the_metrics_are_prometheus_text(tmp_path: Path) -> None:
     assert len(typed) == len(set(typed)) == len(samples)
 
 
+def test_a_phases_name_is_no_formula_and_no_line_of_its_own(tmp_path: Path) -> None:
+    run = long_run(tmp_path / "run", 2)
+    for journal in run.paths.events.iterdir():
+        journal.write_text(journal.read_text().replace('"train_rollout"', '"=cmd()\\nevil 1\\u001b[31m"'))
+    table, trace, metrics = written(run, tmp_path, "csv", "perfetto", "prometheus")
+    columns = next(csv.reader(table.splitlines()))
+    assert all(re.fullmatch(r"\w+", name, re.ASCII) for name in columns)
+    assert "_cmd___evil_1__31m_s" in columns and json.loads(trace)
+    samples = [line for line in metrics.splitlines() if not line.startswith("#")]
+    assert all(SAMPLE.match(line) for line in samples) and "\x1b" not in metrics
+
+
 def test_a_run_that_has_just_begun_has_empty_figures(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run")
     run.start()

@@ -88,4 +88,4 @@ def job_file(job: Job, machine: Machine) -> str:
 
 def _quoted_words(words: Sequence[str]) -> str:
     # Kubernetes puts variables in the place of $(NAME); $$ stands for $.
-    return ", ".join(quoted(word.replace("$(", "$$(")) for word in words)
+    return ", ".join(quoted(word.replace("$", "$$")) for word in words)

@@ -15,8 +15,7 @@ resources:
 {accelerators}volumes:
   {mount}: {volume}
 # The rank comes from SKYPILOT_NODE_RANK, which SkyPilot sets.
-run: |
-  cd {folder} && exec {command}
+run: {run}
 """
 
 
@@ -33,6 +32,6 @@ def task_file(job: Job, machine: Machine, accelerator: str) -> str:
         accelerators=accelerators,
         mount=quoted(machine.mount),
         volume=quoted(machine.volume),
-        folder=shlex.quote(machine.mount),
-        command=shlex.join([*job.run, *job.words]),
+        # One text in quotes, since a word may have line breaks in it.
+        run=quoted(f"cd {shlex.quote(machine.mount)} && exec {shlex.join([*job.run, *job.words])}"),
     )

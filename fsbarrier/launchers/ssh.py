@@ -6,6 +6,7 @@ process or of a connection: on each machine a short shell script ends the node w
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import threading
@@ -66,7 +67,8 @@ def read_hosts(text: str | None, file: Path | None) -> tuple[str, ...]:
         hosts = [host.strip() for host in (text or "").split(",")]
     hosts = [host for host in hosts if host]
     for host in hosts:
-        if host.startswith("-") or any(character.isspace() for character in host):
+        # Somebody's ssh configuration may hand a host's name to a shell.
+        if not re.fullmatch(r"[A-Za-z0-9_\[][A-Za-z0-9_.:%@/+\[\]-]*", host) or "@-" in host:
             raise UsageError(f"--hosts: {host!r} is not a host; one is HOST or USER@HOST")
     if not hosts:
         raise UsageError("launch ssh: no hosts are named")

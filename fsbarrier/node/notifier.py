@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.printable import without_passwords
 from fsbarrier.protocol.state import Node
 from fsbarrier.supervision.supervisor import Child
 
@@ -60,9 +61,8 @@ class Notifier:
             or node.rank != min(set(generation.ranks) - self._lost, default=-1)
         ):
             return
-        self._waiting.put(
-            json.dumps({"event": name, **self._about, "node_rank": node.rank, **fields}, default=str)
-        )
+        told = json.dumps({"event": name, **self._about, "node_rank": node.rank, **fields}, default=str)
+        self._waiting.put(without_passwords(told))
 
     def close(self) -> None:
         """Wait a little until all is told."""

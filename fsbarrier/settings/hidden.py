@@ -21,6 +21,13 @@ def shown(settings: Mapping[str, object]) -> dict[str, object]:
     return safe
 
 
+def shown_word(word: str) -> str:
+    """A setting as it is typed (`custom.secret.NAME=value`), fit to be shown."""
+    name, equals, _ = word.partition("=")
+    marked = equals and name.removeprefix("custom.").startswith(MARK) and name.startswith("custom.")
+    return f"{name}={HIDDEN}" if marked else without_passwords(word)
+
+
 def _safe(value: object) -> object:
     if isinstance(value, str):
         return without_passwords(value)

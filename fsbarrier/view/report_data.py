@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping
 
 from fsbarrier.rundir.journal import Event
@@ -53,10 +54,17 @@ def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
             "seconds": time.seconds if time else None,
             "coordination_s": time.coordination_s if time else None,
         }
-        row |= {f"{name}_s": time.phases.get((number, name)) if time else None for number, name in phases}
+        row |= {
+            f"{column(name)}_s": time.phases.get((number, name)) if time else None for number, name in phases
+        }
         row |= {f"update_{name}": _number(updates.get(iteration), name) for name in measured}
         found[iteration] = row
     return found
+
+
+def column(phase: str) -> str:
+    """A phase's name, which came from a journal, as one that no spreadsheet takes for a formula and no metric ends in."""
+    return re.sub(r"\W", "_", phase, flags=re.ASCII)
 
 
 def _number(event: Event | None, name: str) -> float | None:
