@@ -31,7 +31,7 @@ from core_cases import ENDED, NOBODY, Case, ends, entered, goes_along, lost, ove
 
 from fsbarrier.protocol import machine
 from fsbarrier.protocol.codec import Fault
-from fsbarrier.protocol.facts import Member
+from fsbarrier.protocol.facts import Member, Verdict
 from fsbarrier.protocol.membership import JOINING
 from fsbarrier.protocol.state import Action, Exit, Node, Note, Part, Recover, Unreadable, View
 
@@ -264,6 +264,29 @@ ANY_STAGE = [
         sees(over(), joins=started(0, 1, 2)),
         machine.look_where_the_run_was_left,
         (Recover(),),
+    ),
+    Case(
+        "so is one that is listed late and names only earlier starts",
+        waiting(0, incarnation=3, started_as=2),
+        sees(over(), joins=started(1, 2)),
+        machine.take_note_of_a_generation,
+        becomes={"baseline": 2},
+    ),
+    Case(
+        "a verdict ends a node that waited to be taken in again",
+        waiting(2, incarnation=3, started_as=1),
+        sees(over(5, "broken"), joins=started(0, 1)),
+        machine.end_with_the_run,
+        ends(5, "broken", "broken"),
+        ENDED,
+    ),
+    Case(
+        "and one that its author saw waiting",
+        waiting(2, incarnation=2, started_as=2),
+        sees(generation(2, verdict=Verdict(4, "failed", (Member(2, 2),))), joins=started(0, 1)),
+        machine.end_with_the_run,
+        ends(4, "broken", "failed"),
+        ENDED,
     ),
     Case(
         "a joining node goes into the generation that names it, whatever it did before",

@@ -278,3 +278,19 @@ def test_whoever_leaves_before_a_collective_is_lost_all_the_same(tmp_path: Path)
     for rank in (1, 2):
         error = trio.outcome(rank)
         assert isinstance(error, fsbarrier.PeerLost) and error.rank == 0 and "it left the group" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(b"fsbarrier/3 generation 2 0\n{}", "record format 3"), (b"", "empty")],
+    ids=["of another format", "torn"],
+)
+def test_a_group_whose_record_cannot_be_read_is_a_typed_error(
+    tmp_path: Path, content: bytes, why: str
+) -> None:
+    with fsbarrier.join(tmp_path, node_rank=0, num_nodes=1, **QUICK) as group:
+        group.barrier()
+    RunPaths(tmp_path).generation(1).write_bytes(content)
+    with pytest.raises(fsbarrier.StoreError, match=why) as told:
+        fsbarrier.join(tmp_path, node_rank=0, num_nodes=1, **QUICK)
+    assert (told.value.rank, bool(told.value.host)) == (0, True)

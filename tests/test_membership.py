@@ -411,7 +411,7 @@ def test_half_a_heartbeat_is_known_as_such(tmp_path: Path) -> None:
 def test_a_stop_holds_for_the_starts_that_were_there(tmp_path: Path) -> None:
     """A listing that is behind shows it late: then it must not end a later session. Nor must it be missed by whom it is meant for."""
     paths, store = RunPaths(tmp_path), PosixStore()
-    runs = {rank: Observer(store, paths, PING, started_as=started) for rank, started in ((0, 3), (1, 2))}
+    runs, started = {rank: Observer(store, paths, PING) for rank in (0, 1)}, {0: 3, 1: 2}
     for observer in runs.values():
         observer.prepare()
 
@@ -424,7 +424,7 @@ def test_a_stop_holds_for_the_starts_that_were_there(tmp_path: Path) -> None:
 
     def seen(rank: int) -> tuple[StopRequest | None, StopRequest | None]:
         observer = runs[rank]
-        view = observer.view(Node(rank, 9, 0.0), 0.0)
+        view = observer.view(Node(rank, 9, 0.0, started_as=started[rank]), 0.0)
         return view.stop, view.missed_stop
 
     ask(1, (Member(0, 2), Member(1, 1)))
@@ -512,10 +512,9 @@ def test_of_several_requests_the_last_one_holds(tmp_path: Path) -> None:
     paths, store = RunPaths(tmp_path), PosixStore()
     observer = Observer(store, paths, PING)
     observer.prepare()
-    observer.started_as = 1
     for number, now in ((1, False), (2, True)):
         store.put(paths.stop(number), StopRequest(now, "somebody", alive=(Member(0, 1),)))
-    stop = observer.view(Node(0, 1, 0.0), 0.0).stop
+    stop = observer.view(Node(0, 1, 0.0, started_as=1), 0.0).stop
     assert stop is not None and stop.now
 
 

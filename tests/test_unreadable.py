@@ -139,11 +139,11 @@ def test_a_stop_that_cannot_be_read_is_one_all_the_same(tmp_path: Path, name: st
     (stops / "000009.json").write_bytes(b"torn")
     observer.prepare()
     observer.learn_join(Join(0, 1, "host", 1, "boot"))
-    observer.started_as = 1
+    me = Node(0, 1, 0.0, started_as=1)
     (stops / name).write_bytes(b"torn")
-    assert observer.view(Node(0, 1, 0.0), 0.0).stop is None
-    assert observer.view(Node(0, 1, 0.0), 14.9).stop is None
-    stop = observer.view(Node(0, 1, 0.0), 15.0).stop
+    assert observer.view(me, 0.0).stop is None
+    assert observer.view(me, 14.9).stop is None
+    stop = observer.view(me, 15.0).stop
     assert (stop is None) == (name == "notes.txt")
     assert stop is None or (not stop.now and "000001.json cannot be read: no record of fsbarrier" in stop.who)
 

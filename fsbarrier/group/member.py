@@ -283,7 +283,7 @@ class GroupMember:
             return PeerLost(message, gone[0].rank, gone[0].host, self.agent.observer.ledger.age(gone[0], now))
         return PeerLost(message, new.created_by, hosts.get(new.created_by, ""))
 
-    def _ended_since(self, before: Node, now: float) -> NodeError | FsbarrierError | None:
+    def _ended_since(self, before: Node, now: float) -> NodeError | None:
         """Why this membership is over, if it is since the node was as `before`."""
         agent = self.agent
         if before.generation is not None and agent.node.generation is None:
@@ -296,8 +296,8 @@ class GroupMember:
         if agent.exit is not None and not self.leaving:
             if agent.exit.code == Fenced.exit_code:
                 return self._fenced(agent.exit.reason, now)
-            unreadable = agent.exit.code == StoreError.exit_code
-            return (StoreError if unreadable else FsbarrierError)(agent.exit.reason)
+            # A record cannot be read, or is of another format: in a group nothing else ends a member's loop.
+            return StoreError(agent.exit.reason, agent.join.rank, agent.join.host, 0.0)
         return None
 
     def _fenced(self, message: str, now: float) -> Fenced:

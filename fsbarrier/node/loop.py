@@ -125,8 +125,9 @@ class NodeLoop:
             if claimed:
                 raise Fenced(f"node {self.join.rank} was taken by another process in this moment")
             incarnation += 1
-        self.observer.started_as = incarnation
-        self.node = Node(self.join.rank, incarnation, now, self.join.host, baseline=baseline)
+        self.node = Node(
+            self.join.rank, incarnation, now, self.join.host, started_as=incarnation, baseline=baseline
+        )
         # The first look records it: a journal that cannot be written yet must not make this node join twice.
         self._pending.append(Note("node_joined", {"host": self.join.host, "pid": self.join.pid}))
 

@@ -65,8 +65,6 @@ class Observer:
     newest: Generation | None = None
     joins: Mapping[int, Join] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
-    #: the first incarnation of this process, once it has joined: which requests to stop are meant for it
-    started_as: int = 0
     recovered: Recovered | None = None
     #: the fact that this node, as a leader, created last: where, and what it says to whoever reads it
     created: tuple[Path, Fact] | None = None
@@ -132,12 +130,14 @@ class Observer:
         unreadable = self._unreadable
         if unreadable is None and row is not None and self.row is not None:
             unreadable = self.row.unreadable
-        stop, missed = self._newest_stop(node.rank, concerns), self._newest_stop(node.rank, missed_by)
+        stop, missed = self._newest_stop(node, concerns), self._newest_stop(node, missed_by)
         known = self.newest, unreadable, self.joins, self.ledger, stop, missed, self.recovered
         return View(*known, arrived, failed, leaders_fact, work)
 
-    def _newest_stop(self, rank: int, applies: Callable[[StopRequest, int, int], bool]) -> StopRequest | None:
-        found = [name for name, stop in self._stops.items() if applies(stop, rank, self.started_as)]
+    def _newest_stop(
+        self, node: Node, applies: Callable[[StopRequest, int, int], bool]
+    ) -> StopRequest | None:
+        found = [name for name, stop in self._stops.items() if applies(stop, node.rank, node.started_as)]
         return self._stops[max(found)] if found else None
 
     def _look_around(self, node: Node, now: float) -> None:

@@ -170,6 +170,7 @@ _NESTED: dict[tuple[type, str], tuple[tuple[type, ...], Convert]] = {
     (StopRequest, "alive"): ((list,), _members),
     (StopRequest, "ended"): ((list,), _members),
     (Generation, "revisions"): ((list,), _revisions),
+    (Verdict, "waiting"): ((list,), _members),
     (Generation, "start"): ((dict,), lambda v: _build(Position, v)),
     (Generation, "verdict"): ((dict, _NONE), lambda v: None if v is None else _build(Verdict, v)),
     (Generation, "decisions"): ((dict,), _decisions),

@@ -90,10 +90,11 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a run ended for every node at once."""
+    """How a run ended for every node at once. `waiting`: the starts that waited to be taken in; it ends them too, and no later one."""
 
     exit_code: int
     reason: str
+    waiting: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

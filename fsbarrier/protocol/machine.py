@@ -50,6 +50,7 @@ from fsbarrier.protocol.state import (
     Step,
     View,
 )
+from fsbarrier.protocol.stops import ends
 from fsbarrier.protocol.succession import (
     all_done,
     another_try,
@@ -89,9 +90,12 @@ def end_when_rank_is_taken(at: Situation) -> Step | None:
 
 
 def end_with_the_run(at: Situation) -> Step | None:
-    """A newer generation holds a verdict: the run is over for everybody."""
+    """A newer generation holds a verdict: the run is over for everybody who was there."""
     newest = at.newer_generation
     if newest is None or newest.verdict is None:
+        return None
+    if at.node.stage is Stage.JOINING and not ends(newest, at.node.rank, at.node.started_as):
+        # It ended the session before this node's, and this mount shows it late.
         return None
     state = "broken" if newest.verdict.exit_code else "stopped"
     return _end(at, newest.verdict.exit_code, state, newest.verdict.reason)
@@ -141,6 +145,7 @@ def _enter(at: Situation, generation: Generation) -> Step:
         at.now,
         at.node.host,
         stage=Stage.RUNNING,
+        started_as=at.node.started_as,
         baseline=at.node.baseline,
         met=at.node.met,
         generation=generation,
@@ -353,7 +358,15 @@ def rejoin_when_left_behind(at: Situation) -> Step | None:
     newest, node = at.newer_generation, at.node
     if newest is None:
         return None
-    renewed = Node(node.rank, node.incarnation + 1, at.now, node.host, baseline=newest.number, met=True)
+    renewed = Node(
+        node.rank,
+        node.incarnation + 1,
+        at.now,
+        node.host,
+        started_as=node.started_as,
+        baseline=newest.number,
+        met=True,
+    )
     left = Note("left_generation", {"newest": newest.number, "reason": newest.reason})
     return renewed, (CancelWork(), left, Announce(renewed.incarnation))
 

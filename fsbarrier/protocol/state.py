@@ -108,6 +108,8 @@ class Node:
     #: a node that joins: how many nodes were about to form a generation when it last looked, and since when
     company: int = 0
     company_since: float = 0.0
+    #: the first incarnation of this process
+    started_as: int = 0
 
     @property
     def place(self) -> tuple[Generation, Position]:

@@ -1,17 +1,31 @@
-"""For which nodes a request to stop was made. Pure.
+"""For which nodes a request to stop was made, or a verdict given. Pure.
 
-A request names the starts that its author saw. So an old request that a stale listing shows late ends no node of a later session, and
-none depends on clocks or on the order in which a node sees things.
+Both name the starts that their author saw. So an old one that a stale listing shows late ends no node of a later session, and none
+depends on clocks or on the order in which a node sees things.
+
+`started_as` is a start's first incarnation; it may rejoin as later ones.
 """
 
 from __future__ import annotations
 
-from fsbarrier.protocol.facts import StopRequest
+from collections.abc import Iterable
+
+from fsbarrier.protocol.facts import Generation, Member, StopRequest
 
 
 def concerns(request: StopRequest, rank: int, started_as: int) -> bool:
-    """Whether a start of `rank` was there when the request was made. `started_as`: its first incarnation; it may rejoin as later ones."""
-    return any(m.rank == rank and m.incarnation >= started_as for m in (*request.alive, *request.ended))
+    """Whether a start of `rank` was there when the request was made."""
+    return _was_there((*request.alive, *request.ended), rank, started_as)
+
+
+def ends(generation: Generation, rank: int, started_as: int) -> bool:
+    """Whether a generation has a verdict that ends a start of `rank` which waits to be taken in."""
+    verdict = generation.verdict
+    return verdict is not None and _was_there((*generation.members, *verdict.waiting), rank, started_as)
+
+
+def _was_there(starts: Iterable[Member], rank: int, started_as: int) -> bool:
+    return any(start.rank == rank and start.incarnation >= started_as for start in starts)
 
 
 def missed_by(request: StopRequest, rank: int, started_as: int) -> bool:

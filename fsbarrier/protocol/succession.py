@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position, Revision, Verdict
 from fsbarrier.protocol.revisions import in_force, revised
@@ -45,7 +46,7 @@ def successor(
         choices=generation.choices,
         attempt=attempt,
         created_by=at.node.rank,
-        verdict=verdict,
+        verdict=verdict and replace(verdict, waiting=tuple(_newer_starts(at))),
         revisions=revisions,
     )
 
@@ -54,6 +55,13 @@ def within(members: Sequence[Member], rules: Rules, revisions: Sequence[Revision
     """Those of `members` that the run still has room for: a change of the settings may have lowered the number of nodes."""
     num_nodes = rules.under(in_force({}, revisions)).num_nodes
     return [member for member in members if member.rank < num_nodes]
+
+
+def _newer_starts(at: Situation) -> Iterator[Member]:
+    """The starts that joined after this node's generation was formed, as far as this node knows."""
+    for rank, join in sorted(at.view.joins.items()):
+        if join.incarnation > (at.generation.incarnation_of(rank) or 0):
+            yield Member(rank, join.incarnation, join.host)
 
 
 def another_try(at: Situation) -> Generation:
