@@ -216,7 +216,7 @@ def work(spec_file: Path) -> int:
         spec = json.loads(spec_file.read_text())
         report = merge(MergeRequest.from_spec(spec), _progress_file(Path(spec["progress"])))
         success = spec.get("success")
-        evaluated = {} if success is None else figures(iter_trajectories(Path(report.out)), success=success)
+        evaluated = {} if success is None else figures(iter_trajectories(Path(report.out)), success)
         files.write_atomic(Path(spec["result"]), json.dumps({**asdict(report), **evaluated}).encode())
         return 0
     except FsbarrierError as error:

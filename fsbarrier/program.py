@@ -200,6 +200,8 @@ class PartOnDisk:
     tasks: tuple[int, ...]
     #: of these, the tasks in whose groups the reward or the agent failed
     unjudged: frozenset[int] = frozenset()
+    #: what the program said of the way in which they were sampled
+    sampled_how: str = ""
 
 
 def adopt_parts(
@@ -262,8 +264,10 @@ class Context:
     reports: Callable[[str], Mapping[int, Payload]] = field(default=lambda _: {})
     #: the number of the newest generation, freshly looked up; call it before anything becomes visible to others
     newest: Callable[[], int] = field(default=lambda: 0)
-    #: part files of this iteration that are on disk: split -> parts, oldest generation first
-    inventory: Callable[[str], tuple[PartOnDisk, ...]] = field(default=lambda _: ())
+    #: the last iteration that this session was asked for; None: endless
+    until: int | None = None
+    #: part files that are on disk: split and iteration -> parts, oldest generation first
+    parts_of: Callable[[str, int], tuple[PartOnDisk, ...]] = field(default=lambda split, iteration: ())
     #: why nodes must not take over tasks of each other on this mount; "" where they may
     claims_unsafe: Callable[[], str] = field(default=lambda: "")
     # on this node
@@ -271,6 +275,10 @@ class Context:
     cpus: int = 1
     #: the program that this node has kept and that lives (see Keep); "": none
     kept: str = ""
+
+    def inventory(self, split: str) -> tuple[PartOnDisk, ...]:
+        """Part files of this iteration that are on disk, oldest generation first."""
+        return self.parts_of(split, self.iteration)
 
     @property
     def threads(self) -> int:
@@ -312,10 +320,14 @@ class Context:
 
     @property
     def best_evaluated(self) -> Payload:
-        """The policy whose evaluation had the highest mean reward so far; each publication hands it on to the next."""
-        published, evaluated = self.latest("weights_publish") or {}, self.decided("eval_rollout") or {}
+        """The policy with the best evaluation so far (`checkpoint.best_by`); each publication hands it on to the next."""
+        published, evaluated = self.latest("weights_publish") or {}, self.decided("eval_rollout")
         before = {name: published[name] for name in BEST if name in published}
-        reward = evaluated.get("reward_mean")
+        if evaluated is None:
+            # The session before may have ended with its evaluation.
+            final = self.latest("iteration_end") or {}
+            evaluated = final if final.get("policy_version") == self.policy_version else {}
+        reward = evaluated.get(self.settings.checkpoint.best_by)
         if reward is None or reward <= before.get("best_reward", -math.inf):
             return before
         # The run's first model has no folder among the checkpoints.

@@ -7,10 +7,13 @@ The file is longer than others, so that it can be copied as one.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
@@ -37,10 +40,10 @@ from fsbarrier.program import (
 from fsbarrier.protocol.assign import sample_tasks, split_by_weight
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.rundir.names import SPLITS
-from fsbarrier.settings.sections import RolloutSettings
+from fsbarrier.settings.sections import EvalSet, RolloutSettings
 
 NOTHING = Value({})
-SAMPLING_SETTINGS = ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
+SAMPLING_SETTINGS = ("samples", "temperature", "top_p", "top_k", "max_tokens")
 
 # --- rollouts (1-6) ---------------------------------------------------------------------------------------------------
 
@@ -69,16 +72,29 @@ def carried_over(ctx: Context) -> list[int]:
     return last["value"].get("cut_off", []) if last and last["iteration"] == ctx.iteration - 1 else []
 
 
-def share_out(ctx: Context, split: str, wanted: list[int]) -> dict[str, object]:
+def share_out(
+    ctx: Context, split: str, wanted: list[int], rounds: Sequence[list[int]] | None = None
+) -> dict[str, object]:
     """Tasks to ranks by weight, less those whose groups an earlier attempt at this iteration left whole on disk.
 
     Groups that could not be judged are shared out too, to be judged again. `fixed_shares` says why each node does its own share
-    and no more; "" where those that run out take over from the slowest.
+    and no more; "" where those that run out take over from the slowest. `rounds`: where the tasks come in several, these, each shared
+    out by itself.
     """
-    parts = [part for part in ctx.inventory(split) if part.policy == ctx.policy_identity]
+    # An earlier version of this program did not say how.
+    ways = ("", sampled_how(ctx, split))
+    parts = [
+        part
+        for part in ctx.inventory(split)
+        if part.policy == ctx.policy_identity and part.sampled_how in ways
+    ]
     adopted, judge_again = adopt_parts(parts, wanted)
     missing = set(wanted).difference(*(part["tasks"] for part in adopted))
-    shares = split_by_weight([task for task in wanted if task in missing], ctx.weights)
+    each = [
+        split_by_weight([task for task in tasks if task in missing], ctx.weights)
+        for tasks in rounds or [wanted]
+    ]
+    shares = [list(chain.from_iterable(of_one_node)) for of_one_node in zip(*each, strict=True)]
     fixed = "rollout.take_over is off" if not ctx.settings.rollout.take_over else ctx.claims_unsafe()
     events = [{"event": "shares_fixed", "why": fixed}] if fixed and len(shares) > 1 else []
     events += adoption_events(split, adopted)
@@ -94,21 +110,47 @@ def share_out(ctx: Context, split: str, wanted: list[int]) -> dict[str, object]:
 
 def rollout_train(ctx: Context) -> Work:
     """Every node: its share of the tasks against the local vLLM, then what slower nodes have not begun."""
-    return rollout(ctx, "train", ctx.decided("train_assign"), ctx.settings.rollout)
+    assigned = ctx.decided("train_assign")
+    if not assigned:
+        return NOTHING
+    source, sampling = ctx.tasks["train"], sampling_of(ctx.settings.rollout)
+    return rollout(
+        ctx,
+        "train",
+        assigned,
+        [{"tasks": assigned["wanted"], "task_file": source["path"], "sampling": sampling}],
+    )
 
 
-def rollout(ctx: Context, split: str, assigned: Payload | None, settings: RolloutSettings) -> Work:
-    if not assigned or not assigned["shares"][str(ctx.node_rank)]:
+def sampled_how(ctx: Context, split: str) -> str:
+    """Names all that decides how this iteration's tasks are answered. Example: the evaluation that ended a session had one sample a task,
+    and the next session, whose first iteration would adopt it, asks for eight."""
+    settings = ctx.settings
+    if split == "train":
+        return text_digest([sampling_of(settings.rollout)])
+    return text_digest([[name, one.as_json()] for name, one in settings.eval_sets.items()])
+
+
+def text_digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def sampling_of(settings: RolloutSettings | EvalSet) -> dict[str, object]:
+    return {name: getattr(settings, name) for name in SAMPLING_SETTINGS}
+
+
+def rollout(ctx: Context, split: str, assigned: Payload, rounds: list[JsonObject]) -> Work:
+    """`rounds`: which tasks are sampled how, as fsbarrier/rollouts/rounds.py reads it."""
+    if not assigned["shares"][str(ctx.node_rank)]:
         return NOTHING
     policy = ctx.policy
     command = ctx.worker(
         "rollout",
         "rollout.log",
         **share_of(ctx, split, assigned),
-        task_file=ctx.tasks[split]["path"],
+        rounds=rounds,
         model=str(policy.model),
         engine="{engine}",
-        sampling={name: getattr(settings, name) for name in SAMPLING_SETTINGS},
     )
     return Steps((ServeWeights(policy.model, policy.version, ctx.threads), command))
 
@@ -135,6 +177,7 @@ def share_of(ctx: Context, split: str, assigned: Payload) -> dict[str, object]:
         "checkpoint": str(ctx.paths.rank_checkpoint(split, ctx.iteration, rank)),
         "policy_version": ctx.policy_version,
         "policy": ctx.policy_identity,
+        "sampled_how": sampled_how(ctx, split),
     }
 
 
@@ -143,7 +186,9 @@ def aggregate_train(ctx: Context) -> Work:
     return aggregate(ctx, "train", ctx.decided("train_assign"), "train_rollout")
 
 
-def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in: str) -> Work:
+def aggregate(
+    ctx: Context, split: str, assigned: Payload | None, rolled_out_in: str, *, final: bool = False
+) -> Work:
     if not assigned:
         return NOTHING
     reports, folder = ctx.reports(rolled_out_in), ctx.paths.trajectories(split)
@@ -160,7 +205,12 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
     cut_off = tasks_cut_off(ctx, assigned["wanted"], parts, reports)
     without = set(cut_off)
     merged = ctx.paths.merged_by(split, ctx.iteration, ctx.generation)
-    event = {"split": split, "policy_version": ctx.policy_version, "policy": ctx.policy_identity}
+    event: dict[str, object] = {
+        "split": split,
+        "policy_version": ctx.policy_version,
+        "policy": ctx.policy_identity,
+    }
+    event |= {"final": True} if final else {}
     known = {
         "merged": str(merged),
         "cut_off": cut_off,
@@ -178,7 +228,7 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
             "out": str(merged),
             "expected": [task for task in assigned["wanted"] if task not in without],
             "keep": assigned.get("keep"),
-            "success": ctx.settings.eval.success if split == "test" else None,
+            "success": success_by_set(ctx) if split == "test" else None,
             "metadata": {
                 "run_id": ctx.run_id,
                 "iteration": ctx.iteration,
@@ -228,8 +278,39 @@ def decide_eval(ctx: Context) -> Work:
     """Leader: does this iteration evaluate, and who takes which held-out task. All nodes read this one answer."""
     if not evaluates(ctx):
         return Value({"evaluate": False})
-    tasks = sample_tasks(ctx.tasks["test"]["count"], ctx.settings.eval.tasks, seed=0, iteration=1)
-    return Value({"evaluate": True, **share_out(ctx, "test", tasks)})
+    return Value(share_out_eval(ctx))
+
+
+def share_out_eval(ctx: Context) -> dict[str, object]:
+    """Held-out tasks to ranks, each set by itself. The tasks of all sets are numbered as if they stood in one file."""
+    rounds = [one["tasks"] for one in eval_rounds(ctx)]
+    return {"evaluate": True, **share_out(ctx, "test", list(chain.from_iterable(rounds)), rounds)}
+
+
+def eval_rounds(ctx: Context) -> list[JsonObject]:
+    """One for each set of held-out tasks."""
+    rounds: list[JsonObject] = []
+    first = 0
+    for name, one in ctx.settings.eval_sets.items():
+        source = ctx.tasks[name]
+        chosen = sample_tasks(source["count"], one.tasks or 0, seed=0, iteration=1)
+        rounds.append(
+            {
+                "tasks": [first + index for index in chosen],
+                "first": first,
+                "task_file": source["path"],
+                "sampling": sampling_of(one),
+                "eval_set": name if ctx.settings.eval.sets else "",
+            }
+        )
+        first += source["count"]
+    return rounds
+
+
+def success_by_set(ctx: Context) -> dict[str, float]:
+    """From which reward on a trajectory counts as solved, by the name of the set; "" where there is one."""
+    named = ctx.settings.eval.sets
+    return {name if named else "": one.success or 0.0 for name, one in ctx.settings.eval_sets.items()}
 
 
 def evaluating(ctx: Context) -> Payload | None:
@@ -239,10 +320,8 @@ def evaluating(ctx: Context) -> Payload | None:
 
 def rollout_eval(ctx: Context) -> Work:
     """Every node, if decided: its share of the held-out tasks."""
-    # What is not set for evaluations is as in train rollouts.
-    own = {name: getattr(ctx.settings.eval, name) for name in SAMPLING_SETTINGS if name != "seed"}
-    settings = replace(ctx.settings.rollout, **{k: value for k, value in own.items() if value is not None})
-    return rollout(ctx, "test", evaluating(ctx), settings)
+    decided = evaluating(ctx)
+    return rollout(ctx, "test", decided, eval_rounds(ctx)) if decided else NOTHING
 
 
 def aggregate_eval(ctx: Context) -> Work:
@@ -394,6 +473,40 @@ def start_engine(ctx: Context) -> Work:
     return ServeWeights(ctx.policy.model, ctx.policy.version, ctx.threads)
 
 
+def decide_final(ctx: Context) -> Work:
+    """Leader, in the last iteration: who takes which held-out task for the evaluation of the last policy."""
+    evaluated = ends_the_run(ctx) and ctx.settings.eval_interval
+    return Value(share_out_eval(following(ctx))) if evaluated else NOTHING
+
+
+def ends_the_run(ctx: Context) -> bool:
+    """Whether the session that this iteration belongs to ends with it, and has made a policy."""
+    return ctx.until is not None and ctx.iteration >= ctx.until and ctx.settings.rl_phase == "both"
+
+
+def following(ctx: Context) -> Context:
+    """What the last policy does belongs to the iteration that would begin with it, should the run go on some day."""
+    return replace(ctx, iteration=ctx.iteration + 1)
+
+
+def deciding_final(ctx: Context) -> Payload | None:
+    decision = ctx.decided("engine_start")
+    return decision if decision and decision.get("evaluate") else None
+
+
+def rollout_final(ctx: Context) -> Work:
+    """Every node, in the last iteration: its share of the held-out tasks, with the last policy."""
+    decided = deciding_final(ctx)
+    return rollout(following(ctx), "test", decided, eval_rounds(ctx)) if decided else NOTHING
+
+
+def aggregate_final(ctx: Context) -> Work:
+    """Leader, once all are done: merge it. The result says that the run was closed, also where it never evaluates."""
+    if ends_the_run(ctx) and not deciding_final(ctx):
+        return Value({"evaluate": False})
+    return aggregate(following(ctx), "test", deciding_final(ctx), "iteration_end", final=True)
+
+
 PROGRAM = Program(
     "rl",
     (
@@ -409,10 +522,11 @@ PROGRAM = Program(
         Phase(9, "update_ready", each=probe_leader, leader=choose_address, resume="engine_stop"),
         Phase(10, "update", each=update, resume="engine_stop"),
         Phase(11, "weights_publish", leader=publish_weights),
-        Phase(12, "engine_start", each=start_engine),
-        Phase(13, "iteration_end"),
+        Phase(12, "engine_start", each=start_engine, leader=decide_final),
+        Phase(13, "iteration_end", each=rollout_final, leader=aggregate_final, resume="engine_start"),
     ),
     RL_SLICES,
+    closing="engine_start",
     needs=frozenset({"model", "data"}),
     imported=("fsbarrier.workers.rollout", "fsbarrier.workers.prepare", "fsbarrier.aggregate"),
     serves_first=frozenset({"both", "rollout"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Mapping
@@ -17,8 +18,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from generated_page import write_or_check  # noqa: E402
 
 from fsbarrier.settings.section import AT_ONCE, NEXT_ITERATION, Changes, Section  # noqa: E402
-from fsbarrier.settings.sections import Settings, sections  # noqa: E402
-from fsbarrier.settings.sources import FLAGS  # noqa: E402
+from fsbarrier.settings.sections import EvalSet, EvalSettings, Settings, sections  # noqa: E402
+from fsbarrier.settings.sources import FLAGS, SET_NAME  # noqa: E402
 from fsbarrier.settings.value_types import Bounds  # noqa: E402
 
 HEAD = """# Settings
@@ -67,6 +68,10 @@ def page() -> str:
     parts = [HEAD, table("The run", "", Settings, "", set(groups))]
     for name, section in groups.items():
         parts.append(table(f"`{name}`", (section.__doc__ or "").strip(), section, f"{name}.", set()))
+        if section is EvalSettings:
+            # Its table of sets has settings of its own.
+            text = inspect.cleandoc(EvalSet.__doc__ or "")
+            parts.append(table(f"`{SET_NAME}`", text, EvalSet, f"{SET_NAME}.", set()))
     return "\n".join(parts)
 
 
@@ -81,7 +86,7 @@ def table(title: str, text: str, section: type[Section], prefix: str, left_out: 
             continue
         key = f"{prefix}{item.name}"
         named = f"`{key}`" + (f"<br>`{flags[key]}`" if key in flags else "")
-        default = {} if item.default is MISSING else item.default
+        default: object = {} if item.default is MISSING else item.default
         when = CHANGES[item.metadata["changes"]]
         row = (named, shape(hints[item.name]), written(default), when, item.metadata["description"])
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")

@@ -21,6 +21,7 @@ from fsbarrier.rollouts.agent_http import Endpoint
 from fsbarrier.rollouts.agents import load_agent
 from fsbarrier.rollouts.engine_pool import EnginePool, Place
 from fsbarrier.rollouts.episode import Episode, Segment, Trajectory
+from fsbarrier.rollouts.samples import Sampling
 from fsbarrier.rollouts.sampling import Server
 
 END = 1
@@ -46,11 +47,12 @@ def talk(fake: Fake, conversation: Any, **options: Any) -> Client:
     """Run `conversation(client)`; gives the client with what it recorded."""
 
     async def go() -> Client:
-        server = Server(fake.url, KEY, "policy", 1, 1.0, 1.0, -1, options.pop("max_tokens", 100), 30.0, 2)
+        server = Server(fake.url, KEY, "policy", 30.0, 2)
+        sampling = Sampling(1, 1.0, 1.0, -1, options.pop("max_tokens", 100))
         async with EnginePool([server], connections=4, on_tokens=lambda _: None, patience_s=1.0) as pool:
             if options.pop("look", False):
                 await pool.look()
-            client, endpoint = Client(Place(pool, 1), **options), Endpoint()
+            client, endpoint = Client(Place(pool, 1, sampling), **options), Endpoint()
             await endpoint.open()
             with endpoint.serving(client):
                 await conversation(client)
@@ -531,11 +533,12 @@ def test_it_ends_at_once_without_signal_handlers_or_logs(
     fake: Fake, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def conversation() -> None:
-        server = Server(fake.url, KEY, "policy", 1, 1.0, 1.0, -1, 100, 30.0, 2)
+        server = Server(fake.url, KEY, "policy", 30.0, 2)
+        sampling = Sampling(1, 1.0, 1.0, -1, 100)
         numbers = (signal.SIGINT, signal.SIGTERM)
         async with EnginePool([server], connections=4, on_tokens=lambda _: None, patience_s=1.0) as pool:
             before = [signal.getsignal(number) for number in numbers]
-            client, endpoint = Client(Place(pool, 1)), Endpoint()
+            client, endpoint = Client(Place(pool, 1, sampling)), Endpoint()
             await endpoint.open()
             with endpoint.serving(client):
                 _, idle = await connect(client)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from fsbarrier.loader import load_module
 from fsbarrier.program import Context, PartOnDisk, Value
 from fsbarrier.protocol.facts import Member
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.settings.sections import RolloutSettings, Settings
+from fsbarrier.settings.sections import CheckpointSettings, EvalSet, EvalSettings, RolloutSettings, Settings
+from fsbarrier.settings.value_types import RlPhase
 
 rl = load_module("rl")
 
@@ -108,7 +110,7 @@ def test_adopted_groups_are_not_shared_out_again(
     decisions = {"weights_publish": {"iteration": 1, "value": published}} if published else {}
     drawn = assigned(context(decisions=decisions))["wanted"]
     part = PartOnDisk("p", policy, 100, (drawn[2], 98, drawn[0]))
-    decision = assigned(context(decisions=decisions, inventory=lambda split: (part,)))
+    decision = assigned(context(decisions=decisions, parts_of=lambda split, iteration: (part,)))
     left = [task for share in decision["shares"].values() for task in share]
     if adopted:
         assert decision["adopted"] == [{"path": "p", "valid_bytes": 100, "tasks": [drawn[2], drawn[0]]}]
@@ -123,10 +125,105 @@ def test_a_group_without_a_judgement_is_not_adopted_but_judged_again() -> None:
     # Here the same task was judged; a second failure is of no use.
     second = PartOnDisk("q", "start", 200, (drawn[1], drawn[2]), frozenset({drawn[2]}))
     third = PartOnDisk("r", "start", 300, (drawn[2],), frozenset({drawn[2]}))
-    decision = assigned(context(inventory=lambda split: (first, second, third)))
+    decision = assigned(context(parts_of=lambda split, iteration: (first, second, third)))
     assert decision["adopted"] == [
         {"path": "p", "valid_bytes": 100, "tasks": [drawn[0]]},
         {"path": "q", "valid_bytes": 200, "tasks": [drawn[1]]},
     ]
     assert decision["judge_again"] == [{"path": "q", "valid_bytes": 200, "tasks": [drawn[2]]}]
     assert [task for share in decision["shares"].values() for task in share] == [drawn[2], drawn[3]]
+
+
+def test_what_was_sampled_otherwise_is_not_adopted() -> None:
+    """The evaluation that ended a session, when the next one asks for more samples."""
+    ctx = context("eval_decide", iteration=1, tasks={"test": {"count": 3, "path": "/t"}})
+    how = rl.sampled_how(ctx, "test")
+    more = replace(ctx.settings, eval=EvalSettings(samples=8))
+    part = PartOnDisk("p", "start", 100, (0, 1, 2), sampled_how=how)
+    for settings, taken in ((ctx.settings, 3), (more, 0)):
+        decision = rl.decide_eval(replace(ctx, settings=settings, parts_of=lambda split, iteration: (part,)))
+        assert sum(len(one["tasks"]) for one in decision.value["adopted"]) == taken
+    assert rl.share_of(ctx, "test", {**decision.value, "shares": {"0": []}})["sampled_how"] == how
+
+
+def test_the_sets_of_an_evaluation_are_shared_out_one_by_one() -> None:
+    sets = {"easy": EvalSet(tasks=8, temperature=0.0), "aime": EvalSet(samples=4)}
+    settings = Settings(num_nodes=2, rank_weights=(3.0, 1.0), eval=EvalSettings(tasks=4, sets=sets))
+    tasks = {"easy": {"count": 100, "path": "/e"}, "aime": {"count": 10, "path": "/a"}}
+    ctx = context("eval_decide", iteration=1, settings=settings, tasks=tasks)
+    decision = dict(rl.decide_eval(ctx).value)
+    # In the order of their names, numbered as if they stood in one file.
+    assert all(task < 10 for task in decision["wanted"][:4])
+    assert all(10 <= task < 110 for task in decision["wanted"][4:]) and len(decision["wanted"]) == 12
+    for share, counts in zip(decision["shares"].values(), ((3, 6), (1, 2)), strict=True):
+        assert (sum(task < 10 for task in share), sum(task >= 10 for task in share)) == counts
+    decided = {"eval_decide": {"iteration": 1, "value": decision}}
+    command = rl.rollout_eval(
+        context("eval_rollout", iteration=1, settings=settings, tasks=tasks, decisions=decided)
+    ).works[1]
+    aime, easy = command.spec["rounds"]
+    assert (aime["task_file"], aime["first"], aime["eval_set"]) == ("/a", 0, "aime")
+    assert (easy["task_file"], easy["first"], easy["eval_set"]) == ("/e", 10, "easy")
+    assert [(one["sampling"]["samples"], one["sampling"]["temperature"]) for one in (aime, easy)] == [
+        (4, 1.0),
+        (1, 0.0),
+    ]
+    assert [*aime["tasks"], *easy["tasks"]] == decision["wanted"]
+
+
+@pytest.mark.parametrize(
+    ("figure", "before", "final", "best"),
+    [
+        ("reward_mean", None, None, (0.6, 2)),
+        ("aime/pass_at_8", None, None, (0.1, 2)),
+        ("aime/pass_at_8", 0.2, None, (0.2, 1)),
+        ("reward_mean", 0.7, None, (0.7, 1)),
+        # The session before ended with the evaluation of this very policy; this iteration has none.
+        ("reward_mean", 0.7, 2, (0.8, 2)),
+        ("reward_mean", 0.7, 1, (0.7, 1)),
+    ],
+)
+def test_the_best_policy_is_best_by_the_figure_that_was_chosen(
+    figure: str, before: float | None, final: int | None, best: tuple[float, int]
+) -> None:
+    published: dict[str, Any] = {"policy_version": 2, "folder": "/run/checkpoints/policy-000002.g0001"}
+    if before is not None:
+        published |= {"best_reward": before, "best_policy_version": 1, "best_folder": None}
+    decisions = {"weights_publish": {"iteration": 2, "value": published}}
+    if final is None:
+        figures = {"reward_mean": 0.6, "aime/pass_at_8": 0.1}
+        decisions["eval_rollout"] = {"iteration": 3, "value": figures}
+    else:
+        decisions["iteration_end"] = {"iteration": 2, "value": {"reward_mean": 0.8, "policy_version": final}}
+    settings = Settings(checkpoint=CheckpointSettings(best_by=figure))
+    found = context(settings=settings, decisions=decisions).best_evaluated
+    assert (found["best_reward"], found["best_policy_version"]) == best
+
+
+@pytest.mark.parametrize(
+    ("until", "rl_phase", "interval", "evaluated"),
+    [
+        (3, "both", 7, True),
+        (None, "both", 1, False),
+        (4, "both", 1, False),
+        (3, "update", 1, False),
+        (3, "both", 0, False),
+    ],
+)
+def test_the_last_policy_is_evaluated_where_the_run_ends(
+    until: int | None, rl_phase: RlPhase, interval: int, evaluated: bool
+) -> None:
+    settings = Settings(num_nodes=2, rank_weights=(3.0, 1.0), rl_phase=rl_phase, eval_interval=interval)
+    tasks = {"test": {"count": 8, "path": "/t"}}
+    ctx = context("iteration_end", settings=settings, tasks=tasks, until=until)
+    decision = rl.decide_final(ctx).value
+    assert (decision.get("wanted") is not None) == evaluated
+    ctx = replace(ctx, decisions={"engine_start": {"iteration": 3, "value": decision}})
+    work = rl.rollout_final(ctx)
+    assert isinstance(work, Value) != evaluated
+    if evaluated:
+        # As iteration 4 would.
+        assert work.works[1].spec["iteration"] == 4 and "iteration4_rank_0" in work.works[1].spec["part"]
+    elif until == 3 and rl_phase == "both":
+        # Something is on record, so that no later start comes back for it.
+        assert rl.aggregate_final(ctx).value

@@ -304,6 +304,19 @@ CASES = {
         RL + "trainer.backend=deepspeed trainer.shard=node",
         ["trainer.shard=node: with", "zero_optimization.stage"],
     ),
+    "a set without a file": (RL + "eval.sets.aime.samples=2", ["data: has no aime.jsonl or aime.parquet"]),
+    "a set whose file is not there": (
+        RL + "eval.sets.aime.file=no.jsonl",
+        ["eval.sets.aime.file=no.jsonl:", "data/no.jsonl is no file"],
+    ),
+    "a set that the model cannot read": (
+        RL.replace("--model model", "--model short") + "eval.sets.test.max_tokens=64 rollout.max_tokens=8",
+        ["eval.sets.test.max_tokens=64: leaves no room", "64 positions"],
+    ),
+    "a set that the built-in task has not": (
+        "run eval.sets.aime.samples=2",
+        ["eval.sets.aime: the built-in task has no file aime.jsonl"],
+    ),
     "replay of nothing": (
         RL + "--rl-phase update update.trajectories=nowhere",
         ["update.trajectories=", "nowhere: there is no such run directory or file"],

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from fsbarrier.rollouts.agent_client import Client
-from fsbarrier.rollouts.samples import Refusal, Sample
-from fsbarrier.rollouts.sampling import Server
+from fsbarrier.rollouts.samples import Refusal, Sample, Sampling
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -69,7 +68,7 @@ class Engine:
         environment.globals["raise_exception"] = refuse
         self.template, self.answers = environment.from_string(template), answers
         self.error = jinja2.TemplateError
-        self.server = Server("", "", "", 1, 1.0, 1.0, -1, 1000, 1.0, 1)
+        self.sampling = Sampling(1, 1.0, 1.0, -1, 1000)
         self.prompts: list[list[int]] = []
 
     async def tokens(self, **body: Any) -> list[int]:

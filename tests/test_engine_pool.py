@@ -13,9 +13,11 @@ from test_engine_gone import AGENT, end, restarted
 from test_rollout import KEY, SAMPLES, Fake, finish, make_spec, rolled_out, run, start, start_fake
 
 from fsbarrier.rollouts.engine_pool import EnginePool, Place
-from fsbarrier.rollouts.samples import EngineDown
+from fsbarrier.rollouts.samples import EngineDown, Sampling
 from fsbarrier.rollouts.sampling import Server
 from fsbarrier.trajectories import scan_shard
+
+SAMPLING = Sampling(1, 1.0, 1.0, -1, 8)
 
 
 @pytest.fixture
@@ -91,14 +93,14 @@ def test_an_engine_that_is_not_there_at_first_does_not_hold_up_the_others(
 
 
 def test_an_engine_that_is_back_gets_work_again(tmp_path: Path, fakes: list[Fake]) -> None:
-    servers = [Server(fake.url, KEY, "policy", 1, 1.0, 1.0, -1, 8, 30.0, 1) for fake in fakes]
+    servers = [Server(fake.url, KEY, "policy", 30.0, 1) for fake in fakes]
     again: list[Fake] = []
 
     async def work() -> None:
         async with EnginePool(servers, connections=4, on_tokens=lambda _: None, patience_s=60.0) as pool:
             await pool.look()
             end(fakes[0])
-            place = Place(pool, 1)
+            place = Place(pool, 1, SAMPLING)
             assert await place.tokens(prompt="a") == [97]
             first, second = pool.engines
             assert (first.up.is_set(), first.sequences, second.sequences) == (False, 0, 1)
@@ -106,7 +108,7 @@ def test_an_engine_that_is_back_gets_work_again(tmp_path: Path, fakes: list[Fake
             again.append(restarted(fakes[0], tmp_path / "again"))
             await first.up.wait()
             # It has nothing to do, so the next one is its.
-            Place(pool, 1)
+            Place(pool, 1, SAMPLING)
             assert (first.sequences, second.sequences) == (1, 1)
             place.finished(1)
             assert (first.sequences, second.sequences) == (1, 0)
@@ -116,7 +118,7 @@ def test_an_engine_that_is_back_gets_work_again(tmp_path: Path, fakes: list[Fake
 
 
 def test_nobody_is_waited_for_longer_than_patience_lasts(tmp_path: Path, fakes: list[Fake]) -> None:
-    servers = [Server(fake.url, KEY, "policy", 1, 1.0, 1.0, -1, 8, 30.0, 1) for fake in fakes]
+    servers = [Server(fake.url, KEY, "policy", 30.0, 1) for fake in fakes]
 
     async def work() -> None:
         async with EnginePool(servers, connections=4, on_tokens=lambda _: None, patience_s=0.2) as pool:
@@ -124,6 +126,6 @@ def test_nobody_is_waited_for_longer_than_patience_lasts(tmp_path: Path, fakes: 
             for fake in fakes:
                 end(fake)
             with pytest.raises(EngineDown, match="does not answer"):
-                await Place(pool, 1).tokens(prompt="a")
+                await Place(pool, 1, SAMPLING).tokens(prompt="a")
 
     asyncio.run(work())

@@ -41,7 +41,7 @@ def test_figures_have_errors_over_tasks_and_sources_of_their_own() -> None:
         for task, rewards in tasks.items()
         for sample, reward in enumerate(rewards)
     ]
-    found = figures(given, success=1.0)
+    found = figures(given, {"": 1.0})
     means = [0.5, 0.0, 1.0]
     assert found["reward_se"] == pytest.approx(statistics.stdev(means) / math.sqrt(3))
     assert found["pass_at_2"] == pytest.approx((5 / 6 + 0 + 1) / 3)
@@ -52,10 +52,22 @@ def test_figures_have_errors_over_tasks_and_sources_of_their_own() -> None:
     assert "reward" not in found and "pass_at_1" not in found
 
 
+def test_each_set_has_figures_of_its_own_and_counts_alike() -> None:
+    aime = [{**trajectory(0, f"is {n}", float(n == 0)), "eval_set": "aime"} for n in range(4)]
+    easy = [{**trajectory(task, "is 7", 0.5), "eval_set": "easy"} for task in (1, 2)]
+    found = figures([*aime, *easy], {"aime": 1.0, "easy": 0.4})
+    assert (found["aime/reward"], found["easy/reward"], found["reward_mean"]) == (0.25, 0.5, 0.375)
+    assert (found["aime/pass_at_4"], found["aime/majority_at_4"]) == (1, 0.25)
+    assert "aime/reward_se" not in found and found["easy/reward_se"] == 0 and "pass_at_4" not in found
+    # Of a set that nobody could judge nothing is said, and the mean is that of the others.
+    broken = [{**one, "metadata": {"reward_error": "late"}} for one in aime]
+    assert figures([*broken, *easy], {"aime": 1.0, "easy": 0.4})["reward_mean"] == 0.5
+
+
 def test_what_could_not_be_judged_is_no_answer() -> None:
     given = [trajectory(0, "1", 1.0), trajectory(0, "2", 0.0, reward_error="late"), trajectory(1, "3", 0.0)]
-    assert figures(given, success=1.0) == {"reward_se": pytest.approx(0.5)}
-    assert figures([], success=1.0) == {}
+    assert figures(given, {"": 1.0}) == {"reward_se": pytest.approx(0.5)}
+    assert figures([], {"": 1.0}) == {}
 
 
 def test_a_reward_function_says_what_it_read() -> None:
@@ -63,8 +75,8 @@ def test_a_reward_function_says_what_it_read() -> None:
         trajectory(0, f"words {n}", float(n < 2), reward_info={"pred": "a" if n < 2 else "b"})
         for n in range(3)
     ]
-    assert figures(given, success=1.0)["majority_at_3"] == 1
-    assert figures([{**one, "metadata": {}} for one in given], success=0.5)["majority_at_3"] == pytest.approx(
+    assert figures(given, {"": 1.0})["majority_at_3"] == 1
+    assert figures([{**one, "metadata": {}} for one in given], {"": 0.5})["majority_at_3"] == pytest.approx(
         2 / 3
     )
 
@@ -88,7 +100,7 @@ def test_a_merged_evaluation_has_them_in_its_result(tmp_path: Path) -> None:
         "out": str(tmp_path / "merged"),
         "expected": [0, 1],
         "metadata": {},
-        "success": 1.0,
+        "success": {"": 1.0},
         "result": str(tmp_path / "result"),
         "progress": str(tmp_path / "progress"),
     }

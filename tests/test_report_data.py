@@ -84,6 +84,21 @@ def test_a_phases_name_is_no_formula_and_no_line_of_its_own(tmp_path: Path) -> N
     assert all(SAMPLE.match(line) for line in samples) and "\x1b" not in metrics
 
 
+def test_the_last_policy_and_each_set_have_figures_of_their_own(tmp_path: Path) -> None:
+    run = long_run(tmp_path / "run", 2, lose_at=None)
+    figures = {"reward_mean": 0.5, "policy_version": 2, "aime/pass_at_8": 0.25, "aime/pass_at_8_se": 0.125}
+    run.line(0, "evaluated", (2, 13, 0), final=True, split="test", **figures)
+    table, metrics = written(run, tmp_path, "csv", "prometheus")
+    last = list(csv.DictReader(table.splitlines()))[-1]
+    # As the iteration that would begin with this policy.
+    assert (last["iteration"], last["policy_version"], last["test_reward"]) == ("3", "2", "0.5")
+    assert (last["eval_aime_pass_at_8"], last["eval_aime_pass_at_8_se"]) == ("0.25", "0.125")
+    assert all(SAMPLE.match(line) for line in metrics.splitlines() if not line.startswith("#"))
+    assert "fsbarrier_eval_aime_pass_at_8{" in metrics
+    assert main(["report", "--log-path", str(run.log_path), "--out", str(tmp_path / "page.html")]) == 0
+    assert "0.25 ± 0.12" in (tmp_path / "page.html").read_text()
+
+
 def test_a_run_that_has_just_begun_has_empty_figures(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run")
     run.start()

@@ -100,7 +100,6 @@ def make_spec(folder: Path, url: str, prompts: list[Any], **changes: Any) -> Pat
         "expected": list(range(len(prompts))),
         "keep": None,
         "incarnation": 1,
-        "task_file": str(folder / "train.jsonl"),
         "part": str(folder / "trajectories" / "part"),
         "prefix": "train-g0003n0002i0001",
         "checkpoint": str(folder / "trajectories" / "checkpoint"),
@@ -109,7 +108,11 @@ def make_spec(folder: Path, url: str, prompts: list[Any], **changes: Any) -> Pat
         "result": str(folder / "result.json"),
         "progress": str(folder / "progress.json"),
     }
-    spec |= {**changes, "sampling": {**sampling, **changes.get("sampling", {})}}
+    sampling |= changes.pop("sampling", {})
+    spec |= changes
+    asked = sorted({task for share in spec["shares"].values() for task in share})
+    train = {"tasks": asked, "task_file": str(folder / "train.jsonl"), "sampling": sampling}
+    spec.setdefault("rounds", [train])
     (folder / "spec.json").write_text(json.dumps(spec))
     return folder / "spec.json"
 
@@ -206,6 +209,32 @@ def test_the_chat_template_is_told_what_the_settings_say(tmp_path: Path, fake: F
     assert rendered and all(
         one["chat_template_kwargs"] == {"enable_thinking": False, "effort": "low"} for one in rendered
     )
+
+
+def test_each_round_has_its_own_file_and_sampling(tmp_path: Path, fake: Fake) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "ca=", "answer": "ac"}\n' * 1)
+    greedy = {"samples": 1, "temperature": 0.0, "top_p": 0.5, "top_k": 3, "max_tokens": 6}
+    warm = {**greedy, "samples": SAMPLES, "temperature": 0.7}
+    rounds = [
+        {"tasks": [0, 1], "task_file": str(tmp_path / "train.jsonl"), "sampling": warm, "eval_set": "warm"},
+        {"tasks": [2], "task_file": str(other), "sampling": greedy, "eval_set": "greedy", "first": 2},
+    ]
+    tasks: dict[str, Any] = {"tasks": [0, 1, 2], "shares": {"2": [0, 1, 2]}, "expected": [0, 1, 2]}
+    spec = make_spec(tmp_path, fake.url, ["ba=", "dc="], rounds=rounds, **tasks)
+    done = run(spec)
+    assert (done.code, done.result["groups"], done.result["trajectories"]) == (0, 3, 2 * SAMPLES + 1)
+    groups = rolled_out(tmp_path)
+    assert {task: (len(group), group[0]["eval_set"]) for task, group in groups.items()} == {
+        0: (SAMPLES, "warm"),
+        1: (SAMPLES, "warm"),
+        2: (1, "greedy"),
+    }
+    assert groups[2][0]["prompt"] == "ca=" and groups[2][0]["task_id"] == "other-0"
+    asked = {(r["n"], r["temperature"], r["top_p"], r["top_k"], r["max_tokens"]) for r in fake.requests()}
+    assert asked == {(SAMPLES, 0.7, 0.5, 3, 6), (1, 0.0, 0.5, 3, 6)}
+    shown = json.loads((tmp_path / "progress.json").read_text())
+    assert (shown["done"], shown["total"]) == (2 * SAMPLES + 1, 2 * SAMPLES + 1)
 
 
 def test_a_truncated_generation_is_judged_like_any_other(tmp_path: Path, fake: Fake) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
@@ -16,7 +17,7 @@ from fsbarrier.data.demo_tasks import DEMO_SETTINGS
 from fsbarrier.errors import UsageError
 from fsbarrier.settings import resolve as resolving
 from fsbarrier.settings.presets import PRESETS
-from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.sections import EvalSet, Settings
 from fsbarrier.settings.sources import (
     FLAGS,
     ChosenValue,
@@ -129,6 +130,27 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
         ),
         (["rollout.top_k=2"], "for evaluations there is eval.top_k"),
         (["rollout.samples=0", "rollout.tasks=0"], "(and 1 more)"),
+        (["eval.sets.aime.samples=0"], "eval.sets.aime.samples: must be 1 or more, got 0"),
+        (["eval.sets.aime.samlpes=3"], "unknown setting; did you mean eval.sets.NAME.samples?"),
+        (["eval.sets.aime=3"], "eval.sets.aime: must be a table, got 3"),
+        (["eval.sets.a b.samples=3"], "a name may have letters, digits, _ and -, got"),
+        (["eval.sets.train.samples=3"], "eval.sets.train: a set of held-out tasks needs another name"),
+        (
+            ["eval.samples=4", "eval.sets.a.temperature=0"],
+            "eval.sets.a.samples=4: all samples of a task are the same at eval.sets.a.temperature=0",
+        ),
+        (
+            ["eval.sets.a.max_tokens=5000"],
+            "eval.sets.a.max_tokens=5000: leaves no room for a prompt in engine.max_model_len=2048",
+        ),
+        (
+            ["eval.samples=2", "checkpoint.best_by=pass_at_4"],
+            "there are reward_mean, pass_at_2, majority_at_2, and the mean reward of a source (reward/SOURCE)",
+        ),
+        (
+            ["eval.sets.a.samples=2", "checkpoint.best_by=pass_at_2"],
+            "there are reward_mean, a/reward, a/pass_at_2",
+        ),
         (["hello"], "unexpected argument 'hello'; settings are written key=value"),
         (["num-nodes"], "unexpected argument 'num-nodes'; did you mean --num-nodes?"),
     ],
@@ -164,6 +186,25 @@ def test_later_sources_win_and_defaults_lie_below(tmp_path: Path) -> None:
     )
     assert (chosen.rollout.samples, chosen.rollout.tasks, chosen.rollout.max_tokens) == (4, 9, 8)
     assert chosen.rank_weights == (1.0, 1.0, 1.0)
+
+
+def test_sets_of_held_out_tasks_come_from_a_file_and_from_words(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("[eval]\nsamples = 2\n[eval.sets.aime]\nsamples = 32\ntop_p = 0.9\n[eval.sets.plain]\n")
+    words = ["eval.sets.aime.samples=8", "eval.sets.gsm.file=test.jsonl", "checkpoint.best_by=aime/pass_at_8"]
+    chosen = resolving.resolve([*from_file(config, KNOWN), *from_words(words, KNOWN)])
+    assert chosen.eval.sets == {
+        "aime": EvalSet(samples=8, top_p=0.9),
+        "plain": EvalSet(),
+        "gsm": EvalSet(file="test.jsonl"),
+    }
+    complete = chosen.eval_sets
+    assert list(complete) == ["aime", "gsm", "plain"]
+    assert (complete["plain"].samples, complete["plain"].max_tokens, complete["aime"].top_p) == (2, 512, 0.9)
+    assert Settings.from_json(json.loads(json.dumps(chosen.as_json()))) == chosen
+    inline = resolve("eval.sets={aime={samples=3}}", "eval.sets.aime.tasks=7", "eval.sets.b={}").eval.sets
+    assert inline == {"aime": EvalSet(samples=3, tasks=7), "b": EvalSet()}
+    assert list(resolve().eval_sets) == ["test"] and resolve("eval.top_k=3").eval_sets["test"].top_k == 3
 
 
 @pytest.mark.parametrize(

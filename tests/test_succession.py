@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from core_builders import (
     waiting,
 )
 
+from fsbarrier.errors import UsageError
 from fsbarrier.protocol.facts import Fact, Generation, Payload, Position, Verdict
 from fsbarrier.protocol.rows import Row, Slice, Table
 from fsbarrier.protocol.situation import Situation
@@ -301,6 +303,41 @@ def test_where_a_session_begins(
 def test_a_run_without_any_generation_begins_with_iteration_1(span: tuple[int, int]) -> None:
     for before in ((0, 0), span):
         assert opening(left_off(7, UPDATE, of=0, span=before), span, TABLE) == Position(1, span[0])
+
+
+CLOSED = {"close": decided(4, {"reward": 1})}
+
+
+@pytest.mark.parametrize(
+    ("left", "decisions", "until", "expected"),
+    [
+        ((5, OPEN), {}, 4, (4, PUBLISH)),
+        ((5, OPEN), {"close": decided(3, {"reward": 1})}, 4, (4, PUBLISH)),
+        ((5, MERGE), {}, 4, (4, PUBLISH)),
+        ((5, OPEN), CLOSED, 4, (5, OPEN)),
+        # Not asked for, not done yet, or long gone on.
+        ((5, OPEN), {}, 5, (5, OPEN)),
+        ((5, OPEN), {}, None, (5, OPEN)),
+        ((6, OPEN), {}, 4, (6, OPEN)),
+        ((5, CLOSE), {}, 4, (5, CLOSE)),
+        ((4, UPDATE), {}, 4, (4, UPDATE)),
+    ],
+)
+def test_a_last_iteration_that_was_not_closed_is_closed_once(
+    left: tuple[int, int], decisions: dict[str, Any], until: int | None, expected: tuple[int, int]
+) -> None:
+    table = replace(TABLE, closing="publish")
+    found = Recovered(Position(*left), decisions, generation=3, span=WHOLE)
+    assert opening(found, WHOLE, table, until) == Position(*expected)
+    assert opening(found, WHOLE, TABLE, until) == Position(*left)
+
+
+def test_a_slice_has_no_end_of_its_own() -> None:
+    table = replace(TABLE, closing="publish")
+    found = Recovered(Position(5, PROBE), {}, generation=3, span=UPDATES)
+    assert opening(found, UPDATES, table, 4) == Position(5, PROBE)
+    with pytest.raises(UsageError, match="closing='nowhere' is none of its phases"):
+        replace(TABLE, closing="nowhere")
 
 
 def test_a_program_without_slices_tells_nothing_of_what_was_made() -> None:

@@ -15,7 +15,7 @@ from fsbarrier.data.tasks import count_tasks, read_tasks
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.settings.sections import Settings
-from fsbarrier.start.task_files import check_recorded, needed_splits
+from fsbarrier.start.task_files import check_recorded, needed_files
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -152,9 +152,9 @@ def test_reading_json_lines_imports_nothing_heavy(tmp_path: Path) -> None:
 
 
 def test_a_run_that_never_evaluates_needs_no_test_tasks() -> None:
-    assert needed_splits(Settings()) == ("train", "test")
+    assert list(needed_files(Settings())) == ["train", "test"]
     never = Settings(eval_interval=0)
-    assert needed_splits(never) == ("train",)
+    assert list(needed_files(never)) == ["train"]
     check_recorded(never, ["train"])
     with pytest.raises(UsageError, match="began without test tasks"):
         check_recorded(Settings(), ["train"])

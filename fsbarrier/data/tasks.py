@@ -44,6 +44,8 @@ class Task:
     #: the user's own, as the file has it
     answer: Any
     metadata: Mapping[str, Any]
+    #: of several sets of held-out tasks the one that it belongs to; "" where there is one set
+    eval_set: str = ""
 
     @property
     def messages(self) -> list[Message]:

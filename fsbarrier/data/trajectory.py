@@ -55,8 +55,10 @@ class Trajectory(Sampled, total=False):
     # --- which task, and which of its group ---
 
     task_id: Required[str]
-    #: the line of the task in its file, from 0
+    #: the line of the task in its file, from 0; of several sets of held-out tasks (in the order of their names) as if they were one file
     task_index: int
+    #: the set of held-out tasks that it belongs to; not there where there is one set
+    eval_set: str
     #: text, or chat messages
     prompt: str | list[dict[str, str]]
     #: from 0, within the group: all trajectories of one task

@@ -34,8 +34,8 @@ class ContextMaker:
         generation, position = node.generation, node.position
         assert generation is not None and position is not None
 
-        def inventory(split: str) -> tuple[PartOnDisk, ...]:
-            return parts_on_disk(self.record.paths.trajectories(split), split, position.iteration)
+        def parts_of(split: str, iteration: int) -> tuple[PartOnDisk, ...]:
+            return parts_on_disk(self.record.paths.trajectories(split), split, iteration)
 
         return Context(
             run_id=self.record.run_id,
@@ -59,7 +59,8 @@ class ContextMaker:
             joins=self.observer.joins_of(generation),
             reports=partial(self.observer.reports, node),
             newest=self.observer.newest_number,
-            inventory=inventory,
+            until=generation.until,
+            parts_of=parts_of,
             claims_unsafe=partial(claims_unsafe, self.record.log_path),
             accelerators=self.accelerators,
             cpus=len(os.sched_getaffinity(0)),
@@ -79,5 +80,6 @@ def parts_on_disk(folder: Path, split: str, iteration: int) -> tuple[PartOnDisk,
             policy = str(scan.header.get("policy", ""))
             tasks = tuple(group.task_index for group in scan.groups)
             unjudged = frozenset(group.task_index for group in scan.groups if group.unjudged)
-            found.append(PartOnDisk(str(path), policy, scan.valid_bytes, tasks, unjudged))
+            how = str(scan.header.get("sampled_how", ""))
+            found.append(PartOnDisk(str(path), policy, scan.valid_bytes, tasks, unjudged, how))
     return tuple(found)

@@ -281,7 +281,7 @@ def end_when_all_is_done(at: Situation) -> Step | None:
     word = leaders_word(at.view)
     if word is None or at.view.recovered is None:
         return None
-    start = opening(at.view.recovered, at.rules.span(word.choices), at.rules.table)
+    start = opening(at.view.recovered, at.rules.span(word.choices), at.rules.table, word.until)
     return _nothing_to_do(at, word.until) if all_done(start, word.until) else None
 
 

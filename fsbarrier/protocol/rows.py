@@ -71,11 +71,16 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Table(Generic[Work_co]):
-    """A program's rows. Raises UsageError for rows that cannot be walked."""
+    """A program's rows. Raises UsageError for rows that cannot be walked.
+
+    `closing` names the row with which the end of a session's last iteration begins: what is only done there has a result in the last
+    row. A session whose iterations are all done goes back to it once, if that result is missing ("": nothing is only done there).
+    """
 
     name: str
     rows: tuple[Row[Work_co], ...]
     slices: tuple[Slice, ...] = ()
+    closing: str = ""
     _indices: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -91,6 +96,8 @@ class Table(Generic[Work_co]):
                 raise UsageError(
                     f"program {self.name}, {row.name}: resume={row.resume!r} is not this or an earlier phase"
                 )
+        if self.closing and self.closing not in indices:
+            raise UsageError(f"program {self.name}: closing={self.closing!r} is none of its phases")
         for part in self.slices:
             missing = {part.first, part.last, part.result} - indices.keys()
             if missing:

@@ -89,7 +89,7 @@ def first_of_session(at: Situation, found: Recovered) -> Generation:
     asked = at.view.joins.get(ranks[0])
     choices = asked.choices if asked else {}
     span = at.rules.span(choices)
-    start = opening(found, span, at.rules.table)
+    start = opening(found, span, at.rules.table, asked.until if asked else None)
     members = [at.starting[rank] for rank in ranks]
     revisions = revised(at.view.newest, number, start, span[0], members, at.view.joins, at.rules.settings)
     return Generation(
@@ -120,7 +120,22 @@ def all_done(start: Position, until: int | None) -> bool:
     return until is not None and start.iteration > until
 
 
-def opening(found: Recovered, span: tuple[int, int], table: Table[object]) -> Position:
+def opening(
+    found: Recovered, span: tuple[int, int], table: Table[object], until: int | None = None
+) -> Position:
+    """Where a session that runs the rows of `span` up to iteration `until` begins. If its iterations are all done, but the last one was
+    not closed (`Table.closing`), it closes that."""
+    start = _opening(found, span, table)
+    if not table.closing or start.iteration - 1 != until or span != table.span():
+        return start
+    last, closing = table.rows[-1].name, table.index(table.closing)
+    entry = found.decisions.get(last)
+    closed = entry is not None and entry["iteration"] == until
+    # Once the next iteration has published, there is nothing to go back to.
+    return start if closed or start.phase >= closing else Position(until, closing)
+
+
+def _opening(found: Recovered, span: tuple[int, int], table: Table[object]) -> Position:
     """Where a session that runs the rows of `span` begins: where the run was left, if the session before ran the same rows.
 
     Otherwise the results of the slices decide. Example: rollouts are made for iteration 3, updates only for iteration 2. Then a session

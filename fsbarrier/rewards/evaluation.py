@@ -16,13 +16,31 @@ from itertools import groupby
 
 from fsbarrier.data.trajectory import Trajectory, is_judged
 from fsbarrier.rewards.matching import last_number
+from fsbarrier.settings.checks import powers_up_to
 
 #: so many sources have figures of their own
 MOST_SOURCES = 20
 
 
-def figures(trajectories: Iterable[Trajectory], *, success: float) -> dict[str, float]:
-    """Of a merged evaluation, whose groups lie together. `success`: the least reward of a solved trajectory."""
+def figures(trajectories: Iterable[Trajectory], success: Mapping[str, float]) -> dict[str, float]:
+    """Of a merged evaluation, whose groups lie together, and those of a set too. `success`: the least reward of a solved trajectory, by the
+    name of the set ("" where there is one). Of several sets each has its figures (`aime/reward`), and `reward_mean` is the mean over
+    sets, so that none counts for more because it has more tasks or samples.
+    """
+    found: dict[str, float] = {}
+    means = []
+    for name, of_set in groupby(trajectories, key=lambda one: one.get("eval_set", "")):
+        of_one = _figures_of_one(of_set, success=success[name])
+        if not name:
+            # The mean is there under its own name.
+            of_one.pop("reward", None)
+            return of_one
+        found |= {f"{name}/{figure}": value for figure, value in of_one.items()}
+        means += [of_one["reward"]] if "reward" in of_one else []
+    return {**found, "reward_mean": statistics.fmean(means)} if means else found
+
+
+def _figures_of_one(trajectories: Iterable[Trajectory], *, success: float) -> dict[str, float]:
     means: list[float] = []
     passed: dict[int, list[float]] = {}
     majorities: dict[int, list[float]] = {}
@@ -34,7 +52,7 @@ def figures(trajectories: Iterable[Trajectory], *, success: float) -> dict[str, 
         rewards = [float(one["reward"]) for one in group]
         solved = [reward >= success for reward in rewards]
         means.append(statistics.fmean(rewards))
-        for k in _counts_up_to(len(group)):
+        for k in powers_up_to(len(group)):
             passed.setdefault(k, []).append(pass_at(k, len(group), sum(solved)))
         if len(group) > 1:
             answers = [answer_of(one) for one in group]
@@ -52,8 +70,6 @@ def figures(trajectories: Iterable[Trajectory], *, success: float) -> dict[str, 
             found |= _with_error(f"majority_at_{k}", values)
     for source in sorted(by_source)[:MOST_SOURCES]:
         found |= _with_error(f"reward/{source}", by_source[source])
-    # It is there under its own name.
-    found.pop("reward", None)
     return found
 
 
@@ -76,11 +92,6 @@ def answer_of(trajectory: Mapping[str, object]) -> object:
     text = str(trajectory.get("text", ""))
     number = last_number(text)
     return text.strip() if number is None else number
-
-
-def _counts_up_to(samples: int) -> list[int]:
-    """1, 2, 4 and so on, and all of them."""
-    return sorted({*(1 << power for power in range(samples.bit_length())), samples})
 
 
 def _with_error(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -81,8 +81,8 @@ class Client:
     @property
     def sampling(self) -> dict[str, object]:
         """How answers are sampled: as the run's settings say, for every turn."""
-        server = self._sampler.server
-        own = {"temperature": server.temperature, "top_p": server.top_p, "top_k": server.top_k}
+        sampling = self._sampler.sampling
+        own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         return {**own, **NEUTRAL, "n": 1, "logit_bias": {}}
 
     def trajectory(
@@ -214,7 +214,8 @@ class Client:
         self, segment: Segment, suffix: list[int], max_tokens: int | None, stop: Sequence[str]
     ) -> Sample:
         prompt = [*segment.token_ids, *suffix]
-        most = min(max_tokens or self._sampler.server.max_tokens, self._sampler.server.max_tokens)
+        limit = self._sampler.sampling.max_tokens
+        most = min(max_tokens or limit, limit)
         if self._sampler.longest is not None:
             most = min(most, self._sampler.longest - len(prompt))
         if most < 1:

@@ -66,13 +66,11 @@ def load_agent(value: str) -> MakeAgent:
 class AgentSampler:
     """Makes each task's group by as many episodes, all of them at one place (engine_pool.py). Raises EngineGone as that does."""
 
-    def __init__(
-        self, make: MakeAgent, samples: int, settings: RolloutSettings, custom: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, make: MakeAgent, settings: RolloutSettings, custom: Mapping[str, Any]) -> None:
         # Not at the top: a rollout without an agent has no use for an HTTP server.
         from fsbarrier.rollouts.agent_http import Endpoint
 
-        self.make, self.samples, self.custom = make, samples, custom
+        self.make, self.custom = make, custom
         self.file = code_file(getattr(make, "run", make))
         self.turn_timeout_s = settings.turn_timeout_s
         self.task_timeout_s = settings.task_timeout_s or EPISODE_TIMEOUT_S
@@ -93,7 +91,9 @@ class AgentSampler:
 
     async def _group(self, place: Place, task: Task, emit: Emit) -> None:
         async with asyncio.TaskGroup() as running:
-            episodes = [running.create_task(self._episode(place, task)) for _ in range(self.samples)]
+            episodes = [
+                running.create_task(self._episode(place, task)) for _ in range(place.sampling.samples)
+            ]
         emit(Group(task, [], tuple(episode.result() for episode in episodes)))
 
     async def _episode(self, place: Place, task: Task) -> Episode:

@@ -50,9 +50,15 @@ class Claims:
     """
 
     def __init__(
-        self, shares: Mapping[int, Sequence[int]], rank: int, *, folder: Path | None, incarnation: int = 0
+        self,
+        shares: Mapping[int, Sequence[int]],
+        rank: int,
+        *,
+        folder: Path | None,
+        incarnation: int = 0,
+        first_lot: int = 0,
     ) -> None:
-        """`shares`: every node's, by rank. Raises StoreError."""
+        """`shares`: every node's, by rank. `first_lot`: the number of each one's first lot. Raises StoreError."""
         self.rank, self.folder = rank, folder
         self.made = self.lost = self.listings = 0
         self.seconds = 0.0
@@ -60,7 +66,7 @@ class Claims:
         self.taken_over: list[int] = []
         self._owner = f"{rank} {incarnation}\n".encode()
         self._left = {
-            owner: deque(Lot(owner, number, tasks) for number, tasks in enumerate(lots(share)))
+            owner: deque(Lot(owner, number, tasks) for number, tasks in enumerate(lots(share), first_lot))
             for owner, share in shares.items()
             if folder is not None or owner == rank
         }

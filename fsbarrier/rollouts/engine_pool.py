@@ -2,7 +2,7 @@
 
     async with EnginePool(servers, ...) as pool:
         await pool.look()
-        await Place(pool, sequences=128).sample(tasks, emit)
+        await Place(pool, 128, sampling).sample(tasks, emit)
 
 A group stays with the engine that began it, which keeps its prompt in the cache for all its samples and all turns of its episodes. An
 engine that does not answer gets no work until it does again: the daemon starts it again at the same address.
@@ -18,7 +18,7 @@ from typing import Self, TypeVar
 from fsbarrier.data.tasks import Task
 from fsbarrier.openai_http import asked_again
 from fsbarrier.rollouts.engine_queue import EngineMetrics
-from fsbarrier.rollouts.samples import Emit, EngineDown, Group, Sample
+from fsbarrier.rollouts.samples import Emit, EngineDown, Group, Sample, Sampling
 from fsbarrier.rollouts.sampling import Sampler, Server
 
 # Before the first look at an engine that does not answer.
@@ -61,7 +61,6 @@ class EnginePool:
             PooledEngine(number, server, connections=connections, on_tokens=on_tokens)
             for number, server in enumerate(servers)
         ]
-        self.server = servers[0]
         self._on_tokens, self._patience_s = on_tokens, patience_s
         self._watching: dict[PooledEngine, asyncio.Task[None]] = {}
         self._stack = AsyncExitStack()
@@ -147,21 +146,17 @@ class EnginePool:
 
 
 class Place:
-    """For some sequences at one engine; at another one once that is gone. It has the face of a Sampler.
+    """For some sequences at one engine, all sampled in one way; at another one once that is gone.
 
     `replica`: which engine that is; None once there was another.
     """
 
-    def __init__(self, pool: EnginePool, sequences: int) -> None:
-        self.sequences = sequences
+    def __init__(self, pool: EnginePool, sequences: int, sampling: Sampling) -> None:
+        self.sequences, self.sampling = sequences, sampling
         self._pool = pool
         self._engine = pool.next
         self._engine.sequences += sequences
         self.replica: int | None = self._engine.number
-
-    @property
-    def server(self) -> Server:
-        return self._pool.server
 
     @property
     def longest(self) -> int | None:
@@ -180,12 +175,12 @@ class Place:
             del left[group.task.index]
             emit(group)
 
-        await self._somewhere(lambda sampler: sampler.sample(list(left.values()), done))
+        await self._somewhere(lambda sampler: sampler.sample(list(left.values()), done, self.sampling))
 
     async def turn(self, prompt_ids: Sequence[int], *, max_tokens: int, stop: Sequence[str] = ()) -> Sample:
         """As Sampler.turn."""
         return await self._somewhere(
-            lambda sampler: sampler.turn(prompt_ids, max_tokens=max_tokens, stop=stop)
+            lambda sampler: sampler.turn(prompt_ids, self.sampling, max_tokens=max_tokens, stop=stop)
         )
 
     async def tokens(self, **body: object) -> list[int]:

@@ -101,6 +101,7 @@ def _trajectory(origin: Origin, group: Group, number: int, sample: Sample, score
     made = {
         "task_id": task.task_id,
         "task_index": task.index,
+        **({"eval_set": task.eval_set} if task.eval_set else {}),
         "sample": number,
         "policy_version": origin.policy_version,
         "node_rank": origin.node_rank,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
@@ -10,6 +11,7 @@ from typing import Self
 from fsbarrier import files
 from fsbarrier.data.shardwriter import ShardInfo
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.protocol.assign import LOTS
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.rollouts.claims import Claims, remove_old
 from fsbarrier.rollouts.early_end import EarlyEnd
@@ -30,6 +32,8 @@ class Origin:
     policy_version: int
     #: which policy of that version, as `Context.policy_identity` names it
     policy: str
+    #: a digest of all that decides how tasks are answered
+    sampled_how: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ class Assignment:
     @classmethod
     def from_spec(cls, spec: Payload) -> Self:
         return cls(
-            origin=Origin(**{name: spec[name] for name in Origin.__slots__}),
+            origin=Origin(**{name: spec[name] for name in Origin.__slots__ if name in spec}),
             incarnation=spec["incarnation"],
             tasks=spec["tasks"],
             # JSON has text for keys.
@@ -94,16 +98,21 @@ class Assignment:
         shares = [self.tasks] if self.fixed_shares else self.shares.values()
         return [task for share in shares for task in share]
 
-    def open_claims(self) -> Claims:
-        """What this node may start. Says in the log why it may not take over from others. Raises StoreError."""
-        if self.fixed_shares:
+    def open_claims(self, tasks: Collection[int] | None = None, number: int = 0) -> Claims:
+        """What this node may start of `tasks` (None: of all), which are those of round `number`. Says in the log why it may not take over
+        from others. Raises StoreError."""
+        if self.fixed_shares and not number:
             print(f"this node does its own share and no more: {self.fixed_shares}", flush=True)
         alone = self.fixed_shares or len(self.shares) == 1
         return Claims(
-            self.shares,
+            {
+                rank: share if tasks is None else [task for task in share if task in tasks]
+                for rank, share in self.shares.items()
+            },
             self.origin.node_rank,
             folder=None if alone else self.claims_folder,
             incarnation=self.incarnation,
+            first_lot=number * LOTS,
         )
 
     def remove_old_claims(self) -> None:
@@ -145,9 +154,12 @@ class Assignment:
         files.link_or_copy(self.part, self.checkpoint, last_look)
 
     def result(
-        self, info: ShardInfo, tasks: Sequence[int], claims: Claims, *, ended_early: bool
+        self, info: ShardInfo, tasks: Sequence[int], claims: Sequence[Claims], *, ended_early: bool
     ) -> dict[str, object]:
-        """For the node's report: what the finished part holds, and what taking over came to."""
+        """For the node's report: what the finished part holds, and what taking over came to in all rounds."""
+        taking_over: Counter[str] = Counter()
+        for one in claims:
+            taking_over.update(one.summary())
         return {
             "part": str(self.part),
             "bytes": info.bytes,
@@ -156,5 +168,5 @@ class Assignment:
             "reward_mean": info.reward_mean,
             "tasks": tasks,
             "ended_early": ended_early,
-            **claims.summary(),
+            **taking_over,
         }

@@ -15,6 +15,17 @@ from fsbarrier.protocol.facts import JsonObject
 Message = JsonObject
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a task is answered: by so many samples, from which distribution. `max_tokens`: of one answer."""
+
+    samples: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+
+
 @dataclass(frozen=True)
 class Sample:
     """One generation: what was sampled, exactly. An end token that was sampled is the last of `token_ids`.

@@ -21,7 +21,7 @@ from fsbarrier.data.tasks import Task
 from fsbarrier.engine.client import normal_url
 from fsbarrier.openai_http import asked_again, base_and_socket, bearer, described
 from fsbarrier.rollouts.answer_stream import AnswerStream, failure
-from fsbarrier.rollouts.samples import Again, Emit, EngineDown, EngineGone, Group, Refusal, Sample
+from fsbarrier.rollouts.samples import Again, Emit, EngineDown, EngineGone, Group, Refusal, Sample, Sampling
 
 #: of a sample, in each piece of the streamed answer
 TOKENS_PER_PIECE = 64
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where to sample, how, and how patiently. `timeout_s`: without a sign of life of a request; `tries`: of one request.
+    """Where to sample, and how patiently. `timeout_s`: without a sign of life of a request; `tries`: of one request.
 
     `template_arguments`: what the chat template is told beside the messages.
     """
@@ -44,11 +44,6 @@ class Server:
     url: str
     api_key: str
     model: str
-    samples: int
-    temperature: float
-    top_p: float
-    top_k: int
-    max_tokens: int
     timeout_s: float
     tries: int
     template_arguments: Mapping[str, object] = field(default_factory=dict)
@@ -64,7 +59,6 @@ class Sampler:
         # The most tokens of prompt and answer together, once the server has said so.
         self.longest: int | None = None
         self._model = server.model
-        self._max_tokens = server.max_tokens
         self._chat_ids: dict[int, list[int]] = {}
         base, socket = base_and_socket(self.url)
         limits = httpx.Limits(max_connections=connections, keepalive_expiry=KEEPALIVE_S)
@@ -97,10 +91,8 @@ class Sampler:
             raise EngineGone(f"the engine at {self.url} does not name its model: {error}") from None
         if isinstance(longest, int):
             self.longest = longest
-            # vLLM refuses to be asked for more than there is room for in all.
-            self._max_tokens = min(self.server.max_tokens, max(1, longest - 1))
 
-    async def sample(self, tasks: Sequence[Task], emit: Emit) -> None:
+    async def sample(self, tasks: Sequence[Task], emit: Emit, sampling: Sampling) -> None:
         """Sample a group for each task, in one request where the server takes it; `emit` gets each as it is finished.
 
         After a failure only what was not yet handed out is asked for again, so no task is handed out twice. A prompt that the server will
@@ -116,7 +108,7 @@ class Sampler:
         async def request() -> None:
             left = list(pending.values())
             prompts = [await self._prompt(task) for task in left]
-            await self._complete(prompts, self._stream(left, done, self.server.samples), {})
+            await self._complete(prompts, self._stream(left, done, sampling.samples), sampling, {})
 
         try:
             return await self._asked(request)
@@ -127,15 +119,17 @@ class Sampler:
             return
         # Which of them is it?
         for task in list(pending.values()):
-            await self.sample([task], done)
+            await self.sample([task], done, sampling)
 
-    async def turn(self, prompt_ids: Sequence[int], *, max_tokens: int, stop: Sequence[str] = ()) -> Sample:
+    async def turn(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, max_tokens: int, stop: Sequence[str] = ()
+    ) -> Sample:
         """One answer to exactly these tokens. Raises EngineGone; Refusal where the server does not serve this prompt."""
         groups: list[Group] = []
         task = Task(0, "", "", None, {})
         own = {"max_tokens": max_tokens, "stop": list(stop)}
         await self._asked(
-            lambda: self._complete([list(prompt_ids)], self._stream([task], groups.append, 1), own)
+            lambda: self._complete([list(prompt_ids)], self._stream([task], groups.append, 1), sampling, own)
         )
         return groups[0].samples[0]
 
@@ -181,17 +175,23 @@ class Sampler:
         return AnswerStream(self.url, tasks, emit, self.on_tokens, per_task)
 
     async def _complete(
-        self, prompts: Sequence[str | list[int]], stream: AnswerStream, own: Mapping[str, object]
+        self,
+        prompts: Sequence[str | list[int]],
+        stream: AnswerStream,
+        sampling: Sampling,
+        own: Mapping[str, object],
     ) -> None:
-        """Sample; `own` is what this request wants otherwise than the settings say."""
+        """Sample; `own` is what this request wants otherwise than `sampling` says."""
+        # vLLM refuses to be asked for more than there is room for in all.
+        most = sampling.max_tokens if self.longest is None else max(1, self.longest - 1)
         body = {
             "model": self._model,
             "prompt": prompts,
             "n": stream.per_task,
-            "temperature": self.server.temperature,
-            "top_p": self.server.top_p,
-            "top_k": self.server.top_k,
-            "max_tokens": self._max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": min(sampling.max_tokens, most),
             **NEUTRAL,
             "logprobs": 0,
             "return_token_ids": True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import ErrorDetails
@@ -27,6 +27,8 @@ _MEANING = {
     "string_too_short": "must not be empty",
     "tuple_type": "must be a list",
     "dict_type": "must be a table",
+    "model_type": "must be a table",
+    "string_pattern_mismatch": "a name may have letters, digits, _ and -",
     "finite_number": "must be a finite number",
     "greater_than": "must be greater than {gt:g}",
     "greater_than_equal": "must be {ge:g} or more",
@@ -47,6 +49,8 @@ def one_line(
     parts = [str(part) for part in first["loc"]]
     names = [part for part in parts if not part.isdigit()]
     key = ".".join(names[:2]) if ".".join(names[:2]) in known else names[0]
+    # Of a table the part that somebody chose.
+    key = next((part for n in (4, 3) if (part := ".".join(names[:n])) in chosen), key)
     whole = first["type"] in ("missing", "too_long", "too_short")
     meaning = _MEANING.get(first["type"], first["msg"].removeprefix("Value error, ")).format_map(
         {"min_length": 2, **first.get("ctx", {})}
@@ -60,6 +64,40 @@ def one_line(
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     value = chosen[key].value if key in chosen and whole else first["input"]
     return f"{source}: {meaning}{where}, got {_shown(value)}{more}"
+
+
+def _check_best_by(
+    s: Settings, as_chosen: Callable[[str], str], require: Callable[[bool, str], None]
+) -> None:
+    """`checkpoint.best_by` names a figure that the evaluations will have."""
+    figure, sets = s.checkpoint.best_by, s.eval.sets
+    if figure == "reward_mean":
+        return
+    if sets:
+        names = [
+            f"{name}/{one}"
+            for name, chosen in s.eval_sets.items()
+            for one in ("reward", *names_of_figures(chosen.samples or 1))
+        ]
+    else:
+        names = names_of_figures(s.eval.samples)
+    by_source = tuple(f"{name}/reward/" for name in sets) or "reward/"
+    require(
+        figure in names or figure.startswith(by_source),
+        f"{as_chosen('checkpoint.best_by')}: no evaluation has this figure; there are "
+        f"{', '.join(['reward_mean', *names])}, and the mean reward of a source ({'SET/' if sets else ''}reward/SOURCE)",
+    )
+
+
+def names_of_figures(samples: int) -> list[str]:
+    """What an evaluation with so many samples a task is measured by, beside its mean reward."""
+    counts = [k for k in powers_up_to(samples) if k > 1]
+    return [f"pass_at_{k}" for k in counts] + ([f"majority_at_{samples}"] if samples > 1 else [])
+
+
+def powers_up_to(samples: int) -> list[int]:
+    """1, 2, 4 and so on, and all of them."""
+    return sorted({*(1 << power for power in range(samples.bit_length())), samples})
 
 
 def _shown(value: object) -> str:
@@ -79,7 +117,7 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
     def as_chosen(key: str) -> str:
         value: Any = settings
         for part in key.split("."):
-            value = getattr(value, part)
+            value = value[part] if isinstance(value, Mapping) else getattr(value, part)
         if isinstance(value, tuple):
             value = ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in value)
         return chosen[key].written(value) if key in chosen else f"{key}={value}"
@@ -118,6 +156,7 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
     for key, tokens in (
         ("rollout.max_tokens", s.rollout.max_tokens),
         ("eval.max_tokens", s.eval.max_tokens or 0),
+        *((f"eval.sets.{name}.max_tokens", one.max_tokens or 0) for name, one in s.eval.sets.items()),
     ):
         require(
             tokens < s.engine.max_model_len,
@@ -170,6 +209,17 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
         f"{as_chosen('reward.weights')}: {counted(len(s.reward.weights), 'weight')} for "
         f"{counted(len(reward_kinds(s.reward.kind)), 'reward')} ({as_chosen('reward.kind')})",
     )
+    require(
+        "train" not in s.eval.sets,
+        "eval.sets.train: a set of held-out tasks needs another name; that of the training tasks is train",
+    )
+    for name, one in s.eval_sets.items():
+        where = f"eval.sets.{name}" if s.eval.sets else "eval"
+        require(
+            one.temperature != 0 or one.samples == 1,
+            f"{where}.samples={one.samples}: all samples of a task are the same at {where}.temperature=0; give 1, or a temperature",
+        )
+    _check_best_by(s, as_chosen, require)
     o = s.optimizer
     require(
         o.schedule == "constant" or o.decay_steps is not None,

@@ -8,6 +8,7 @@ ChosenValue (sources.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import asdict
 from functools import cache
 from types import GenericAlias, NoneType
@@ -19,15 +20,19 @@ from fsbarrier.errors import UsageError
 from fsbarrier.settings.checks import check, one_line
 from fsbarrier.settings.presets import preset_values
 from fsbarrier.settings.section import Section
-from fsbarrier.settings.sections import Settings, sections
-from fsbarrier.settings.sources import ChosenValue, Kind, nearest
+from fsbarrier.settings.sections import EvalSet, Settings, sections
+from fsbarrier.settings.sources import SET_NAME, ChosenValue, Kind, known_as, nearest
 from fsbarrier.settings.value_types import Bounds, ShellWords
+
+# What a set of held-out tasks may be called: it becomes a part of dotted names, and of metrics' names.
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
 # --- what there is to be chosen -----------------------------------------------------------------------------------------
 
 
 def known_names() -> dict[str, Kind]:
-    """Every dotted name with how its value is written as text; "custom" stands for all names below it."""
+    """Every dotted name with how its value is written as text; "custom" stands for all names below it, and NAME for any name
+    (`known_as`)."""
     names: dict[str, Kind] = {}
     groups = sections()
     for name, hint in _hints(Settings).items():
@@ -35,6 +40,7 @@ def known_names() -> dict[str, Kind]:
             names |= {f"{name}.{leaf}": _kind(leaf_hint) for leaf, leaf_hint in _hints(groups[name]).items()}
         else:
             names[name] = _kind(hint)
+    names |= {f"{SET_NAME}.{leaf}": _kind(hint) for leaf, hint in _hints(EvalSet).items()}
     return names
 
 
@@ -120,6 +126,8 @@ def _for_pydantic(hint: Any) -> Any:
         return _for_pydantic(inner[0]) | None
     if get_origin(hint) is Annotated:
         return Annotated[(_for_pydantic(inner[0]), *map(_trait, inner[1:]))]
+    if get_origin(hint) is Mapping and isinstance(inner[1], type) and issubclass(inner[1], Section):
+        return dict[SetName, _model(inner[1])]  # type: ignore[misc]
     if get_origin(hint) is tuple:
         # TOML and JSON have lists only.
         return Annotated[GenericAlias(tuple, tuple(map(_for_pydantic, inner))), Field(strict=False)]
@@ -133,7 +141,7 @@ def _trait(trait: Bounds | ShellWords) -> object:
 
 
 def _check_name(item: ChosenValue, known: Mapping[str, Kind]) -> None:
-    if item.key in known or (item.key.startswith("custom.") and item.key != "custom."):
+    if known_as(item.key) in known or (item.key.startswith("custom.") and item.key != "custom."):
         return
     if item.key in sections():
         inside = ", ".join(name for name in known if name.startswith(f"{item.key}."))
@@ -151,5 +159,5 @@ def _nest(values: Mapping[str, object]) -> dict[str, object]:
             if not isinstance(below, dict):
                 raise UsageError(f"{key}: {table} is a value, so it has nothing inside")
             inner = below
-        inner[name] = value
+        inner[name] = deepcopy(value)
     return nested

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field, fields, replace
 from enum import Enum
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
+S = TypeVar("S", bound="Section")
 
 
 class Changes(Enum):
@@ -29,6 +30,15 @@ NEXT_ITERATION, AT_ONCE, EACH_START = Changes.NEXT_ITERATION, Changes.AT_ONCE, C
 def setting(default: T, description: str, changes: Changes = Changes.NEVER) -> T:
     """A setting's default and what it means; its type and limits are its annotation."""
     return field(default=default, metadata={"description": description, "changes": changes})
+
+
+def table_of(section: type[S], description: str) -> Mapping[str, S]:
+    """A setting that is a table: any number of groups of one kind, each by a name that people choose; none by default."""
+    made: Any = field(
+        default_factory=dict,
+        metadata={"description": description, "changes": Changes.NEVER, "table_of": section},
+    )
+    return made  # type: ignore[no-any-return]
 
 
 class Section:
@@ -54,6 +64,8 @@ class Section:
                 value = nested[item.name]
                 if isinstance(item.default, Section):
                     value = item.default.from_json(value)
+                elif (of := item.metadata.get("table_of")) is not None:
+                    value = {key: of.from_json(inner) for key, inner in value.items()}
                 # JSON knows no tuples.
                 values[item.name] = tuple(value) if isinstance(value, list) else value
         return cls(**values)
@@ -83,4 +95,6 @@ class Section:
 def _plain(value: object) -> object:
     if isinstance(value, Section):
         return value.as_json()
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
     return list(value) if isinstance(value, tuple) else value

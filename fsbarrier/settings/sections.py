@@ -10,12 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Annotated, Any, Literal
 
 from fsbarrier.protocol import timing
-from fsbarrier.settings.section import AT_ONCE, EACH_START, NEXT_ITERATION, Changes, Section, setting
+from fsbarrier.settings.section import (
+    AT_ONCE,
+    EACH_START,
+    NEXT_ITERATION,
+    Changes,
+    Section,
+    setting,
+    table_of,
+)
 from fsbarrier.settings.value_types import (
     Betas,
     Bounds,
@@ -117,8 +125,38 @@ class RolloutSettings(Section):
 
 
 @dataclass(frozen=True, slots=True)
+class EvalSet(Section):
+    """One of several sets of held-out tasks: its file, and what is otherwise for it than `eval` says.
+
+    NAME is any name of yours; with sets of your own, `test.jsonl` is evaluated only if you name it.
+    """
+
+    file: Name | None = setting(
+        None,
+        "Its task file, an absolute path or one in the data path; none: NAME.jsonl or NAME.parquet there.",
+    )
+    tasks: CountOrZero | None = setting(
+        None, "Its tasks, always the same ones, 0: all; none: as `eval.tasks`."
+    )
+    samples: Count | None = setting(None, "Trajectories a task; none: as `eval.samples`.")
+    temperature: NotNegative | None = setting(
+        None, "Sampling temperature, 0: greedy; none: as `eval.temperature`."
+    )
+    top_p: Fraction | None = setting(None, "Nucleus sampling; none: as `eval.top_p`.")
+    top_k: Annotated[int, Bounds(ge=-1)] | None = setting(
+        None, "Sample among the k likeliest tokens, -1: all; none: as `eval.top_k`."
+    )
+    max_tokens: Count | None = setting(None, "Most tokens in one turn; none: as `eval.max_tokens`.")
+    success: float | None = setting(
+        None, "From this reward on a trajectory counts as solved; none: as `eval.success`."
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class EvalSettings(Section):
-    """Evaluation on held-out tasks (phases 5-6)."""
+    """Evaluation on held-out tasks (phases 5-6, and of the last policy 13)."""
+
+    FIXED_BECAUSE = "the run's record names the task files of its sets"
 
     tasks: CountOrZero = setting(0, "Test tasks an evaluation, always the same ones; 0: all.", NEXT_ITERATION)
     samples: Count = setting(1, "Trajectories a test task.", NEXT_ITERATION)
@@ -132,6 +170,10 @@ class EvalSettings(Section):
     )
     success: float = setting(
         1.0, "From this reward on a trajectory counts as solved (pass@k, majority@k).", NEXT_ITERATION
+    )
+    sets: Mapping[str, EvalSet] = table_of(
+        EvalSet,
+        "Several sets of held-out tasks by name, each with a file and settings of its own (below); empty: one, `test.jsonl`.",
     )
 
 
@@ -441,6 +483,11 @@ class CheckpointSettings(Section):
         0, "Every so-many-th policy version stays for good; 0: none does.", AT_ONCE
     )
     keep_best: bool = setting(True, "The policy version with the best evaluation so far stays, too.", AT_ONCE)
+    best_by: Name = setting(
+        "reward_mean",
+        "The figure of the `evaluated` event that decides which evaluation is best, like `pass_at_8`, or `aime/pass_at_8` of a set.",
+        AT_ONCE,
+    )
     trainer_every: CountOrZero = setting(
         0,
         "The trainer's state goes to the shared directory every so many updates; 0: as often as that is cheap (2 s, or a tenth).",
@@ -590,6 +637,24 @@ class Settings(Section):
             "changes": Changes.NEVER,
         },
     )
+
+    @property
+    def eval_sets(self) -> dict[str, EvalSet]:
+        """The sets of held-out tasks by name, with nothing left open but the file; without any of the user's own it is `test`."""
+        own, rollout = self.eval, self.rollout
+        common = EvalSet(
+            tasks=own.tasks,
+            samples=own.samples,
+            temperature=own.temperature,
+            top_p=rollout.top_p if own.top_p is None else own.top_p,
+            top_k=rollout.top_k if own.top_k is None else own.top_k,
+            max_tokens=rollout.max_tokens if own.max_tokens is None else own.max_tokens,
+            success=own.success,
+        )
+        return {
+            name: replace(common, **{k: v for k, v in asdict(one).items() if v is not None})
+            for name, one in sorted((self.eval.sets or {"test": EvalSet()}).items())
+        }
 
     @property
     def manages_engine(self) -> bool:

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeGuard
 
 from fsbarrier.errors import UsageError
 
@@ -33,6 +34,21 @@ FLAGS = {
     "--debug-mode": "debug_mode",
     "--shared-group": "shared_group",
 }
+
+
+#: a table of tables: the name of a set is the user's own
+SETS = "eval.sets"
+SET_NAME = f"{SETS}.NAME"
+
+
+def known_as(key: str) -> str:
+    """The name under which a setting is known: `eval.sets.aime.samples` is `eval.sets.NAME.samples`, and `eval.sets.aime` a part of
+    `eval.sets`."""
+    below = key.removeprefix(f"{SETS}.")
+    if below == key:
+        return key
+    _, dot, leaf = below.partition(".")
+    return f"{SET_NAME}.{leaf}" if dot else SETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +106,7 @@ def from_words(words: Iterable[str], known: Mapping[str, Kind]) -> list[ChosenVa
         if not equals or not key:
             hint = nearest(f"--{word.lstrip('-')}", FLAGS) or "; settings are written key=value"
             raise UsageError(f"unexpected argument {word!r}{hint}")
-        found.append(ChosenValue(key, parse_text(text, known.get(key)), key))
+        found.append(ChosenValue(key, parse_text(text, known.get(known_as(key))), key))
     return found
 
 
@@ -149,14 +165,25 @@ def flatten(content: Mapping[str, object], known: Collection[str]) -> dict[str, 
             flat.update({f"{name}.{leaf}": inner for leaf, inner in value.items()})
         else:
             flat[name] = value
+    # What one source says of a set, another may change in part.
+    sets = flat.get(SETS)
+    if _holds_tables(sets) and sets:
+        del flat[SETS]
+        for name, table in sets.items():
+            leaves = {f"{SETS}.{name}.{leaf}": inner for leaf, inner in table.items()}
+            flat |= leaves or {f"{SETS}.{name}": table}
     return flat
+
+
+def _holds_tables(value: object) -> TypeGuard[Mapping[str, Mapping[str, object]]]:
+    return isinstance(value, Mapping) and all(isinstance(inner, Mapping) for inner in value.values())
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """The words "; did you mean X?" for the known name most like `name`, or an empty string."""
     candidates = list(names)
     lowered = name.lower() if name.startswith("-") else name.lower().replace("-", "_")
-    found = [candidate for candidate in candidates if candidate.rpartition(".")[2] == lowered][:3]
+    found = [one for one in candidates if one.rpartition(".")[2] == lowered and SET_NAME not in one][:3]
     found = found or difflib.get_close_matches(lowered, candidates, n=1, cutoff=0.6)
     if not found:
         # The right name in the wrong section.

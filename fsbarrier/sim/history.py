@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
 @dataclass(slots=True)
 class Merged:
-    """One merge. Two merges may write the same file name; `stamp` tells them apart."""
+    """One merge. Two merges may write the same file name; `stamp` tells them apart. `final`: the evaluation that closes a session."""
 
     stamp: int
     time: float
@@ -66,6 +66,7 @@ class Merged:
     policy: str
     adopted: tuple[Payload, ...]
     entries: tuple[Entry, ...]
+    final: bool = False
 
 
 class Used(NamedTuple):

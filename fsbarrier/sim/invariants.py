@@ -240,12 +240,14 @@ def i5_exactly_once(history: History) -> Iterator[str]:
 
 def _assigned(history: History, merged: Merged) -> list[int]:
     """The tasks of a merge, by the decision that holds in its generation."""
-    name = "train_assign" if merged.split == "train" else "eval_decide"
+    name = "train_assign" if merged.split == "train" else "engine_start" if merged.final else "eval_decide"
+    # A file of the evaluation that closes an iteration has the number of the next one.
+    iteration = merged.iteration - merged.final
     record = history.generations[merged.generation][1]
     entry = record.decisions.get(name)
-    if entry is not None and entry["iteration"] == merged.iteration:
+    if entry is not None and entry["iteration"] == iteration:
         return list(entry["value"]["wanted"])
-    place = merged.generation, merged.iteration, PHASE_NAMES.index(name)
+    place = merged.generation, iteration, PHASE_NAMES.index(name)
     return list(history.facts[place][record.leader][1].value["wanted"])
 
 
@@ -285,6 +287,10 @@ def outcomes(world: World) -> Iterator[str]:
     for ended in history.ended.values():
         if ended.code not in allowed:
             yield f"node {ended.rank} ended with code {ended.code} ({ended.why})"
+    last = world.setup.iterations + 1
+    evaluated = any(one.final and one.iteration == last for one in history.merges)
+    if world.settings.rl_phase == "both" and _finished(world) and not evaluated:
+        yield "the run was finished and its last policy was not evaluated"
     if (
         not codes & {4, 5}
         and not struck & {"refused", "settings"}

@@ -200,7 +200,7 @@ class SimWork:
     def _rollout(self, work: Command, context: Context, piece: Piece) -> Waiting:
         spec = work.spec
         self._need(spec["model"].removesuffix("/model") if spec["policy_version"] else "", piece)
-        part = PartFile(context.generation, context.iteration, spec["split"], spec["policy"], self.serving)
+        part = PartFile(context.generation, spec["iteration"], spec["split"], spec["policy"], self.serving)
         self._only_writer(self.artifacts.parts, spec["part"])
         self.artifacts.parts[spec["part"]] = part
         for task, wait in zip(spec["tasks"], self._busy(piece, len(spec["tasks"])), strict=True):
@@ -227,6 +227,7 @@ class SimWork:
             meta["policy"],
             tuple(adopted),
             tuple(entries),
+            final=meta.get("final", False),
         )
         self._only_writer(self.artifacts.merged, spec["out"])
         self.artifacts.merged[spec["out"]] = merged
@@ -352,7 +353,8 @@ class SimWork:
             joins=observer.joins_of(generation),
             reports=partial(observer.reports, node),
             newest=observer.newest_number,
-            inventory=lambda split: self._inventory(split, position.iteration),
+            until=generation.until,
+            parts_of=self._inventory,
         )
 
     def _inventory(self, split: str, iteration: int) -> tuple[PartOnDisk, ...]:

@@ -149,7 +149,8 @@ def _create(
     if is_demo:
         # Make the record last, when all the rest is right, so that a refused start leaves nothing behind.
         demo_folder.make(demo, preflight.cache_folder(request.environ), say)
-        record = replace(record, tasks=task_files.read_tasks(demo, tuple(tasks), settings.reward.kind))
+        named = task_files.needed_files(settings)
+        record = replace(record, tasks=task_files.read_tasks(demo, named, settings.reward.kind))
     published = runrecord.publish(record)
     if published.run_id != record.run_id:
         # Another process made the record first, and its record counts.
@@ -218,22 +219,30 @@ def _inputs(
     settings: Settings, program: Program, environ: Mapping[str, str], is_demo: bool
 ) -> tuple[dict[str, TaskSource], str | None]:
     """The task files and the model folder, checked; those of the built-in task are yet to be made."""
-    splits = task_files.needed_splits(settings) if "data" in program.needs else ()
+    named = task_files.needed_files(settings) if "data" in program.needs else {}
     data_path = Path(settings.data_path) if settings.data_path else None
     if is_demo:
-        counts = {"train": demo_tasks.TRAIN_TASKS, "test": demo_tasks.TEST_TASKS}
-        made: dict[str, TaskSource] = {
-            split: {"path": f"{data_path}/{split}.jsonl", "count": counts[split], "sha256": ""}
-            for split in splits
-        }
-        return made, settings.model
+        return {
+            name: _demo_source(data_path, name, file or f"{name}.jsonl") for name, file in named.items()
+        }, settings.model
     model = model_folder.find_model(settings.model, data_path, environ) if settings.model else None
     if model is not None:
         model_folder.check_lengths(model, settings)
     tasks: dict[str, TaskSource] = {}
-    if data_path and splits:
-        tasks = task_files.read_tasks(data_path, splits, settings.reward.kind, model=model)
+    if data_path and named:
+        tasks = task_files.read_tasks(data_path, named, settings.reward.kind, model=model)
     return tasks, str(model) if model else None
+
+
+def _demo_source(folder: Path | None, name: str, file: str) -> TaskSource:
+    """A task file of the built-in task, which is yet to be made."""
+    counts = {"train.jsonl": demo_tasks.TRAIN_TASKS, "test.jsonl": demo_tasks.TEST_TASKS}
+    if file not in counts:
+        raise UsageError(
+            f"eval.sets.{name}: the built-in task has no file {file}; name test.jsonl (eval.sets.{name}.file=test.jsonl), or "
+            "give --data-path"
+        )
+    return {"path": f"{folder}/{file}", "count": counts[file], "sha256": ""}
 
 
 # --- every other start --------------------------------------------------------------------------------------------------

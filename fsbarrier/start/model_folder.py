@@ -83,6 +83,7 @@ def check_lengths(folder: Path, settings: Settings) -> None:
     for key, tokens in (
         ("rollout.max_tokens", settings.rollout.max_tokens),
         ("eval.max_tokens", settings.eval.max_tokens or 0),
+        *((f"eval.sets.{name}.max_tokens", one.max_tokens or 0) for name, one in settings.eval.sets.items()),
     ):
         if most is not None and tokens >= most:
             raise UsageError(

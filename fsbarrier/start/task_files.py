@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,20 +16,23 @@ if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
 
 
-def needed_splits(settings: Settings) -> tuple[str, ...]:
-    """Which task files the phases of a run read."""
+def needed_files(settings: Settings) -> dict[str, str | None]:
+    """Which task files the phases of a run read: of the training tasks (`train`), and of each set of held-out tasks by its name. The file
+    that people named, None where it is called like the set."""
     if settings.rl_phase == "update":
-        return ()
-    return {"train-only": ("train",), "eval-only": ("test",)}.get(
-        settings.rollout_split or "", ("train", "test") if settings.eval_interval else ("train",)
+        return {}
+    held_out = {name: one.file for name, one in settings.eval_sets.items()}
+    train: dict[str, str | None] = {"train": None}
+    return {"train-only": train, "eval-only": held_out}.get(
+        settings.rollout_split or "", train | held_out if settings.eval_interval else train
     )
 
 
 def read_tasks(
-    data_path: Path, splits: Collection[str], reward: str, *, model: Path | None = None
+    data_path: Path, named: Mapping[str, str | None], reward: str, *, model: Path | None = None
 ) -> dict[str, TaskSource]:
-    """Split -> {"path", "count", "sha256"}; every line is checked, its answer for what `reward` can judge by, and its chat messages
-    for a `model` (None: any) that has no chat template.
+    """For each of `needed_files` {"path", "count", "sha256"}; every line is checked, its answer for what `reward` can judge by, and its
+    chat messages for a `model` (None: any) that has no chat template.
 
     Raises UsageError naming file and line number.
     """
@@ -42,8 +45,8 @@ def read_tasks(
     from fsbarrier.rewards.kinds import check_answers
 
     found: dict[str, TaskSource] = {}
-    for split in splits:
-        path = _task_file(data_path, split)
+    for split, file in named.items():
+        path = _task_file(data_path, split) if file is None else _named_file(data_path, split, file)
         read = tasks.read_tasks(path)
         if read.count == 0:
             raise UsageError(f"{path}: has no task")
@@ -56,11 +59,21 @@ def read_tasks(
 
 def check_recorded(settings: Settings, recorded: Collection[str]) -> None:
     """Raises UsageError where a later start needs tasks that the run began without."""
-    for split in needed_splits(settings):
+    for split in needed_files(settings):
         if split not in recorded:
             raise UsageError(
                 f"this run began without {split} tasks (--eval-interval 0, or only one split rolled out); begin another run with them"
             )
+
+
+def _named_file(data_path: Path, name: str, file: str) -> Path:
+    # An absolute path stays as it is.
+    path = data_path / file
+    if not path.is_file():
+        raise UsageError(f"eval.sets.{name}.file={file}: {path} is no file")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"{path}: not readable for you")
+    return path
 
 
 def _task_file(data_path: Path, split: str) -> Path:

@@ -149,7 +149,14 @@ def _rolled_out(event: Event) -> str:
 def _evaluated(event: Event) -> str:
     reward = amount(event.number("reward_mean"))
     unjudged = f" ({told})" if (told := _unjudged(event)) else ""
-    return f"iteration {event.iteration}: held-out reward {reward}{unjudged}{_policy(event)}"
+    when = "at the end" if event.fields.get("final") is True else f"iteration {event.iteration}"
+    sets = [
+        f"{name.removesuffix('/reward')} {amount(event.number(name))}"
+        for name in event.fields
+        if name.endswith("/reward") and name.count("/") == 1
+    ]
+    of_sets = f": {', '.join(sets)}" if sets else ""
+    return f"{when}: held-out reward {reward}{of_sets}{unjudged}{_policy(event)}"
 
 
 def _unjudged(event: Event) -> str:

@@ -107,11 +107,14 @@ class History:
 
     def updates(self) -> dict[int, Event]:
         """iteration -> what its update reported."""
-        return {
-            iteration: event
-            for (iteration, name), event in sorted(self._results.items())
-            if name == "updated"
-        }
+        return self._by_iteration("updated")
+
+    def evaluations(self) -> dict[int, Event]:
+        """iteration -> what its evaluation reported; that of the last policy belongs to the iteration that would begin with it."""
+        return self._by_iteration("evaluated")
+
+    def _by_iteration(self, name: str) -> dict[int, Event]:
+        return {key[0]: event for key, event in sorted(self._results.items()) if key[1] == name}
 
     def _rewards(self, iteration: int) -> Rewards:
         reports = [self._results.get((iteration, name)) for name in ("rolled_out", "evaluated")]
@@ -123,7 +126,9 @@ class History:
         return Rewards(iteration)
 
     def _take_result(self, event: Event) -> None:
-        key = (event.iteration, event.name)
+        # The last policy of a session is evaluated at the end of its last iteration, as the next one would begin with it.
+        iteration = event.iteration + (event.fields.get("final") is True)
+        key = (iteration, event.name)
         old = self._results.get(key)
         if old is None or (old.generation, old.at) <= (event.generation, event.at):
             self._results[key] = event

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 
 import fsbarrier
 from fsbarrier.protocol.revisions import shown as plain
 from fsbarrier.protocol.wording import counted
+from fsbarrier.rundir.journal import Event
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.sources import flatten
 from fsbarrier.view.amounts import amount, duration, one_line, percent
@@ -27,6 +28,9 @@ from fsbarrier.view.timings import IterationTime, phase_totals, total_time
 BARS = 60
 TABLE_ROWS = 200
 EVENT_ROWS = 500
+
+#: what the journal calls a figure of an evaluation (rewards/evaluation.py), also one of a set
+EVALUATION_FIGURE = re.compile(r"([^/]+/)?(reward_mean|reward(/.+)?|pass_at_\d+|majority_at_\d+)(_se)?")
 
 UPDATE_COLUMNS = {
     "loss": "loss",
@@ -59,6 +63,7 @@ def page(reader: RunReader, status: RunStatus, *, iterations: int = 3, with_samp
         section("Where the time goes", _times(finished)),
         section("The last iterations, node by node", timelines(reader, status, iterations)),
         section("Coordination", _coordination(finished)),
+        section("Evaluations", _evaluations(reader)),
         section("Updates", _updates(reader)),
         section("Nodes", _nodes(status)),
         section("What happened", _events(reader)),
@@ -219,6 +224,37 @@ def _coordination(finished: Sequence[IterationTime]) -> str:
 
 
 # --- tables -------------------------------------------------------------------------------------------------------------------
+
+
+def _evaluations(reader: RunReader) -> str:
+    """Each figure with its standard error; by set and by source where there are several."""
+    evaluations = reader.history.evaluations()
+    columns = [name for name in evaluation_figures(evaluations.values()) if not name.endswith("_se")]
+    if not columns:
+        return ""
+    body = [
+        (
+            str(iteration),
+            _value(event.integer("policy_version")),
+            *(_with_error(event, name) for name in columns),
+        )
+        for iteration, event in list(evaluations.items())[-TABLE_ROWS:]
+    ]
+    return table(("iteration", "policy version", *columns), body)
+
+
+def evaluation_figures(evaluations: Iterable[Event]) -> list[str]:
+    """The names of the figures that some evaluation has: the mean reward, and with a set's or a source's name too."""
+    found: dict[str, None] = {}
+    for event in evaluations:
+        found |= {name: None for name in event.fields if EVALUATION_FIGURE.fullmatch(name)}
+    return list(found)
+
+
+def _with_error(event: Event, name: str) -> str:
+    value = event.number(name)
+    error = event.number(f"{name.removesuffix('_mean')}_se")
+    return amount(value) + (f" ± {amount(error)}" if value is not None and error is not None else "")
 
 
 def _updates(reader: RunReader) -> str:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from fsbarrier.rundir.journal import Event
-from fsbarrier.view.report import UPDATE_COLUMNS
+from fsbarrier.view.report import UPDATE_COLUMNS, evaluation_figures
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.timings import Span
@@ -35,7 +35,8 @@ def csv_table(reader: RunReader, status: RunStatus) -> str:
 
 def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
     """By iteration. The columns come in one order for all."""
-    updates = reader.history.updates()
+    updates, evaluations = reader.history.updates(), reader.history.evaluations()
+    figures = [name for name in evaluation_figures(evaluations.values()) if name != "reward_mean"]
     times = {one.iteration: one for one in status.times}
     rewards = {one.iteration: one for one in status.rewards}
     phases = sorted({phase for one in status.times for phase in one.phases})
@@ -57,6 +58,7 @@ def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
         row |= {
             f"{column(name)}_s": time.phases.get((number, name)) if time else None for number, name in phases
         }
+        row |= {f"eval_{column(name)}": _number(evaluations.get(iteration), name) for name in figures}
         row |= {f"update_{name}": _number(updates.get(iteration), name) for name in measured}
         found[iteration] = row
     return found

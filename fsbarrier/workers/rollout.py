@@ -14,16 +14,15 @@ import asyncio
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
-from pathlib import Path
 
 from fsbarrier import files
-from fsbarrier.data.tasks import Task, read_tasks
+from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Trajectory
-from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
+from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.kinds import check_answers, open_reward
 from fsbarrier.rollouts.agents import AgentSampler, load_agent
@@ -34,6 +33,7 @@ from fsbarrier.rollouts.engine_pool import EnginePool, Place
 from fsbarrier.rollouts.engine_queue import EngineQueue
 from fsbarrier.rollouts.group_trajectories import failed_group, judged_again, judged_group
 from fsbarrier.rollouts.rollout_spec import Assignment
+from fsbarrier.rollouts.rounds import read_rounds
 from fsbarrier.rollouts.samples import Group
 from fsbarrier.rollouts.sampling import Server
 from fsbarrier.settings.sections import Settings
@@ -55,53 +55,47 @@ class Rollout:
 
     def __init__(self, spec: JsonObject, settings: Settings, progress: Progress) -> None:
         self.settings, self.assignment = settings, Assignment.from_spec(spec)
-        self.sampling: Mapping[str, float] = spec["sampling"]
+        assignment = self.assignment
+        self.rounds = read_rounds(spec, assignment.within_reach)
+        most_samples = max(one.samples for one in self.rounds)
         servers = servers_of(spec, settings)
-        assignment, self.samples = self.assignment, servers[0].samples
         agent = load_agent(settings.rollout.agent) if settings.rollout.agent else None
-        self.agents = AgentSampler(agent, self.samples, settings.rollout, settings.custom) if agent else None
+        self.agents = AgentSampler(agent, settings.rollout, settings.custom) if agent else None
         # An agent's episodes have this limit each.
         self.task_timeout_s = None if agent else settings.rollout.task_timeout_s
         concurrency = settings.rollout.concurrency
-        # Two requests at least can be under way at each engine; an agent's episodes make requests of their own.
-        self.per_request = min(concurrency, settings.rollout.prompts_per_request) or max(
-            1, min(SEQUENCES_PER_REQUEST // self.samples, concurrency // 2)
-        )
-        if agent is not None:
-            self.per_request = 1
-        task_file = read_tasks(Path(spec["task_file"]), assignment.within_reach)
-        self.tasks = task_file.tasks
         self.earlier_groups = EarlierGroups(assignment.judge_again)
-        check_answers(settings.reward.kind, self.tasks.values(), task_file.path)
+        for one in self.rounds:
+            check_answers(settings.reward.kind, one.known.values(), one.path)
         self.reward = open_reward(
             settings.reward.kind,
             weights=settings.reward.weights,
             timeout_s=settings.reward.timeout_s,
             judge=settings.judge,
         )
-        self.claims, self.early_end = assignment.open_claims(), assignment.open_early_end()
-        self.ended_early = False
+        # Those of the round under way are the last.
+        self.claims = [assignment.open_claims(self.rounds[0].tasks)]
+        self.early_end, self.ended_early = assignment.open_early_end(), False
         self.pool = EnginePool(
             servers,
-            connections=concurrency * (self.samples if agent else 1) + SPARE_CONNECTIONS,
+            connections=concurrency * (most_samples if agent else 1) + SPARE_CONNECTIONS,
             on_tokens=self._on_tokens,
             # The daemon starts an engine again that dies, and ends this program where it cannot.
             patience_s=settings.engine.start_timeout_s,
         )
-        # Tasks that were claimed.
+        # Trajectories of tasks that were claimed.
         self.begun = 0
         # Trajectories of the part file that an earlier start of this program could not judge.
         self.unjudged_before = 0
         # A phase may fail in `max_error_share` of its trajectories, and so each node in that share of what a node has on average.
-        self.average_share = len(assignment.expected) * self.samples / max(1, len(assignment.shares))
+        total = sum(len(one.tasks) * one.samples for one in self.rounds)
+        self.average_share = total / max(1, len(assignment.shares))
         self.counts = Counts()
-        self.progress = CountsProgress(
-            progress, len(assignment.tasks) * self.samples, self.counts, engines=self.pool.progress
-        )
+        self.progress = CountsProgress(progress, self._left_from(0), self.counts, engines=self.pool.progress)
         self.engine_queue = EngineQueue(
             self.pool.count_waiting,
             free=2 * SEQUENCES_PER_REQUEST,
-            step=max(SEQUENCES_PER_REQUEST, self.samples),
+            step=max(SEQUENCES_PER_REQUEST, most_samples),
         )
         # One slot a group: while it is sampled, and until it is on disk.
         self.slots = asyncio.Semaphore(concurrency * len(servers))
@@ -123,7 +117,9 @@ class Rollout:
                     await asyncio.wait(self.writing)
                 self.progress.close()
                 await self.reward.close()
-            info = writer.finish({**asdict(assignment.origin), "sampling": dict(self.sampling)})
+            alike = len({one.sampling for one in self.rounds}) == 1
+            sampled = {"sampling": asdict(self.rounds[0].sampling)} if alike else {}
+            info = writer.finish({**asdict(assignment.origin), **sampled})
             tasks = [group.task_index for group in writer.groups]
         assignment.publish_part()
         await removing
@@ -172,31 +168,54 @@ class Rollout:
             looked = False
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    queue: deque[Task] = deque()
-                    while batch := await self._next_batch(queue, there):
-                        if not looked:
-                            await self.pool.look()
-                            looked = True
-                        place = Place(self.pool, len(batch) * self.samples)
-                        tasks.create_task(self._sample(place, batch, writer, tasks))
+                    for number, one in enumerate(self.rounds):
+                        if number:
+                            claims = await asyncio.to_thread(self.assignment.open_claims, one.tasks, number)
+                            self.claims.append(claims)
+                        queue: deque[Task] = deque()
+                        while batch := await self._next_batch(number, queue, there):
+                            if not looked:
+                                await self.pool.look()
+                                looked = True
+                            place = Place(self.pool, len(batch) * one.samples, one.sampling)
+                            tasks.create_task(self._sample(place, batch, writer, tasks))
             except BaseExceptionGroup as group:
                 raise _first(group) from None
         if self.counts.groups and self.counts.refused == self.counts.groups:
             raise ProgramFailed("the engine refused every prompt; the messages are above")
 
-    async def _next_batch(self, queue: deque[Task], there: set[int]) -> list[Task]:
-        """The prompts of the next request, once an engine has a place for them; claimed no sooner. [] when nothing is left."""
-        if self.claims.shared:
+    def _per_request(self, samples: int) -> int:
+        """So many prompts with so many samples share a request."""
+        # An agent's episodes make requests of their own.
+        if self.agents is not None:
+            return 1
+        rollout = self.settings.rollout
+        # Two requests at least can be under way at each engine.
+        return min(rollout.concurrency, rollout.prompts_per_request) or max(
+            1, min(SEQUENCES_PER_REQUEST // samples, rollout.concurrency // 2)
+        )
+
+    def _left_from(self, number: int) -> int:
+        """Trajectories of this node's own share in the rounds from `number` on."""
+        own = self.assignment.tasks
+        return sum(one.samples * sum(task in one.tasks for task in own) for one in self.rounds[number:])
+
+    async def _next_batch(self, number: int, queue: deque[Task], there: set[int]) -> list[Task]:
+        """The prompts of the next request of round `number`, once an engine has a place for them; claimed no sooner. [] when the
+        round has none left."""
+        claims, one = self.claims[-1], self.rounds[number]
+        per_request = self._per_request(one.samples)
+        if claims.shared:
             await self.engine_queue.wait_for_place(lambda: self.pool.next.sequences)
-        for _ in range(self.per_request):
+        for _ in range(per_request):
             await self.unwritten.acquire()
             await self.slots.acquire()
-        while len(queue) < self.per_request and (lot := await asyncio.to_thread(self.claims.take)):
-            queue += [self.tasks[index] for index in lot if index not in there]
-            self.begun += len(lot)
-        self.progress.total = (self.begun + self.claims.own_left) * self.samples
+        while len(queue) < per_request and (lot := await asyncio.to_thread(claims.take)):
+            queue += [one.known[index] for index in lot if index not in there]
+            self.begun += len(lot) * one.samples
+        self.progress.total = self.begun + claims.own_left * one.samples + self._left_from(number + 1)
         # The last ones are spread over all engines.
-        most = min(self.per_request, -(-(len(queue) + self.claims.own_left) // len(self.pool.engines)))
+        most = min(per_request, -(-(len(queue) + claims.own_left) // len(self.pool.engines)))
         # A request has prompts of one kind: texts, or the tokens of chat messages.
         batch = [
             task
@@ -205,10 +224,10 @@ class Rollout:
         ]
         for task in batch:
             queue.remove(task)
-        for _ in range(self.per_request - len(batch)):
+        for _ in range(per_request - len(batch)):
             self.unwritten.release()
             self.slots.release()
-        self.engine_queue.sent(len(batch) * self.samples)
+        self.engine_queue.sent(len(batch) * one.samples)
         return batch
 
     async def _sample(
@@ -222,10 +241,10 @@ class Rollout:
 
         def finished(group: Group, *, late: bool = False, earlier: Sequence[Trajectory] = ()) -> None:
             del under_way[group.task.index]
-            place.finished(self.samples)
+            place.finished(place.sampling.samples)
             self.slots.release()
             told = replace(group, replica=place.replica)
-            tasks.create_task(self._judge_and_append(told, writer, late, earlier))
+            tasks.create_task(self._judge_and_append(told, writer, late, earlier, place.sampling.samples))
 
         for task in batch:
             if earlier := await asyncio.to_thread(self.earlier_groups.trajectories_of, task.index):
@@ -243,14 +262,14 @@ class Rollout:
                 finished(Group(task, [], (), error), late=True)
 
     async def _judge_and_append(
-        self, group: Group, writer: ShardWriter, late: bool, earlier: Sequence[Trajectory]
+        self, group: Group, writer: ShardWriter, late: bool, earlier: Sequence[Trajectory], samples: int
     ) -> None:
-        """`earlier`: the trajectories of the group, where an earlier attempt has sampled it."""
+        """`earlier`: the trajectories of the group, where an earlier attempt has sampled it. `samples`: how many it is to have."""
         origin = self.assignment.origin
         if group.error is not None:
             why = "" if late else "the engine refuses it: "
             print(f"task {group.task.index}: {why}{group.error}", file=sys.stderr)
-            made = failed_group(origin, group, self.samples)
+            made = failed_group(origin, group, samples)
         elif earlier:
             made = await judged_again(origin, group.task, earlier, self.reward)
         else:
@@ -290,19 +309,12 @@ class Rollout:
 
 
 def servers_of(spec: JsonObject, settings: Settings) -> list[Server]:
-    """Where this program samples, how, and how patiently. Raises UsageError."""
-    sampling, samples = spec["sampling"], spec["sampling"]["samples"]
-    if samples > 1 and sampling["temperature"] == 0:
-        raise UsageError(
-            f"{samples} samples a task at temperature 0 would all be the same; give samples=1 or a temperature"
-        )
-    names = ("samples", "temperature", "top_p", "top_k", "max_tokens")
+    """Where this program samples, and how patiently."""
     return [
         Server(
             url=engine["url"],
             api_key=engine.get("api_key") or "",
             model=engine.get("model") or "",
-            **{name: sampling[name] for name in names},
             timeout_s=settings.rollout.request_timeout_s,
             tries=settings.rollout.retries + 1,
             template_arguments=settings.rollout.template_arguments,

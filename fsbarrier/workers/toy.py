@@ -63,7 +63,7 @@ def rollout(spec: JsonObject, progress: Progress) -> JsonObject:
         tasks = [group.task_index for group in writer.groups]
     assignment.publish_part()
     return {
-        **assignment.result(info, tasks, claims, ended_early=ended_early),
+        **assignment.result(info, tasks, [claims], ended_early=ended_early),
         "seconds": round(time.monotonic() - begin, 6),
     }
 
