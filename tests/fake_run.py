@@ -186,19 +186,15 @@ class FakeRun:
         last = max([work_s.get(rank, 0.0) for rank in self.members])
         at = (iteration, phase, 0)
         for rank in self.members:
-            own = work_s.get(rank, 0.0)
-            self.line(rank, "phase_started", at)
-            self.line(rank, "work_finished", at, after=own, work_s=own)
+            waits = {} if work_s.get(rank) else {"waits": True}
+            self.line(rank, "phase_started", at, **waits)
         self.results(iteration, phase, last)
+        whole = last + self.coordination_s
         for rank in self.members:
-            self.line(
-                rank,
-                "phase_finished",
-                at,
-                after=last + self.coordination_s,
-                seconds=last + self.coordination_s,
-            )
-        self.now += last + self.coordination_s
+            own = work_s.get(rank, 0.0)
+            parts = {"start_s": own / 8, "work_s": own * 7 / 8, "wait_s": whole - own} if own else {}
+            self.line(rank, "phase_finished", at, after=whole, seconds=whole, **parts)
+        self.now += whole
 
     def results(self, iteration: int, phase: int, after: float) -> None:
         """What the leader tells of the row's results."""

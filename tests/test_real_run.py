@@ -70,10 +70,9 @@ def assert_phases_in_order(cluster: Cluster) -> None:
         started = [(e["iteration"], e["phase"]) for e in mine if e["event"] == "phase_started"]
         assert started == [(i, p) for i in (1, 2) for p in range(len(PHASE_NAMES))]
         ready = [e for e in mine if e["event"] == "engine_ready"]
-        actions = [e["engine_action"] for e in ready]
         # It was loading before there was a phase to wait for it.
         assert ready[0]["loaded_s"] > ready[0]["engine_s"]
-        assert actions[0] == "started" and set(actions[1:]) <= {"kept", "reloaded"} and "reloaded" in actions
+        assert [e["engine_action"] for e in ready] == ["started", "reloaded", "reloaded"]
 
 
 def assert_trajectories_open_in_torch(paths: RunPaths) -> None:
@@ -97,8 +96,8 @@ def assert_new_weights_are_served(paths: RunPaths, events: list[dict[str, object
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    checked = [(e["serving"], e["weights_from"]) for e in events if e["event"] == "weights_checked"]
-    assert sorted(checked) == [(f"policy-{n:06d}.g0001", "node") for n in (1, 1, 2, 2)]
+    loaded = [(e["serving"], e["weights_from"]) for e in events if "weights_from" in e]
+    assert sorted(loaded) == [(version, "node") for version in (1, 1, 2, 2)]
     updates = [e for e in events if e["event"] == "updated"]
     assert [e["policy_version"] for e in updates] == [1, 2]
     gaps = [float(str(e["logprob_gap_max"])) for e in updates]

@@ -82,9 +82,9 @@ def test_a_report_has_all_its_parts(tmp_path: Path) -> None:
         ),
     ):
         assert wanted in page.text, wanted
-    assert (
-        page.tags.count("svg") == 2 + 4
-    )  # curves, bars, the last three iterations and the one with the loss
+    # Curves, two charts of bars, the last three iterations and the one with the loss.
+    assert page.tags.count("svg") == 3 + 4
+    assert re.search(r"[\d.]+ % of (node \d's time|the time of nodes [\d, ]+): \w+", page.text)
 
 
 def test_it_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:

@@ -115,8 +115,8 @@ def test_no_secret_is_in_the_report_or_the_dry_run(
 
 
 def test_no_password_is_in_a_journal_or_in_a_log(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal", run_id="r", node_rank=0)
-    place = {"generation": 1, "iteration": 1, "phase": 1, "phase_name": "x"}
+    journal = Journal(tmp_path / "journal", run_id="r", node_rank=0, incarnation=1)
+    place = {"incarnation": 1, "generation": 1, "iteration": 1, "phase": 1, "phase_name": "x"}
     journal.write("work_failed", 1.0, place, {"error": f"no answer from https://me:{CANARY}@host/v1"})
     journal.close()
     line = json.loads((tmp_path / "journal").read_text())

@@ -359,7 +359,7 @@ def test_of_a_long_run_the_newest_part_is_read_whole(tmp_path: Path, monkeypatch
     whole.poll(0.0)
     lines, parsed[:] = len(parsed), []
     for next_one, all_pasts in ((13, False), (14, True)):
-        short = RunReader(run.log_path, newest_bytes=4 * 45_000, all_pasts=all_pasts)
+        short = RunReader(run.log_path, newest_bytes=4 * 30_000, all_pasts=all_pasts)
         short.poll(0.0)
         assert (short.position, short.places, short.history.rewards()) == (
             whole.position,

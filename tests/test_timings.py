@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fsbarrier.rundir.journal import Event, number, parse
+from fsbarrier.rundir.phase_time import PhaseTime
 from fsbarrier.view.timings import CUT_SHORT, OPEN, PASSED, iteration_times, phase_totals, read_spans, rows
 
 BEGIN = datetime(2026, 3, 1, tzinfo=UTC)
@@ -66,6 +67,37 @@ def test_coordination_runs_from_the_last_work_done_to_the_last_entry_of_the_next
     assert second.coordination_s == pytest.approx(0.5)  # the last row ends when its last member was released
     assert second.seconds == pytest.approx(8.3)
     assert second.work_s == pytest.approx(7.8)
+
+
+def test_a_rows_parts_are_read_from_its_end_and_the_rest_was_waiting() -> None:
+    parts = {"seconds": 9.0, "start_s": 2.0, "load_s": 0.5, "work_s": 3.0, "save_s": 0.5, "wait_s": 3.0}
+    at = 1, 1, 10
+    (whole,) = read_spans([[line(0, "phase_started", 1.0, at), line(0, "phase_finished", 10.0, at, **parts)]])
+    assert whole.time == PhaseTime(2.0, 0.5, 3.0, 0.5, 3.0) and whole.done_s == whole.began_s + 6.0
+    # A leader that waited before its last piece of work.
+    told = {**parts, "waited_s": 0.25}
+    (leader,) = read_spans([[line(0, "phase_started", 1.0, at), line(0, "phase_finished", 10.0, at, **told)]])
+    assert leader.time == whole.time and leader.done_s == whole.began_s + 8.75
+    # A row with work of which nothing was waited.
+    busy = {"seconds": 9.0, "work_s": 9.0}
+    (last,) = read_spans([[line(0, "phase_started", 1.0, at), line(0, "phase_finished", 10.0, at, **busy)]])
+    assert last.time == PhaseTime(work_s=9.0) and last.done_s == last.ended_s
+    # A row without work, and a row as earlier versions wrote it.
+    idle = [line(0, "phase_started", 1.0, at, waits=True), line(0, "phase_finished", 10.0, at, seconds=9.0)]
+    assert read_spans([idle])[0].time == PhaseTime(wait_s=9.0)
+    assert read_spans([passage(0, at, 1.0, 7.0, 10.0)])[0].time == PhaseTime(work_s=6.0, wait_s=3.0)
+
+
+def test_work_that_was_told_late_was_done_before() -> None:
+    at = 1, 1, 10
+    late = [
+        line(0, "phase_started", 1.0, at),
+        line(0, "work_finished", 9.0, at, start_s=1.0, work_s=2.0, waited_s=5.0),
+        line(0, "generation_started", 20.0, (2, 1, 10)),
+    ]
+    (span,) = read_spans([late])
+    assert (span.outcome, span.time) == (CUT_SHORT, PhaseTime(start_s=1.0, work_s=2.0))
+    assert span.done_s == pytest.approx(span.began_s + 3.0)
 
 
 def test_rows_of_an_iteration_add_up_to_its_time() -> None:

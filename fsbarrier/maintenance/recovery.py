@@ -19,7 +19,7 @@ from fsbarrier.data.shardscan import scan_shard
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.protocol.facts import Fact
 from fsbarrier.rundir import runrecord
-from fsbarrier.rundir.journal import Event, read_events
+from fsbarrier.rundir.journal import read_events
 from fsbarrier.rundir.names import FACT, GENERATION_FOLDER, PHASE_FOLDER, SPLITS, parse_trajectories
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
@@ -100,16 +100,15 @@ def _decided(paths: RunPaths, iteration: int) -> Iterator[str]:
 
     The facts of old iterations are removed, so the journals are asked too. The facts outlive a loss of power, and the journals may not.
     """
-    values = [event.fields.get("value") for event in read_events(paths.root) if _decides(event, iteration)]
+    events = [event for event in read_events(paths.root) if event.iteration == iteration]
+    values: list[object] = [event.fields for event in events if event.name in ("rolled_out", "evaluated")]
+    # Journals of earlier versions have it there.
+    values += [event.fields.get("value") for event in events if event.name == "decision"]
     values += [fact.value for fact in _facts(paths, iteration)]
     for value in values:
         merged = value.get("merged") if isinstance(value, Mapping) else None
         if isinstance(merged, str):
             yield Path(merged).name
-
-
-def _decides(event: Event, iteration: int) -> bool:
-    return event.name == "decision" and event.iteration == iteration
 
 
 def _facts(paths: RunPaths, iteration: int) -> Iterator[Fact]:

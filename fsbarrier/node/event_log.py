@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from fsbarrier import files
@@ -15,6 +16,7 @@ from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Rules
 from fsbarrier.rundir.journal import Journal
 from fsbarrier.rundir.log_tail import last_lines_of_node
+from fsbarrier.rundir.phase_time import DIGITS, PhaseTime
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.view.event_wording import log_lines
 
@@ -28,6 +30,8 @@ class EventLog:
         self._log = files.open_append(log_file)
         self._journal: Journal | None = None
         self._row_entered = time.monotonic()
+        # When the work in the row under way was done, and how long its parts took; None: it is not done, or there is none.
+        self._worked: tuple[float, PhaseTime] | None = None
         self.console = Console()
         command = record.settings.notify.command
         about = {"run_id": record.run_id, "log_path": str(record.log_path)}
@@ -36,11 +40,18 @@ class EventLog:
     def write(self, event: str, node: Node, fields: Payload) -> None:
         """Record an event of `node`. Raises OSError where the journal cannot be written."""
         now = time.monotonic()
+        if event == "work_finished" and self._worked is None:
+            # `phase_finished` will say it. If the others take long, the loop says it again, and then it is written at once.
+            self._worked = now, PhaseTime.read(fields)
+            return
         where = {"incarnation": node.incarnation, **place(node, node.position, self._rules)}
         if self._journal is None:
             path = self._record.paths.journal(node.rank, node.incarnation)
-            self._journal = Journal(path, run_id=self._record.run_id, node_rank=node.rank)
-        written = self._journal.write(event, now, where, {**fields, **self._own_fields(event, fields, now)})
+            self._journal = Journal(
+                path, run_id=self._record.run_id, node_rank=node.rank, incarnation=node.incarnation
+            )
+        own = self._own_fields(event, node, fields, now)
+        written = self._journal.write(event, now, where, {**fields, **own})
         if self._notifier is not None:
             self._notifier.tell(event, node, {**where, **fields})
         text = "".join(f"{line}\n" for line in log_lines(written))
@@ -50,12 +61,14 @@ class EventLog:
                 os.write(self._log, text.encode(errors="surrogateescape"))
             self.console.say(text)
 
-    def _own_fields(self, event: str, fields: Payload, now: float) -> Payload:
+    def _own_fields(self, event: str, node: Node, fields: Payload, now: float) -> Payload:
         """What only the daemon can add to an event: how long a row took, and the last log lines of a lost node."""
         if event == "phase_started":
-            self._row_entered = now
+            self._row_entered, self._worked = now, None
         elif event == "phase_finished":
-            return {"seconds": round(now - self._row_entered, 6)}
+            return self._row_time(node, now)
+        elif event == "work_finished" and self._worked is not None:
+            return {"waited_s": round(now - self._worked[0], DIGITS)}
         elif event == "node_lost":
             paths = self._record.paths
             logs = [
@@ -63,6 +76,21 @@ class EventLog:
             ]
             return {"lost": [{**lost, "log": log} for lost, log in zip(fields["lost"], logs, strict=True)]}
         return {}
+
+    def _row_time(self, node: Node, now: float) -> Payload:
+        """How long the row took; where there was work, in parts. Without work it was all waiting."""
+        seconds = now - self._row_entered
+        told: dict[str, object] = {"seconds": round(seconds, DIGITS)}
+        if self._worked is None or node.position is None or node.generation is None:
+            return told
+        done_at, work = self._worked
+        after_s, row = now - done_at, self._rules.row(node.position)
+        if row.each is not None and row.leader is not None and node.generation.leader == node.rank:
+            # Between its two pieces of work a leader waits for all others.
+            return {**told, **work.within(seconds).fields(), "waited_s": round(after_s, DIGITS)}
+        daemon_s = max(0.0, seconds - work.seconds - after_s)
+        work = replace(work, work_s=work.work_s + daemon_s)
+        return {**told, **work.within(seconds).fields()}
 
     def close(self) -> None:
         if self._notifier is not None:

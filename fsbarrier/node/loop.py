@@ -37,7 +37,9 @@ from fsbarrier.protocol.state import (
     Stage,
     WorkReport,
 )
+from fsbarrier.rundir.journal import summary
 from fsbarrier.rundir.names import fact_name
+from fsbarrier.rundir.phase_time import PhaseTime
 from fsbarrier.rundir.record_store import Store
 
 
@@ -175,6 +177,8 @@ class NodeLoop:
     def _repeat(self, now: float) -> None:
         if self.node.part is Part.ANNOUNCED and self._said is not None and self.exit is None:
             self._put(self._said, again=True)
+            if self._repeat_s == REPEAT_S and self._said.status == "done":
+                self._note_work(self._said)
             self._repeat_s *= 2
             self._repeat_at = now + self._repeat_s
 
@@ -264,22 +268,24 @@ class NodeLoop:
             self.record("generation_sealed", self.node, {"number": found.generation, "goes_on_at": place})
 
     def _publish(self, fact: Fact, now: float) -> None:
-        node, value, done = self.node, fact.value, fact.status == "done"
-        events = value.get("events", ())
-        if events:
-            value = {k: v for k, v in value.items() if k != "events"}
-            fact = replace(fact, value=value)
+        node, events = self.node, fact.value.get("events", ())
+        fact = replace(fact, value={name: one for name, one in fact.value.items() if name != "events"})
         self._put(fact)
         self._said, self._repeat_s, self._repeat_at = fact, REPEAT_S, now + REPEAT_S
-        if not done or self._works(*node.place):
-            told: dict[str, object] = {"work_s": round(fact.work_s, 6)}
-            told |= {key: value[key] for key in ("error", "exit_code", "log") if key in value}
-            self.record("work_finished" if done else "work_failed", node, told)
+        self._note_work(fact)
         for line in events:
             self.record(line["event"], node, {k: v for k, v in line.items() if k != "event"})
-        assert node.generation is not None
-        if value and done and node.generation.leader == node.rank:
-            self.record("decision", node, {"value": summary(value)})
+        if fact.value and fact.status == "done" and node.place[0].leader == node.rank:
+            self.record("decision", node, {"value": summary(fact.value, events)})
+
+    def _note_work(self, fact: Fact) -> None:
+        """Say how long the work took, if there was any, or why it failed."""
+        work = PhaseTime.of_work(fact.work_s, fact.value).fields()
+        if fact.status != "done":
+            told = {key: fact.value[key] for key in ("error", "exit_code", "log") if key in fact.value}
+            self.record("work_failed", self.node, {**work, **told})
+        elif self._works(*self.node.place):
+            self.record("work_finished", self.node, work)
 
     def _put(self, fact: Fact, *, again: bool = False) -> None:
         """Write this node's fact about the row it is in.
@@ -392,8 +398,3 @@ def _place(node: Node, position: Position | None, rules: Rules) -> tuple[int, in
         return (node.generation.number if node.generation is not None else 0), 0, 0, ""
     name = rules.row(position).name
     return node.generation.number, position.iteration, position.phase, name
-
-
-def summary(value: Payload, limit: int = 400) -> dict[str, object]:
-    """A decision as the journal shows it: long lists and texts are replaced by their size."""
-    return {k: v if len(str(v)) <= limit else f"<{type(v).__name__} of {len(v)}>" for k, v in value.items()}

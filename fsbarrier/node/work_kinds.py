@@ -89,6 +89,8 @@ def _serve_weights(work: ServeWeights, context: Context, job: Job, workplace: Wo
         infos = [old if new.action == "kept" else new for old, new in zip(ahead[0], infos, strict=True)]
         lines = [*ahead[1], *lines]
     workplace.engine_access = [{"url": i.url, "api_key": i.api_key, "model": i.model} for i in infos]
+    # Known where weights were compared with their manifest: after each update, once.
+    source = {"weights_from": lines[-1]["weights_from"]} if lines else {}
     ready = [
         {
             "event": "engine_ready",
@@ -97,13 +99,19 @@ def _serve_weights(work: ServeWeights, context: Context, job: Job, workplace: Wo
             "engine_action": info.action,
             "engine_s": round(waited_s[number], 3),
             "loaded_s": round(info.seconds, 3),
-            "engine_note": info.note,
+            **source,
+            **({"engine_note": info.note} if info.note else {}),
         }
         for number, info in enumerate(infos)
+        if info.note or info.action != "kept"
     ]
     kept = checkpoints.kept_on_node(context.settings.checkpoint.local_dir, context.run_id, context.node_rank)
     workplace.state_upload.begin(work.folder.parent, kept / work.folder.parent.name)
-    return {"engines": len(infos), "engine_s": round(max(waited_s), 3), "events": [*lines, *ready]}
+    return {
+        "engines": len(infos),
+        "engine_s": round(max(waited_s), 3),
+        "events": [*(line for line in lines if line["note"]), *ready],
+    }
 
 
 def _refuse_if_outdated(context: Context, job: Job) -> None:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from operator import itemgetter
@@ -39,6 +39,9 @@ _MOST = 2**53
 
 #: An event's own fields, unchecked: values of any type, by name.
 Fields = Mapping[str, object]
+
+#: Texts of a decision are written up to so many letters, and its other values up to so many.
+MOST_TEXT, MOST_LIST = 400, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,25 +262,30 @@ def read_events(log_path: Path) -> list[Event]:
 
 
 class Journal:
-    """Appends events of one incarnation of one node. Each line is written at once and whole, but not flushed to disk."""
+    """Appends events of one daemon. Each line is written at once and whole, but not flushed to disk.
 
-    def __init__(self, path: Path, *, run_id: str, node_rank: int) -> None:
+    `incarnation`: the one in the file's name. Frequent events say theirs only where it is a later one.
+    """
+
+    def __init__(self, path: Path, *, run_id: str, node_rank: int, incarnation: int) -> None:
         files.try_to_make_dirs(path.parent)
         self._fd = files.open_append(path)
-        self._run_id, self._node_rank = run_id, node_rank
+        self._run_id, self._node_rank, self._incarnation = run_id, node_rank, incarnation
 
     def write(self, name: str, mono_s: float, place: Payload, fields: Payload) -> Event:
-        """Record an event and give it back. `place` has generation, iteration, phase and phase_name."""
+        """Record an event and give it back. `place` has incarnation, generation, iteration, phase and phase_name."""
         now = datetime.now(UTC)
         line = {
             "time": f"{now:%Y-%m-%dT%H:%M:%S}.{now.microsecond // 1000:03d}Z",
-            "mono_s": round(mono_s, 6),
+            "mono_s": round(mono_s, 4),
             "run_id": self._run_id,
             "node_rank": self._node_rank,
             **place,
             "event": name,
-            **fields,
+            **{name: rounded(value) for name, value in fields.items()},
         }
+        if name in FREQUENT and line["incarnation"] == self._incarnation:
+            del line["incarnation"]
         told = without_passwords(json.dumps(line, separators=(",", ":"), default=str))
         os.write(self._fd, told.encode() + b"\n")
         row = place["generation"], place["iteration"], place["phase"], place["phase_name"]
@@ -285,3 +293,28 @@ class Journal:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def rounded(value: object) -> object:
+    """The value with floats of six digits that count, also inside lists and objects."""
+    match value:
+        case float() if math.isfinite(value):
+            return float(f"{value:.6g}")
+        case list() | tuple():
+            return [rounded(one) for one in value]
+        case dict():
+            return {name: rounded(one) for name, one in value.items()}
+        case _:
+            return value
+
+
+def summary(value: Payload, lines: Sequence[Payload]) -> dict[str, object]:
+    """A decision as the journal shows it: without what the row's other `lines` there say, and long lists and texts as their size."""
+    told = {(name, v) for line in lines for name, v in line.items() if isinstance(v, Hashable)}
+    rest = {k: v for k, v in value.items() if not isinstance(v, Hashable) or (k, v) not in told}
+    return {
+        k: v
+        if len(str(v)) <= (MOST_TEXT if isinstance(v, str) else MOST_LIST)
+        else f"<{type(v).__name__} of {len(v)}>"
+        for k, v in rest.items()
+    }

@@ -11,6 +11,7 @@ import fsbarrier
 from fsbarrier.protocol.revisions import shown as plain
 from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.journal import Event
+from fsbarrier.rundir.phase_time import PARTS
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.sources import flatten
 from fsbarrier.view.amounts import amount, duration, one_line, percent
@@ -22,7 +23,8 @@ from fsbarrier.view.report_style import STYLE
 from fsbarrier.view.report_timelines import timelines
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
-from fsbarrier.view.timings import IterationTime, phase_totals, total_time
+from fsbarrier.view.timings import IterationTime, phase_totals, rows, total_time
+from fsbarrier.view.wastes import parts_by_iteration, parts_by_phase, wastes
 
 #: How much is shown at most, of the newest: iterations as bars, iterations in tables, events.
 BARS = 60
@@ -61,6 +63,7 @@ def page(reader: RunReader, status: RunStatus, *, iterations: int = 3, with_samp
             samples(reader.paths, status.iteration, status.run_id) if with_samples else "",
         ),
         section("Where the time goes", _times(finished)),
+        section("Start, load, work, save, wait", _parts(reader, finished)),
         section("The last iterations, node by node", timelines(reader, status, iterations)),
         section("Coordination", _coordination(finished)),
         section("Evaluations", _evaluations(reader)),
@@ -196,6 +199,30 @@ def _times(finished: Sequence[IterationTime]) -> str:
         else ""
     )
     return hidden + legend(entries) + chart(stacked_bars(bars, "iteration"))
+
+
+def _parts(reader: RunReader, finished: Sequence[IterationTime]) -> str:
+    """What cost most of the nodes' time that was no work, and each phase's time in parts."""
+    shown = {one.iteration for one in finished[-BARS:]}
+    spans = [span for span in reader.spans() if span.iteration in shown]
+    if not spans:
+        return ""
+    sentences = "".join(f"<li>{escape(one.sentence())}</li>" for one in wastes(spans, rows(spans)))
+    times = parts_by_phase(parts_by_iteration(spans), shown)
+    names = {span.phase: one_line(span.phase_name) for span in spans}
+    bars, body = [], []
+    for phase, time in times.items():
+        parts = time.parts()
+        bars.append((str(phase), [Part(part, part, seconds) for part, seconds in parts.items()]))
+        body.append((str(phase), names[phase], *(duration(seconds) for seconds in parts.values())))
+    figures = table(("phase", "", *PARTS), body, left=(1,))
+    return (
+        f"<p>What cost most of the last {counted(len(shown), 'iteration')}, beside work:</p><ul>{sentences}</ul>"
+        "<p>A node's time in each phase, mean of all nodes and of these iterations.</p>"
+        + legend((part, part) for part in PARTS)
+        + chart(stacked_bars(bars, "phase"))
+        + f"<details><summary>figures</summary>{figures}</details>"
+    )
 
 
 def _coordination(finished: Sequence[IterationTime]) -> str:

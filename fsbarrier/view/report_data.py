@@ -12,10 +12,12 @@ import re
 from collections.abc import Iterator, Mapping
 
 from fsbarrier.rundir.journal import Event
+from fsbarrier.rundir.phase_time import PARTS
 from fsbarrier.view.report import UPDATE_COLUMNS, evaluation_figures
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
-from fsbarrier.view.timings import Span
+from fsbarrier.view.timings import NO_TIME, Span
+from fsbarrier.view.wastes import parts_by_iteration
 
 Row = dict[str, object]
 
@@ -40,6 +42,13 @@ def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
     times = {one.iteration: one for one in status.times}
     rewards = {one.iteration: one for one in status.rewards}
     phases = sorted({phase for one in status.times for phase in one.phases})
+    parts = parts_by_iteration(reader.spans())
+    split = [
+        (number, name, part)
+        for number, name in phases
+        for part in PARTS
+        if any(getattr(parts.get((one, number), NO_TIME), f"{part}_s") > 0 for one in times)
+    ]
     measured = [
         name for name in UPDATE_COLUMNS if any(event.number(name) is not None for event in updates.values())
     ]
@@ -59,6 +68,10 @@ def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
             f"{column(name)}_s": time.phases.get((number, name)) if time else None for number, name in phases
         }
         row |= {f"eval_{column(name)}": _number(evaluations.get(iteration), name) for name in figures}
+        row |= {
+            f"{column(name)}_{part}_s": getattr(parts.get((iteration, number), NO_TIME), f"{part}_s")
+            for number, name, part in split
+        }
         row |= {f"update_{name}": _number(updates.get(iteration), name) for name in measured}
         found[iteration] = row
     return found
@@ -74,7 +87,9 @@ def _number(event: Event | None, name: str) -> float | None:
 
 
 def perfetto_trace(reader: RunReader) -> str:
-    """One process a node with two tracks, its rows and the work in them. Opens in ui.perfetto.dev; times are wall-clock times."""
+    """One process a node with two tracks: its rows, and in them start, load, work and save, one after the other. Opens in
+    ui.perfetto.dev; times are wall-clock times.
+    """
     return json.dumps({"traceEvents": [*_trace_events(reader)], "displayTimeUnit": "ms"})
 
 
@@ -86,15 +101,20 @@ def _trace_events(reader: RunReader) -> Iterator[Row]:
             yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}
     for span in spans:
         yield _complete(span, 0, span.began_at, span.seconds)
-        if span.done_s is not None and span.work_s > 0:
-            yield _complete(span, 1, span.wall_offset + span.done_s - span.work_s, span.work_s)
+        worked = {part: s for part, s in span.time.parts().items() if part != "wait" and s > 0}
+        if span.done_s is None or not worked:
+            continue
+        at = span.wall_offset + span.done_s - sum(worked.values())
+        for part, seconds in worked.items():
+            yield _complete(span, 1, at, seconds, part)
+            at += seconds
 
 
-def _complete(span: Span, thread: int, began_at: float, seconds: float) -> Row:
+def _complete(span: Span, thread: int, began_at: float, seconds: float, part: str = "") -> Row:
     about = {"iteration": span.iteration, "generation": span.generation, "outcome": span.outcome}
     return {
         "ph": "X",
-        "name": span.phase_name,
+        "name": f"{span.phase_name}: {part}" if part else span.phase_name,
         "cat": "failed" if span.failed else "phase",
         "pid": span.node_rank,
         "tid": thread,

@@ -41,6 +41,8 @@ svg text.inside{fill:var(--inside)}
 .pale{opacity:.25}.cut{opacity:.55}.pale.cut{opacity:.15}
 .lost{stroke:var(--bad);stroke-width:3;fill:none}
 .coordination{fill:var(--fg);background:var(--fg)}
+.start{fill:var(--c6);background:var(--c6)}.load{fill:var(--c8);background:var(--c8)}.work{fill:var(--c12);background:var(--c12)}
+.save{fill:var(--c2);background:var(--c2)}.wait{fill:var(--line);background:var(--line)}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:2px 14px;margin:0 0 8px;padding:0;font-size:13px;color:var(--muted)}
 .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
 i.train{background:var(--train)}i.test{background:var(--test)}

@@ -17,16 +17,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fsbarrier.rundir.journal import Event
+from fsbarrier.rundir.phase_time import PhaseTime
 
 #: a row was passed; its attempt was ended (by a new generation, a signal); the journal goes no further
 PASSED, CUT_SHORT, OPEN = "passed", "cut short", "open"
+NO_TIME = PhaseTime()
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """One node's time in one row, by its own monotonic clock; `began_at` is when, by its wall clock.
 
-    `done_s`: when its work was done (its entry where it had none); None where that never came. `failed`: its program failed.
+    `done_s`: when its work was done (its entry where it had none); None where that is not known. `time`: where the time went, as far as
+    the journal says. `failed`: its program failed.
     """
 
     node_rank: int
@@ -39,20 +42,19 @@ class Span:
     began_s: float
     ended_s: float
     done_s: float | None = None
-    work_s: float = 0.0
+    time: PhaseTime = NO_TIME
     outcome: str = OPEN
     failed: bool = False
 
-    # A report makes a million of these, and `dataclasses.replace` would take half of its time.
-
     def ended(self, ended_s: float, outcome: str) -> Span:
-        where = self.node_rank, self.generation, self.iteration, self.phase, self.phase_name, self.clock
-        done = self.done_s, self.work_s, outcome, self.failed
-        return Span(*where, self.began_at, self.began_s, ended_s, *done)
+        return self.going_on(ended_s, self.done_s, self.time, outcome, self.failed)
 
-    def going_on(self, ended_s: float, done_s: float | None, work_s: float, failed: bool) -> Span:
+    def going_on(
+        self, ended_s: float, done_s: float | None, time: PhaseTime, outcome: str, failed: bool
+    ) -> Span:
+        # A report makes a million of these, and `dataclasses.replace` would take half of its time.
         where = self.node_rank, self.generation, self.iteration, self.phase, self.phase_name, self.clock
-        return Span(*where, self.began_at, self.began_s, ended_s, done_s, work_s, OPEN, failed)
+        return Span(*where, self.began_at, self.began_s, ended_s, done_s, time, outcome, failed)
 
     @property
     def seconds(self) -> float:
@@ -94,7 +96,7 @@ class SpanReader:
             return None
         if event.name == "phase_finished" and event.row == span.row:
             self.open = None
-            return span.ended(event.mono_s, PASSED)
+            return _passed(span, event)
         if event.name in ("generation_started", "left_generation", "node_ended"):
             self.open = None
             return span.ended(event.mono_s, CUT_SHORT)
@@ -103,14 +105,28 @@ class SpanReader:
         return None
 
 
+def _passed(span: Span, event: Event) -> Span:
+    """The span of a row that its `phase_finished` ends."""
+    seconds, time, done_s = max(0.0, event.mono_s - span.began_s), span.time, span.done_s
+    if event.number("wait_s") is not None:
+        time = PhaseTime.read(event.fields)
+        waited_s = event.number("waited_s")
+        done_s = event.mono_s - (time.wait_s if waited_s is None else waited_s)
+    elif done_s is None and event.number("seconds") is not None:
+        # A row with work whose members were done at once.
+        time = PhaseTime.read(event.fields)
+        done_s = event.mono_s
+    return span.going_on(event.mono_s, done_s, time.within(seconds), PASSED, span.failed)
+
+
 def _going_on(span: Span, event: Event) -> Span:
     """The span of a row that is under way, after one more event in it."""
     ended_s = max(span.ended_s, event.mono_s)
     if event.name not in ("work_finished", "work_failed"):
-        return span.going_on(ended_s, span.done_s, span.work_s, span.failed)
-    work_s = event.number("work_s") or 0.0
-    done_s = event.mono_s if work_s > 0 else span.began_s
-    return span.going_on(ended_s, done_s, work_s, event.name == "work_failed")
+        return span.going_on(ended_s, span.done_s, span.time, OPEN, span.failed)
+    time = PhaseTime.read(event.fields)
+    done_s = event.mono_s - (event.number("waited_s") or 0.0) if time.seconds > 0 else span.began_s
+    return span.going_on(ended_s, done_s, time, OPEN, event.name == "work_failed")
 
 
 def read_spans(journals: Iterable[Iterable[Event]]) -> list[Span]:

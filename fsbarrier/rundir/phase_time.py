@@ -1,0 +1,77 @@
+"""Where one node's time in one phase went. The daemon writes it into the journal's `phase_finished`, and the views read it there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fsbarrier.protocol.facts import Payload
+from fsbarrier.rundir.journal import number
+
+#: the parts in the order in which they come
+PARTS = ("start", "load", "work", "save", "wait")
+#: Times are written to a tenth of a millisecond: a barrier takes some milliseconds.
+DIGITS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """Seconds, which together make the whole phase.
+
+    start_s  until the phase's program and its engine were there
+    load_s   until the program had read what it works on
+    work_s   the rest of the work
+    save_s   writing what came of it
+    wait_s   for the other nodes; before the node's own last work in the phase, and after it
+    """
+
+    start_s: float = 0.0
+    load_s: float = 0.0
+    work_s: float = 0.0
+    save_s: float = 0.0
+    wait_s: float = 0.0
+
+    @classmethod
+    def of_work(cls, worked_s: float, result: Mapping[str, object]) -> PhaseTime:
+        """Work that took `worked_s` and gave `result`, in which programs and engines say how long parts of it took.
+
+        A program may be the user's own: what it says is never more than there was.
+        """
+        left_s, parts = worked_s, []
+        for names in (("engine_s", "start_s"), ("load_s",), ("save_s",)):
+            told_s = sum(number(result, name) or 0.0 for name in names)
+            parts.append(min(max(0.0, told_s), left_s))
+            left_s -= parts[-1]
+        start_s, load_s, save_s = parts
+        return cls(start_s, load_s, left_s, save_s)
+
+    @classmethod
+    def read(cls, fields: Mapping[str, object]) -> PhaseTime:
+        """What `fields()` has written; nonsense is left out."""
+        return cls(*(max(0.0, number(fields, f"{part}_s") or 0.0) for part in PARTS))
+
+    def fields(self) -> Payload:
+        """As the journal has it: only the parts that took any time."""
+        named = {f"{part}_s": round(seconds, DIGITS) for part, seconds in self.parts().items()}
+        return {name: seconds for name, seconds in named.items() if seconds > 0}
+
+    def parts(self) -> dict[str, float]:
+        return dict(
+            zip(PARTS, (self.start_s, self.load_s, self.work_s, self.save_s, self.wait_s), strict=True)
+        )
+
+    @property
+    def seconds(self) -> float:
+        return self.start_s + self.load_s + self.work_s + self.save_s + self.wait_s
+
+    def within(self, seconds: float) -> PhaseTime:
+        """The whole phase, which took `seconds`: what was not worked was waited."""
+        return replace(self, wait_s=max(0.0, seconds - (self.seconds - self.wait_s)))
+
+    def plus(self, other: PhaseTime) -> PhaseTime:
+        return PhaseTime(
+            *(mine + its for mine, its in zip(self.parts().values(), other.parts().values(), strict=True))
+        )
+
+    def divided(self, by: float) -> PhaseTime:
+        return PhaseTime(*(seconds / by for seconds in self.parts().values()))

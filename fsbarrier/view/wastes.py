@@ -1,0 +1,131 @@
+"""Where the nodes' time went in parts (start, load, work, save, wait), and what wasted most of it. Pure arithmetic on spans and rows.
+
+A node's waiting in a row is of two kinds. Until the row's last member was done it waits for that one; what follows is coordination.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from fsbarrier.rundir.phase_time import PhaseTime
+from fsbarrier.view.amounts import percent, ranks
+from fsbarrier.view.timings import CUT_SHORT, PASSED, Row, Span
+
+#: what costs less of the time is not worth a sentence
+LEAST = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What cost time. `kind`: start, load, save, wait, coordination or cut short; `for_rank`: who was waited for."""
+
+    kind: str
+    phase_name: str = ""
+    for_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """Seconds lost for one cause by some nodes, all of them together; `share` of these nodes' time, 0 to 1."""
+
+    cause: Cause
+    node_ranks: tuple[int, ...]
+    seconds: float
+    share: float
+
+    def sentence(self) -> str:
+        """42 % of node 2's time: waiting for node 0's update"""
+        one = len(self.node_ranks) == 1
+        nodes = f"node {self.node_ranks[0]}'s" if one else f"the time of nodes {ranks(self.node_ranks)}"
+        return f"{percent(self.share)} of {nodes}{' time' if one else ''}: {_what(self.cause)}"
+
+
+def _what(cause: Cause) -> str:
+    match cause.kind:
+        case "wait" if cause.for_rank is None:
+            return f"waiting for the other nodes' {cause.phase_name}"
+        case "wait":
+            return f"waiting for node {cause.for_rank}'s {cause.phase_name}"
+        case "start":
+            return f"starting programs and engines for {cause.phase_name}"
+        case "load":
+            return f"loading for {cause.phase_name}"
+        case "save":
+            return f"saving what {cause.phase_name} made"
+        case "cut short":
+            return f"{cause.phase_name}, which was cut short and begun again"
+        case _:
+            return "coordination: seeing that all nodes are done"
+
+
+def wastes(spans: Iterable[Span], rows: Iterable[Row], most: int = 3) -> list[Waste]:
+    """What cost most time that was no work, the largest first. Spans whose row is not among `rows` count for nothing."""
+    known = {(row.generation, row.iteration, row.phase): row for row in rows}
+    whole: dict[int, float] = defaultdict(float)
+    lost: dict[Cause, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for span in spans:
+        row = known.get(span.row)
+        if row is None:
+            continue
+        whole[span.node_rank] += span.seconds
+        for cause, seconds in _losses(span, row):
+            lost[cause][span.node_rank] += seconds
+    everything = sum(whole.values())
+    found = []
+    for cause, by_node in lost.items():
+        seconds = sum(by_node.values())
+        if seconds >= LEAST * everything > 0:
+            # Nodes that lost next to nothing are not named, and their time does not dilute the share.
+            named = sorted(rank for rank, own in by_node.items() if own >= LEAST * whole[rank])
+            of_these = sum(by_node[rank] for rank in named)
+            if named:
+                share = of_these / sum(whole[rank] for rank in named)
+                found.append(Waste(cause, tuple(named), seconds, share))
+    return sorted(found, key=lambda waste: (-waste.seconds, waste.sentence()))[:most]
+
+
+def _losses(span: Span, row: Row) -> Iterable[tuple[Cause, float]]:
+    """A span's time that was no work, by cause."""
+    name = span.phase_name
+    if span.outcome == CUT_SHORT and row.cut_short:
+        return [(Cause("cut short", name), span.seconds)]
+    if span.outcome != PASSED:
+        return []
+    time = span.time
+    coordination_s = min(row.coordination_s or 0.0, time.wait_s)
+    for_rank = None if row.last_rank == span.node_rank else row.last_rank
+    return [
+        (Cause("start", name), time.start_s),
+        (Cause("load", name), time.load_s),
+        (Cause("save", name), time.save_s),
+        (Cause("coordination"), coordination_s),
+        (Cause("wait", name, for_rank), time.wait_s - coordination_s),
+    ]
+
+
+# --- the parts ------------------------------------------------------------------------------------------------------------
+
+
+def parts_by_iteration(spans: Iterable[Span]) -> dict[tuple[int, int], PhaseTime]:
+    """(iteration, phase) -> where the time of a node went that passed it, in the mean of these nodes."""
+    sums: dict[tuple[int, int], PhaseTime] = defaultdict(PhaseTime)
+    nodes: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for span in spans:
+        if span.outcome == PASSED:
+            key = span.iteration, span.phase
+            sums[key] = sums[key].plus(span.time)
+            nodes[key].add(span.node_rank)
+    return {key: time.divided(len(nodes[key])) for key, time in sums.items()}
+
+
+def parts_by_phase(
+    by_iteration: Mapping[tuple[int, int], PhaseTime], iterations: Collection[int]
+) -> dict[int, PhaseTime]:
+    """phase -> where a node's time in it went, in the mean of these iterations."""
+    sums: dict[int, PhaseTime] = defaultdict(PhaseTime)
+    for (iteration, phase), time in sorted(by_iteration.items()):
+        if iteration in iterations:
+            sums[phase] = sums[phase].plus(time)
+    return {phase: time.divided(len(iterations)) for phase, time in sorted(sums.items())}

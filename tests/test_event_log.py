@@ -1,0 +1,133 @@
+"""What a daemon's journal has of a row: how its time is told, once, and what is left out because another line has it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from core_builders import MERGE, OPEN, ROLL_OUT, RULES, at_row
+
+from fsbarrier.node import event_log
+from fsbarrier.protocol.state import Node
+from fsbarrier.rundir import runrecord
+from fsbarrier.rundir.journal import rounded, summary
+from fsbarrier.settings.resolve import resolve
+
+
+class Clock:
+    """Stands in for the `time` module."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Log:
+    """An event log whose clock the test moves."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock()
+        monkeypatch.setattr(event_log, "time", self.clock)
+        settings = resolve((), {"program": "toy", "num_nodes": 3}, cross_checks=False)
+        self.record = runrecord.new(folder, settings, tasks={}, model=None)
+        self.log = event_log.EventLog(self.record, RULES, folder / "daemon.log")
+
+    def at(self, now: float, event: str, node: Node, **fields: Any) -> None:
+        self.clock.now = now
+        self.log.write(event, node, fields)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Without when and where."""
+        (journal,) = self.record.paths.events.iterdir()
+        about = {"time", "mono_s", "run_id", "node_rank", "generation", "iteration", "phase", "phase_name"}
+        lines = [json.loads(line) for line in journal.read_text().splitlines()]
+        assert all(about <= line.keys() for line in lines)
+        return [{k: v for k, v in line.items() if k not in about} for line in lines]
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
+    return Log(tmp_path, monkeypatch)
+
+
+def test_a_row_s_end_says_where_its_time_went(log: Log) -> None:
+    node = at_row(1, ROLL_OUT)
+    log.at(100.0, "phase_started", node)
+    log.at(107.0, "work_finished", node, start_s=2.0, work_s=4.5)
+    log.at(107.0, "decision", node, value={"loss": 1 / 3})
+    log.at(110.0, "phase_finished", node)
+    started, decided, finished = log.lines()
+    assert started == {"event": "phase_started"}
+    # Half a second was the daemon's own, before the work and after it.
+    parts = {"start_s": 2.0, "work_s": 5.0, "wait_s": 3.0}
+    assert finished == {"event": "phase_finished", "seconds": 10.0, **parts}
+    assert decided == {"event": "decision", "value": {"loss": 0.333333}}, (
+        "digits that say nothing are left out"
+    )
+
+
+def test_a_leader_has_also_waited_between_its_two_pieces_of_work(log: Log) -> None:
+    node = at_row(0, MERGE)
+    log.at(100.0, "phase_started", node)
+    log.at(109.0, "work_finished", node, work_s=5.0)
+    log.at(110.0, "phase_finished", node)
+    _, finished = log.lines()
+    assert finished == {
+        "event": "phase_finished",
+        "seconds": 10.0,
+        "work_s": 5.0,
+        "wait_s": 5.0,
+        "waited_s": 1.0,
+    }
+
+
+def test_a_row_without_work_was_waited(log: Log) -> None:
+    # The row before has had work, which is no news of this one.
+    log.at(90.0, "phase_started", at_row(1, ROLL_OUT))
+    log.at(91.0, "work_finished", at_row(1, ROLL_OUT), work_s=1.0)
+    log.at(100.0, "phase_started", at_row(1, OPEN), waits=True)
+    log.at(100.5, "phase_finished", at_row(1, OPEN))
+    assert log.lines()[-1] == {"event": "phase_finished", "seconds": 0.5}
+
+
+def test_work_is_told_before_the_row_ends_where_that_takes_long(log: Log) -> None:
+    node = at_row(1, ROLL_OUT)
+    log.at(100.0, "phase_started", node)
+    log.at(103.0, "work_finished", node, work_s=3.0)
+    log.at(108.0, "work_finished", node, work_s=3.0)
+    log.at(113.0, "phase_finished", node)
+    _, worked, finished = log.lines()
+    assert worked == {"event": "work_finished", "work_s": 3.0, "waited_s": 5.0}
+    assert (finished["work_s"], finished["wait_s"]) == (3.0, 10.0)
+
+
+def test_frequent_events_say_an_incarnation_that_is_not_the_file_s(log: Log) -> None:
+    node = at_row(1, ROLL_OUT)
+    log.at(100.0, "generation_started", node, number=1)
+    log.at(100.0, "phase_started", node)
+    log.at(105.0, "phase_started", replace(node, incarnation=2))
+    assert [line.get("incarnation") for line in log.lines()] == [1, None, 2]
+
+
+def test_a_decision_is_told_without_what_another_line_says() -> None:
+    told = [{"event": "updated", "loss": 0.5, "steps": 8, "note": ""}]
+    value = {"loss": 0.5, "steps": 9, "note": "", "out": "x" * 300, "tasks": list(range(60)), "few": [1, 2]}
+    assert summary(value, told) == {"steps": 9, "out": "x" * 300, "tasks": "<list of 60>", "few": [1, 2]}
+    assert summary({"out": "x" * 500}, ()) == {"out": "<str of 500>"}
+
+
+def test_numbers_are_shortened_where_they_are_no_counts() -> None:
+    value = {"a": [1 / 3, 2**60], "b": (1e-7 / 3, True), "c": float("inf"), "d": "1.23456789", "e": 0.25}
+    short = {
+        "a": [0.333333, 2**60],
+        "b": [3.33333e-08, True],
+        "c": float("inf"),
+        "d": "1.23456789",
+        "e": 0.25,
+    }
+    assert rounded(value) == short
