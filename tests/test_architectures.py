@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_engine import NEVER, largest_gap, make_model, roll_out
+from engine_bench import NEVER, largest_gap, make_model, roll_out
 from trainer_bench import Bench, settings, write_groups
 
 from fsbarrier.engine.engine import Engine, EngineInfo

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_bench import bench, run_script
+from trainer_bench import bench, largest_difference, run_script
 
 from fsbarrier import reading
 from fsbarrier.errors import ProgramFailed, UsageError
@@ -242,8 +242,6 @@ def test_zero_makes_the_same_update_in_every_way(tmp_path: Path, stage: int) -> 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_torchrun_trains_with_zero_on_two_nodes(tmp_path: Path, stage: int) -> None:
     """The update's own program; the next one on one node less, from the same state."""
-    from test_update import largest_difference
-
     work = bench(tmp_path)
     work.prepare()
     work.update("alone")

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import stat
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,17 +14,24 @@ from typing import Any
 
 import psutil
 import pytest
-from test_engine_parts import write_model
+from engine_bench import (
+    NEVER,
+    SAMPLES,
+    behaviour,
+    largest_gap,
+    make_model,
+    roll_out,
+    served,
+    stand_in,
+    write_model,
+)
 
 from fsbarrier.engine.client import EngineClient
-from fsbarrier.engine.engine import Engine, EngineInfo
+from fsbarrier.engine.engine import Engine
 from fsbarrier.engine.model import inspect
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.supervision import processes
-
-HERE = Path(__file__).parent
-NEVER = threading.Event()
 
 Make = Callable[..., Engine]
 
@@ -33,21 +39,18 @@ Make = Callable[..., Engine]
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes an engine whose server is fake_vllm.py, behaving as told."""
-    script = tmp_path / "python"
-    script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {HERE / "fake_vllm.py"} "$@"\n')
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    (tmp_path / "fake").mkdir()
+    script = stand_in(tmp_path)
     engines: list[Engine] = []
 
     def make(settings: dict[str, Any] | None = None, **mode: Any) -> Engine:
-        monkeypatch.setenv("FAKE_VLLM", json.dumps({"dir": str(tmp_path / "fake"), **mode}))
+        monkeypatch.setenv("FAKE_VLLM", behaviour(tmp_path, **mode))
         resolved = resolve([], settings, cross_checks=False)
         engine = Engine(
             resolved.engine,
             external=not resolved.manages_engine,
             log_file=tmp_path / "vllm.log",
             work_dir=tmp_path / "work",
-            python=str(script),
+            python=script,
         )
         engines.append(engine)
         return engine
@@ -55,11 +58,6 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     yield make
     for engine in engines:
         engine.stop()
-
-
-def served(info: EngineInfo) -> str:
-    """The folder that the stand-in serves now."""
-    return str(EngineClient(info.url, info.api_key).model()["root"])
 
 
 def lives(pid: int) -> bool:
@@ -237,81 +235,6 @@ def test_in_debug_mode_the_server_is_asked_and_never_told(
 
 
 # --- the real vLLM ----------------------------------------------------------------------------------------------------------
-
-
-def make_model(folder: Path, seed: int, *, tied: bool = False, architecture: str = "Qwen2") -> Path:
-    """A tiny model with random weights; its vocabulary is the letters."""
-    import torch
-    import transformers
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", *"abcdefghijklmnop:\n="])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
-    fast.chat_template = (
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
-    )
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{architecture}Config")(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        tie_word_embeddings=tied,
-        eos_token_id=1,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    getattr(transformers, f"{architecture}ForCausalLM")(config).save_pretrained(folder)
-    fast.save_pretrained(folder)
-    return folder
-
-
-SAMPLES = 32
-
-
-def roll_out(
-    folder: Path, info: EngineInfo, version: int, prompts: list[Any]
-) -> tuple[str, list[dict[str, Any]]]:
-    """What it said, and the trajectories."""
-    from test_rollout import make_spec, run
-
-    from fsbarrier.trajectories import iter_trajectories
-
-    folder.mkdir()
-    engine = [{"url": info.url, "api_key": info.api_key, "model": info.model}]
-    # So many that some answer ends by itself, whatever the server draws.
-    sampling = {"samples": SAMPLES, "temperature": 0.7}
-    spec = make_spec(folder, info.url, prompts, engine=engine, policy_version=version, sampling=sampling)
-    done = run(spec)
-    assert done.code == 0, done.stderr
-    return done.stderr, list(iter_trajectories(folder / "trajectories" / "checkpoint"))
-
-
-def largest_gap(model: Path, trajectories: list[dict[str, Any]], temperature: float) -> float:
-    """Between the log-probabilities in the trajectories and those that transformers computes with these weights."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    gap = 0.0
-    for item in trajectories:
-        ids = torch.tensor(item["token_ids"].tolist())
-        with torch.no_grad():
-            logits = policy(ids[None]).logits[0, :-1] / temperature
-        own = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
-        sampled = torch.tensor(item["loss_mask"].tolist(), dtype=torch.bool)[1:]
-        told = torch.tensor(item["logprobs"].tolist())[1:]
-        gap = max(gap, float((own - told)[sampled].abs().max()))
-    return gap
 
 
 @pytest.mark.engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_bench import TINY, write_model
 
 from fsbarrier.engine import command as engine_command
 from fsbarrier.engine import log as engine_log
@@ -22,35 +22,6 @@ from fsbarrier.engine.model import inspect
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.workers.vllm_server import KeyGuard
-
-TINY = {
-    "model_type": "qwen2",
-    "num_hidden_layers": 2,
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-
-
-def write_model(
-    folder: Path, *, tied: bool | None = False, width: int = 8, head: bool = True, **config: Any
-) -> Path:
-    """A model folder with weights of zeros; `tied` None: the configuration does not say."""
-    folder.mkdir(parents=True, exist_ok=True)
-    said = {} if tied is None else {"tie_word_embeddings": tied}
-    (folder / "config.json").write_text(json.dumps({**TINY, **said, **config}))
-    names = ["model.embed_tokens.weight", *(["lm_head.weight"] if head else [])]
-    size = 4 * width
-    header = {
-        name: {"dtype": "F32", "shape": [width], "data_offsets": [i * size, (i + 1) * size]}
-        for i, name in enumerate(names)
-    }
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    (folder / "model.safetensors").write_bytes(
-        len(text).to_bytes(8, "little") + text + bytes(size * len(names))
-    )
-    return folder
 
 
 def plan(folder: Path, *, accelerated: bool = False, **changes: Any) -> Plan:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from test_engine_parts import write_model
+from engine_bench import write_model
 from test_node_work import context, policy
 
 from fsbarrier.engine import command

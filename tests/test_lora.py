@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_update import largest_difference, policy_of, tiny_state
-from trainer_bench import Bench, bench, rollouts
+from trainer_bench import Bench, bench, first_weights, largest_difference, policy_of, rollouts
 
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir import checkpoints
@@ -28,7 +27,7 @@ def test_what_is_served_is_the_base_with_the_exported_adapter_merged(tmp_path: P
 
     work = lora_bench(tmp_path)
     work.update("v1")
-    weights, first = work.weights("v1"), tiny_state(tmp_path)
+    weights, first = work.weights("v1"), first_weights(tmp_path)
     moved = {name for name in first if float((weights[name] - first[name]).abs().max()) > 1e-5}
     # All linear layers but the head, and nothing else.
     assert moved == {name for name in first if "_proj.weight" in name} and len(moved) == 7
@@ -52,18 +51,10 @@ def test_adapters_go_on_as_if_there_had_been_no_end_between_two_updates(tmp_path
 
     from fsbarrier.training.batch import TrainingBatch
     from fsbarrier.training.optimizer_step import train
-    from fsbarrier.training.processes import Processes
-    from fsbarrier.training.trainer import Trainer
 
     work = lora_bench(tmp_path)
     torch.manual_seed(1)
-    kept = Trainer.load(
-        Processes(work.settings.trainer),
-        work.settings,
-        model_folder=tmp_path / "model",
-        state_folders=[],
-        policy_version=0,
-    )
+    kept = work.trainer()
     train(kept, TrainingBatch.load(tmp_path / "batch"), work.settings, tmp_path / "model")
     work.update("v1")
     (tmp_path / "merged").unlink()
@@ -86,7 +77,7 @@ def test_only_the_named_layers_are_trained_and_unknown_ones_refused(tmp_path: Pa
     work = lora_bench(tmp_path, lora__targets=["q_proj"])
     work.update("v1")
     weights = work.weights("v1")
-    moved = {name for name, value in tiny_state(tmp_path).items() if bool((value != weights[name]).any())}
+    moved = {name for name, value in first_weights(tmp_path).items() if bool((value != weights[name]).any())}
     assert moved == {"model.layers.0.self_attn.q_proj.weight"}
     for wrong in (["no_such_layer"], ["q_proj", "no_such_layer"]):
         work.nested["lora"]["targets"] = wrong
@@ -106,7 +97,7 @@ def test_in_bfloat16_the_adapters_are_still_exact(tmp_path: Path) -> None:
     adapters = load_file(tmp_path / "v2" / "model" / "adapter" / "adapter_model.safetensors")
     exact = [value for value in adapters.values() if not torch.equal(value, value.bfloat16().float())]
     assert len(adapters) == 14 and len(exact) == 14
-    first = tiny_state(tmp_path)
+    first = first_weights(tmp_path)
     frozen = [name for name in first if "_proj.weight" not in name]
     weights = work.weights("v2")
     assert all(torch.equal(weights[name], first[name].bfloat16()) for name in frozen)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_engine_parts import write_model
+from engine_bench import write_model
 
 from fsbarrier.cli import main
 from fsbarrier.errors import UsageError

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import stat
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_engine_parts import write_model
+from engine_bench import NEVER, behaviour, served, stand_in, write_model
 
-from fsbarrier.engine.client import EngineClient
-from fsbarrier.engine.engine import EngineInfo
 from fsbarrier.engine.placement import CPUS, check_arguments, placements
 from fsbarrier.engine.replicas import RESTARTS, Keeper, Replicas
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.host.accelerators import Accelerator
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import EngineSettings
-
-HERE = Path(__file__).parent
-NEVER = threading.Event()
 
 Make = Callable[..., Replicas]
 
@@ -101,19 +93,16 @@ def test_what_does_not_fit_on_a_node_is_refused_with_what_does() -> None:
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes replicas whose servers are fake_vllm.py, behaving as told."""
-    script = tmp_path / "python"
-    script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {HERE / "fake_vllm.py"} "$@"\n')
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    (tmp_path / "fake").mkdir()
+    script = stand_in(tmp_path)
     made: list[Replicas] = []
 
     def make(count: int, **mode: Any) -> Replicas:
-        monkeypatch.setenv("FAKE_VLLM", json.dumps({"dir": str(tmp_path / "fake"), **mode}))
+        monkeypatch.setenv("FAKE_VLLM", behaviour(tmp_path, **mode))
         replicas = Replicas(
             settings(replicas=count),
             log_dir=tmp_path / "logs",
             work_dir=tmp_path / "work",
-            python=str(script),
+            python=script,
         )
         made.append(replicas)
         return replicas
@@ -121,10 +110,6 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     yield make
     for replicas in made:
         replicas.stop()
-
-
-def served(info: EngineInfo) -> str:
-    return str(EngineClient(info.url, info.api_key).model()["root"])
 
 
 def wait_until(holds: Callable[[], object]) -> None:
@@ -190,8 +175,7 @@ def test_a_start_under_way_ends_with_the_program_that_needed_it(
 ) -> None:
     replicas = make(2)
     infos = replicas.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
-    hanging = {"dir": str(tmp_path / "fake"), "start": "hang"}
-    replicas.engines[0]._environ["FAKE_VLLM"] = json.dumps(hanging)
+    replicas.engines[0]._environ["FAKE_VLLM"] = behaviour(tmp_path, start="hang")
     with replicas.kept_alive() as keeper:
         os.kill(infos[0].pid, signal.SIGKILL)
         wait_until((tmp_path / "fake" / "hanging").exists)

@@ -7,18 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_bench import Bench, bench, rollouts, settings, tiny_model
+from trainer_bench import (
+    Bench,
+    bench,
+    first_weights,
+    largest_difference,
+    policy_of,
+    rollouts,
+    settings,
+    tiny_model,
+)
 
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
 
 pytestmark = pytest.mark.torch
-
-
-def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 @pytest.mark.slow
@@ -33,7 +37,7 @@ def test_the_update_is_the_same_however_many_processes_share_it(tmp_path: Path) 
     three = work.torchrun(work.update_spec("three"), processes=3)
     for process, said in (*two, *three):
         assert process.returncode == 0, said
-    assert largest_difference(work.weights("alone"), tiny_state(tmp_path)) > 1e-4
+    assert largest_difference(work.weights("alone"), first_weights(tmp_path)) > 1e-4
     for name in ("two", "three"):
         assert largest_difference(work.weights("alone"), work.weights(name)) < 1e-5
         assert checkpoints.verify(tmp_path / name).policy_version == 1
@@ -45,13 +49,6 @@ def test_the_update_is_the_same_however_many_processes_share_it(tmp_path: Path) 
     # a node has gone: the same state goes on with another world size
     work.nested["algorithm"]["max_logprob_gap"] = 100.0  # the rollouts are the old policy's
     assert work.update("after", version=2, before="three")["optimizer_steps"] == 4
-
-
-def tiny_state(folder: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
-    loaded: dict[str, Any] = load_file(folder / "model" / "model.safetensors")
-    return loaded
 
 
 @pytest.mark.slow
@@ -74,18 +71,10 @@ def test_a_resumed_trainer_does_what_one_that_never_stopped_does(tmp_path: Path)
 
     from fsbarrier.training.batch import TrainingBatch
     from fsbarrier.training.optimizer_step import train
-    from fsbarrier.training.processes import Processes
-    from fsbarrier.training.trainer import Trainer
 
     work = bench(tmp_path)
     work.prepare()
-    kept = Trainer.load(
-        Processes(work.settings.trainer),
-        work.settings,
-        model_folder=tmp_path / "model",
-        state_folders=[],
-        policy_version=0,
-    )
+    kept = work.trainer()
     train(kept, TrainingBatch.load(tmp_path / "batch"), work.settings, tmp_path / "model")
 
     work.update("v1")
@@ -212,7 +201,9 @@ def test_a_tied_model_stays_tied(tmp_path: Path) -> None:
     assert config["tie_word_embeddings"] is True and "lm_head.weight" not in weights
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "v1" / "model")
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    moved = (weights["model.embed_tokens.weight"] - tiny_state(tmp_path)["model.embed_tokens.weight"]).abs()
+    moved = (
+        weights["model.embed_tokens.weight"] - first_weights(tmp_path)["model.embed_tokens.weight"]
+    ).abs()
     # Tokens that no sequence has as input are moved by the head alone.
     assert float(moved.max(1).values.min()) > 1e-5
     work.nested["algorithm"]["max_logprob_gap"] = 100.0
@@ -226,7 +217,7 @@ def test_nothing_to_learn_from_is_no_failure(tmp_path: Path) -> None:
     result = work.update("v1")
     assert result["optimizer_steps"] == 0 and "unchanged" in result["note"]
     assert result["memory_estimate_gb"] > 2 and 0.1 < result["memory_peak_gb"] < 10
-    assert largest_difference(work.weights("v1"), tiny_state(tmp_path)) == 0
+    assert largest_difference(work.weights("v1"), first_weights(tmp_path)) == 0
     assert checkpoints.verify(tmp_path / "v1").policy_version == 1
     (tmp_path / "merged").unlink()
     rollouts(tmp_path / "merged", tiny_model(tmp_path / "again"))
@@ -239,7 +230,7 @@ def test_a_model_folder_without_all_its_weights_is_refused(tmp_path: Path) -> No
 
     work = bench(tmp_path)
     work.prepare()
-    weights = tiny_state(tmp_path)
+    weights = first_weights(tmp_path)
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UsageError, match=r"it lacks model\.norm\.weight"):
@@ -302,12 +293,6 @@ def test_only_what_this_policy_sampled_is_compared_with_it(tmp_path: Path) -> No
     work.prepare(policy_version=2, iteration=3)
     result = work.update("v3", version=3, before="v2")
     assert result["logprob_gap_mean"] is None and result["optimizer_steps"] > 0
-
-
-def policy_of(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_the_ratio_is_to_what_the_trainer_computes_itself(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def rollouts(
     rewards: tuple[float, ...] = (0, 1, 0, 1),
     temperature: float = 1.0,
     policy_version: int = 0,
+    vocabulary: int = 32,
 ) -> None:
     """A merged file of trajectories of different lengths with the model's own log-probabilities."""
     import torch
@@ -103,7 +104,7 @@ def rollouts(
             group = []
             for sample in range(SAMPLES):
                 length = PROMPT + 1 + (task + sample) % 4
-                tokens = torch.randint(2, 32, (1, length), generator=generator)
+                tokens = torch.randint(2, vocabulary, (1, length), generator=generator)
                 log_probs = torch.log_softmax(model(tokens).logits[0, :-1] / temperature, -1)
                 chosen = log_probs.gather(1, tokens[0, 1:, None])[PROMPT - 1 :, 0]
                 one = trajectory(task, sample, tokens[0].tolist(), chosen.tolist(), float(rewards[sample]))
@@ -174,6 +175,18 @@ class Bench:
         assert result is not None
         return result
 
+    def trainer(self) -> Any:
+        """A trainer of the first model, in this process."""
+        from fsbarrier.training.processes import Processes
+        from fsbarrier.training.trainer import Trainer
+
+        place: dict[str, Any] = {
+            "model_folder": self.folder / "model",
+            "state_folders": [],
+            "policy_version": 0,
+        }
+        return Trainer.load(Processes(self.settings.trainer), self.settings, **place)
+
     def torchrun(self, *specs: dict[str, Any], processes: int = 1) -> list[tuple[subprocess.Popen[str], str]]:
         """One update under real torchrun, one node a spec, `processes` each; gives the ended torchruns and what they said."""
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -204,3 +217,22 @@ def bench(folder: Path, *, tied: bool = False, **overrides: Any) -> Bench:
     """A bench with a model and its rollouts."""
     rollouts(folder / "merged", tiny_model(folder / "model", tied=tied))
     return Bench(folder, settings(**overrides))
+
+
+def first_weights(folder: Path) -> dict[str, Any]:
+    """Those of the first model."""
+    from safetensors.torch import load_file
+
+    loaded: dict[str, Any] = load_file(folder / "model" / "model.safetensors")
+    return loaded
+
+
+def policy_of(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
