@@ -163,7 +163,7 @@ def tasks_of(log_path: Path, iteration: int) -> int:
 def test_a_change_reaches_a_node_that_was_down(tmp_path: Path) -> None:
     with Cluster(tmp_path, 3, *FAST, "coordination.dead_s=4") as cluster:
         cluster.start()
-        cluster.wait_for(lambda e: e["event"] == "iteration_finished")
+        cluster.wait_for(lambda e: e["event"] == "iteration_finished", deadline_s=250)
         cluster.kill(2)
         cluster.kill(0)
         cluster.flags = (*cluster.flags, "toy.tasks=6")

@@ -104,7 +104,7 @@ class Daemon:
         log_dir = record.paths.node_logs(attempt, rank)
         files.make_dirs(log_dir)
         reading.check_below(record.log_path, log_dir)
-        self.events = until_seen(lambda: EventLog(record, rules, log_dir / "daemon.log"))
+        self.events = until_seen(lambda: EventLog(record, rules, log_dir / "daemon.log", work_dir))
         devices = accelerators.detect()
         self._accelerators = len(devices)
         self.engines = make_engines(settings, log_dir, work_dir, program.needs, devices)

@@ -12,6 +12,7 @@ from fsbarrier import files
 from fsbarrier.node.console import Console
 from fsbarrier.node.loop import place
 from fsbarrier.node.notifier import Notifier
+from fsbarrier.node.tracking import Tracking
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Rules
 from fsbarrier.rundir.journal import Journal
@@ -24,7 +25,7 @@ from fsbarrier.view.event_wording import log_lines
 class EventLog:
     """Records the events of one daemon. It opens the journal at the first event, since its name holds the incarnation."""
 
-    def __init__(self, record: RunRecord, rules: Rules, log_file: Path) -> None:
+    def __init__(self, record: RunRecord, rules: Rules, log_file: Path, work_dir: Path) -> None:
         """Raises OSError where `log_file`, which an earlier start may have left, cannot be opened."""
         self._record, self._rules = record, rules
         self._log = files.open_append(log_file)
@@ -34,6 +35,7 @@ class EventLog:
         self._worked: tuple[float, PhaseTime] | None = None
         self.console = Console()
         command = record.settings.notify.command
+        self._tracking = Tracking(record, work_dir, log_file.with_name("trackers.log"))
         about = {"run_id": record.run_id, "log_path": str(record.log_path)}
         self._notifier = Notifier(command, log_file.with_name("notify.log"), about) if command else None
 
@@ -54,12 +56,16 @@ class EventLog:
         written = self._journal.write(event, now, where, {**fields, **own})
         if self._notifier is not None:
             self._notifier.tell(event, node, {**where, **fields})
+        self._tracking.tell(event, node, fields)
         text = "".join(f"{line}\n" for line in log_lines(written))
         if text:
             # A full disk must not end the node because of its log. The journal has the event.
             with contextlib.suppress(OSError):
                 os.write(self._log, text.encode(errors="surrogateescape"))
             self.console.say(text)
+        if event != "tracker_failed":
+            for trouble in self._tracking.troubles():
+                self.write("tracker_failed", node, trouble)
 
     def _own_fields(self, event: str, node: Node, fields: Payload, now: float) -> Payload:
         """What only the daemon can add to an event: how long a row took, and the last log lines of a lost node."""
@@ -95,6 +101,7 @@ class EventLog:
     def close(self) -> None:
         if self._notifier is not None:
             self._notifier.close()
+        self._tracking.close()
         os.close(self._log)
         if self._journal is not None:
             self._journal.close()

@@ -136,6 +136,11 @@ class RunPaths:
         return self.logs / names.ATTEMPT_FOLDER.build(attempt) / names.NODE_FOLDER.build(rank)
 
     @property
+    def trackers(self) -> Path:
+        """What trackers write, how far each has come, and the table of iterations."""
+        return self.root / "trackers"
+
+    @property
     def events(self) -> Path:
         return self.root / "events"
 

@@ -219,7 +219,14 @@ def _read(log_path: Path) -> RunRecord:
 
 def _refuse_links(paths: RunPaths) -> None:
     """The folders of a run are its own: what it writes, moves and removes stays below its directory. Raises UsageError."""
-    kept = (paths.coordination, paths.checkpoints, paths.logs, paths.events, *map(paths.trajectories, SPLITS))
+    kept = (
+        paths.coordination,
+        paths.checkpoints,
+        paths.logs,
+        paths.events,
+        paths.trackers,
+        *map(paths.trajectories, SPLITS),
+    )
     for folder in (*kept, paths.joins, paths.beats, paths.generations, paths.stops, paths.batches):
         if folder.is_symlink():
             raise UsageError(

@@ -40,6 +40,7 @@ from fsbarrier.settings.value_types import (
     Preset,
     RlPhase,
     Seconds,
+    Trackers,
     Weights,
     Words,
     json_or_text,
@@ -560,6 +561,15 @@ class NotifySettings(Section):
 
 
 @dataclass(frozen=True, slots=True)
+class TrackerSettings(Section):
+    """Trackers that are told what each iteration measured (docs/trackers.md)."""
+
+    names: Trackers = setting((), "Which ones; each needs its package beside accelerate.", AT_ONCE)
+    names_like: Literal["trl", "verl"] = setting("trl", "Whose names the figures get.", AT_ONCE)
+    project: Name = setting("fsbarrier", "The project, or experiment, that the run is listed in.", AT_ONCE)
+
+
+@dataclass(frozen=True, slots=True)
 class ToySettings(Section):
     """The program `toy`: the same phases without a model."""
 
@@ -628,6 +638,7 @@ class Settings(Section):
     checkpoint: CheckpointSettings = CheckpointSettings()
     coordination: CoordinationSettings = CoordinationSettings()
     notify: NotifySettings = NotifySettings()
+    tracker: TrackerSettings = TrackerSettings()
     toy: ToySettings = ToySettings()
     custom: Mapping[str, Any] = field(
         default_factory=dict,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ class ShellWords:
 
 def _split_words(value: object) -> object:
     return tuple(shlex.split(value)) if isinstance(value, str) else value
+
+
+def _split_names(value: object) -> object:
+    return tuple(name for name in re.split(r"[,\s]+", value) if name) if isinstance(value, str) else value
 
 
 def _join_words(value: object) -> object:
@@ -65,6 +70,15 @@ CommandLine = Annotated[str, ShellWords(_join_words), Bounds(min_length=1)]
 Weights = tuple[Positive, ...]
 Numbers = tuple[float, ...]
 Betas = tuple[Decay, Decay]
+Trackers = Annotated[
+    tuple[
+        Literal[
+            "wandb", "tensorboard", "mlflow", "swanlab", "trackio", "comet_ml", "aim", "clearml", "dvclive"
+        ],
+        ...,
+    ],
+    ShellWords(_split_names),
+]
 RlPhase = Literal["rollout", "update", "both"]
 Preset = Literal[
     "grpo",

@@ -201,6 +201,7 @@ def _check_slice(settings: Settings, program: Program) -> None:
 
 def _check_own(settings: Settings, program: Program, environ: Mapping[str, str]) -> None:
     """Check what else the user brings, beside data and model."""
+    preflight.check_trackers(settings.tracker.names)
     if "data" in program.needs:
         preflight.check_reward(settings.reward.kind)
         preflight.check_judge(settings, environ)
@@ -268,6 +269,7 @@ def _join(
         settings, stated = _changed(settings, stated, chosen, say)
     if rank is None and settings.num_nodes > 1 and not request.dry_run and not request.any_rank:
         raise UsageError(ranks.which_node(settings.num_nodes, request.environ))
+    preflight.check_trackers(settings.tracker.names)
     program = load_program(settings.program)
     if "model" in program.needs:
         # Environment variables, and where files lie, are each node's own.

@@ -16,7 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,10 @@ PLACEHOLDERS = (
 
 
 # --- where things are ---------------------------------------------------------------------------------------------------
+
+
+#: the Python packages of which a tracker needs one, where it is not called the same
+TRACKER_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
 
 
 def checkout() -> Path | None:
@@ -332,3 +336,14 @@ def check_trainer(command: str | None) -> None:
         raise UsageError(
             f"trainer.command={command}: needs {{out}} (the folder to make) or {{spec}} (which names it)"
         )
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Every node may come to lead, and then runs them. Raises UsageError: accelerate would leave out one without a word."""
+    for name in names:
+        for package in (("accelerate",), TRACKER_PACKAGES.get(name, (name,))):
+            if not any(importlib.util.find_spec(one) for one in package):
+                raise UsageError(
+                    f"tracker.names={','.join(names)}: {name} needs the Python package {' or '.join(package)}, which is not installed "
+                    f"beside this fsbarrier ({sys.prefix}); install it on every node, or drop {name}"
+                )

@@ -21,3 +21,8 @@ def without_secrets(environ: Mapping[str, str], named: Collection[str | None] = 
         for name, value in environ.items()
         if name not in named and not _SECRET.search(name) and without_passwords(value) == value
     }
+
+
+def without_variables(environ: Mapping[str, str], named: Collection[str | None]) -> dict[str, str]:
+    """The environment less these variables."""
+    return {name: value for name, value in environ.items() if name not in named}

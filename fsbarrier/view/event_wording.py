@@ -247,6 +247,9 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "generation_started": _generation,
     "generation_sealed": _sealed,
     "settings_changed": _settings_changed,
+    "tracker_failed": lambda event: (
+        f"tracker {event.text('tracker') or 'program'} fails: {event.text('why')}"
+    ),
     "left_generation": _left,
     "node_suspected": _suspect,
     "node_recovered": _suspect,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fsbarrier.rundir.journal import FREQUENT, Event, lost_nodes
 
 #: events that carry a phase's results
-RESULTS = frozenset({"rolled_out", "evaluated", "updated"})
+RESULTS = frozenset({"rolled_out", "evaluated", "batch_prepared", "updated"})
 #: two reports of the same thing within so many seconds count as one, by several nodes
 SAME_S = 30.0
 #: how many of the newest events are kept
@@ -104,6 +104,13 @@ class History:
         """The iterations that have a reward, in order."""
         found = [self._rewards(iteration) for iteration in sorted({key[0] for key in self._results})]
         return [one for one in found if one.train is not None or one.test is not None]
+
+    def results(self) -> dict[int, list[Event]]:
+        """iteration -> what its phases reported, the report that counts of each kind."""
+        found: dict[int, list[Event]] = {}
+        for (iteration, _), event in sorted(self._results.items()):
+            found.setdefault(iteration, []).append(event)
+        return found
 
     def updates(self) -> dict[int, Event]:
         """iteration -> what its update reported."""

@@ -1,0 +1,171 @@
+"""Has trackers told what each iteration measured (`tracker.names`): starts the program beside the leader, and says what is done.
+
+Nothing waits for it: the program reads the journals by itself, and a thread starts and ends it. Where it fails, the journal tells it and
+the run goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from fsbarrier import files
+from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.protocol.facts import Payload
+from fsbarrier.protocol.state import Node
+from fsbarrier.rundir.revisions import present
+from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.settings.sections import Settings, TrackerSettings
+from fsbarrier.supervision.secret_variables import without_variables
+from fsbarrier.supervision.supervisor import Child, with_this_package
+
+#: What a launcher says of training processes is about none of them; and it needs no accelerator.
+NOT_FOR_IT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: how often a program that ended by itself is started again in one life of the daemon
+RESTARTS = 3
+#: How long the end of a node waits for the last iterations to be told. What is not told by then is told at the next start, if there is one.
+LAST_S = 10.0
+FINISHED_S = 60.0
+
+
+class Tracking:
+    """The trackers' program of one node, which runs while this node leads."""
+
+    def __init__(self, record: RunRecord, work_dir: Path, log_file: Path) -> None:
+        self._record, self._log_file = record, log_file
+        self._spec, self._wanted, self._problems = (
+            work_dir / f"trackers.{name}" for name in ("spec", "wanted", "problems")
+        )
+        self._read = 0
+        self._orders: queue.SimpleQueue[tuple[str, Settings | int | None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._child: Child | None = None
+        self._running: TrackerSettings | None = None
+        self._ended = self._iteration = 0
+        self._last_s = LAST_S
+        self._troubles: queue.SimpleQueue[Payload] = queue.SimpleQueue()
+
+    def tell(self, event: str, node: Node, fields: Payload) -> None:
+        """Take note of an event of the journal."""
+        generation = node.generation
+        if event == "node_ended" and fields.get("state") == "finished":
+            self._last_s = FINISHED_S
+        if generation is None:
+            return
+        if event == "generation_started":
+            settings = present(self._record.settings, generation.revisions)
+            leads = generation.leader == node.rank
+            self._order("run", settings if leads and settings.tracker.names else None)
+        elif event == "iteration_finished" and node.position is not None:
+            self._order("iteration", node.position.iteration)
+
+    def troubles(self) -> Iterator[Payload]:
+        """What has gone wrong since the last call, for the journal."""
+        while not self._troubles.empty():
+            yield self._troubles.get()
+
+    def close(self) -> None:
+        """Let the last iterations be told, for a while, and end the program."""
+        if self._thread is not None:
+            self._order("end", None)
+            self._thread.join(self._last_s + LAST_S)
+
+    def _order(self, what: str, about: Settings | int | None) -> None:
+        if self._thread is None:
+            if what != "run" or about is None:
+                return
+            self._thread = threading.Thread(target=self._follow, name="trackers", daemon=True)
+            self._thread.start()
+        self._orders.put((what, about))
+
+    # --- in the thread ---
+
+    def _follow(self) -> None:
+        while True:
+            what, about = self._orders.get()
+            # Whatever fails, the run goes on.
+            try:
+                if what == "run":
+                    self._run(about if isinstance(about, Settings) else None)
+                elif what == "iteration" and isinstance(about, int):
+                    self._bring(about)
+                else:
+                    self._stop()
+                    return
+            except (ProgramFailed, StoreError, OSError) as error:
+                self._troubles.put({"tracker": "", "why": str(error)})
+
+    def _run(self, settings: Settings | None) -> None:
+        """Have the program run with these settings; None: not here."""
+        wanted = settings.tracker if settings is not None else None
+        if wanted == self._running and (self._child is None) == (wanted is None):
+            return
+        self._stop()
+        self._running, self._ended = wanted, 0
+        if settings is not None:
+            self._start(settings)
+
+    def _start(self, settings: Settings) -> None:
+        spec = {"log_path": str(self._record.log_path), **settings.tracker.as_json()}
+        self._spec.write_text(json.dumps(spec))
+        self._say("")
+        words = [self._spec, self._wanted, self._problems]
+        named = (settings.judge.api_key_env, settings.engine.api_key_env, *NOT_FOR_IT)
+        env = without_variables(os.environ, named) | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        self._child = Child.start(
+            [sys.executable, "-P", "-m", "fsbarrier.workers.track", *map(str, words)],
+            env=with_this_package(env),
+            log_file=self._log_file,
+            name="trackers",
+        )
+        self._settings = settings
+
+    def _bring(self, iteration: int) -> None:
+        self._iteration = iteration
+        self._tell_troubles()
+        if self._child is None or self._running is None:
+            return
+        if (code := self._child.poll()) is not None:
+            last = " | ".join(self._child.last_log_lines(2))
+            self._troubles.put({"tracker": "", "why": f"the program ended with exit code {code}: {last}"})
+            self._ended += 1
+            if self._ended > RESTARTS:
+                self._child = None
+                return
+            self._start(self._settings)
+        self._say("")
+
+    def _say(self, word: str) -> None:
+        files.write_atomic(self._wanted, f"{self._iteration} {word}\n".encode())
+
+    def _stop(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        with contextlib.suppress(OSError):
+            self._say("end")
+        try:
+            child.wait(self._last_s)
+        finally:
+            child.stop(grace_s=1.0)
+            self._tell_troubles()
+
+    def _tell_troubles(self) -> None:
+        try:
+            with self._problems.open("rb") as stream:
+                stream.seek(self._read)
+                told = stream.read(1 << 16)
+        except FileNotFoundError:
+            return
+        whole = told[: told.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.splitlines():
+            found = json.loads(line)
+            if isinstance(found, Mapping):
+                self._troubles.put({"tracker": str(found.get("tracker")), "why": str(found.get("why"))})

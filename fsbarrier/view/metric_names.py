@@ -1,0 +1,87 @@
+"""What a run measured in an iteration, by the names that people's dashboards know: TRL's, or verl's. Pure.
+
+A figure for which they have no name keeps its own, below the event that told it: `updated/replayed`, `evaluated/pass_at_4`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from fsbarrier.rundir.journal import Event
+from fsbarrier.view.timings import IterationTime
+
+#: of each naming: event -> its field -> the names that it gets
+NAMES: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
+    "trl": {
+        "rolled_out": {
+            "reward_mean": ("reward",),
+            "reward_std": ("reward_std",),
+            "length_mean": ("completions/mean_length",),
+            "length_min": ("completions/min_length",),
+            "length_max": ("completions/max_length",),
+            "truncated_share": ("completions/clipped_ratio",),
+        },
+        "batch_prepared": {"zero_signal_share": ("frac_reward_zero_std",)},
+        "updated": {
+            "loss": ("loss",),
+            "lr": ("learning_rate",),
+            "grad_norm": ("grad_norm",),
+            "entropy": ("entropy",),
+            "kl": ("kl",),
+            "clipped_low": ("clip_ratio/low_mean",),
+            "clipped_high": ("clip_ratio/high_mean",),
+            "clip_fraction": ("clip_ratio/region_mean",),
+            "tokens": ("num_tokens",),
+            "logprob_gap_mean": ("sampling/sampling_logp_difference/mean",),
+            "logprob_gap_max": ("sampling/sampling_logp_difference/max",),
+        },
+        "evaluated": {"reward_mean": ("eval_reward",)},
+        "times": {"seconds": ("step_time",)},
+    },
+    "verl": {
+        "rolled_out": {
+            "reward_mean": ("critic/score/mean", "critic/rewards/mean"),
+            "length_mean": ("response_length/mean",),
+            "length_min": ("response_length/min",),
+            "length_max": ("response_length/max",),
+            "truncated_share": ("response_length/clip_ratio",),
+        },
+        "updated": {
+            "loss": ("actor/pg_loss",),
+            "lr": ("actor/lr",),
+            "grad_norm": ("actor/grad_norm",),
+            "entropy": ("actor/entropy",),
+            "kl": ("actor/kl_loss",),
+            "clip_fraction": ("actor/pg_clipfrac",),
+            "clipped_low": ("actor/pg_clipfrac_lower",),
+            "tokens": ("perf/total_num_tokens",),
+        },
+        "evaluated": {"reward_mean": ("val-core/reward/mean",)},
+        "times": {
+            "seconds": ("perf/time_per_step", "timing_s/step"),
+            "train_rollout": ("timing_s/gen",),
+            "eval_rollout": ("timing_s/testing",),
+            "update": ("timing_s/update_actor",),
+            "engine_start": ("timing_s/update_weights",),
+        },
+    },
+}
+#: where an event stands, or what is no measure
+NO_MEASURES = frozenset({"mono_s", "node_rank", "incarnation", "generation", "iteration", "phase", "seconds"})
+
+
+def metrics(events: Iterable[Event], time: IterationTime | None, like: str) -> dict[str, float]:
+    """The figures of one iteration, from what its phases told, by the names of `like`."""
+    told: dict[str, Mapping[str, object]] = {event.name: event.fields for event in events}
+    if time is not None:
+        phases = {name: seconds for (_, name), seconds in time.phases.items()}
+        told["times"] = {**phases, "seconds": time.seconds, "coordination_s": time.coordination_s}
+    found: dict[str, float] = {}
+    for event, fields in told.items():
+        known = NAMES[like].get(event, {})
+        for name, value in fields.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if number and (name not in NO_MEASURES or event == "times"):
+                own = (name,) if "/" in name else (f"{event}/{name}",)
+                found |= dict.fromkeys(known.get(name, own), float(str(value)))
+    return found

@@ -1,0 +1,218 @@
+"""Tells trackers (W&B, TensorBoard, MLflow, …) what each iteration measured, through accelerate. A program of its own, beside the leader.
+
+It waits for its daemon to say which iteration is done, reads the journals, and logs every iteration that a tracker has not got yet.
+Which it has got is in the run directory, so that another node's program goes on there: no gaps, and what one that was killed had
+just logged comes again under the same step. A tracker that fails is told of, tried again at the next iteration, and holds up nobody.
+
+accelerate and the trackers' packages are loaded here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsbarrier import files
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.settings.hidden import shown
+from fsbarrier.settings.sources import flatten
+from fsbarrier.view.metric_names import metrics
+from fsbarrier.view.report_data import csv_table
+from fsbarrier.view.run_reader import RunReader
+from fsbarrier.view.run_status import REPORT_BYTES, status_of
+
+#: how often it looks what its daemon says, in a file on the local disk
+LOOK_S = 0.2
+#: so that it takes nothing from the training
+NICENESS = 10
+#: what the daemon says last
+END = "end"
+
+
+@dataclass
+class Progress:
+    """What trackers have: by name the last iteration, and the id under which the service knows the run where it chose one itself."""
+
+    through: dict[str, int] = field(default_factory=dict)
+    ids: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Progress:
+        """Raises ValueError for a file that is not one: logging everything again would be worse than logging nothing."""
+        try:
+            found = json.loads(path.read_bytes())
+            return cls({str(k): int(v) for k, v in found["through"].items()}, {**found["ids"]})
+        except FileNotFoundError:
+            return cls()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: {error!r}") from None
+
+    def write(self, path: Path) -> None:
+        files.write_atomic(path, json.dumps(asdict(self)).encode())
+
+
+class OneTracker:
+    """A tracker by its name; started when it is first told something."""
+
+    def __init__(self, name: str, project: str, run_id: str, folder: Path, config: dict[str, Any]) -> None:
+        self.name, self._project, self._run_id = name, project, run_id
+        self._folder, self._config = folder, config
+        self._tracker: Any = None
+        self.failed = ""
+
+    def log(self, values: dict[str, float], iteration: int, progress: Progress) -> None:
+        """Raises whatever the tracker's package does."""
+        if self._tracker is None:
+            self._start(progress)
+        # W&B would keep the values back until the next step, and lose them with the process.
+        more = {"commit": True} if self.name == "wandb" else {}
+        self._tracker.log(values, step=iteration, **more)
+
+    def _start(self, progress: Progress) -> None:
+        from accelerate.state import PartialState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        PartialState(cpu=True)
+        known = progress.ids.get(self.name)
+        tracker = LOGGER_TYPE_TO_CLASS[self.name](**self._arguments(known))
+        tracker.start()
+        new = self.name not in progress.through
+        if new and self.name != "tensorboard":
+            # TensorBoard would show the settings as a run of their own.
+            tracker.store_init_configuration(self._config)
+        match self.name:
+            case "mlflow":
+                progress.ids[self.name] = tracker.tracker.info.run_id
+            case "aim":
+                progress.ids[self.name] = tracker.tracker.hash
+            case "clearml":
+                progress.ids[self.name] = tracker.tracker.id
+        self._tracker = tracker
+
+    def _arguments(self, known: str | None) -> dict[str, Any]:
+        """What makes it one run however often it is started, with all that it writes below the run directory."""
+        run, own = self._run_id, str(self._folder / self.name)
+        key = hashlib.sha256(run.encode()).hexdigest()
+        match self.name:
+            case "tensorboard":
+                return {"run_name": run, "logging_dir": own}
+            case "wandb":
+                os.makedirs(own, exist_ok=True)
+                return {"run_name": self._project, "id": run, "name": run, "resume": "allow", "dir": own}
+            case "mlflow":
+                if "MLFLOW_TRACKING_URI" not in os.environ:
+                    os.environ |= {"MLFLOW_TRACKING_URI": f"file:{own}", "MLFLOW_ALLOW_FILE_STORE": "true"}
+                return {"experiment_name": self._project, "run_name": run, "run_id": known}
+            case "swanlab":
+                named = {"experiment_name": run, "logdir": own, "id": key[:21], "resume": "allow"}
+                return {"run_name": self._project, **named}
+            case "trackio":
+                return {"run_name": self._project, "name": run, "resume": "allow"}
+            case "comet_ml":
+                return {"run_name": self._project, "experiment_key": key[:32], "mode": "get_or_create"}
+            case "aim":
+                again = {"run_hash": known} if known else {}
+                return {"run_name": run, "logging_dir": os.environ.get("AIM_REPO", "."), **again}
+            case "clearml":
+                named = {"project_name": self._project, "task_name": run}
+                return {
+                    "run_name": run,
+                    **named,
+                    "reuse_last_task_id": False,
+                    "continue_last_task": known or False,
+                }
+            case _:
+                return {"dir": own, "resume": True, "save_dvc_exp": False, "report": None}
+
+    def finish(self) -> None:
+        if self._tracker is not None:
+            self._tracker.finish()
+
+
+class Tracking:
+    """All trackers of a run. `say(name, why)` is called once when one begins to fail."""
+
+    def __init__(self, spec: dict[str, Any], say: Any) -> None:
+        self._reader = RunReader(Path(spec["log_path"]), newest_bytes=REPORT_BYTES)
+        self._folder = RunPaths(Path(spec["log_path"])).trackers
+        self._like, self._say = str(spec["names_like"]), say
+        files.make_dirs(self._folder)
+        self._file = self._folder / "progress.json"
+        self._progress = Progress.read(self._file)
+        run_id = self._reader.record.run_id
+        config = flatten(shown(self._reader.record.settings.as_json()), ())
+        self._trackers = [
+            OneTracker(name, str(spec["project"]), run_id, self._folder, config) for name in spec["names"]
+        ]
+
+    def bring(self, iteration: int) -> None:
+        """Have every tracker know all iterations up to this one. Raises OSError, ValueError."""
+        self._reader.poll(time.monotonic())
+        times = {one.iteration: one for one in self._reader.times()}
+        results = self._reader.history.results()
+        for one in self._trackers:
+            known = self._progress.through.get(one.name, 0)
+            for number in sorted(n for n in {*times, *results} if known < n <= iteration):
+                values = metrics(results.get(number, ()), times.get(number), self._like)
+                if not self._logged(one, values, number):
+                    break
+                self._progress.through[one.name] = number
+                self._progress.write(self._file)
+        table = csv_table(self._reader, status_of(self._reader, time.monotonic()))
+        files.write_atomic(self._folder / "iterations.csv", table.encode())
+
+    def _logged(self, one: OneTracker, values: dict[str, float], iteration: int) -> bool:
+        try:
+            one.log(values, iteration, self._progress)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            if not one.failed:
+                self._say(one.name, why)
+            one.failed = why
+            return False
+        one.failed = ""
+        return True
+
+    def finish(self) -> None:
+        for one in self._trackers:
+            try:
+                one.finish()
+            except Exception as error:
+                self._say(one.name, f"{type(error).__name__}: {error}")
+
+
+def main(arguments: list[str]) -> int:
+    """`track.py SPEC WANTED PROBLEMS`: files on the local disk. WANTED is what its daemon says, PROBLEMS what it answers."""
+    spec_file, wanted, problems = map(Path, arguments)
+    os.nice(NICENESS)
+
+    def say(name: str, why: str) -> None:
+        with problems.open("a") as stream:
+            stream.write(json.dumps({"tracker": name, "why": why[:1000]}) + "\n")
+
+    spec = json.loads(spec_file.read_bytes())
+    tracking, done, idle = Tracking(spec, say), 0, threading.Event()
+    while True:
+        words = wanted.read_text().split()
+        iteration, ends = int(words[0]), END in words
+        if iteration > done:
+            # A failing filesystem: the next look tries again, and the last one gives up.
+            with contextlib.suppress(OSError):
+                tracking.bring(iteration)
+                done = iteration
+        if ends:
+            tracking.finish()
+            return 0
+        idle.wait(LOOK_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
