@@ -4,8 +4,9 @@
     python scripts/soak.py --nodes 8 --iterations 5000 --seed 7
 
 Daemons are killed, stopped and started again at random, as scripts/chaos.py does it but less often, until the run has done its
-iterations. All the while each daemon's memory and open files, the files in the run directory and the journals are measured. Then
-tests/outside_checker.py judges the run. Exit code 0: every bound was kept, every daemon ended with 0, and nothing is wrong.
+iterations, `--minutes` are over, or a bound is exceeded. All the while each daemon's memory and open files, the files in the run directory
+and the journals are measured. Then tests/outside_checker.py judges the run. Exit code 0: every bound was kept, every daemon ended with 0,
+and nothing is wrong.
 """
 
 from __future__ import annotations
@@ -45,8 +46,12 @@ class Bound:
         self.seen = max(self.seen, value)
 
     @property
+    def exceeded(self) -> bool:
+        return self.seen > self.most
+
+    @property
     def line(self) -> str:
-        verdict = "ok" if self.seen <= self.most else "EXCEEDED"
+        verdict = "EXCEEDED" if self.exceeded else "ok"
         return f"{self.what:<58} {self.seen:>10.1f} {self.most:>10.1f} {self.unit:<6} {verdict}"
 
 
@@ -148,12 +153,14 @@ class Soak(Chaos):
             furthest = max(furthest, int(beat["iteration"]))
         return furthest
 
-    def soak(self, every_s: float) -> None:
-        """Strike about once in `every_s` until the last iterations begin."""
+    def soak(self, every_s: float, most_s: float) -> int:
+        """Strike about once in `every_s` until the last iterations begin, time is up or a bound is exceeded; gives the iteration."""
         began = time.monotonic()
         following, measured = began + every_s, began
         while (iteration := self.iteration()) < self.iterations - 2:
             now = time.monotonic()
+            if now - began >= most_s or any(bound.exceeded for bound in self.meter.bounds):
+                break
             self.bring_back(now)
             if now >= following:
                 self.strike_one(now)
@@ -164,14 +171,17 @@ class Soak(Chaos):
                 rate = iteration / (now - began)
                 self.show(f"iteration {iteration} of {self.iterations}, {rate:.2f} a second")
             if all(node.state == "dead" and node.due is None for node in self.nodes):
-                return
+                break
             self.idle.wait(0.2)
+        return iteration
 
-    def finish(self) -> list[str]:
-        """Bring back whoever is down, and wait for the end. Gives what is wrong about it."""
+    def finish(self, iteration: int) -> list[str]:
+        """Bring back whoever is down, and wait for the end; before the last iterations ask for it. Gives what is wrong about it."""
+        if iteration < self.iterations - 2:
+            self.settle()
         self.bring_back(float("inf"))
         wrong = self.ends()
-        self.meter.measure(self.iterations)
+        self.meter.measure(iteration)
         return wrong
 
 
@@ -186,7 +196,15 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=5000, help="of the run (default 5000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every-s", type=float, default=60.0, help="seconds between strikes (default 60)")
-    parser.add_argument("--beat-s", type=float, help="a heartbeat (default: by nodes)")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="of striking at most (default: no limit)"
+    )
+    parser.add_argument(
+        "--beat-s",
+        type=float,
+        default=1.0,
+        help="a heartbeat (default 1: five a second take half of two cores)",
+    )
     parser.add_argument("--tasks", type=int, default=16, help="tasks of an iteration (default 16)")
     parser.add_argument("--phase-s", type=float, default=0.05, help="seconds of a working phase")
     parser.add_argument("--path", type=Path, help="where to make the run (default: temporary); kept if given")
@@ -197,8 +215,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         soak.start()
-        soak.soak(arguments.every_s)
-        wrong = soak.finish()
+        iteration = soak.soak(arguments.every_s, arguments.minutes * 60)
+        wrong = soak.finish(iteration)
     finally:
         soak.kill_all()
     wrong += soak.leftovers()
@@ -209,9 +227,9 @@ def main() -> int:
     wrong += [
         f"{bound.what}: {bound.seen:.1f} {bound.unit}, and {bound.most:.1f} is the bound"
         for bound in soak.meter.bounds
-        if bound.seen > bound.most
+        if bound.exceeded
     ]
-    print(f"\n{'':<58} {'most':>10} {'bound':>10}")
+    print(f"\n{f'{iteration} iterations':<58} {'most':>10} {'bound':>10}")
     print("\n".join([*(bound.line for bound in soak.meter.bounds), *wrong]))
     print(f"the judge: {judged.stdout.strip()}{judged.stderr}")
     bad = bool(wrong or judged.returncode)

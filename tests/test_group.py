@@ -90,13 +90,15 @@ def test_only_what_json_keeps_can_be_sent(alone: Group) -> None:
     assert alone.broadcast((1, [2.5, None, True, "x", 2**70])) == [1, [2.5, None, True, "x", 2**70]]
     circular: list[Any] = []
     circular.append(circular)
-    deep: list[Any] = []
-    for _ in range(100_000):
-        deep = [deep]
+    # The second can become JSON, but cannot be compared with what comes back.
+    depths: list[list[Any]] = [[], []]
+    for nested, levels in zip(depths, (100_000, 600), strict=True):
+        for _ in range(levels):
+            nested[:] = [[*nested]]
     for wrong in (b"bytes", {1, 2}, object(), {1: 2}, [{"a": {None: 1}}], {(1, 2): 3}):
         with pytest.raises(TypeError, match="JSON data"):
             alone.all_gather(wrong)
-    for wrong in (circular, deep, "x" * (MAX_OBJECT_BYTES + 1)):
+    for wrong in (circular, *depths, "x" * (MAX_OBJECT_BYTES + 1)):
         with pytest.raises(ValueError, match=r"cannot be sent|send its path"):
             alone.broadcast(wrong)
     assert alone.all_gather("still here") == ["still here"]
@@ -105,6 +107,17 @@ def test_only_what_json_keeps_can_be_sent(alone: Group) -> None:
 def test_the_largest_object_that_is_taken_arrives(alone: Group) -> None:
     text = '"' * (MAX_OBJECT_BYTES // 2 - 1)  # each is escaped, and then again
     assert alone.broadcast(text) == text
+
+
+def test_a_rank_is_a_whole_number_however_it_is_written(tmp_path: Path) -> None:
+    with Members(tmp_path, 2) as group:
+        group.start().joined()
+        for rank, src in enumerate((1, True)):
+            group[rank].tell("broadcast", obj=rank, src=src)
+        assert [group[rank].answer() for rank in range(2)] == [1, 1]
+    for wrong in ({"node_rank": 0.0}, {"num_nodes": 1.0}, {"node_rank": "0"}):
+        with pytest.raises(TypeError, match="integer"):
+            fsbarrier.join(tmp_path / "x", **{"node_rank": 0, "num_nodes": 1, **FAST, **wrong})
 
 
 def test_members_out_of_step_are_told(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ living call `regroup()` and go on as the next generation. Standard library and t
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,6 +90,8 @@ class Group:
         member."""
         if src not in self.members:
             raise ValueError(f"src={src} is not a member of generation {self.generation}: {self.members}")
+        # True and 1.0 name rank 1 too.
+        src = int(src)
         json = to_json(obj) if src == self.node_rank else None
         return self._collective(broadcast_from(src), json, objects_of=(src,))[0]
 
@@ -234,8 +237,10 @@ def join(
 ) -> Group:
     """Join the group of `num_nodes` nodes at `path` on a shared filesystem; returns once all of them are here.
 
-    `timeout_s` bounds this and every later wait. Raises BarrierTimeout (who is missing), StoreError, Fenced, ValueError.
+    `timeout_s` bounds this and every later wait. Raises BarrierTimeout (who is missing), StoreError, Fenced, ValueError; TypeError for a
+    rank or a number of nodes that is no integer.
     """
+    node_rank, num_nodes = operator.index(node_rank), operator.index(num_nodes)
     if not 0 <= node_rank < num_nodes:
         raise ValueError(f"node_rank={node_rank} is not in 0..{num_nodes - 1} (num_nodes={num_nodes})")
     if not 0 < beat_s < suspect_s < dead_s:

@@ -14,12 +14,12 @@ def to_json(obj: object) -> str:
     hint = "a group exchanges JSON data: None, bool, int, float, str, lists, and dicts with str keys"
     try:
         text = json.dumps(obj, separators=(",", ":"))
-        same = json.loads(text)
+        survives = _survives(obj, json.loads(text))
     except TypeError as error:
         raise TypeError(f"{error}; {hint}. Write anything else to a file and send its path") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"this object cannot be sent: {error}; {hint}") from None
-    if not _survives(obj, same):
+    if not survives:
         raise TypeError(f"JSON would change this object (dict keys that are no str?); {hint}")
     if len(text) > MAX_OBJECT_BYTES:
         raise ValueError(
