@@ -35,6 +35,15 @@ def make_dirs(path: Path) -> None:
     until_seen(lambda: try_to_make_dirs(path))
 
 
+def make_dirs_below(root: Path, folder: Path) -> None:
+    """`make_dirs` that makes nothing behind a link below `root`. Raises reading.NotPlain, OSError."""
+    parts = reading.parts_below(root, folder)
+    for depth in range(len(parts) + 1):
+        path = root.joinpath(*parts[:depth])
+        make_dirs(path)
+        reading.check_below(root, path)
+
+
 def try_to_make_dirs(path: Path) -> None:
     """The same without waiting. Raises FileNotFoundError while this mount hides what another node made, OSError."""
     missing = []

@@ -139,7 +139,7 @@ def quarantine(log_path: Path, items: Iterable[FoundFile]) -> Path | None:
     if not chosen:
         return None
     folder = log_path / "quarantine" / datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-    files.make_dirs(folder)
+    files.make_dirs_below(log_path, folder)
     with reading.folder_below(log_path, folder) as to:
         for path in dict.fromkeys(chosen):
             target = folder / path.name

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 import fsbarrier
-from fsbarrier import files, reading
+from fsbarrier import files
 from fsbarrier.errors import (
     EXIT_INTERNAL,
     EXIT_SIGINT,
@@ -102,8 +102,7 @@ class Daemon:
         until_seen(observer.prepare)
         attempt = 1 + (observer.joins[rank].incarnation if rank in observer.joins else 0)
         log_dir = record.paths.node_logs(attempt, rank)
-        files.make_dirs(log_dir)
-        reading.check_below(record.log_path, log_dir)
+        files.make_dirs_below(record.log_path, log_dir)
         self.events = until_seen(lambda: EventLog(record, rules, log_dir / "daemon.log", work_dir))
         devices = accelerators.detect()
         self._accelerators = len(devices)

@@ -56,7 +56,7 @@ def record(report: Report, paths: RunPaths, node_rank: int) -> None:
     body = json.dumps({"node_rank": node_rank, **about, **report.as_json()}, indent=2)
     path = paths.filesystem(node_rank)
     try:
-        files.make_dirs(path.parent)
+        files.make_dirs_below(paths.root, path.parent)
         until_seen(lambda: files.write_atomic(path, body.encode() + b"\n"))
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror or error}") from None
