@@ -4,7 +4,7 @@
 #   scripts/check.sh                  ruff, mypy --strict, the order of imports, the everyday tests
 #   scripts/check.sh --fast           without the tests that load torch or start vLLM
 #   scripts/check.sh --all            also the tests marked slow: hundreds of deaths, minutes of chaos
-#   scripts/check.sh tests/test_x.py  other arguments go to pytest
+#   scripts/check.sh tests/test_x.py  other arguments go to pytest, such as: -n 2 --dist loadfile
 set -euo pipefail
 
 clone="$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")"

