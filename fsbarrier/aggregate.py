@@ -217,7 +217,9 @@ def work(spec_file: Path) -> int:
         report = merge(MergeRequest.from_spec(spec), _progress_file(Path(spec["progress"])))
         success = spec.get("success")
         evaluated = {} if success is None else figures(iter_trajectories(Path(report.out)), success)
-        files.write_atomic(Path(spec["result"]), json.dumps({**asdict(report), **evaluated}).encode())
+        told = {**asdict(report), **report.figures, **evaluated}
+        del told["figures"]
+        files.write_atomic(Path(spec["result"]), json.dumps(told).encode())
         return 0
     except FsbarrierError as error:
         print(error, file=sys.stderr)

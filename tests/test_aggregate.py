@@ -108,6 +108,17 @@ def test_three_parts_merge_into_their_concatenation(tmp_path: Path, three: list[
         pytest.approx(sum(rewards) / 18),
         False,
         fingerprint=report.fingerprint,
+        figures={
+            "truncated": 0,
+            "truncated_share": 0,
+            "reward_errors": 0,
+            "agent_errors": 0,
+            "answer_tokens_mean": 8,
+            "answer_tokens_min": 8,
+            "answer_tokens_max": 8,
+            "reward_parts/exact": 1,
+            "reward_parts/length": -0.5,
+        },
         rolled_out_reward_mean=sum(rewards) / 18,
     )
     assert oct(out.stat().st_mode)[-3:] == "600"

@@ -92,6 +92,8 @@ def test_a_phases_name_is_no_formula_and_no_line_of_its_own(tmp_path: Path) -> N
 
 def test_the_last_policy_and_each_set_have_figures_of_their_own(tmp_path: Path) -> None:
     run = long_run(tmp_path / "run", 2, lose_at=None)
+    parts = {"reward_parts/right": 0.75, "reward_parts/right_failed": 0, "answer_tokens_mean": 12.5}
+    run.line(0, "rolled_out", (2, 4, 0), after=1, split="train", reward_mean=0.4, reward_errors=3, **parts)
     figures = {"reward_mean": 0.5, "policy_version": 2, "aime/pass_at_8": 0.25, "aime/pass_at_8_se": 0.125}
     run.line(0, "evaluated", (2, 13, 0), final=True, split="test", **figures)
     table, metrics = written(run, tmp_path, "csv", "prometheus")
@@ -102,7 +104,11 @@ def test_the_last_policy_and_each_set_have_figures_of_their_own(tmp_path: Path) 
     assert all(SAMPLE.match(line) for line in metrics.splitlines() if not line.startswith("#"))
     assert "fsbarrier_eval_aime_pass_at_8{" in metrics
     assert main(["report", "--log-path", str(run.log_path), "--out", str(tmp_path / "page.html")]) == 0
-    assert "0.25 ± 0.12" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "0.25 ± 0.12" in page and "<th>right</th>" in page and "tokens an answer, mean" in page
+    before = list(csv.DictReader(table.splitlines()))[-2]
+    assert (before["rollout_reward_parts_right"], before["rollout_answer_tokens_mean"]) == ("0.75", "12.5")
+    assert "rollout_agent_errors" not in before and before["rollout_reward_errors"] == "3.0"
 
 
 def test_a_run_that_has_just_begun_has_empty_figures(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import re
 import secrets
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsbarrier.data.mergecopy import Piece, copy_pieces
@@ -70,6 +70,8 @@ class AggregateReport:
     rolled_out_reward_mean: float | None = None
     #: trajectories without a judgement: the reward or the agent failed. They count for no mean.
     unjudged: int = 0
+    #: of all groups, those left out included: what was cut off, what failed, lengths, parts of the reward (data/tally.py)
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ def _report(plan: Plan, out: Path, size: int, damaged: list[str], *, already_don
         left_out=len(plan.without_signal) + len(plan.surplus),
         rolled_out_reward_mean=plan.rolled_out_reward_mean,
         unjudged=sum(group.unjudged for group in groups),
+        figures=plan.figures,
     )
 
 
@@ -281,6 +284,7 @@ class _Merge:
                 "reward_sum": group.reward_sum,
                 "signal": group.signal,
                 "unjudged": group.unjudged,
+                **({} if group.tally is None else {"tally": group.tally.as_json()}),
                 "key": group.key,
                 "storages": [storage.name.removeprefix(DATA) for storage in group.storages],
                 "body": [self.body_places[group.task_index], group.body_length, group.body_crc],

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsbarrier import __version__
+from fsbarrier.data import tally
 from fsbarrier.data.shardscan import GroupEntry, ShardScan, mean_reward, scan_shard
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.protocol.facts import JsonObject
@@ -82,6 +83,8 @@ class Plan:
     #: trajectories of all groups, those left out for the last two reasons included, and their mean reward
     rolled_out: int
     rolled_out_reward_mean: float | None
+    #: and their other figures
+    figures: dict[str, float]
 
     @functools.cached_property
     def by_task(self) -> list[GroupEntry]:
@@ -138,6 +141,7 @@ def make_plan(request: MergeRequest, excluded: Collection[GroupPlace] = ()) -> P
         surplus=surplus,
         rolled_out=sum(group.trajectories for group in groups),
         rolled_out_reward_mean=mean_reward([taken[task][1] for task in sorted(taken)]),
+        figures=tally.figures([group.tally for group in groups if group.tally is not None]),
     )
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from fsbarrier.data.tally import Tally
 from fsbarrier.data.torchpickle import FormatError
 from fsbarrier.data.torchzip import HEADER_MAX, ROOT, Entry, parse_header, pread, read_at, read_directory
 from fsbarrier.errors import StoreError
@@ -65,6 +66,8 @@ class GroupEntry(NamedTuple):
     signal: bool = True
     #: how many of its trajectories have no judgement: the reward or the agent failed
     unjudged: int = 0
+    #: None: an older version wrote it
+    tally: Tally | None = None
 
     @property
     def end(self) -> int:
@@ -372,6 +375,7 @@ def _group_entry(
         *body,
         bool(described.get("signal", True)),
         int(described.get("unjudged", 0)),
+        Tally.from_json(described["tally"]) if "tally" in described else None,
     )
 
 

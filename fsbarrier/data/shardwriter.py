@@ -31,6 +31,7 @@ from fsbarrier.data.shardscan import (
     parse_header_at,
     scan_shard,
 )
+from fsbarrier.data.tally import Tally
 from fsbarrier.data.torchpickle import GroupPickler, file_pickle
 from fsbarrier.data.torchzip import (
     Entry,
@@ -297,6 +298,7 @@ def _group_bytes(
     # What is not judged has the reward 0.
     reward_sum = float(sum(trajectory["reward"] for trajectory in trajectories if is_judged(trajectory)))
     signal = len({float(trajectory["reward"]) for trajectory in trajectories}) > 1
+    tally = Tally.of(trajectories)
     body_crc = zlib.crc32(body)
     described = {
         "task_index": task_index,
@@ -305,6 +307,7 @@ def _group_bytes(
         "reward_sum": reward_sum,
         "signal": signal,
         "unjudged": unjudged,
+        "tally": tally.as_json(),
         "body_crc": body_crc,
         "storages": [[entry.name.removeprefix(DATA), entry.size, entry.crc] for entry in storages],
     }
@@ -328,5 +331,6 @@ def _group_bytes(
         body_crc=body_crc,
         signal=signal,
         unjudged=unjudged,
+        tally=tally,
     )
     return group, data

@@ -161,7 +161,10 @@ def _evaluated(event: Event) -> str:
 
 def _unjudged(event: Event) -> str:
     count = event.integer("unjudged")
-    return f"{count} not judged: the reward or the agent failed" if count else ""
+    if not count:
+        return ""
+    who = [f"the {name}" for name in ("reward", "agent") if event.integer(f"{name}_errors")]
+    return f"{count} not judged: {' or '.join(who) or 'the reward or the agent'} failed"
 
 
 def _updated(event: Event) -> str:

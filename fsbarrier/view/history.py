@@ -120,6 +120,10 @@ class History:
         """iteration -> what its evaluation reported; that of the last policy belongs to the iteration that would begin with it."""
         return self._by_iteration("evaluated")
 
+    def rollouts(self) -> dict[int, Event]:
+        """iteration -> what its train rollouts reported."""
+        return self._by_iteration("rolled_out")
+
     def _by_iteration(self, name: str) -> dict[int, Event]:
         return {key[0]: event for key, event in sorted(self._results.items()) if key[1] == name}
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
 
 import fsbarrier
 from fsbarrier.protocol.revisions import shown as plain
 from fsbarrier.protocol.wording import counted
-from fsbarrier.rundir.journal import Event
 from fsbarrier.rundir.phase_time import PARTS
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.sources import flatten
@@ -18,6 +17,7 @@ from fsbarrier.view.amounts import amount, duration, one_line, percent
 from fsbarrier.view.event_wording import event_text
 from fsbarrier.view.html_pieces import LEAST_SHARE, chart, legend, section, table
 from fsbarrier.view.report_charts import Part, Series, line_chart, stacked_bars
+from fsbarrier.view.report_results import TABLE_ROWS, amount_of, evaluations_section, rollouts_section
 from fsbarrier.view.report_samples import samples
 from fsbarrier.view.report_style import STYLE
 from fsbarrier.view.report_timelines import timelines
@@ -26,23 +26,22 @@ from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.timings import IterationTime, phase_totals, rows, total_time
 from fsbarrier.view.wastes import parts_by_iteration, parts_by_phase, wastes
 
-#: How much is shown at most, of the newest: iterations as bars, iterations in tables, events.
+#: How much is shown at most, of the newest: iterations as bars, events.
 BARS = 60
-TABLE_ROWS = 200
 EVENT_ROWS = 500
-
-#: what the journal calls a figure of an evaluation (rewards/evaluation.py), also one of a set
-EVALUATION_FIGURE = re.compile(r"([^/]+/)?(reward_mean|reward(/.+)?|pass_at_\d+|majority_at_\d+)(_se)?")
 
 UPDATE_COLUMNS = {
     "loss": "loss",
     "logprob_gap_mean": "log-prob gap, mean",
     "logprob_gap_max": "max",
     "clip_fraction": "clipped",
+    "clipped_low": "clipped below",
+    "clipped_high": "clipped above",
     "entropy": "entropy",
     "kl": "KL to the reference",
     "policy_kl": "KL to the policy before",
     "mismatch_kl": "KL of engine and trainer",
+    "mismatch_dropped": "share that weighs nothing",
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "optimizer_steps": "steps",
@@ -66,7 +65,8 @@ def page(reader: RunReader, status: RunStatus, *, iterations: int = 3, with_samp
         section("Start, load, work, save, wait", _parts(reader, finished)),
         section("The last iterations, node by node", timelines(reader, status, iterations)),
         section("Coordination", _coordination(finished)),
-        section("Evaluations", _evaluations(reader)),
+        section("Rollouts", rollouts_section(reader.history)),
+        section("Evaluations", evaluations_section(reader.history)),
         section("Updates", _updates(reader)),
         section("Nodes", _nodes(status)),
         section("What happened", _events(reader)),
@@ -253,37 +253,6 @@ def _coordination(finished: Sequence[IterationTime]) -> str:
 # --- tables -------------------------------------------------------------------------------------------------------------------
 
 
-def _evaluations(reader: RunReader) -> str:
-    """Each figure with its standard error; by set and by source where there are several."""
-    evaluations = reader.history.evaluations()
-    columns = [name for name in evaluation_figures(evaluations.values()) if not name.endswith("_se")]
-    if not columns:
-        return ""
-    body = [
-        (
-            str(iteration),
-            _value(event.integer("policy_version")),
-            *(_with_error(event, name) for name in columns),
-        )
-        for iteration, event in list(evaluations.items())[-TABLE_ROWS:]
-    ]
-    return table(("iteration", "policy version", *columns), body)
-
-
-def evaluation_figures(evaluations: Iterable[Event]) -> list[str]:
-    """The names of the figures that some evaluation has: the mean reward, and with a set's or a source's name too."""
-    found: dict[str, None] = {}
-    for event in evaluations:
-        found |= {name: None for name in event.fields if EVALUATION_FIGURE.fullmatch(name)}
-    return list(found)
-
-
-def _with_error(event: Event, name: str) -> str:
-    value = event.number(name)
-    error = event.number(f"{name.removesuffix('_mean')}_se")
-    return amount(value) + (f" ± {amount(error)}" if value is not None and error is not None else "")
-
-
 def _updates(reader: RunReader) -> str:
     updates = reader.history.updates()
     columns = {
@@ -294,7 +263,7 @@ def _updates(reader: RunReader) -> str:
     if not columns:
         return ""
     body = [
-        (str(iteration), *(_figure(update.number(field)) for field in columns))
+        (str(iteration), *(amount_of(update.number(field)) for field in columns))
         for iteration, update in list(updates.items())[-TABLE_ROWS:]
     ]
     return table(("iteration", *columns.values()), body)
@@ -355,9 +324,3 @@ def _value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _figure(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.0f}" if value == int(value) and abs(value) < 1e6 else f"{value:.3g}"

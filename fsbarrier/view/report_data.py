@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 
 from fsbarrier.rundir.journal import Event
 from fsbarrier.rundir.phase_time import PARTS
-from fsbarrier.view.report import UPDATE_COLUMNS, evaluation_figures
+from fsbarrier.view.report import UPDATE_COLUMNS
+from fsbarrier.view.report_results import evaluation_figures, rollout_columns
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.timings import NO_TIME, Span
@@ -39,6 +40,8 @@ def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
     """By iteration. The columns come in one order for all."""
     updates, evaluations = reader.history.updates(), reader.history.evaluations()
     figures = [name for name in evaluation_figures(evaluations.values()) if name != "reward_mean"]
+    rollouts = reader.history.rollouts()
+    rolled_out = rollout_columns(rollouts.values())
     times = {one.iteration: one for one in status.times}
     rewards = {one.iteration: one for one in status.rewards}
     phases = sorted({phase for one in status.times for phase in one.phases})
@@ -67,6 +70,7 @@ def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
         row |= {
             f"{column(name)}_s": time.phases.get((number, name)) if time else None for number, name in phases
         }
+        row |= {f"rollout_{column(name)}": _number(rollouts.get(iteration), name) for name in rolled_out}
         row |= {f"eval_{column(name)}": _number(evaluations.get(iteration), name) for name in figures}
         row |= {
             f"{column(name)}_{part}_s": getattr(parts.get((iteration, number), NO_TIME), f"{part}_s")

@@ -64,6 +64,7 @@ def _sections(status: RunStatus, reader: RunReader, width: int) -> Iterator[Rend
         yield ""
         yield line(("mean reward", "bold"))
         yield _rewards(status, finished)
+        yield from _unjudged(reader, width)
     if finished:
         yield ""
         yield line(("time per phase", "bold"), (f"  mean of {counted(len(finished), 'iteration')}", "dim"))
@@ -115,6 +116,17 @@ def _rewards(status: RunStatus, finished: Sequence[IterationTime]) -> Table:
             seconds.get(one.iteration, ""),
         )
     return table
+
+
+def _unjudged(reader: RunReader, width: int) -> list[Text]:
+    """How many trajectories have no reward because it, or the agent, failed. They count for no mean, so nothing else shows them."""
+    history = reader.history
+    events = [*history.rollouts().values(), *history.evaluations().values()]
+    counts = {
+        name: sum(event.integer(f"{name}_errors") or 0 for event in events) for name in ("reward", "agent")
+    }
+    told = ", ".join(f"the {name} failed for {count} trajectories" for name, count in counts.items() if count)
+    return wrapped(("not judged ", ""), told, "red", width, most=2) if told else []
 
 
 def _phases(finished: Sequence[IterationTime], width: int) -> Table:

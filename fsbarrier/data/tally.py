@@ -1,0 +1,125 @@
+"""What a group's description says of its trajectories beside their rewards, and what becomes of that for a whole iteration.
+
+The description lies beside the group, so that nothing need be unpickled for these figures, and adopted groups count like any others.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from fsbarrier.protocol.facts import JsonObject, Payload
+
+#: so many parts of a reward have figures of their own
+MOST_PARTS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of the reward: its sum, how many trajectories have it, and how many of those in which the reward failed do."""
+
+    total: float = 0.0
+    count: int = 0
+    though_failed: int = 0
+
+    def __add__(self, other: Part) -> Part:
+        return Part(
+            self.total + other.total, self.count + other.count, self.though_failed + other.though_failed
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Of some trajectories: how many were cut off, in how many the reward or the agent failed, and the lengths of answers in tokens.
+
+    `answers`: how many trajectories the lengths are of; one that failed before anything was sampled has none.
+    """
+
+    truncated: int = 0
+    reward_errors: int = 0
+    agent_errors: int = 0
+    answers: int = 0
+    tokens: int = 0
+    shortest: int = 0
+    longest: int = 0
+    parts: Mapping[str, Part] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trajectories: Iterable[Payload]) -> Self:
+        """Only what is in them as our own programs write it counts; other formats may lack any of it."""
+        truncated = reward_errors = agent_errors = 0
+        lengths: list[int] = []
+        parts: dict[str, Part] = {}
+        for one in trajectories:
+            metadata, mask, rewards = (one.get(name) for name in ("metadata", "loss_mask", "reward_parts"))
+            told: Mapping[str, Any] = metadata if isinstance(metadata, Mapping) else {}
+            failed = "reward_error" in told
+            truncated += one.get("finish_reason") == "length"
+            reward_errors += failed
+            agent_errors += "agent_error" in told
+            if isinstance(mask, array) and len(mask):
+                lengths.append(mask.count(1))
+            for name, value in rewards.items() if isinstance(rewards, Mapping) else ():
+                if isinstance(value, int | float) and math.isfinite(value):
+                    parts[str(name)] = parts.get(str(name), Part()) + Part(float(value), 1, int(failed))
+        return cls(
+            truncated,
+            reward_errors,
+            agent_errors,
+            len(lengths),
+            sum(lengths),
+            min(lengths, default=0),
+            max(lengths, default=0),
+            dict(list(parts.items())[:MOST_PARTS]),
+        )
+
+    def as_json(self) -> JsonObject:
+        parts = {name: [part.total, part.count, part.though_failed] for name, part in self.parts.items()}
+        return {**{name: getattr(self, name) for name in NUMBERS}, "parts": parts}
+
+    @classmethod
+    def from_json(cls, record: JsonObject) -> Self:
+        """Raises KeyError, TypeError, ValueError for what `as_json` did not write."""
+        parts = {
+            str(name): Part(float(total), int(count), int(failed))
+            for name, (total, count, failed) in record["parts"].items()
+        }
+        numbers: Any = {name: int(record[name]) for name in NUMBERS}
+        return cls(**numbers, parts=parts)
+
+
+NUMBERS = ("truncated", "reward_errors", "agent_errors", "answers", "tokens", "shortest", "longest")
+
+
+def figures(tallies: Sequence[Tally]) -> dict[str, float]:
+    """For the journal. {} where nothing was counted: an older version wrote all of it."""
+    if not tallies:
+        return {}
+    found: dict[str, float] = {
+        "truncated": sum(one.truncated for one in tallies),
+        "reward_errors": sum(one.reward_errors for one in tallies),
+        "agent_errors": sum(one.agent_errors for one in tallies),
+    }
+    with_answers = [one for one in tallies if one.answers]
+    if with_answers:
+        answers = sum(one.answers for one in with_answers)
+        found |= {
+            "answer_tokens_mean": sum(one.tokens for one in with_answers) / answers,
+            "answer_tokens_min": min(one.shortest for one in with_answers),
+            "answer_tokens_max": max(one.longest for one in with_answers),
+            "truncated_share": found["truncated"] / answers,
+        }
+    parts: dict[str, Part] = {}
+    for one in tallies:
+        for name, part in one.parts.items():
+            parts[name] = parts.get(name, Part()) + part
+    for name in sorted(parts)[:MOST_PARTS]:
+        if parts[name].count:
+            found[f"reward_parts/{name}"] = parts[name].total / parts[name].count
+        # The part that failed is the one that is missing.
+        if failed := int(found["reward_errors"]) - parts[name].though_failed:
+            found[f"reward_parts/{name}_failed"] = failed
+    return found

@@ -1,0 +1,83 @@
+"""The figures of an iteration beside its mean reward: in each group's description, and of a merge."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsbarrier.aggregate import Part as PartFile
+from fsbarrier.aggregate import aggregate
+from fsbarrier.data.tally import MOST_PARTS, Part, Tally, figures
+from fsbarrier.trajectories import ShardWriter, scan_shard
+
+
+def trajectory(sampled: int, reward: float, parts: dict[str, float], **changes: Any) -> dict[str, Any]:
+    known = {"task_id": "t", "sample": 0, "policy_version": 0, "node_rank": 0, "finish_reason": "stop"}
+    mask = array("B", [0, 0, *[1] * sampled])
+    return {**known, "reward": reward, "reward_parts": parts, "loss_mask": mask, "metadata": {}, **changes}
+
+
+GOOD = [
+    trajectory(3, 1.0, {"right": 1.0, "polite": 0.5}),
+    trajectory(9, 0.0, {"right": 0.0, "polite": 0.25}, finish_reason="length"),
+]
+# The reward `polite` failed here, and `right` did not; then the agent.
+BAD = [
+    trajectory(5, 0.0, {"right": 1.0}, metadata={"reward_error": "late"}),
+    trajectory(0, 0.0, {}, metadata={"agent_error": "gone"}, loss_mask=array("B")),
+]
+EXPECTED = {
+    "truncated": 1,
+    "truncated_share": pytest.approx(1 / 3),
+    "reward_errors": 1,
+    "agent_errors": 1,
+    "answer_tokens_mean": pytest.approx(17 / 3),
+    "answer_tokens_min": 3,
+    "answer_tokens_max": 9,
+    "reward_parts/right": pytest.approx(2 / 3),
+    "reward_parts/polite": 0.375,
+    "reward_parts/polite_failed": 1,
+}
+
+
+def test_figures_of_several_groups_are_those_of_all_their_trajectories() -> None:
+    one, other = Tally.of(GOOD), Tally.of(BAD)
+    assert figures([one, other]) == EXPECTED == figures([Tally.of([*GOOD, *BAD])])
+    assert Tally.from_json(json.loads(json.dumps(one.as_json()))) == one
+    assert figures([]) == {}
+    # Nothing was sampled: no length is 0.
+    assert not any(name.startswith("answer_tokens") for name in figures([replace(Tally(), truncated=0)]))
+
+
+def test_what_another_program_wrote_is_counted_as_far_as_it_can_be() -> None:
+    foreign = {
+        "reward": 1.0,
+        "metadata": 7,
+        "loss_mask": [1, 1],
+        "reward_parts": {"a": float("nan"), "b": "x"},
+    }
+    assert Tally.of([foreign]) == Tally()
+    many = trajectory(1, 0.0, {f"part{n:03d}": 1.0 for n in range(100)})
+    assert len(Tally.of([many]).parts) == MOST_PARTS
+    assert Tally.of([trajectory(1, 0.0, {"a": 2.0})]).parts == {"a": Part(2.0, 1, 0)}
+
+
+def test_a_merge_tells_them_without_reading_a_trajectory(tmp_path: Path) -> None:
+    for number, group in enumerate((GOOD, BAD)):
+        with ShardWriter(tmp_path / f"p{number}", prefix=f"p{number}", header={}) as writer:
+            writer.append_group(number, group)
+    parts = [PartFile(tmp_path / "p0"), PartFile(tmp_path / "p1")]
+    report = aggregate(parts, tmp_path / "merged", metadata={}, expected=[0, 1])
+    assert report.figures == EXPECTED
+    # The merged file has them too, for whoever merges it again.
+    assert [group.tally for group in scan_shard(tmp_path / "merged").groups] == [
+        Tally.of(GOOD),
+        Tally.of(BAD),
+    ]
+    again = aggregate([PartFile(tmp_path / "merged")], tmp_path / "again", metadata={}, expected=None)
+    assert again.figures == EXPECTED
