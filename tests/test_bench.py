@@ -10,6 +10,7 @@ import pytest
 
 from fsbarrier.cli import main
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.maintenance import benchmark
 from fsbarrier.maintenance.benchmark import Latency, scripts
 
 
@@ -37,8 +38,29 @@ def test_all_side_by_side(
     assert told["nodes"] == 2
     assert told["ping"]["barriers"] >= 13
     assert told["bare_scan"]["barriers"] == told["join"]["barriers"] == 27
-    assert told["ratio_of_medians"] > 0
+    scan_s = (told["bare_scan"]["median_s"] + told["bare_scan_after"]["median_s"]) / 2
+    assert told["ratio_of_medians"] == pytest.approx(told["ping"]["median_s"] / scan_s)
+    assert told["join_ratio_of_medians"] == pytest.approx(told["join"]["median_s"] / scan_s)
     assert os.listdir(tmp_path) == []
+
+
+def took(milliseconds: float) -> Latency:
+    return Latency.of([milliseconds / 1000])
+
+
+@pytest.mark.parametrize(("after_ms", "disturbed"), [(1.4, False), (3.0, True), (0.5, True)])
+def test_each_is_compared_with_the_scans_before_and_after_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, after_ms: float, disturbed: bool
+) -> None:
+    known = {"bare": took(1.0), "group": took(6.0), "bare-after": took(after_ms)}
+    monkeypatch.setattr(benchmark, "scripts", lambda kind, folder, nodes, rounds: known[folder.name])
+    monkeypatch.setattr(benchmark, "ping", lambda folder, nodes, iterations: took(3.0))
+    assert main(["bench"]) == 0
+    said = capsys.readouterr().out
+    rows = {line[:16].strip(): line.split()[-1] for line in said.splitlines()[2:6]}
+    scan_ms = (1.0 + after_ms) / 2
+    assert rows["join"] == f"{6 / scan_ms:.1f}" and rows["daemons"] == f"{3 / scan_ms:.1f}"
+    assert ("other work disturbs these figures" in said) == disturbed
 
 
 @pytest.mark.parametrize("words", [["--nodes", "0"], ["--iterations", "1"], ["--path", "/nowhere"]])
