@@ -11,9 +11,9 @@ from engine_bench import NEVER, largest_gap, make_model, roll_out
 from trainer_bench import Bench, settings, write_groups
 
 from fsbarrier.engine.engine import Engine, EngineInfo
-from fsbarrier.maintenance.policy_export import Exported, export
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.resolve import resolve
+from fsbarrier.start.policy_export import Exported, export
 
 pytestmark = [pytest.mark.engine, pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from fsbarrier.commands import flags
 from fsbarrier.data import tables
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.maintenance import policy_export
 from fsbarrier.printable import printable
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.runrecord import load
-from fsbarrier.start import preflight
+from fsbarrier.start import policy_export, preflight
 
 SUMMARY = (
     "Copy a policy out of a run as a Hugging Face model folder, every file checked against its SHA-256; or its trajectories "

@@ -121,6 +121,11 @@ class RunPaths:
         return self.root / "model.pt"
 
     @property
+    def first_policy(self) -> Path:
+        """The run's own copy of the policy of another run that it began with."""
+        return self.root / "first_policy"
+
+    @property
     def demo(self) -> Path:
         """The built-in task and its tiny model, where the run has no data of its own."""
         return self.root / "demo"

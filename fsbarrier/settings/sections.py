@@ -591,6 +591,10 @@ class Settings(Section):
     model: Name | None = setting(
         None, "Hugging Face model folder, a folder below the data path, or a name in the local cache."
     )
+    init_from: Name | None = setting(
+        None,
+        "Begin with another run's policy, `RUN_DIRECTORY@VERSION` (without @VERSION: the one that it serves), in place of `model`.",
+    )
     program: Name = setting("rl", "`rl`, `toy`, `ping`, or your own FILE.py.")
     rl_phase: RlPhase = setting("both", "Phases 0-6, 7-13, or all.", EACH_START)
     rollout_split: Literal["train-only", "eval-only"] | None = setting(

@@ -26,7 +26,16 @@ from fsbarrier.settings.checks import check, check_change
 from fsbarrier.settings.resolve import checked, resolve
 from fsbarrier.settings.sections import Settings, changes_of
 from fsbarrier.settings.sources import ChosenValue
-from fsbarrier.start import demo_folder, filesystem, model_folder, preflight, ranks, task_files
+from fsbarrier.start import (
+    demo_folder,
+    filesystem,
+    model_folder,
+    other_runs_policy,
+    preflight,
+    ranks,
+    task_files,
+)
+from fsbarrier.start.policy_export import Exported
 
 Say = Callable[[str], None]
 
@@ -132,6 +141,9 @@ def _create(
     fixed = {"log_path": str(log_path)}
     if is_demo:
         fixed |= {"data_path": str(demo), "model": str(demo / "model")}
+    policy = _policy_to_begin_with(typed, program)
+    if policy is not None:
+        fixed |= {"model": str(policy.model)}
     given = {name: value.value for name, value in chosen.items()}
     nodes = given.get("num_nodes", 1)
     limits = filesystem.limits(mount, given, nodes if isinstance(nodes, int) else 1)
@@ -141,6 +153,9 @@ def _create(
     _check_slice(settings, program)
     _check_own(settings, program, request.environ)
     tasks, model = _inputs(settings, program, request.environ, is_demo)
+    if policy is not None and settings.init_from is not None and not request.dry_run:
+        files.set_shared_group(settings.shared_group)
+        model = str(other_runs_policy.copy(settings.init_from, policy, RunPaths(log_path).first_policy))
     settings = replace(settings, model=model)
     record = runrecord.new(log_path, settings, tasks=tasks, model=model)
     if request.dry_run:
@@ -177,9 +192,23 @@ def _with_count(
     return chosen
 
 
+def _policy_to_begin_with(typed: Settings, program: Program) -> Exported | None:
+    """The policy of another run that `init_from` names. Raises UsageError."""
+    if typed.init_from is None:
+        return None
+    if typed.model is not None:
+        raise UsageError(
+            f"init_from={typed.init_from}: names the first policy, and so does --model; drop one of the two"
+        )
+    if "model" not in program.needs:
+        raise UsageError(f"init_from={typed.init_from}: program {program.name} has no model; leave it out")
+    return other_runs_policy.find(typed.init_from)
+
+
 def _defaults(request: Request, typed: Settings, program: Program) -> tuple[Mapping[str, object], bool]:
     """The defaults below the chosen values: without data and a model, the built-in task's settings."""
-    has_data, has_model = typed.data_path is not None, typed.model is not None
+    has_data = typed.data_path is not None
+    has_model = typed.model is not None or typed.init_from is not None
     needs_data = "data" in program.needs and typed.rl_phase != "update"
     needs_model = "model" in program.needs
     if has_data or has_model or not (needs_data or needs_model):

@@ -82,7 +82,7 @@ def with_absolute_paths(chosen: Iterable[ChosenValue]) -> list[ChosenValue]:
             if item.key == "update.trajectories":
                 # Links are followed once, here: a file in another run is opened without following any.
                 value = str(absolute(value).resolve())
-            elif item.key in ("data_path", "log_path", "trainer.deepspeed") or (
+            elif item.key in ("data_path", "log_path", "trainer.deepspeed", "init_from") or (
                 item.key == "program" and value.endswith(".py")
             ):
                 value = str(absolute(value))
