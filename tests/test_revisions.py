@@ -160,6 +160,7 @@ def tasks_of(log_path: Path, iteration: int) -> int:
     return len(load(RunPaths(log_path).merged(SPLITS[0], iteration))["trajectories"])
 
 
+@pytest.mark.timeout(900)
 def test_a_change_reaches_a_node_that_was_down(tmp_path: Path) -> None:
     with Cluster(tmp_path, 3, *FAST, "coordination.dead_s=4") as cluster:
         cluster.start()
@@ -168,22 +169,31 @@ def test_a_change_reaches_a_node_that_was_down(tmp_path: Path) -> None:
         cluster.kill(0)
         cluster.flags = (*cluster.flags, "toy.tasks=6")
         cluster.start(0)
-        changed = cluster.wait_for(lambda e: e["event"] == "settings_changed" and e["node_rank"] == 1)
+        changed = cluster.wait_for(
+            lambda e: e["event"] == "settings_changed" and e["node_rank"] == 1, deadline_s=250
+        )
         since, generation = changed["from_iteration"], changed["generation"]
         assert (changed["values"], changed["before"]) == ({"toy.tasks": 6}, {"toy.tasks": 24})
         # A worker that says what held before is refused, and one that says nothing follows.
         refused = Cluster(tmp_path, 3, *FAST)
         with refused:
             refused.start_as(2, "--worker", "2", "toy.tasks=24")
-            assert refused.wait() == {2: 2}
+            assert refused.wait(deadline_s=250) == {2: 2}
         assert "toy.tasks=24 contradicts this run's settings (6)" in refused.said(2)
         cluster.start(2)
+        done_here = ("phase_finished", 2, "train_rollout")
         back = cluster.wait_for(
-            lambda e: (e["event"], e["node_rank"]) == ("work_finished", 2) and e["generation"] > generation
+            lambda e: (
+                (e["event"], e["node_rank"], e["phase_name"]) == done_here and e["generation"] > generation
+            ),
+            deadline_s=250,
         )
-        cluster.wait_for(lambda e: e["event"] == "iteration_finished" and e["iteration"] > back["iteration"])
+        cluster.wait_for(
+            lambda e: e["event"] == "iteration_finished" and e["iteration"] > back["iteration"],
+            deadline_s=250,
+        )
         request_stop(cluster.log_path, now=False)
-        assert cluster.wait() == {0: 0, 1: 0, 2: 0}
+        assert cluster.wait(deadline_s=250) == {0: 0, 1: 0, 2: 0}
         done = max(e["iteration"] for e in cluster.events() if e["event"] == "iteration_finished")
         assert {i: tasks_of(cluster.log_path, i) for i in range(1, done + 1)} == {
             i: 24 if i < since else 6 for i in range(1, done + 1)
