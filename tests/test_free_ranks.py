@@ -51,7 +51,7 @@ def beat(record: RunRecord, rank: int, state: str = "running", counter: int = 1)
 
 
 def order(record: RunRecord) -> list[tuple[int, int]]:
-    return [(start.rank, start.incarnation) for start in free_ranks(record, record.settings)]
+    return [(start.rank, start.incarnation) for start in free_ranks(record.paths, 5, 0.5)]
 
 
 def test_one_s_own_rank_first_then_free_ones_then_those_that_ended_then_silent_ones(
@@ -99,7 +99,7 @@ def loop(record: RunRecord, pid: int) -> NodeLoop:
 
 def test_of_two_that_want_one_rank_the_first_has_it(record: RunRecord) -> None:
     """Also where the other has seen by now that it would be the second start of that rank."""
-    (first,) = [start for start in free_ranks(record, record.settings) if start.rank == 1]
+    (first,) = [start for start in free_ranks(record.paths, 5, 0.5) if start.rank == 1]
     assert first == StartName(1, 1)
     one = loop(record, 1)
     one.start(0.0, first.incarnation)

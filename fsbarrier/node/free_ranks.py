@@ -16,26 +16,25 @@ from fsbarrier.protocol.facts import Join
 from fsbarrier.protocol.membership import GONE
 from fsbarrier.rundir.heartbeats import LOOK_S, read_beats
 from fsbarrier.rundir.names import START, StartName
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
-from fsbarrier.rundir.runrecord import RunRecord
-from fsbarrier.settings.sections import Settings
 
 
-def free_ranks(record: RunRecord, settings: Settings) -> Iterator[StartName]:
+def free_ranks(paths: RunPaths, num_nodes: int, dead_s: float) -> Iterator[StartName]:
     """The starts that this node may be, the best first. Looks when it is asked for the next one. Raises OSError.
 
     First the ranks that this host had, since its memory and its local files may still serve them; then those that nobody ever had;
     then those whose node said that it ended; last those of which nothing is heard for `dead_s`. Whoever takes a rank of the first kind
     still has to find out whether its last start lives (`hold_rank`).
     """
-    newest = _newest_starts(record, settings.num_nodes)
+    newest = _newest_starts(paths, num_nodes)
     yield from (
         _next(start)
         for start in newest.values()
-        if start.incarnation and _host_of(record, start) == host_name() and _has_beaten(record, start)
+        if start.incarnation and _host_of(paths, start) == host_name() and _has_beaten(paths, start)
     )
     yield from (_next(start) for start in newest.values() if not start.incarnation)
-    beats = read_beats(record.log_path)
+    beats = read_beats(paths.root)
     ended = {
         rank: start
         for rank, start in newest.items()
@@ -45,13 +44,13 @@ def free_ranks(record: RunRecord, settings: Settings) -> Iterator[StartName]:
     }
     yield from map(_next, ended.values())
     others = {rank for rank, start in newest.items() if start.incarnation and rank not in ended}
-    yield from (_next(newest[rank]) for rank in _silent(record, others, settings.coordination.dead_s))
+    yield from (_next(newest[rank]) for rank in _silent(paths, others, dead_s))
 
 
-def _newest_starts(record: RunRecord, num_nodes: int) -> Mapping[int, StartName]:
+def _newest_starts(paths: RunPaths, num_nodes: int) -> Mapping[int, StartName]:
     """The newest start of each rank; incarnation 0 where there was none."""
     found = {rank: StartName(rank, 0) for rank in range(num_nodes)}
-    for start in START.parse_all(PosixStore().names(record.paths.joins)):
+    for start in START.parse_all(PosixStore().names(paths.joins)):
         if start.rank in found:
             found[start.rank] = max(found[start.rank], start)
     return found
@@ -61,22 +60,22 @@ def _next(start: StartName) -> StartName:
     return StartName(start.rank, start.incarnation + 1)
 
 
-def _host_of(record: RunRecord, start: StartName) -> str:
-    join = PosixStore().read(record.paths.join(start.rank, start.incarnation), Join)
+def _host_of(paths: RunPaths, start: StartName) -> str:
+    join = PosixStore().read(paths.join(start.rank, start.incarnation), Join)
     return join.host if join is not None else ""
 
 
-def _has_beaten(record: RunRecord, start: StartName) -> bool:
+def _has_beaten(paths: RunPaths, start: StartName) -> bool:
     """Without a heartbeat this start may just be about to write its first one."""
-    beat = read_beats(record.log_path, start.rank).get(start.rank)
+    beat = read_beats(paths.root, start.rank).get(start.rank)
     return beat is not None and beat.incarnation == start.incarnation
 
 
-def _silent(record: RunRecord, ranks: Collection[int], watch_s: float) -> list[int]:
+def _silent(paths: RunPaths, ranks: Collection[int], watch_s: float) -> list[int]:
     """Those of the ranks whose heartbeat does not change for `watch_s`."""
-    first, silent = read_beats(record.log_path), set(ranks)
+    first, silent = read_beats(paths.root), set(ranks)
     pause, deadline = threading.Event(), time.monotonic() + watch_s
     while silent and time.monotonic() < deadline:
         pause.wait(LOOK_S)
-        silent -= {rank for rank, beat in read_beats(record.log_path).items() if beat != first.get(rank)}
+        silent -= {rank for rank, beat in read_beats(paths.root).items() if beat != first.get(rank)}
     return sorted(silent)

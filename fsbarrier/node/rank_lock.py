@@ -8,13 +8,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import filelock
 
 from fsbarrier.errors import UsageError
 from fsbarrier.host.private_folder import private_folder
 from fsbarrier.rundir.heartbeats import live_nodes, read_beats
-from fsbarrier.rundir.runrecord import RunRecord
+
+
+class Ranked(Protocol):
+    """What has nodes with ranks: a run, or a pool of nodes."""
+
+    @property
+    def log_path(self) -> Path: ...
+
+    @property
+    def run_id(self) -> str: ...
 
 
 class RankTaken(UsageError):
@@ -45,7 +55,7 @@ class RankLock:
 
 
 @contextmanager
-def hold_rank(record: RunRecord, rank: int, watch_s: float) -> Iterator[RankLock]:
+def hold_rank(record: Ranked, rank: int, watch_s: float) -> Iterator[RankLock]:
     """While this lasts, this process is the only daemon of `rank` in reach of a lock. Raises RankTaken, OSError.
 
     The lock lies in this user's private folder of this machine. Another host has another one, and so has a second container on this

@@ -44,7 +44,7 @@ def run_node(
     if node_rank is not None:
         return _run_as(record, settings, stated, node_rank, None, until, joined)
     with starting(record):
-        candidates = free_ranks(record, settings)
+        candidates = free_ranks(record.paths, settings.num_nodes, settings.coordination.dead_s)
     for start in candidates:
         # Somebody else may be quicker; then the next rank may still be free.
         with contextlib.suppress(RankTaken):

@@ -1,0 +1,112 @@
+"""`fsbarrier jobs POOL_DIR`: a pool's jobs; `jobs logs`: what one printed; `jobs stop`: end one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from fsbarrier.commands import flags
+from fsbarrier.errors import UsageError
+from fsbarrier.printable import printable
+from fsbarrier.start import preflight
+
+if TYPE_CHECKING:
+    from fsbarrier.pool.directory import PoolDirectory
+    from fsbarrier.pool.facts import Facts
+
+SUMMARY = "List a pool's jobs, show what one printed, or stop one: jobs POOL_DIR | jobs logs POOL_DIR N | jobs stop POOL_DIR N"
+EXAMPLE = """fsbarrier jobs /shared/pool
+  fsbarrier jobs logs /shared/pool 7 --node 2
+  fsbarrier jobs stop /shared/pool 7"""
+ACTIONS = ("logs", "stop")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="+", metavar="[logs|stop] POOL_DIR [N]", help="N: the number of a job")
+    parser.add_argument("--node", metavar="R", type=flags.whole_number, help="logs: only this node rank's")
+    parser.add_argument(
+        "-n", "--lines", metavar="N", type=flags.whole_number, default=20, help="logs: lines of each node"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs: the list as JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    from fsbarrier.pool import directory
+
+    action = args.words[0] if args.words[0] in ACTIONS else ""
+    rest = args.words[1:] if action else args.words
+    if len(rest) != (2 if action else 1):
+        raise UsageError(
+            f"jobs {action or ''}: ".replace(" :", ":") + f"give POOL_DIR{' N' if action else ''}"
+        )
+    pool = directory.existing(preflight.absolute(rest[0]))
+    facts = pool.read()
+    if not action:
+        return _list(facts, as_json=args.json)
+    number = int(rest[1]) if rest[1].isdecimal() else -1
+    if number not in facts.jobs:
+        raise UsageError(f"{rest[1]}: the pool has no such job; there are {len(facts.jobs)}")
+    return _logs(pool, number, args) if action == "logs" else _stop(pool, facts, number)
+
+
+def _list(facts: Facts, *, as_json: bool) -> int:
+    rows = []
+    for number, job in sorted(facts.jobs.items()):
+        nodes = [one.node for _, one in sorted(facts.placements(number).items())]
+        end = facts.over(number)
+        code = end.exit_code if end else None
+        rows.append(
+            {"job": number, "state": facts.state(number), "exit_code": code, "on": nodes, **asdict(job)}
+        )
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
+    for name in ("job", "name", "state", "priority", "nodes", "on", "submitted"):
+        table.add_column(name, justify="right" if name in ("job", "priority", "nodes") else "left")
+    for row in rows:
+        state = f"{row['state']} ({row['exit_code']})" if row["state"] == "failed" else str(row["state"])
+        on = ", ".join(map(str, row["on"])) or "–"
+        cells = (
+            row["job"],
+            row["name"],
+            state,
+            row["priority"],
+            row["nodes"],
+            on,
+            f"{row['time']} {row['submitted_by']}",
+        )
+        table.add_row(*(Text(printable(str(cell))) for cell in cells))
+    Console(highlight=False).print(table)
+    return 0
+
+
+def _logs(pool: PoolDirectory, number: int, args: argparse.Namespace) -> int:
+    from fsbarrier.rundir.log_tail import last_lines
+
+    found = sorted(pool.logs(number).glob("node_*.log"), key=lambda path: int(path.stem[5:]))
+    if args.node is not None:
+        found = [path for path in found if path == pool.log(number, args.node)]
+    if not found:
+        raise UsageError(f"job {number}: has printed nothing yet")
+    for path in found:
+        for line in last_lines(path, args.lines):
+            print(f"[{path.stem.replace('_', ' ')}] {line}")
+    return 0
+
+
+def _stop(pool: PoolDirectory, facts: Facts, number: int) -> int:
+    from fsbarrier.host.identity import user_at_host
+
+    if facts.over(number):
+        print(f"job {number} is over: {facts.state(number)}")
+        return 0
+    pool.stop(number, user_at_host())
+    print(f"job {number} is asked to stop")
+    return 0

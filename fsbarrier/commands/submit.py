@@ -1,0 +1,58 @@
+"""`fsbarrier submit POOL_DIR`: put a run into a pool's queue."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fsbarrier.commands import flags
+from fsbarrier.errors import UsageError
+from fsbarrier.host.identity import user_at_host
+from fsbarrier.start import preflight
+
+SUMMARY = (
+    "Put a run into a pool's queue. It takes the flags and settings of `fsbarrier run`, and starts in the directory that you are in now. "
+    "Jobs with a higher --priority go first, then older ones."
+)
+EXAMPLE = "fsbarrier submit /shared/pool --nodes 3 --data-path /data/math --model Qwen2.5-0.5B-Instruct"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pool", metavar="POOL_DIR", help="the pool's directory")
+    parser.add_argument(
+        "--nodes", metavar="N", type=flags.whole_number, default=1, help="how many (default 1)"
+    )
+    parser.add_argument("--name", metavar="NAME", default="", help="what it is called in lists")
+    parser.add_argument(
+        "--priority", metavar="P", type=int, default=0, help="a higher one goes first (default 0)"
+    )
+    flags.add_run_flags(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    from fsbarrier.pool import directory
+    from fsbarrier.pool.facts import Job
+    from fsbarrier.settings.resolve import resolve
+
+    if args.nodes < 1:
+        raise UsageError(f"--nodes {args.nodes}: must be 1 or more")
+    if args.num_nodes is not None or args.dry_run:
+        raise UsageError(
+            "--num-nodes: give --nodes N" if args.num_nodes else "--dry-run: try it with fsbarrier run"
+        )
+    pool = directory.existing(preflight.absolute(args.pool))
+    args.num_nodes = str(args.nodes)
+    # So that a mistyped setting is said here, and not on a node an hour later.
+    resolve(flags.gather(args))
+    log_path = str(preflight.absolute(args.log_path)) if args.log_path else ""
+    args.num_nodes = args.log_path = None
+    words = tuple(flags.as_typed(args))
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    name = args.name or next((word for word in words if "=" not in word and word[0] != "-"), "run")
+    job = Job(name, args.nodes, args.priority, words, str(Path.cwd()), log_path, user_at_host(), now)
+    number = pool.submit(job)
+    print(
+        f"job {number} is in the queue; fsbarrier jobs {args.pool} shows it, fsbarrier jobs logs {args.pool} {number} its output"
+    )
+    return 0

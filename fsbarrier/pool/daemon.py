@@ -1,0 +1,195 @@
+"""`fsbarrier daemon`: one node of a pool. It runs one node rank of one job at a time, and takes its turn at deciding what comes next.
+
+One thread: look, beat, decide, serve. If the shared directory hangs, the heartbeat stops with it, and the others go on without this node.
+Every daemon may decide; so that they do not race, only the lowest living number does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsbarrier.errors import Fenced
+from fsbarrier.host.identity import boot_id, host_name
+from fsbarrier.launchers.processes import Interrupted, ending_signals
+from fsbarrier.node.free_ranks import free_ranks
+from fsbarrier.node.rank_lock import RankLock, RankTaken, hold_rank
+from fsbarrier.pool.directory import PoolDirectory
+from fsbarrier.pool.facts import Facts, Job, Placement, next_decision
+from fsbarrier.protocol.facts import Beat, Join, Member
+from fsbarrier.protocol.membership import GONE, Ledger
+from fsbarrier.rundir.heartbeats import HeartbeatReader
+from fsbarrier.rundir.names import GENERATION, START, StartName
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.start import ranks
+from fsbarrier.supervision.supervisor import Child, StartFailed
+
+Say = Callable[[str], None]
+# Between two looks at the pool, at most.
+LOOK_S = 0.5
+# A run's daemon needs a second or two to end its own programs.
+GRACE_S = 10.0
+
+
+def serve(root: Path, dead_s: float, shared_group: bool, say: Say) -> int:
+    """Be a node of the pool at `root` until a signal ends it; gives the exit code. Raises UsageError, StoreError, Fenced."""
+    pool = PoolDirectory(root)
+    pool.make(shared_group=shared_group)
+    # From here on a signal waits for no lock: what was taken is given back on the way out.
+    with ending_signals():
+        try:
+            with _membership(pool, dead_s) as (start, lock):
+                lock.note_start(start.incarnation)
+                say(f"node {start.rank} of the pool {root}; Ctrl-C ends it and what it runs")
+                _Node(pool, start, dead_s, say).run()
+        except Interrupted as stopped:
+            say("this node has left the pool, and what it ran has ended; another node takes its place")
+            return 128 + stopped.number
+    return 0
+
+
+@contextmanager
+def _membership(pool: PoolDirectory, dead_s: float) -> Iterator[tuple[StartName, RankLock]]:
+    """A number in the pool of which this process is the only daemon: the one that this host had, or a new one."""
+    store = PosixStore()
+    store.make_dir(pool.paths.joins)
+    store.make_dir(pool.paths.beats)
+    while True:
+        known = START.parse_all(store.names(pool.paths.joins))
+        highest = max((start.rank for start in known), default=-1)
+        for start in free_ranks(pool.paths, highest + 2, dead_s):
+            join = Join(start.rank, start.incarnation, host_name(), os.getpid(), boot_id())
+            with ExitStack() as stack:
+                try:
+                    lock = stack.enter_context(hold_rank(pool, start.rank, dead_s / 2))
+                except RankTaken:
+                    continue
+                if store.create(pool.paths.join(start.rank, start.incarnation), join):
+                    yield start, lock
+                    return
+
+
+@dataclass
+class _Node:
+    pool: PoolDirectory
+    me: StartName
+    dead_s: float
+    say: Say
+    _ledger: Ledger = field(default_factory=Ledger)
+    _counter: int = 0
+    _child: Child | None = None
+    _serves: Placement | None = None
+
+    def run(self) -> None:
+        """Look, beat, decide and serve until an exception ends it. What this node runs ends with it."""
+        reader = HeartbeatReader(PosixStore(), self.pool.paths.beats)
+        pause, look_s = threading.Event(), min(LOOK_S, self.dead_s / 10)
+        try:
+            while True:
+                self._beat("busy" if self._serves else "idle")
+                living, dead = self._look_at_others(reader)
+                facts = self.pool.read()
+                if self.me.rank == min(living):
+                    self._decide(facts, living, dead)
+                self._serve(facts)
+                pause.wait(look_s)
+        finally:
+            self._end_child()
+            self._beat("left")
+
+    def _beat(self, state: str) -> None:
+        self._counter += 1
+        job = self._serves.job if self._serves else 0
+        here = self.me.rank, self.me.incarnation
+        beat = Beat(*here, self._counter, host_name(), os.getpid(), state, progress={"job": job})
+        PosixStore().put(self.pool.paths.beat(*here), beat)
+
+    def _look_at_others(self, reader: HeartbeatReader) -> tuple[set[int], set[int]]:
+        """The nodes that were heard, this one among them, and those that are gone for sure. Raises Fenced."""
+        before = time.monotonic()
+        beats = {start: beat for start, beat in reader.read() if beat is not None}
+        now = time.monotonic()
+        self._ledger = self._ledger.observe(
+            {start.rank: beat for start, beat in beats.items()}, before, now, self.dead_s / 2
+        )
+        living, dead = {self.me.rank}, set[int]()
+        for start, beat in beats.items():
+            if start.rank == self.me.rank:
+                if start.incarnation > self.me.incarnation:
+                    raise Fenced(f"node {start.rank} of the pool was started again on {beat.host}")
+                continue
+            member = Member(beat.rank, beat.incarnation)
+            age = self._ledger.age(member, now)
+            if beat.state in GONE or (age is not None and age >= self.dead_s):
+                dead.add(beat.rank)
+            elif self._ledger.moved(member):
+                living.add(beat.rank)
+        return living, dead
+
+    def _decide(self, facts: Facts, living: set[int], dead: set[int]) -> None:
+        # Whether a run has begun is asked only where one of its nodes has failed.
+        failed = {one.job for one, code in facts.ended.items() if code and facts.over(one.job) is None}
+        begun = {job for job in failed if _has_begun(facts.jobs[job])}
+        decision = next_decision(facts, living, dead, begun)
+        if decision is not None and self.pool.decide(facts, decision):
+            what = (
+                f"nodes {sorted(decision.ranks.values())}"
+                if decision.ranks
+                else f"over, exit code {decision.exit_code}"
+            )
+            self.say(f"job {decision.job}: {what}{f' ({decision.reason})' if decision.reason else ''}")
+
+    def _serve(self, facts: Facts) -> None:
+        """Run what the decisions ask of this node now, and nothing else."""
+        wanted = next((one for one in facts.open_placements() if one.node == self.me.rank), None)
+        if wanted is not None and wanted.job in facts.stops:
+            self._report(wanted, self._end_child() or 143)
+            return
+        if self._serves != wanted:
+            self._end_child()
+            if wanted is not None:
+                self._start(wanted, facts.jobs[wanted.job])
+        if self._child is not None and self._serves and (code := self._child.poll()) is not None:
+            self._report(self._serves, code)
+
+    def _start(self, one: Placement, job: Job) -> None:
+        self.say(f"job {one.job} ({job.name}): this is its node {one.rank}")
+        python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
+        if one.rank == 0:
+            words = ["--master", "--num-nodes", str(job.nodes), "--log-path", job.log_path, *job.words]
+        else:
+            words = ["--worker", str(one.rank), "--log-path", job.log_path]
+        environ = {name: value for name, value in os.environ.items() if name not in ranks.VARIABLES}
+        self._serves = one
+        try:
+            self._child = Child.start(
+                [*python, "-m", "fsbarrier", "run", *words],
+                env=environ,
+                cwd=job.folder,
+                log_file=self.pool.log(one.job, one.rank),
+                name=f"job {one.job}, node {one.rank}, on {host_name()}",
+            )
+        except StartFailed as error:
+            self.say(str(error))
+            self._report(one, error.returncode)
+
+    def _report(self, one: Placement, code: int) -> None:
+        self.say(f"job {one.job}: its node {one.rank} ended with {code}")
+        self.pool.report(one, code)
+        self._child = self._serves = None
+
+    def _end_child(self) -> int | None:
+        """End what this node runs; gives its exit code, None where it ran nothing."""
+        child, self._child, self._serves = self._child, None, None
+        return child.stop(min(GRACE_S, self.dead_s / 2)) if child is not None else None
+
+
+def _has_begun(job: Job) -> bool:
+    return bool(GENERATION.parse_all(PosixStore().names(RunPaths(Path(job.log_path)).generations)))

@@ -1,0 +1,138 @@
+"""What is known of a pool's jobs, and what is to be decided next. Pure.
+
+Everything that is decided stands in one log: decision 1, 2, 3, ..., each created exclusively by whichever node was first. Who placed a job
+and who ended one is thereby the same for all, also where two nodes believe that it is their turn, or one of them dies meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+# What a job came to where no node of it ran: it was stopped in the queue.
+STOPPED = 143
+# The exit code of a start that was refused.
+REFUSED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run that somebody submitted. `words`: what `fsbarrier run` is told; `folder`: where relative paths in them begin.
+
+    Of two jobs that wait, the one with the higher priority goes first, then the older one.
+    """
+
+    name: str
+    nodes: int
+    priority: int
+    words: Sequence[str]
+    folder: str
+    log_path: str
+    submitted_by: str
+    time: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Decision `number`: who runs which node rank of a job from now on (`ranks`: rank -> node of the pool), or that a job is over."""
+
+    job: int
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    exit_code: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One node rank of a job, as decision `by` gave it to a node of the pool."""
+
+    job: int
+    rank: int
+    node: int
+    by: int
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that lies in the pool's directory. `ended`: a placement's exit code, as its node reported it."""
+
+    jobs: Mapping[int, Job] = field(default_factory=dict)
+    decisions: Mapping[int, Decision] = field(default_factory=dict)
+    stops: Collection[int] = ()
+    ended: Mapping[Placement, int] = field(default_factory=dict)
+
+    def placements(self, job: int) -> Mapping[int, Placement]:
+        """Who runs each node rank of a job now."""
+        found: dict[int, Placement] = {}
+        for by, decision in sorted(self.decisions.items()):
+            if decision.job == job:
+                for rank, node in decision.ranks.items():
+                    found[int(rank)] = Placement(job, int(rank), node, by)
+        return found
+
+    def over(self, job: int) -> Decision | None:
+        """The decision that ended a job."""
+        ends = (d for _, d in sorted(self.decisions.items()) if d.job == job and d.exit_code is not None)
+        return next(ends, None)
+
+    def state(self, job: int) -> str:
+        end = self.over(job)
+        if end is None:
+            return "running" if self.placements(job) else "queued"
+        return "stopped" if job in self.stops else "failed" if end.exit_code else "finished"
+
+    def open_placements(self) -> Iterator[Placement]:
+        """What nodes have to do: of jobs that are not over, what has no exit code yet."""
+        for job in self.jobs:
+            if self.over(job) is None:
+                yield from (one for one in self.placements(job).values() if one not in self.ended)
+
+
+def next_decision(
+    facts: Facts, living: Collection[int], dead: Collection[int], begun: Collection[int]
+) -> Decision | None:
+    """What a node should propose as the next decision, as it sees the pool.
+
+    `dead`: the nodes that are known to be gone; one may be neither living nor dead. `begun`: the jobs whose run has a generation.
+    """
+    for job in sorted(facts.jobs):
+        if facts.over(job) is None and (end := _end(facts, job, dead, begun)) is not None:
+            return end
+    busy = {one.node for one in facts.open_placements()}
+    free = sorted(set(living) - busy)
+    for job in sorted(facts.jobs):
+        if facts.state(job) == "running" and job not in facts.stops:
+            lost = [one.rank for one in facts.placements(job).values() if _is_lost(facts, one, dead)]
+            if lost and free:
+                ranks = dict(zip(map(str, sorted(lost)), free, strict=False))
+                return Decision(job, ranks, reason="in place of a node that is gone")
+    queue = sorted((-facts.jobs[job].priority, job) for job in facts.jobs if facts.state(job) == "queued")
+    # A job that the pool could not carry with all its living nodes holds up nobody. The first one that it could, does: else small jobs
+    # would keep a large one out for ever.
+    first = next((job for _, job in queue if facts.jobs[job].nodes <= len(living)), None)
+    if first is None or facts.jobs[first].nodes > len(free):
+        return None
+    return Decision(first, {str(rank): free[rank] for rank in range(facts.jobs[first].nodes)})
+
+
+def _is_lost(facts: Facts, one: Placement, dead: Collection[int]) -> bool:
+    return one not in facts.ended and one.node in dead
+
+
+def _end(facts: Facts, job: int, dead: Collection[int], begun: Collection[int]) -> Decision | None:
+    """That a job is over, if it is."""
+    placed = facts.placements(job).values()
+    codes = [facts.ended[one] for one in placed if one in facts.ended]
+    if not placed:
+        return Decision(job, exit_code=STOPPED, reason="stopped in the queue") if job in facts.stops else None
+    failed = next((code for code in codes if code), None)
+    if failed is not None and (job not in begun or REFUSED in codes) and job not in facts.stops:
+        # The others would wait for that node.
+        return Decision(job, exit_code=failed, reason="a node failed before the run began, or was refused")
+    if any(one not in facts.ended and one.node not in dead for one in placed):
+        return None
+    if not codes and job not in facts.stops:
+        # All its nodes are gone, and none of them said how it ended: it is taken up again.
+        return None
+    code = 0 if 0 in codes and job not in facts.stops else failed or STOPPED
+    return Decision(job, exit_code=code)

@@ -1,0 +1,277 @@
+"""Jobs on a pool of nodes: what is decided from what is known, and real daemons that are killed, stopped and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cluster import REPO, leftovers
+
+from fsbarrier.cli import main
+from fsbarrier.errors import StoreError
+from fsbarrier.pool.directory import PoolDirectory
+from fsbarrier.pool.facts import Decision, Facts, Job, Placement, next_decision
+from fsbarrier.rundir.names import START, StartName
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.record_store import PosixStore
+
+DEADLINE_S = 280.0
+
+
+# --- what is decided ----------------------------------------------------------------------------------------------------
+
+
+def job(nodes: int = 1, priority: int = 0) -> Job:
+    return Job("j", nodes, priority, (), "/", "/run", "ann@host", "now")
+
+
+def placed(job: int, **ranks: int) -> Decision:
+    """`placed(1, r0=5)`: node 5 of the pool runs rank 0 of job 1."""
+    return Decision(job, {rank[1:]: node for rank, node in ranks.items()})
+
+
+def decides(
+    facts: Facts, living: set[int], dead: set[int] | None = None, begun: set[int] | None = None
+) -> Decision | None:
+    return next_decision(facts, living, dead or set(), begun or set())
+
+
+def test_the_higher_priority_goes_first_and_then_the_older_job() -> None:
+    facts = Facts(jobs={1: job(), 2: job(priority=1), 3: job(priority=1)})
+    order = []
+    for number in (1, 2, 3):
+        decision = decides(facts, {0, 1, 2})
+        assert decision is not None
+        order.append(decision.job)
+        facts = replace(facts, decisions={**facts.decisions, number: decision})
+    assert order == [2, 3, 1]
+    assert sorted(one.node for one in facts.open_placements()) == [0, 1, 2]
+    assert decides(facts, {0, 1, 2}) is None
+
+
+def test_a_job_gets_all_its_nodes_or_none() -> None:
+    facts = Facts(jobs={1: job(2)}, decisions={})
+    assert decides(facts, {3}) is None
+    assert decides(facts, {3, 7}) == placed(1, r0=3, r1=7)
+
+
+def test_small_jobs_do_not_keep_a_large_one_out_but_one_that_never_fits_holds_up_nobody() -> None:
+    facts = Facts(jobs={1: job(), 2: job(3), 3: job()}, decisions={1: placed(1, r0=0)})
+    assert decides(facts, {0, 1, 2}) is None
+    assert decides(facts, {0, 1}) == placed(3, r0=1)
+
+
+def test_a_dead_node_s_place_goes_to_a_free_one_and_a_silent_one_s_does_not_yet() -> None:
+    facts = Facts(jobs={1: job(2)}, decisions={1: placed(1, r0=0, r1=1)})
+    assert decides(facts, {0, 2}) is None
+    found = decides(facts, {0, 2}, dead={1})
+    assert found is not None and (found.job, found.ranks) == (1, {"1": 2})
+    assert decides(facts, {0}, dead={1}) is None
+    moved = replace(facts, decisions={**facts.decisions, 2: found})
+    assert moved.placements(1)[1] == Placement(1, 1, 2, 2)
+    # It is free again when it comes back, whatever its first place was.
+    assert decides(replace(moved, jobs={**moved.jobs, 2: job()}), {0, 1, 2}) == placed(2, r0=1)
+
+
+def ends(*codes: int | None, stops: tuple[int, ...] = (), **more: set[int]) -> int | None:
+    """The exit code with which job 1, whose nodes 0, 1, ... ended with `codes`, is over."""
+    ranks = {f"r{rank}": rank for rank in range(len(codes))}
+    ended = {Placement(1, rank, rank, 1): code for rank, code in enumerate(codes) if code is not None}
+    facts = Facts(jobs={1: job(len(codes))}, decisions={1: placed(1, **ranks)}, stops=stops, ended=ended)
+    found = decides(facts, set(), **more)
+    return found.exit_code if found is not None else None
+
+
+def test_when_a_job_is_over() -> None:
+    assert ends(0, 0) == 0
+    assert ends(0, None) is None
+    assert ends(0, None, dead={1}) == 0
+    # All its nodes are gone: it is taken up again.
+    assert ends(None, None, dead={0, 1}) is None
+    assert ends(None, None, dead={0, 1}, stops=(1,)) == 143
+    assert ends(143, None, stops=(1,)) is None
+    assert ends(143, 143, stops=(1,)) == 143
+    # A node that fails later leaves the others to go on, one that fails before they begin does not.
+    assert ends(3, None, begun={1}) is None
+    assert ends(3, None) == 3
+    assert ends(2, None, begun={1}) == 2
+    assert ends(-9, 0, begun={1}) == 0
+    assert ends(4, 4, begun={1}) == 4
+
+
+def test_a_job_that_is_stopped_in_the_queue_is_over() -> None:
+    facts = Facts(jobs={1: job(), 2: job()}, stops={1})
+    assert facts.state(1) == "queued"
+    end = decides(facts, {0})
+    assert end is not None and (end.job, end.exit_code) == (1, 143)
+    facts = replace(facts, decisions={1: end})
+    assert (facts.state(1), facts.state(2)) == ("stopped", "queued")
+    assert decides(facts, {0}) == placed(2, r0=0)
+
+
+# --- the directory --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> PoolDirectory:
+    made = PoolDirectory(tmp_path / "pool")
+    made.make(shared_group=False)
+    return made
+
+
+def test_of_two_that_decide_one_does(pool: PoolDirectory) -> None:
+    assert [pool.submit(job(2)), pool.submit(replace(job(), log_path=""))] == [1, 2]
+    other = PoolDirectory(pool.root)
+    seen, also = pool.read(), other.read()
+    assert pool.decide(seen, placed(1, r0=0, r1=1))
+    assert not other.decide(also, placed(2, r0=0))
+    assert other.read().decisions == {1: placed(1, r0=0, r1=1)}
+    other.report(Placement(1, 1, 1, 1), 4)
+    assert pool.read().ended == {Placement(1, 1, 1, 1): 4}
+    assert pool.read().jobs[2].log_path == str(pool.root / "runs" / "job-000002")
+
+
+def test_a_decision_that_cannot_be_read_is_not_passed_over(pool: PoolDirectory) -> None:
+    pool.submit(job())
+    (pool.root / "decisions" / "000001.json").write_text("{")
+    with pytest.raises(StoreError, match=r"000001\.json"):
+        pool.read()
+
+
+def test_a_pool_that_others_may_write_is_refused(
+    pool: PoolDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pool.root.stat().st_mode & 0o777 == 0o700
+    (pool.root / "jobs").chmod(0o770)
+    assert main(["daemon", str(pool.root)]) == 2
+    assert "its group may write there, and could run anything as you" in capsys.readouterr().err
+    (pool.root / "jobs").chmod(0o777)
+    assert main(["daemon", str(pool.root), "--shared-group"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("submit", "POOL", "--nodes", "0"), "--nodes 0"),
+        (("submit", "POOL", "--num-nodes", "2"), "give --nodes N"),
+        (("submit", "POOL", "toy.task=3"), "did you mean toy.tasks?"),
+        (("submit", "nowhere"), "no pool there"),
+        (("jobs", "stop", "POOL"), "give POOL_DIR N"),
+        (("jobs", "stop", "POOL", "7"), "no such job"),
+        (("daemon", "POOL", "--dead", "0"), "--dead 0"),
+    ],
+)
+def test_mistakes(
+    pool: PoolDirectory, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
+) -> None:
+    assert main([str(pool.root) if word == "POOL" else word for word in words]) == 2
+    assert says in capsys.readouterr().err
+
+
+# --- real daemons -----------------------------------------------------------------------------------------------------------
+
+
+class Daemons:
+    """Daemons of one pool, each with temporary files of its own, as on a host of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.processes = root, dict[int, subprocess.Popen[bytes]]()
+
+    def start(self, *numbers: int, dead_s: float = 60.0) -> None:
+        for number in numbers:
+            folder = self.root.parent / f"host{number}"
+            folder.mkdir(exist_ok=True)
+            argv = [sys.executable, "-m", "fsbarrier", "daemon", str(self.root), "--dead", str(dead_s)]
+            with (folder / "said.txt").open("ab") as out:
+                env = {**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(folder)}
+                self.processes[number] = subprocess.Popen(
+                    argv, stdout=out, stderr=out, env=env, start_new_session=True
+                )
+
+    def until(self, holds: Callable[[Facts], bool]) -> Facts:
+        deadline, pause = time.monotonic() + DEADLINE_S, threading.Event()
+        while not ((self.root / "jobs").is_dir() and holds(facts := PoolDirectory(self.root).read())):
+            said = [
+                path.read_text()
+                for path in (*self.root.parent.glob("host*/said.txt"), *self.root.glob("logs/*/*"))
+            ]
+            assert time.monotonic() < deadline, "\n".join(said)
+            pause.wait(0.05)
+        return facts
+
+    def end(self, number: int, signal_number: int) -> int:
+        self.processes[number].send_signal(signal_number)
+        return self.processes.pop(number).wait(DEADLINE_S)
+
+
+@pytest.fixture
+def daemons(tmp_path: Path) -> Iterator[Daemons]:
+    made = Daemons(tmp_path / "pool")
+    yield made
+    for process in made.processes.values():
+        process.kill()
+        process.wait()
+
+
+def submit(root: Path, *words: str, nodes: int = 1) -> None:
+    calm = ("--program", "toy", "toy.phase_s=1", "toy.tasks=4")
+    assert main(["submit", str(root), "--nodes", str(nodes), *calm, *words]) == 0
+
+
+def starts(log_path: Path) -> list[StartName]:
+    """The starts of a run's nodes."""
+    return sorted(START.parse_all(PosixStore().names(RunPaths(log_path).joins)))
+
+
+@pytest.mark.slow
+def test_a_job_outlives_the_daemons_and_ends_when_it_is_told(daemons: Daemons, tmp_path: Path) -> None:
+    root, run = daemons.root, tmp_path / "run"
+    daemons.start(0, 1)
+    daemons.until(lambda facts: True)
+    submit(root, "--log-path", str(run), nodes=2)
+    # Not before, as long as node 0 knows of no other node the second job would go first.
+    daemons.until(lambda facts: bool(facts.placements(1)))
+    submit(root, "--priority", "3")
+    daemons.until(lambda facts: len(starts(run)) == 2)
+    assert main(["jobs", "stop", str(root), "2"]) == 0
+    daemons.until(lambda facts: facts.state(2) == "stopped")
+    # Its guard ends what a daemon ran, however the daemon ended; and the next one there takes it up again.
+    assert daemons.end(1, signal.SIGKILL) == -signal.SIGKILL
+    daemons.start(1)
+    daemons.until(lambda facts: len(starts(run)) >= 3)
+    assert main(["jobs", "stop", str(root), "1"]) == 0
+    daemons.until(lambda facts: facts.state(1) == "stopped")
+    daemons.until(lambda facts: leftovers(run) == [])
+    submit(root, "--iterations", "1", nodes=2)
+    daemons.until(lambda facts: facts.state(3) == "finished")
+    submit(root)
+    third = root / "runs" / "job-000004"
+    daemons.until(lambda facts: len(starts(third)) == 1)
+    assert [daemons.end(number, signal.SIGINT) for number in (0, 1)] == [130, 130]
+    daemons.until(lambda facts: leftovers(third) == [])
+    # It is in nobody's hands, and not over.
+    assert PoolDirectory(root).read().state(4) == "running"
+
+
+@pytest.mark.slow
+def test_ten_jobs_on_three_nodes_of_which_one_dies(daemons: Daemons) -> None:
+    daemons.start(0, 1, 2, dead_s=15.0)
+    daemons.until(lambda facts: True)
+    for number in range(10):
+        submit(daemons.root, "--iterations", "1", "--priority", str(number % 3), nodes=1 + number % 2)
+    daemons.until(lambda facts: any(facts.state(number) == "finished" for number in facts.jobs))
+    daemons.until(lambda facts: any(one.node == 1 for one in facts.open_placements()))
+    # Whichever of them is the pool's node 1.
+    for number, process in daemons.processes.items():
+        said = (daemons.root.parent / f"host{number}" / "said.txt").read_text()
+        if "node 1 of the pool" in said:
+            process.kill()
+    daemons.until(lambda facts: all(facts.state(number) == "finished" for number in range(1, 11)))
