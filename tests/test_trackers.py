@@ -107,14 +107,21 @@ def test_figures_have_the_names_that_dashboards_know(tmp_path: Path) -> None:
         "phase": 10,
     }
     lines = [
-        {**told, "event": "rolled_out", "reward_mean": 0.5, "trajectories": 8, "merged": "x"},
+        {
+            **told,
+            "event": "rolled_out",
+            "reward_mean": 0.5,
+            "reward_parts/style": 0.75,
+            "answer_tokens_mean": 9.5,
+            "trajectories": 8,
+            "merged": "x",
+        },
         {
             **told,
             "event": "updated",
             "loss": 0.25,
             "entropy": 2,
             "clip_fraction": 0.1,
-            "rewards/style/mean": 0.75,
             "late": True,
         },
     ]
@@ -130,6 +137,7 @@ def test_figures_have_the_names_that_dashboards_know(tmp_path: Path) -> None:
         "entropy": 2.0,
         "clip_ratio/region_mean": 0.1,
         "rewards/style/mean": 0.75,
+        "completions/mean_length": 9.5,
     }
     like_verl: Mapping[str, float] = metrics(events, None, "verl")
     assert like_verl["critic/score/mean"] == like_verl["critic/rewards/mean"] == 0.5

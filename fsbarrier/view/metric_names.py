@@ -15,13 +15,11 @@ NAMES: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "trl": {
         "rolled_out": {
             "reward_mean": ("reward",),
-            "reward_std": ("reward_std",),
-            "length_mean": ("completions/mean_length",),
-            "length_min": ("completions/min_length",),
-            "length_max": ("completions/max_length",),
+            "answer_tokens_mean": ("completions/mean_length",),
+            "answer_tokens_min": ("completions/min_length",),
+            "answer_tokens_max": ("completions/max_length",),
             "truncated_share": ("completions/clipped_ratio",),
         },
-        "batch_prepared": {"zero_signal_share": ("frac_reward_zero_std",)},
         "updated": {
             "loss": ("loss",),
             "lr": ("learning_rate",),
@@ -41,9 +39,9 @@ NAMES: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "verl": {
         "rolled_out": {
             "reward_mean": ("critic/score/mean", "critic/rewards/mean"),
-            "length_mean": ("response_length/mean",),
-            "length_min": ("response_length/min",),
-            "length_max": ("response_length/max",),
+            "answer_tokens_mean": ("response_length/mean",),
+            "answer_tokens_min": ("response_length/min",),
+            "answer_tokens_max": ("response_length/max",),
             "truncated_share": ("response_length/clip_ratio",),
         },
         "updated": {
@@ -82,6 +80,13 @@ def metrics(events: Iterable[Event], time: IterationTime | None, like: str) -> d
         for name, value in fields.items():
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if number and (name not in NO_MEASURES or event == "times"):
-                own = (name,) if "/" in name else (f"{event}/{name}",)
-                found |= dict.fromkeys(known.get(name, own), float(str(value)))
+                found |= dict.fromkeys(known.get(name, (_own_name(event, name),)), float(str(value)))
     return found
+
+
+def _own_name(event: str, name: str) -> str:
+    """A part of the reward is called as in TRL by both: `reward_parts/style` is `rewards/style/mean`."""
+    part = name.removeprefix("reward_parts/")
+    if event == "rolled_out" and part != name and not part.endswith("_failed"):
+        return f"rewards/{part}/mean"
+    return f"{event}/{name}"
