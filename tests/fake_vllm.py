@@ -148,16 +148,21 @@ class Handler(BaseHTTPRequestHandler):
             serving["prompts"] += len(prompts)
             serving["most"] = max(serving["most"], serving["prompts"])
             (DIR / "most").write_text(str(serving["most"]))
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
+        self.streams, self.whole = bool(body.get("stream")), []
+        if self.streams:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
         try:
             late = sorted(enumerate(prompts), key=lambda item: "!" in item[1])
             for number, prompt in late:
                 self.group(number, prompt, body["n"], body.get("stop") or ())
-            self.event("[DONE]")
-            self.wfile.write(b"0\r\n\r\n")
+            if self.streams:
+                self.event("[DONE]")
+                self.wfile.write(b"0\r\n\r\n")
+            else:
+                self.answer(200, {"choices": self.whole})
         except ConnectionAbortedError:
             self.close_connection = True
             self.connection.close()
@@ -168,6 +173,9 @@ class Handler(BaseHTTPRequestHandler):
                 serving["prompts"] -= len(prompts)
 
     def group(self, number: int, prompt: str, samples: int, stops: Sequence[str]) -> None:
+        if "!500" in prompt and not self.streams:
+            self.answer(500, {"error": {"message": "cannot", "code": 500}})
+            raise ConnectionAbortedError
         if "!500" in prompt:
             self.event({"error": {"message": "cannot", "type": "InternalServerError", "code": 500}})
             raise ConnectionAbortedError
@@ -198,6 +206,9 @@ class Handler(BaseHTTPRequestHandler):
                 tokens = [ord(letter) for letter in text[: text.index(stop) + len(stop) + 1]]
                 said = text[: text.index(stop)]
             index = number * samples + sample
+            if not self.streams:
+                self.whole.append({**self.choice(index, tokens, said, reason, prompt), "stop_reason": stop})
+                continue
             self.event({"choices": [self.choice(index, tokens[:1], said[:1], None, prompt)]})
             last = self.choice(index, tokens[1:], said[1:], reason, None)
             self.event({"choices": [{**last, "stop_reason": stop}]})
@@ -212,6 +223,8 @@ class Handler(BaseHTTPRequestHandler):
         return {**chosen, "token_ids": tokens, "prompt_token_ids": ids, "logprobs": logprobs}
 
     def event(self, value: Any) -> None:
+        if not self.streams:
+            return
         text = value if isinstance(value, str) else json.dumps(value)
         data = f"data: {text}\n\n".encode()
         self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")

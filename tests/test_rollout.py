@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -79,7 +80,14 @@ def make_spec(folder: Path, url: str, prompts: list[Any], **changes: Any) -> Pat
     (folder / "train.jsonl").write_text("".join(lines))
     defaults: dict[str, Any] = {"rollout.max_tokens": 8, "engine.max_model_len": 64, "rollout.retries": 2}
     defaults |= {name: changes.pop(name) for name in list(changes) if "." in name}
-    sampling = {"samples": SAMPLES, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 8, "seed": 0}
+    sampling = {
+        "samples": SAMPLES,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_tokens": 32,
+        "seed": 0,
+    }
     spec = {
         "run_id": "run",
         "log_path": str(folder),
@@ -547,3 +555,30 @@ def test_a_node_that_slept_leaves_its_finished_part_unpublished(tmp_path: Path) 
     (assignment.generations / "gen-000004.json").rename(assignment.generations / "gen-000003.json")
     assignment.publish_part()
     assert assignment.checkpoint.read_text() == "what it rolled out"
+
+
+def test_short_answers_come_whole_and_are_the_same_trajectories(tmp_path: Path, fake: Fake) -> None:
+    prompts = ["dcba=", "zyx!wrong=", "ba!long=", "feh!abort=", "gf!cut="]
+    for name, most in (("streamed", 32), ("whole", 8)):
+        (tmp_path / name).mkdir()
+        for once in fake.folder.glob("once-*"):
+            once.unlink()
+        done = run(make_spec(tmp_path / name, fake.url, prompts, sampling={"max_tokens": most}))
+        assert (done.code, done.stderr) == (0, "")
+    streamed, whole = (rolled_out(tmp_path / name) for name in ("streamed", "whole"))
+    for groups in (streamed, whole):
+        for item in itertools.chain(*groups.values()):
+            del item["timings"]
+    assert streamed == whole and sorted(whole) == list(range(5))
+    asked = [bool(request.get("stream")) for request in fake.requests()]
+    # Each was asked again after the broken connection.
+    assert asked == sorted(asked, reverse=True) and min(asked.count(True), asked.count(False)) >= 2
+
+
+def test_a_prompt_that_fails_in_a_whole_answer_takes_no_other_with_it(tmp_path: Path, fake: Fake) -> None:
+    done = run(
+        make_spec(tmp_path, fake.url, ["dcba=", "x!400=", "ba=", "y!500="], sampling={"max_tokens": 8})
+    )
+    assert done.code == 0 and done.result["refused"] == 2
+    groups = rolled_out(tmp_path)
+    assert [groups[task][0]["finish_reason"] for task in range(4)] == ["stop", "error", "stop", "error"]

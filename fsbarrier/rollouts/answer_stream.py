@@ -1,4 +1,4 @@
-"""A vLLM server's streamed answer to one request: its pieces are put together into samples, and these into groups."""
+"""A vLLM server's answer to one request: its pieces, or the one that is all of it, are put together into samples, and these into groups."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class AnswerStream:
         return all(count == self.per_task for count in self._finished)
 
     def take(self, data: str) -> None:
-        """One event of the stream. Raises Again, Refusal, EngineGone."""
+        """One event of the stream, or an answer that is not streamed. Raises Again, Refusal, EngineGone."""
         if data == "[DONE]" or not data:
             return
         try:

@@ -20,11 +20,13 @@ class EarlierGroups:
         self._parts = {task: part for part in parts for task in part["tasks"]}
         self._entries: dict[str, dict[int, GroupEntry]] = {}
 
+    def __contains__(self, task: int) -> bool:
+        """Whether there was a group of this task."""
+        return task in self._parts
+
     def trajectories_of(self, task: int) -> list[Trajectory] | None:
-        """The group of a task; None where it must be rolled out: there is none, it cannot be read, or its agent or the engine failed."""
-        part = self._parts.get(task)
-        if part is None:
-            return None
+        """The group of a task; None where it must be rolled out: it cannot be read, or its agent or the engine failed."""
+        part = self._parts[task]
         path = Path(part["path"])
         try:
             group = self._groups(path, part["valid_bytes"])[task]

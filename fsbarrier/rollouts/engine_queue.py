@@ -70,7 +70,7 @@ class EngineMetrics:
 
     def __init__(self, url: str, api_key: str) -> None:
         base, socket = base_and_socket(normal_url(url))
-        transport = httpx.AsyncHTTPTransport(uds=socket, trust_env=False)
+        transport = httpx.AsyncHTTPTransport(verify=base.startswith("https"), uds=socket, trust_env=False)
         self._client = httpx.AsyncClient(
             base_url=base, headers=bearer(api_key), timeout=READ_S, transport=transport, trust_env=False
         )

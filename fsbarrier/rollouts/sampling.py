@@ -2,7 +2,8 @@
 
 Many prompts go in one request: with small models the request itself costs more than the tokens (96 prompts with 16 samples: as fast
 as it gets at 8 prompts a request; 256 prompts with one sample: 0.4 s at 64 a request, 3 to 7 s at one). The answer is streamed, so
-that a group need not wait for the others in its request, and a long generation shows signs of life.
+that a group need not wait for the others in its request, and a long generation shows signs of life. Answers of a few tokens come whole:
+in a stream each would be two pieces, which cost both sides more than the tokens.
 
 The requests carry no seed. vLLM would give all prompts of a request the same noise, and with a request of its own for each prompt
 sampling was a third slower; on an accelerator seeded rows are sampled one by one. Equal results would not follow either: the sums of a
@@ -25,6 +26,8 @@ from fsbarrier.rollouts.samples import Again, Emit, EngineDown, EngineGone, Grou
 
 #: of a sample, in each piece of the streamed answer
 TOKENS_PER_PIECE = 64
+#: An answer of no more tokens comes whole. More, and a server that is slow could be without a sign of life for too long.
+WHOLE_TOKENS = 16
 #: below the 5 s after which vLLM's server closes an idle connection: a request must not meet that
 KEEPALIVE_S = 2.0
 
@@ -66,7 +69,10 @@ class Sampler:
             base_url=base,
             headers=bearer(server.api_key),
             timeout=httpx.Timeout(server.timeout_s, connect=10.0, pool=None),
-            transport=httpx.AsyncHTTPTransport(uds=socket, limits=limits, trust_env=False),
+            # Where nothing is encrypted, the system's certificates need not be read: 30 ms.
+            transport=httpx.AsyncHTTPTransport(
+                verify=base.startswith("https"), uds=socket, limits=limits, trust_env=False
+            ),
             # No proxy: the server is on this machine, or where `engine.url` says.
             trust_env=False,
         )
@@ -184,7 +190,7 @@ class Sampler:
         """Sample; `own` is what this request wants otherwise than `sampling` says."""
         # vLLM refuses to be asked for more than there is room for in all.
         most = sampling.max_tokens if self.longest is None else max(1, self.longest - 1)
-        body = {
+        body: dict[str, Any] = {
             "model": self._model,
             "prompt": prompts,
             "n": stream.per_task,
@@ -195,17 +201,21 @@ class Sampler:
             **NEUTRAL,
             "logprobs": 0,
             "return_token_ids": True,
-            "stream": True,
-            "stream_interval": TOKENS_PER_PIECE,
             **own,
         }
+        streamed = body["max_tokens"] > WHOLE_TOKENS
+        if streamed:
+            body |= {"stream": True, "stream_interval": TOKENS_PER_PIECE}
         try:
             async with self._client.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:
                     raise failure(self.url, response.status_code, await response.aread())
-                async for line in response.aiter_lines():
-                    if line.startswith("data:"):
-                        stream.take(line[5:].strip())
+                if streamed:
+                    async for line in response.aiter_lines():
+                        if line.startswith("data:"):
+                            stream.take(line[5:].strip())
+                else:
+                    stream.take((await response.aread()).decode(errors="replace"))
         except httpx.TransportError as error:
             if not stream.complete:
                 raise Again(described(error), answered=False) from None

@@ -246,7 +246,7 @@ class Rollout:
             told = replace(group, replica=place.replica)
             tasks.create_task(self._judge_and_append(told, writer, late, earlier, place.sampling.samples))
 
-        for task in batch:
+        for task in (one for one in batch if one.index in self.earlier_groups):
             if earlier := await asyncio.to_thread(self.earlier_groups.trajectories_of, task.index):
                 finished(Group(task, [], ()), earlier=earlier)
         try:
