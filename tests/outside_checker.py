@@ -219,7 +219,8 @@ def merged_files(
 ) -> Iterator[str]:
     """Each task exactly once in every merged file; nothing in it of an older generation that was not adopted by name."""
     aggregated = {at[1] for at, _ in placed(journals, "phase_finished") if at[2] == 4}
-    evaluated = {at[1] for at, _ in placed(journals, "evaluated")}
+    # The last policy's file has the number of the iteration that would begin with it.
+    evaluated = {at[1] + bool(event.get("final")) for at, event in placed(journals, "evaluated")}
     for split, iterations in (("train", aggregated), ("test", evaluated)):
         for iteration in sorted(iterations):
             name = f"{split}_trajectories.pt.iteration{iteration}"

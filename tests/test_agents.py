@@ -353,7 +353,8 @@ def test_episodes_become_trajectories(tmp_path: Path, fake: Fake, file: Path) ->
 def test_an_agent_that_raises_or_hangs_is_marked_counted_and_ends_the_phase_above_a_share(
     tmp_path: Path, fake: Fake, file: Path
 ) -> None:
-    limits = {"rollout.task_timeout_s": 3.0, "rollout.max_error_share": 0.5}
+    # The others finish in time on a busy machine too.
+    limits = {"rollout.task_timeout_s": 10.0, "rollout.max_error_share": 0.5}
     done = run(agent_spec(tmp_path, fake, ["ab=", "ab!raise", "ab!hang", "dc="], f"{file}:Twice", **limits))
     assert (
         done.code == 0
@@ -363,7 +364,7 @@ def test_an_agent_that_raises_or_hangs_is_marked_counted_and_ends_the_phase_abov
     groups = rolled_out(tmp_path)
     for item, said in (
         (groups[1][0], "KeyError: 'no\\nsuch thing'"),
-        (groups[2][0], "not finished within 3 s"),
+        (groups[2][0], "not finished within 10 s"),
     ):
         assert (item["valid"], item["reward"], item["finish_reason"]) == (False, 0.0, "error")
         assert said in item["metadata"]["agent_error"] and sum(item["loss_mask"]) > 0
