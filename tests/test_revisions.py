@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from cluster import FAST, Cluster
 
 from fsbarrier.errors import UsageError
-from fsbarrier.protocol.facts import Generation, Member, Position, Revision
+from fsbarrier.loader import load_program
+from fsbarrier.node.loop import NodeLoop, WorkRunner
+from fsbarrier.node.observer import Observer
+from fsbarrier.protocol.facts import Generation, Join, Member, Position, Revision
+from fsbarrier.protocol.state import Announce, Rules
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -151,6 +155,21 @@ def test_the_number_of_nodes_changes_with_their_weights(run: Path) -> None:
     assert start(run, "num_nodes=4", worker=3).stated == {"num_nodes": 4}
     record(run, 1, Revision(1, 1, found.stated, {"num_nodes": 3, "rank_weights": [1.0] * 3}))
     assert start(run, worker=3).settings.num_nodes == 4
+
+
+def test_a_node_that_comes_back_by_itself_asks_for_nothing_again(tmp_path: Path) -> None:
+    """Its command line was taken in with its first start, and the run may have been changed since."""
+    store, paths, program = PosixStore(), RunPaths(tmp_path), load_program("ping")
+    observer = Observer(store, paths, program)
+    observer.prepare()
+    join = Join(2, 0, "host", 1, "boot", stated={"optimizer.lr": 2.0})
+    # Joining starts no work.
+    work = cast(WorkRunner, None)
+    node = NodeLoop(store, observer, Rules(program, 3), work, join, lambda event, node, fields: None)
+    node.start(0.0)
+    node._perform(Announce(2), 0.0)
+    stated = [found.stated for n in (1, 2) if (found := store.read(paths.join(2, n), Join)) is not None]
+    assert stated == [{"optimizer.lr": 2.0}, {}]
 
 
 # --- three daemons --------------------------------------------------------------------------------------------------------------
