@@ -22,7 +22,7 @@ from fsbarrier.errors import EXIT_INTERNAL
 from fsbarrier.rundir.paths import RunPaths
 
 # Each test starts many commands, one after the other.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 MOST_BYTES = 600 << 20
 #: What a terminal would obey: a title, a colour, a link, a cleared screen, another direction of writing.
