@@ -19,9 +19,10 @@ from trajectory_files import write_part
 from fsbarrier import cli, reading
 from fsbarrier.errors import EXIT_INTERNAL, ProgramFailed, StoreError
 from fsbarrier.maintenance import recovery
+from fsbarrier.node.context_maker import parts_on_disk
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.trajectories import FormatError, load, scan_shard
+from fsbarrier.trajectories import FormatError, ShardWriter, load, scan_shard
 
 REPO = Path(__file__).resolve().parent.parent
 SECRET = "a canary that nobody may copy"
@@ -286,3 +287,24 @@ def test_every_command_ends_and_touches_nothing_outside(
         assert "\x1b" not in said.out + said.err, command
     for file in out.rglob("*"):
         assert not file.is_file() or SECRET.encode() not in file.read_bytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_plain_file_holds_no_trajectories_and_stops_nobody(kind: str, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    folder = paths.trajectories("train")
+    folder.mkdir(parents=True)
+    (folder / "outside").write_text(SECRET)
+    ours, theirs = paths.part("train", 1, 0, 1, 1), paths.part("train", 1, 1, 1, 1)
+    with ShardWriter(ours, prefix="rank0", header={"policy": "p"}) as writer:
+        known = {
+            "task_id": "t",
+            "task_index": 3,
+            "sample": 0,
+            "reward": 1.0,
+            "policy_version": 0,
+            "node_rank": 0,
+        }
+        writer.append_group(3, [known])
+    KINDS[kind](theirs)
+    assert [part.tasks for part in parts_on_disk(folder, "train", 1)] == [(3,)]

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster import REPO
+from cluster import FAST, REPO, Cluster
 from fake_run import long_run
 from test_hostile_files import KINDS, SECRET
 
@@ -190,3 +190,30 @@ def test_top_shows_it_and_ends_by_a_signal(number: int, tmp_path: Path) -> None:
     assert SECRET not in text and "Traceback (most" not in text
     for order in ("\x1b]0;pwned", "\x1b]8;;", "\u202e", "\x1b[31mred"):
         assert order not in text
+
+
+@pytest.mark.usefixtures("canaries")
+def test_living_daemons_go_on_beside_all_that(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2, *FAST, "--iterations", "3", "toy.tasks=8") as cluster:
+        cluster.start()
+        cluster.in_phase(0, 2)
+        paths = RunPaths(cluster.log_path)
+        plant_beside_everything(paths)
+        for claims in paths.coordination.rglob("claims-*"):
+            for number, kind in enumerate(KINDS):
+                plant(claims, f"lot-0000-{900 + number:06d}", kind)
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said(0) + cluster.said(1)
+        assert SECRET not in cluster.said(0) + cluster.said(1)
+
+
+@pytest.mark.usefixtures("canaries")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_daemon_that_cannot_read_its_generation_still_ends_by_a_signal(kind: str, tmp_path: Path) -> None:
+    with Cluster(tmp_path, 1, *FAST, "coordination.outage_s=600", "toy.tasks=8") as cluster:
+        cluster.start()
+        cluster.in_phase(0, 2)
+        paths = RunPaths(cluster.log_path)
+        plant(paths.generations, paths.generation(2).name, kind)
+        cluster.beating(0, lambda beat: beat.counter > 3)
+        cluster.signal(0, signal.SIGTERM)
+        assert cluster.wait() == {0: 143}, cluster.said(0)

@@ -14,6 +14,7 @@ from fsbarrier.host.mounts import claims_unsafe
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import Context, PartOnDisk, Program
 from fsbarrier.protocol.state import Node
+from fsbarrier.reading import NotPlain, check_plain
 from fsbarrier.rundir.names import PART
 from fsbarrier.rundir.revisions import settings_in
 from fsbarrier.rundir.runrecord import RunRecord
@@ -74,6 +75,11 @@ def parts_on_disk(folder: Path, split: str, iteration: int) -> tuple[PartOnDisk,
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         part = PART.parse(path.name)
         if part is None or (part.split, part.iteration) != (split, iteration):
+            continue
+        try:
+            check_plain(path.lstat(), path)
+        except (NotPlain, IsADirectoryError):
+            # No node made it, so nothing in it counts: its tasks are rolled out, as if nothing had the name.
             continue
         scan = trajectories.scan_shard(path)
         if scan.groups:
