@@ -454,14 +454,13 @@ def test_one_of_several_nodes_never_becomes_a_run_of_one(
 
 
 def test_a_worker_that_contradicts_the_record(place: Path, quick: Call, real: Call) -> None:
-    made = real([*PING.split(), "--iterations", "1", "rollout.temperature=0.5"])
+    made = real([*PING.split(), "--iterations", "1", "rollout.seed=5"])
     assert made.returncode == 0, made.stderr
-    words = "run --master rollout.temperature=0.7"
-    said = refused(quick, words, place=place, says=["0.7", "(0.5, from run/run.json made by "])
+    words = "run --master rollout.seed=7"
+    said = refused(quick, words, place=place, says=["7", "(5, from run/run.json made by "])
     assert said.endswith("use another --log-path")
-    refused(
-        quick, "run --num-nodes 4", place=place, says=["--num-nodes 4 contradicts", "(1, from run/run.json"]
-    )
+    words = "run --master --program toy"
+    refused(quick, words, place=place, says=["--program toy contradicts", "(ping, from run/run.json"])
     refused(quick, "run --worker 1", place=place, says=["--worker 1: out of range, this run has one node"])
     refused(quick, "logs --node 7", place=place, says=["--node 7", "no such logs"])
 

@@ -35,7 +35,7 @@ class Log:
         monkeypatch.setattr(event_log, "time", self.clock)
         settings = resolve((), {"program": "toy", "num_nodes": 3}, cross_checks=False)
         self.record = runrecord.new(folder, settings, tasks={}, model=None)
-        self.log = event_log.EventLog(self.record, RULES, folder / "daemon.log")
+        self.log = event_log.EventLog(self.record, RULES, folder / "daemon.log", folder)
 
     def at(self, now: float, event: str, node: Node, **fields: Any) -> None:
         self.clock.now = now

@@ -130,7 +130,8 @@ def test_the_reference_policy_moves_every_so_often_and_is_kept(tmp_path: Path) -
     for version in range(1, 6):
         held_against.append(context.reference)
         needed = context.needed_beside(RunPaths(tmp_path).checkpoint(version, 1), version)
-        published = {"weights_publish": {"iteration": version, "value": dict(needed)}}
+        value = {"policy_version": version, **needed}
+        published = {"weights_publish": {"iteration": version, "value": value}}
         context = replace(context, iteration=version + 1, decisions=published)
     second, fourth = (RunPaths(tmp_path).checkpoint(version, 1) / "model" for version in (2, 4))
     assert held_against == [Path("first"), Path("first"), second, second, fourth]

@@ -344,7 +344,7 @@ def i11_no_wait_on_a_missing_name(history: History) -> Iterator[str]:
 
 def budget(nodes: int) -> float:
     """The most operations a node may need in a row without faults, not counting those by which it waits."""
-    return 3.75 + 0.2 / nodes
+    return 3.8 + 0.35 / nodes
 
 
 def i14_the_same_code(history: History) -> Iterator[str]:
