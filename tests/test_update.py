@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +105,6 @@ def test_an_update_goes_on_with_what_is_in_memory_only_if_that_is_what_the_run_s
         assert result is not None
         return result
 
-    def identity(name: str) -> str:
-        return checkpoints.identity(name, checkpoints.read_manifest(tmp_path / name).digest)
-
     work, updates = bench(tmp_path), Updates()
     work.nested["trainer"]["timeout_s"] = 60
     work.prepare()
@@ -113,18 +112,40 @@ def test_an_update_goes_on_with_what_is_in_memory_only_if_that_is_what_the_run_s
     (tmp_path / "merged").unlink()
     rollouts(tmp_path / "merged", AutoModelForCausalLM.from_pretrained(tmp_path / "v1" / "model"))
     work.prepare()
-    kept = update("v2", version=2, before="v1", policy=identity("v1"))
+    kept = update("v2", version=2, before="v1")
     assert kept["went_on"] is True and updates.stay()
-    # It holds version 2 now, and is asked for version 1: once by its name, once by a digest that is another's.
-    loaded = update("again", version=2, before="v1", policy=identity("v1"))
-    other = update("other", version=2, before="v1", policy=f"again:{'0' * 16}")
+    # It holds version 2 now, and is asked for version 1.
+    loaded = update("again", version=2, before="v1")
+    # Then for what has the name of what it holds, and is version 1.
+    shutil.copytree(tmp_path / "again", tmp_path / "made-again")
+    shutil.rmtree(tmp_path / "again")
+    shutil.copytree(tmp_path / "v1", tmp_path / "again")
+    other = update("other", version=2, before="again")
     assert loaded["went_on"] is other["went_on"] is False
-    assert largest_difference(work.weights("v2"), work.weights("again")) == 0
+    assert largest_difference(work.weights("v2"), work.weights("made-again")) == 0
     assert largest_difference(work.weights("v2"), work.weights("other")) == 0
-    for name in ("v2", "again"):
+    for name in ("v2", "made-again"):
         layout = json.loads((tmp_path / name / "trainer" / "layout.json").read_text())
         assert layout["optimizer_steps"] == 8
     leave()
+
+
+def test_another_policy_in_the_place_of_the_published_one_is_refused(tmp_path: Path) -> None:
+    """Whole and in itself right: its weights, its state and its manifest."""
+    work = bench(tmp_path)
+    work.prepare()
+    work.update("v1")
+    published = work.identity("v1")
+    # A run that an older fsbarrier began has published this digest: it is that of the file.
+    in_file = hashlib.sha256((tmp_path / "v1" / checkpoints.MANIFEST).read_bytes()).hexdigest()
+    assert published == f"v1:{in_file[:16]}"
+    shutil.rmtree(tmp_path / "v1")
+    work.nested["optimizer"]["lr"] = 1e-2
+    work.update("v1")
+    with pytest.raises(ProgramFailed, match=rf"v1 holds another policy than was published .*{published}\)"):
+        work.update("v2", version=2, before="v1", policy=published)
+    # A program of one's own may have published no digest.
+    checkpoints.check_identity(tmp_path / "v1", "v1:")
 
 
 def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:

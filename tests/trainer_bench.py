@@ -11,6 +11,8 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
 from fsbarrier.trajectories import ShardWriter
 
@@ -157,10 +159,17 @@ class Bench:
             "out": str(self.folder / out),
             "policy_version": version - 1,
             "new_policy_version": version,
-            "policy": "",
+            "policy": self.identity(before) if before else "start",
             "weights_dir": None,
         }
         return self.spec(out, **known | fields)
+
+    def identity(self, name: str) -> str:
+        """What tells the policy in the folder `name` from any other; nothing where that has no manifest that can be read."""
+        try:
+            return checkpoints.identity(name, checkpoints.read_manifest(self.folder / name).digest)
+        except ProgramFailed:
+            return ""
 
     def update(self, out: str, *, version: int = 1, before: str = "", **fields: Any) -> dict[str, Any]:
         """One update in this process; gives the result. Raises what it raises."""

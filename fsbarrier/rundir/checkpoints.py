@@ -75,6 +75,20 @@ def identity(folder: str, digest: str) -> str:
     return f"{folder}:{digest[:16]}"
 
 
+def check_identity(folder: Path, policy: str) -> None:
+    """The folder holds the policy that the run published, as `identity` names it. Raises ProgramFailed.
+
+    Comparing the files with the manifest cannot tell: in a folder that was replaced as a whole they agree. A program that publishes in
+    its own way may have named no digest; then there is nothing to compare.
+    """
+    published_digest = policy.rpartition(":")[2]
+    here = identity(folder.name, read_manifest(folder).digest)
+    if published_digest and here != policy:
+        raise ProgramFailed(
+            f"{folder} holds another policy than was published ({here} in the place of {policy})"
+        )
+
+
 def write_manifest(folder: Path, policy_version: int) -> Manifest:
     """Declare `folder` complete: flush, read and list every file in it. For whoever did not hash what it wrote. Raises OSError."""
     found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)

@@ -80,10 +80,6 @@ class Processes:
         dist.all_gather(everyone, values)
         return torch.stack(everyone)
 
-    def wait_for_all(self) -> None:
-        """Until every process is here. Not dist.barrier(), which on accelerators has to guess the device."""
-        self.sum(torch.zeros(1, device=self.device)).item()
-
     def peak_memory_bytes(self) -> int:
         """The most that any process has taken so far, of its accelerator's memory or of the host's."""
         if self.device.type == "cuda":

@@ -50,6 +50,7 @@ def begin(
     *,
     model: Path,
     trainer_state: Path | None,
+    policy: str,
     policy_version: int,
     first_model: Path,
 ) -> Beginning:
@@ -69,6 +70,7 @@ def begin(
     if trainer_state is None:
         return Beginning(load(model, [], policy_version), model, None)
     version = trainer_state.parent
+    checkpoints.check_identity(version, policy)
     try:
         here = model if copy is None else copy.place.nearest(model)
         trainer = load(here, [node.of_version(version.name) / "trainer", trainer_state], policy_version)

@@ -129,6 +129,7 @@ class Updates:
             copy,
             model=model,
             trainer_state=trainer_state,
+            policy=spec["policy"],
             policy_version=spec["policy_version"],
             first_model=Path(spec["first_model"]),
         )
