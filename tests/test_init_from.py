@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from test_export import checkpoint
+from test_export import checkpoint, weights
+from trainer_bench import run_script
 
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir import checkpoints, runrecord
@@ -56,7 +57,7 @@ def test_a_run_begins_with_its_own_copy_of_anothers_policy(
     words = (data, f"init_from={first}{named}")
     made = start(tmp_path / "run", *words)
     own = Path(str(made.record.model))
-    assert own == tmp_path / "run" / "first_policy" == Path(str(made.settings.model))
+    assert own == tmp_path / "run" / "first_policy" / "model" == Path(str(made.settings.model))
     shutil.rmtree(first)
     assert {path.name: path.read_bytes() for path in own.iterdir()} == expected
     # The same command goes on, without the other run.
@@ -100,3 +101,182 @@ def test_a_dry_run_copies_nothing(tmp_path: Path, first: Path, data: str) -> Non
     found = start(tmp_path / "run", data, f"init_from={first}@1", dry_run=True)
     assert str(found.settings.model).startswith(str(first))
     assert not (tmp_path / "run").exists()
+
+
+# --- with the state of the trainer ---------------------------------------------------------------------------------------
+
+
+def with_state(first: Path, version: int, **more: Any) -> None:
+    """Give a version a trainer state, in two parts. `more`: what its manifest says beside."""
+    folder = first / "checkpoints" / f"policy-{version:06d}.g0001"
+    counts = {"policy_version": version, "optimizer_steps": 7, "saved_s": 0.0, "worked_s": 0.0}
+    (folder / "trainer").mkdir(exist_ok=True)
+    layout = {"format": "fsbarrier-trainer/1", **counts, "scalars": {}, "tensors": {}}
+    (folder / "trainer" / "layout.json").write_text(json.dumps(layout))
+    for part in (0, 1):
+        (folder / "trainer" / f"part-{part:05d}.safetensors").write_text(f"part {part} of {version}")
+    manifest = checkpoints.write_manifest(folder, version)
+    later = {name: one for name, one in manifest.files.items() if "part-" in name and "state_in" in more}
+    here = {name: one for name, one in manifest.files.items() if name not in later}
+    checkpoints.commit(folder, checkpoints.Manifest(version, here, following=later, **more))
+
+
+STATE = ("init_optimizer=true", "rollout.tasks=1")
+
+
+@pytest.mark.parametrize("more", [{}, {"state_in": None}], ids=["saved at once", "brought later"])
+def test_a_run_begins_with_the_trainers_state_too(
+    tmp_path: Path, first: Path, data: str, more: dict[str, Any]
+) -> None:
+    with_state(first, 1, **more)
+    words = (data, f"init_from={first}@1", *STATE)
+    start(tmp_path / "run", *words)
+    shutil.rmtree(first)
+    own = tmp_path / "run" / "first_policy"
+    manifest = checkpoints.verify(own)
+    assert manifest.policy_version == 0 and checkpoints.newest_state(own) == "first_policy"
+    assert {name for name in manifest.files if name.startswith("trainer/")} == {
+        f"trainer/{name}" for name in ("layout.json", "part-00000.safetensors", "part-00001.safetensors")
+    }
+    layout = json.loads((own / "trainer" / "layout.json").read_text())
+    assert (layout["policy_version"], layout["optimizer_steps"]) == (0, 7)
+    assert (own / "trainer" / "part-00001.safetensors").read_text() == "part 1 of 1"
+    # The same command goes on, without the other run.
+    assert not start(tmp_path / "run", *words).created
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "words", "message"),
+    [
+        ("not brought", "@1", "version 1 has no whole trainer state in the shared directory"),
+        ("not brought", "@1", "the nearest version that has one is 2"),
+        ("", "@2", "the nearest version that has one is 1"),
+        ("", "@0", "policy version 0 has no whole trainer state"),
+        ("none at all", "", "policy version 2 has no whole trainer state"),
+        ("none at all", "", "no version of that run has one"),
+        ("another trainer's", "@1", "policy version 1 has no whole trainer state"),
+        ("", "@1 lora.rank=4", "the whole policy, and this run trains adapters of rank 4"),
+        ("", "@1 trainer.command=true", "not with trainer.command"),
+    ],
+)
+def test_a_run_does_not_begin_without_the_state_that_it_asks_for(
+    tmp_path: Path, first: Path, data: str, fault: str, words: str, message: str, dry_run: bool
+) -> None:
+    model = first / "checkpoints" / "policy-000001.g0001" / "model"
+    run = runrecord.load(first)
+    (first / "run.json").unlink()
+    runrecord.publish(runrecord.new(first, run.settings, tasks={}, model=str(model)))
+    if fault != "none at all":
+        with_state(first, 1, **({"state_in": None} if fault == "not brought" else {}))
+    if fault == "not brought":
+        with_state(first, 2)
+        (model.parent / "trainer" / "part-00001.safetensors").unlink()
+    if fault == "another trainer's":
+        (model.parent / "trainer" / "layout.json").unlink()
+        checkpoints.write_manifest(model.parent, 1)
+    named, *more = words.split() or [""]
+    with pytest.raises(UsageError) as caught:
+        start(tmp_path / "run", data, f"init_from={first}{named}", *STATE, *more, dry_run=dry_run)
+    assert message in str(caught.value) and "init_optimizer" in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["layout.json", "part-00001.safetensors"])
+def test_nothing_begins_with_a_damaged_state(tmp_path: Path, first: Path, data: str, name: str) -> None:
+    with_state(first, 1)
+    damaged = first / "checkpoints" / "policy-000001.g0001" / "trainer" / name
+    damaged.write_bytes(damaged.read_bytes().replace(b"1", b"2"))
+    with pytest.raises(UsageError, match="differs from what MANIFEST"):
+        start(tmp_path / "run", data, f"init_from={first}@1", *STATE)
+    assert not runrecord.exists(tmp_path / "run")
+
+
+def test_the_model_of_another_runs_adapters_comes_along(tmp_path: Path, data: str) -> None:
+    """Also from a run that itself came from another one."""
+    base, adapters = tmp_path / "base", Settings.from_json({**Settings().as_json(), "lora": {"rank": 4}})
+    base.mkdir()
+    (base / "config.json").write_text('{"model_type": "llama"}')
+    (base / "model.safetensors").write_bytes(weights("what the adapters were put into"))
+    first = tmp_path / "first"
+    runrecord.publish(runrecord.new(first, adapters, tasks={}, model=str(base)))
+    for version in (1, 2):
+        folder = checkpoint(first, version, 1, f"weights {version}", complete=False)
+        (folder / "model" / "config.json").write_text('{"model_type": "llama"}')
+        (folder / "model" / "tokenizer.json").write_text("{}")
+        with_state(first, version)
+    second, third = tmp_path / "second", tmp_path / "third"
+    start(second, data, f"init_from={first}@2", *STATE, "lora.rank=4")
+    shutil.copytree(first / "checkpoints", second / "checkpoints")
+    shutil.rmtree(first)
+    shutil.rmtree(base)
+    start(third, data, f"init_from={second}@1", *STATE, "lora.rank=4")
+    for run in (second, third):
+        copied = run / "first_policy" / "base" / "model.safetensors"
+        assert copied.read_bytes() == weights("what the adapters were put into")
+    shutil.rmtree(second / "first_policy" / "base")
+    with pytest.raises(UsageError, match="that its adapters were put into is gone"):
+        start(tmp_path / "fourth", data, f"init_from={second}@1", *STATE, "lora.rank=4")
+
+
+# --- the update that it goes on with ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.torch
+def test_the_first_update_is_to_the_last_bit_the_other_runs_next_one(tmp_path: Path) -> None:
+    run_script("init_optimizer_updates.py", tmp_path, "1x1:none:3", "2x1:none:3")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("rank", "folder"), [(0, "model"), (4, "base")])
+def test_a_run_that_goes_back_to_its_beginning_goes_on_from_the_state_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, folder: str
+) -> None:
+    from fsbarrier.training import resume
+    from fsbarrier.training.node_state import NodeState
+    from fsbarrier.training.trainer_state import StateGone
+
+    first_policy, version = tmp_path / "first_policy", tmp_path / "checkpoints" / "policy-000001.g0001"
+    version.mkdir(parents=True)
+    checkpoints.commit(version, checkpoints.Manifest(1, {}, state_in=None))
+    loaded: list[dict[str, Any]] = []
+
+    def load(*_: Any, **place: Any) -> str:
+        loaded.append(place)
+        if len(loaded) == 1:
+            raise StateGone
+        return "trainer"
+
+    monkeypatch.setattr(resume.Trainer, "load", load)
+    nested: dict[str, Any] = {**Settings().as_json(), "init_from": "other", "init_optimizer": True}
+    start = resume.begin(
+        *(cast(Any, None), Settings.from_json({**nested, "lora": {"rank": rank}})),
+        *(NodeState(tmp_path / "node", range(1)), None),
+        model=version / "model",
+        trainer_state=version / "trainer",
+        policy_version=1,
+        first_model=first_policy / "model",
+    )
+    assert loaded[-1] == {
+        "model_folder": first_policy / folder,
+        "state_folders": [first_policy / "trainer"],
+        "policy_version": 0,
+    }
+    assert start.state_in is None and start.model == first_policy / "model" and start.went_back
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "2x1:all:3:bf16>1x1:none:3:bf16",
+        "1x2:node:3>2x1:none:3",
+        "1x2:all:3:lora",
+        "1x2:auto:5:zero3>1x2:all:5",
+        "1x2:all:5>2x1:auto:5:zero2",
+    ],
+)
+def test_the_first_update_is_the_same_however_the_state_was_made(tmp_path: Path, case: str) -> None:
+    run_script("init_optimizer_updates.py", tmp_path, case)

@@ -122,7 +122,11 @@ class RunPaths:
 
     @property
     def first_policy(self) -> Path:
-        """The run's own copy of the policy of another run that it began with."""
+        """The run's own copy of the policy version of another run that it began with (`init_from`): `model/`.
+
+        With `init_optimizer` also `trainer/` and MANIFEST.json, as policy version 0, and with LoRA `base/`, the model that its adapters
+        are put into.
+        """
         return self.root / "first_policy"
 
     @property

@@ -146,6 +146,14 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
         f"{as_chosen('eval_interval')}: evaluates nothing, and {as_chosen('rollout_split')} does nothing else",
     )
     require(
+        not s.init_optimizer or s.init_from is not None,
+        f"{as_chosen('init_optimizer')}: only with init_from, which names the run that has the state",
+    )
+    require(
+        not s.init_optimizer or s.trainer.command is None,
+        f"{as_chosen('init_optimizer')}: not with trainer.command; a trainer of your own keeps a state of its own form",
+    )
+    require(
         c.beat_s < c.suspect_s,
         f"{as_chosen('coordination.beat_s')}: must be below {as_chosen('coordination.suspect_s')}",
     )

@@ -595,6 +595,10 @@ class Settings(Section):
         None,
         "Begin with another run's policy, `RUN_DIRECTORY@VERSION` (without @VERSION: the one that it serves), in place of `model`.",
     )
+    init_optimizer: bool = setting(
+        False,
+        "With `init_from`: take over the state of that version's optimizer too, and how many steps it has made.",
+    )
     program: Name = setting("rl", "`rl`, `toy`, `ping`, or your own FILE.py.")
     rl_phase: RlPhase = setting("both", "Phases 0-6, 7-13, or all.", EACH_START)
     rollout_split: Literal["train-only", "eval-only"] | None = setting(

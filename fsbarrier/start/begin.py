@@ -153,9 +153,12 @@ def _create(
     _check_slice(settings, program)
     _check_own(settings, program, request.environ)
     tasks, model = _inputs(settings, program, request.environ, is_demo)
-    if policy is not None and settings.init_from is not None and not request.dry_run:
-        files.set_shared_group(settings.shared_group)
-        model = str(other_runs_policy.copy(settings.init_from, policy, RunPaths(log_path).first_policy))
+    if policy is not None:
+        state = other_runs_policy.find_state(settings, policy) if settings.init_optimizer else None
+        if not request.dry_run:
+            files.set_shared_group(settings.shared_group)
+            first_policy = RunPaths(log_path).first_policy
+            model = str(other_runs_policy.copy(str(settings.init_from), policy, state, first_policy))
     settings = replace(settings, model=model)
     record = runrecord.new(log_path, settings, tasks=tasks, model=model)
     if request.dry_run:

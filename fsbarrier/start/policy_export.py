@@ -57,10 +57,8 @@ def find(record: RunRecord, wanted: int | None) -> Exported:
         state = any(name.startswith("trainer/") for name in manifest.files)
         trainer = folder / "trainer" if state else None
         return Exported(manifest.policy_version, folder / "model", trainer, digests, record.log_path)
-    if not wanted and record.model is not None:
-        model = Path(record.model)
-        root = record.log_path if model.is_relative_to(record.log_path) else None
-        return Exported(0, model, root=root)
+    if not wanted and (first := first_model(record)) is not None:
+        return first
     if wanted is None:
         raise UsageError(
             f"--log-path {record.log_path}: this run has no policy (program {record.settings.program})"
@@ -69,6 +67,15 @@ def find(record: RunRecord, wanted: int | None) -> Exported:
     raise UsageError(
         f"--policy-version {wanted}: not on disk; there are {kept} (checkpoint.keep says how many stay)"
     )
+
+
+def first_model(record: RunRecord) -> Exported | None:
+    """What the run began with, which no manifest lists; None: a program without a model."""
+    if record.model is None:
+        return None
+    model = Path(record.model)
+    root = record.log_path if model.is_relative_to(record.log_path) else None
+    return Exported(0, model, root=root)
 
 
 def served_folder(log_path: Path) -> Path | None:
@@ -119,11 +126,15 @@ def _copy(chosen: Exported, out: Path) -> None:
         _copy_first_model(chosen, out)
     for name, digest in chosen.digests.items():
         files.make_dirs((out / name).parent)
-        if copy_hashed(chosen.model / name, out / name, chosen.root) != digest:
-            path = chosen.model / name
-            raise ProgramFailed(
-                f"{path} differs from what {checkpoints.MANIFEST} says: it was changed or damaged"
-            )
+        copy_listed(chosen.model / name, out / name, digest, chosen.root)
+
+
+def copy_listed(source: Path, target: Path, digest: FileDigest, root: Path | None) -> None:
+    """Copy a file that a manifest lists with this digest. Raises OSError, ProgramFailed."""
+    if copy_hashed(source, target, root) != digest:
+        raise ProgramFailed(
+            f"{source} differs from what {checkpoints.MANIFEST} says: it was changed or damaged"
+        )
 
 
 def _copy_first_model(chosen: Exported, out: Path) -> None:

@@ -59,16 +59,19 @@ def begin(
     Without any state to go on from, what was learned since the last one cannot be trained further as it was: the policy goes back to
     the version that has one. Raises what Trainer.load raises.
     """
+    # With init_optimizer the first model has a trainer state beside it, and the model that its adapters were put into.
+    base = first_model.with_name("base") if settings.init_optimizer else first_model
+    first_states = [first_model.with_name("trainer")] if settings.init_optimizer else []
 
     def load(weights: Path, states: Sequence[Path], number: int) -> Trainer:
         # Adapters are put into the first model, and the state holds them.
-        folder = first_model if settings.lora.rank else weights
+        folder = base if settings.lora.rank else weights
         return Trainer.load(
             *(processes, settings), model_folder=folder, state_folders=states, policy_version=number
         )
 
     if trainer_state is None:
-        return Beginning(load(model, [], policy_version), model, None)
+        return Beginning(load(model, first_states, policy_version), model, None)
     version = trainer_state.parent
     checkpoints.check_identity(version, policy)
     try:
@@ -77,7 +80,7 @@ def begin(
         return Beginning(trainer, model, checkpoints.newest_state(version))
     except StateGone:
         state_in = checkpoints.read_manifest(version).state_in
-    origin, states, number = first_model, [], 0
+    origin, states, number = first_model, first_states, 0
     if state_in is not None:
         before = version.parent / state_in
         origin, states = before / "model", [before / "trainer"]
