@@ -15,7 +15,7 @@ from fsbarrier.printable import printable, without_passwords
 from fsbarrier.rundir.journal import Journal
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.resolve import resolve
-from fsbarrier.supervision.secret_variables import without_secrets
+from fsbarrier.supervision.secret_variables import TRACKERS_KEYS, without_secrets
 from fsbarrier.supervision.supervisor import Child
 
 CANARY = "hunter2canary"
@@ -76,6 +76,25 @@ def test_the_engine_and_programs_without_code_of_the_users_get_no_keys(
     assert CANARY not in _environment(argv, settings).values()
     for argv in (("python", "-m", "fsbarrier.workers.rollout"), ("mine.py",)):
         assert _environment(argv, settings)["JUDGE"] == CANARY
+
+
+def test_only_their_own_program_gets_the_keys_of_a_runs_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "CLEARML_API_SECRET_KEY", "COMET_API_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, CANARY)
+    for trackers, kept in (
+        ("", {"WANDB_API_KEY", "CLEARML_API_SECRET_KEY", "COMET_API_KEY", "HF_TOKEN"}),
+        ("wandb,clearml,trackio", {"COMET_API_KEY", "HF_TOKEN"}),
+    ):
+        settings = resolve([], {"tracker.names": trackers}, cross_checks=False)
+        for argv in (("python", "-m", "fsbarrier.workers.rollout"), ("mine.py",)):
+            found = _environment(argv, settings)
+            assert {name for name, value in found.items() if value == CANARY} == kept
+
+
+def test_the_trackers_whose_keys_are_known_are_trackers() -> None:
+    for name, keys in TRACKERS_KEYS.items():
+        assert resolve([], {"tracker.names": name}, cross_checks=False).tracker.names == (name,)
+        assert not without_secrets(dict.fromkeys(keys, "x"))
 
 
 def test_settings_that_are_shown_have_no_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

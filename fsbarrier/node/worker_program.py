@@ -15,7 +15,7 @@ from fsbarrier.node.job import Cancelled, Job, NodeUnfit, Result, Workplace, jou
 from fsbarrier.program import Command, Context, Keep
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.kept_program import KeptProgram
-from fsbarrier.supervision.secret_variables import without_secrets
+from fsbarrier.supervision.secret_variables import without_secrets, without_trackers_keys
 from fsbarrier.supervision.supervisor import Child, with_this_package
 from fsbarrier.supervision.worker_contract import WorkerFiles, read_result
 
@@ -76,9 +76,11 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
 
 
 def _environment(argv: Sequence[str], settings: Settings) -> Mapping[str, str]:
-    """Ours. The programs in which no code of the user's runs get no keys; a reward, an agent or a trainer may have a use for any."""
+    """Ours, less keys. Programs in which no code of the user's runs get none; a reward, an agent or a trainer may have a use for any
+    but those of the run's trackers.
+    """
     if program_name(argv) not in NO_SECRETS:
-        return os.environ
+        return without_trackers_keys(os.environ, settings.tracker.names)
     return without_secrets(os.environ, (settings.judge.api_key_env, settings.engine.api_key_env))
 
 
