@@ -240,14 +240,19 @@ def test_in_debug_mode_the_server_is_asked_and_never_told(
 @pytest.mark.engine
 @pytest.mark.torch
 @pytest.mark.timeout(600)
-def test_the_real_vllm_serves_reloads_and_comes_back(tmp_path: Path) -> None:
+def test_the_real_vllm_serves_reloads_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     first, second = make_model(tmp_path / "first", 1), make_model(tmp_path / "second", 2)
     settings = resolve([], {"rollout.max_tokens": 8, "engine.kv_cache_mb": 64})
     engine = Engine(settings.engine, log_file=tmp_path / "vllm.log", work_dir=tmp_path / "work")
     try:
         info = engine.ensure(first, 0, cancel=NEVER)
         everybody = processes.below(os.getpid())
+        # Its processes' own sockets are no more in the way of other users than the one where it listens.
+        assert not [path for path in temporary.rglob("*") if path.is_socket()]
         prompts = ["ba=", "dcba=", [{"role": "user", "content": "fedc"}], "a" * 200]
         said, made = roll_out(tmp_path / "one", info, 0, prompts[:3])
         assert (

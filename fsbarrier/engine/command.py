@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from fsbarrier.engine.model import ModelFolder
 from fsbarrier.settings.sections import EngineSettings
@@ -38,6 +39,7 @@ class Plan:
     python: str
     model: ModelFolder
     settings: EngineSettings
+    # Where it listens. Its processes' own sockets lie beside it.
     socket: str
     seed: int
     accelerated: bool
@@ -118,8 +120,9 @@ def environment(plan: Plan, environ: Mapping[str, str], api_key: str) -> dict[st
         "VLLM_API_KEY": api_key,
         # For reload_weights and sleep. They are reached on loopback only, and behind KeyGuard.
         "VLLM_SERVER_DEV_MODE": "1",
-        # What its processes tell each other stays on this machine.
+        # What its processes tell each other stays on this machine, and through sockets that nobody else can reach.
         "VLLM_HOST_IP": HOST,
+        "VLLM_RPC_BASE_PATH": str(Path(plan.socket).parent),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",

@@ -34,6 +34,8 @@ from fsbarrier.supervision.secret_variables import without_secrets
 
 # As many bytes as the path of a socket may have, by unix(7), less the end of the text.
 SOCKET_PATH_BYTES = 107
+# vLLM names the sockets between its processes by a UUID.
+SOCKET_NAME_BYTES = 36
 
 # What became of a release, for the journal: "action" (keep, sleep, stop, none, external), "reason", and where something
 # was waited for, "seconds" and "seen": how it is known that the memory is free.
@@ -246,7 +248,8 @@ class Engine:
 
     def _short_socket(self) -> Path:
         """Where the server listens: in the work folder, or where a temporary directory's path is too long, in a folder of its own."""
-        if len(os.fsencode(self._socket)) > SOCKET_PATH_BYTES:
+        longest_name = max(SOCKET_NAME_BYTES, len(os.fsencode(self._socket.name)))
+        if len(os.fsencode(self._socket.parent)) + 1 + longest_name > SOCKET_PATH_BYTES:
             self._socket = Path(tempfile.mkdtemp(prefix="fsbarrier-", dir="/tmp")) / self._socket.name
         return self._socket
 
