@@ -1,10 +1,10 @@
 """The same batch trained on by 1 to 4 processes on 1 to 3 nodes, sharded in every way, in any micro-batches: always the same update.
 
 `python parallel_updates.py FOLDER CASE...`, a case like `2x1:node:3`: 2 nodes of 1 process each, trainer.shard=node, 3 trajectories a
-micro-batch; after it `bf16`: in bfloat16; `zero1` and so on: with DeepSpeed. `tied` among the cases: of a model whose output head is its
-embedding. Each process is forked, so that torch is imported once. It fails where a case is not within 1e-6 of one process alone, where a
-second run differs from the first in a single bit, or where the log-probabilities computed beforehand are not exactly those that are
-then trained with.
+micro-batch (`20t`: 20 tokens); after it `bf16`: in bfloat16; `zero1` and so on: with DeepSpeed; `lora`: adapters alone. `tied` among
+the cases: of a model whose output head is its embedding. Each process is forked, so that torch is imported once. It fails where a case
+is not within 1e-6 of one process alone, where a second run differs from the first in a single bit, or where the log-probabilities
+computed beforehand are not exactly those that are then trained with.
 """
 
 from __future__ import annotations
@@ -63,11 +63,14 @@ class Case:
         self.text = text
         place, self.shard, micro_batch, *more = text.split(":")
         self.nodes, self.per_node = map(int, place.split("x"))
-        self.micro_batch = int(micro_batch)
+        in_tokens = micro_batch.endswith("t")
+        self.micro_batch = None if in_tokens else int(micro_batch)
+        self.tokens = int(micro_batch[:-1]) if in_tokens else 8192
         self.dtype = "bfloat16" if "bf16" in more else "float32"
         self.offload = next((one for one in more if one in ("optimizer", "all")), "none")
         self.zero = next((int(one[-1]) for one in more if one.startswith("zero")), None)
         self.checkpointing = "checkpointing" in more
+        self.lora = "lora" in more
 
     def run(self, folder: Path) -> dict[str, Any]:
         """Train with it; gives what the first process found."""
@@ -100,6 +103,7 @@ class Case:
             "shard": self.shard,
             "offload": self.offload,
             "micro_batch": self.micro_batch,
+            "max_tokens_per_micro_batch": self.tokens,
             "dtype": self.dtype,
             "gradient_checkpointing": self.checkpointing,
         }
@@ -111,11 +115,14 @@ class Case:
         nested["algorithm"]["max_logprob_gap"] = 1.0
         nested["trainer"] |= trainer_settings
         nested["algorithm"] |= ALGORITHM
+        nested["lora"]["rank"] = 4 if self.lora else 0
         return Bench(folder, nested).settings
 
     def update(self, folder: Path, *, recompute: bool = False) -> dict[str, Any]:
         chosen = self.settings(folder)
         batch = TrainingBatch.load(folder / "batch")
+        # As an update's program does: adapters begin at random.
+        torch.manual_seed(1)
         trainer = Trainer.load(
             Processes(chosen.trainer),
             chosen,
@@ -123,15 +130,22 @@ class Case:
             state_folders=[],
             policy_version=0,
         )
+        trained = trainer.backend.trained
+        for name, one in trained.items():
+            # An adapter's second half begins at zero, and so the first half would have no gradient.
+            if "lora_B" in name:
+                one.data.fill_(0.02)
         if recompute:
-            batch = recomputed(trainer, batch, self.micro_batch)
+            batch = recomputed(trainer, batch, self.micro_batch, self.tokens)
+        before = {name: whole(one) for name, one in trained.items()}
         sums = step(trainer, batch, chosen, folder)
         state = trainer.backend.optimizer.state
         weights, moments = {}, {}
-        for name, one in trainer.backend.trained.items():
+        for name, one in trained.items():
             weights[name] = whole(one)
             moments[name] = whole(state[one]["exp_avg"])
         return {
+            "before": before,
             "weights": weights,
             "moments": moments,
             "gap": sums.gap.maximum,
@@ -158,10 +172,10 @@ def whole(tensor: Any) -> Tensor:
     return found.view(tensor.shape)
 
 
-def recomputed(trainer: Trainer, batch: TrainingBatch, micro_batch: int) -> TrainingBatch:
+def recomputed(trainer: Trainer, batch: TrainingBatch, most: int | None, most_tokens: int) -> TrainingBatch:
     """The batch with the trainer's own log-probabilities, of this process's sequences, before anything is trained."""
     logprobs, processes = batch.logprobs.clone(), trainer.processes
-    chosen = {"most": micro_batch, "most_tokens": 8192, "packed": trainer.packs}
+    chosen = {"most": most, "most_tokens": most_tokens, "packed": trainer.packs}
     for indices in plan(batch.steps[0].tolist(), batch.lengths(), processes.world, **chosen)[processes.rank]:
         micro = MicroBatch.of(
             batch, indices or batch.steps[0][:1].tolist(), processes.device, packed=trainer.packs
@@ -178,8 +192,8 @@ def flat(weights: dict[str, Tensor]) -> Tensor:
     return torch.cat([one.flatten() for one in weights.values()]).double()
 
 
-def make_batch(folder: Path, *, tied: bool) -> Any:
-    """The batch in `folder`, and its model, which is given back."""
+def make_batch(folder: Path, *, tied: bool) -> None:
+    """The batch in `folder`, and its model."""
     torch.set_num_threads(1)
     folder.mkdir(exist_ok=True)
     model = small_model(folder / "model", tied=tied)
@@ -195,26 +209,30 @@ def make_batch(folder: Path, *, tied: bool) -> Any:
     batch = torch.load(folder / "batch", weights_only=True)
     batch["steps"] = [batch["steps"][0][:22]]
     torch.save(batch, folder / "batch")
-    return model
 
 
 def import_before_forking(cases: list[str]) -> None:
     """What every process would import for itself when it first needs it, which takes longer than all its updates."""
     import torch.distributed.checkpoint  # noqa: F401
 
+    if any("lora" in text for text in cases):
+        import peft  # noqa: F401
     if any(Case(text).zero is not None for text in cases if text != "tied"):
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 
 def main(folder: Path, cases: list[str]) -> None:
     import_before_forking(cases)
-    model = make_batch(folder, tied="tied" in cases)
-    before = flat(dict(model.named_parameters())).detach()
-    alone = Case(ALONE).run(folder)
-    gradient, change = flat(alone["moments"]), flat(alone["weights"]) - before
-    clear = gradient.abs() > CLEAR * gradient.abs().max()
+    make_batch(folder, tied="tied" in cases)
+    alone_in: dict[bool, dict[str, Any]] = {}
     for text in (one for one in cases if one != "tied"):
         case = Case(text)
+        if case.lora not in alone_in:
+            alone_in[case.lora] = Case(ALONE + ":lora" * case.lora).run(folder)
+        alone = alone_in[case.lora]
+        before, gradient = flat(alone["before"]), flat(alone["moments"])
+        change = flat(alone["weights"]) - before
+        clear = gradient.abs() > CLEAR * gradient.abs().max()
         found = case.run(folder)
         off = flat(found["weights"]) - before - change
         apart = (

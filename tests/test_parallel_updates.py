@@ -44,6 +44,16 @@ def test_the_update_is_the_same_in_every_way(tmp_path: Path, shard: str) -> None
     run_script("parallel_updates.py", tmp_path / "tied", "tied", f"1x3:{shard}:4", f"2x2:{shard}:4")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_adapters_and_budgets_of_tokens_make_the_same_update_on_one_two_and_three_processes(
+    tmp_path: Path,
+) -> None:
+    cases = [f"1x{world}:{shard}:20t" for world in (1, 2, 3) for shard in ("none", "all")]
+    more = [f"1x2:{shard}:9t:lora:bf16" for shard in ("none", "all")]
+    run_script("parallel_updates.py", tmp_path, *cases, *(f"{case}:lora" for case in cases), *more)
+
+
 def test_a_process_that_holds_shards_never_has_the_model_whole(tmp_path: Path) -> None:
     import torch
     from trainer_bench import tiny_model
