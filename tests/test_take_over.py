@@ -318,3 +318,12 @@ def test_of_more_groups_the_first_with_signal_are_kept(tmp_path: Path) -> None:
     assert metadata["rolled_out"] == {"trajectories": 12, "reward_mean": 0.75}
     assert merge(4)[0] == [0, 2, 3, 5]  # too few with signal: filled up
     assert merge(100)[0] == list(range(6))
+
+
+def test_claims_are_not_written_through_a_link(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "claims"
+    outside.mkdir()
+    folder.symlink_to(outside)
+    with pytest.raises(StoreError, match="claims"):
+        claims(folder, [[1, 2], [3]], 0).take()
+    assert list(outside.iterdir()) == []

@@ -75,7 +75,7 @@ class Claims:
         # Claimed by an earlier start of this very program, which was cut off.
         self._earlier: tuple[int, ...] = ()
         if folder is not None:
-            _retry(lambda: files.make_dirs(folder), folder, "made")
+            _retry(lambda: files.make_dirs_below(folder.parent, folder), folder, "made")
             self._earlier = self._of_an_earlier_start(folder)
 
     @property
