@@ -1,21 +1,27 @@
-"""The architectures that people train, from rollouts through update, reload and log-probability check to the export, with real vLLM."""
+"""The architectures that people train, from rollouts through update, reload and log-probability check to the export, with real vLLM.
+
+And exports of what several processes trained, each with a part of it: vLLM serves them as the trainer computes.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_bench import NEVER, largest_gap, make_model, roll_out
-from trainer_bench import Bench, settings, write_groups
+from trainer_bench import Bench, rollouts, settings, write_groups
 
+from fsbarrier.cli import main
 from fsbarrier.engine.engine import Engine, EngineInfo
-from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir import checkpoints, runrecord
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.start.policy_export import Exported, export
 
-pytestmark = [pytest.mark.engine, pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 PROMPTS = ["ba=", "dcba=", "a"]
 
@@ -31,6 +37,11 @@ def rolled_out(work: Bench, info: EngineInfo, version: int) -> list[dict[str, An
     write_groups(work.folder / "merged", list(groups.values()))
     work.prepare(policy_version=version, iteration=version + 1)
     return made
+
+
+def real_engine(folder: Path) -> Engine:
+    chosen = resolve([], {"rollout.max_tokens": 8, "engine.kv_cache_mb": 64}).engine
+    return Engine(chosen, log_file=folder / "vllm.log", work_dir=folder / "work")
 
 
 @pytest.mark.parametrize(
@@ -52,11 +63,7 @@ def test_from_rollouts_to_the_export(tmp_path: Path, architecture: str, tied: bo
         tmp_path,
         settings(rollout__temperature=0.7, optimizer__lr=1e-2, trainer__minibatch=40, lora__rank=lora),
     )
-    engine = Engine(
-        resolve([], {"rollout.max_tokens": 8, "engine.kv_cache_mb": 64}).engine,
-        log_file=tmp_path / "vllm.log",
-        work_dir=tmp_path / "work",
-    )
+    engine = real_engine(tmp_path)
     try:
         started = engine.ensure(first, 0, cancel=NEVER)
         rolled_out(work, started, 0)
@@ -79,3 +86,62 @@ def test_from_rollouts_to_the_export(tmp_path: Path, architecture: str, tied: bo
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
     assert (tmp_path / "out" / "adapter").is_dir() == (lora > 0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tied", "way", "precision"),
+    [
+        ("Llama", False, "zero3", None),
+        ("Qwen3", True, "zero3", "fp32"),
+        ("Qwen2", False, "lora", None),
+    ],
+)
+def test_an_export_of_what_two_processes_trained_in_parts(
+    tmp_path: Path, architecture: str, tied: bool, way: str, precision: str | None
+) -> None:
+    """`fsbarrier export`; vLLM serves that folder alone; and the same processes go on, from the state that belongs to it,
+    with what it sampled: what they compute themselves is what it says."""
+    from transformers import AutoModelForCausalLM
+
+    first = make_model(tmp_path / "model", 1, tied=tied, architecture=architecture)
+    work = Bench(tmp_path, settings(rollout__temperature=0.7, optimizer__lr=1e-2, trainer__minibatch=40))
+    if way == "zero3":
+        file = tmp_path / "ds.json"
+        file.write_text('{"zero_optimization": {"stage": 3}}')
+        work.nested["trainer"] |= {"backend": "deepspeed", "deepspeed": str(file)}
+    else:
+        work.nested["trainer"]["shard"] = "all"
+        work.nested["lora"]["rank"] = 4
+    rollouts(tmp_path / "merged", AutoModelForCausalLM.from_pretrained(first), temperature=0.7, vocabulary=20)
+    work.prepare()
+    ((process, said),) = work.torchrun(work.update_spec("v1"), processes=2)
+    assert process.returncode == 0, said
+    distributed = json.loads((tmp_path / "v1.result").read_text())["distributed"]
+    how = "DeepSpeed ZeRO-3 on" if way == "zero3" else "sharded over"
+    assert distributed == f"{how} 2 processes (float32)"
+
+    run = tmp_path / "run"
+    runrecord.publish(runrecord.new(run, work.settings, tasks={}, model=str(first)))
+    published = RunPaths(run).checkpoint(1, 1)
+    published.parent.mkdir(parents=True, exist_ok=True)
+    os.rename(tmp_path / "v1", published)
+    checkpoints.publish_link(run, published)
+    out, words = tmp_path / "out", ["--dtype", precision] if precision else []
+    assert main(["export", str(out), "--log-path", str(run), *words]) == 0
+
+    engine = real_engine(tmp_path)
+    try:
+        made = rolled_out(work, engine.ensure(out, 1, cancel=NEVER), 1)
+    finally:
+        engine.stop()
+    os.rename(published, tmp_path / "v1")
+    bound = 1e-4
+    work.nested["algorithm"]["max_logprob_gap"] = bound
+    ((process, said),) = work.torchrun(work.update_spec("v2", version=2, before="v1"), processes=2)
+    assert process.returncode == 0, said
+    gap = json.loads((tmp_path / "v2.result").read_text())["logprob_gap_max"]
+    assert gap < bound and largest_gap(out, made, 0.7) < bound, gap
+    # Neither is what it began with.
+    assert largest_gap(first, made, 0.7) > 1e-2
+    exact = AutoModelForCausalLM.from_pretrained(out)
+    assert (exact.get_input_embeddings().weight is exact.get_output_embeddings().weight) == tied
