@@ -18,6 +18,7 @@ from cluster import FAST, REPO, Cluster
 
 from fsbarrier import files
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.trajectories import scan_shard
 
 TASKS = 24
 
@@ -168,7 +169,8 @@ def unadopted_part(run: Path) -> None:
 
 def flip_a_byte(run: Path) -> None:
     data = bytearray(merged(run).read_bytes())
-    data[len(data) // 2] ^= 1
+    # Between two entries there is room that means nothing.
+    data[scan_shard(merged(run)).groups[0].body_offset + 1] ^= 1
     merged(run).write_bytes(data)
 
 

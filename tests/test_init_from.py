@@ -254,6 +254,7 @@ def test_a_run_that_goes_back_to_its_beginning_goes_on_from_the_state_that_it_be
         *(NodeState(tmp_path / "node", range(1)), None),
         model=version / "model",
         trainer_state=version / "trainer",
+        policy="",
         policy_version=1,
         first_model=first_policy / "model",
     )

@@ -167,7 +167,8 @@ class Bench:
     def identity(self, name: str) -> str:
         """What tells the policy in the folder `name` from any other; nothing where that has no manifest that can be read."""
         try:
-            return checkpoints.identity(name, checkpoints.read_manifest(self.folder / name).digest)
+            folder = self.folder / name
+            return checkpoints.identity(folder.name, checkpoints.read_manifest(folder).digest)
         except ProgramFailed:
             return ""
 
