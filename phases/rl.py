@@ -360,10 +360,8 @@ def learned_from(ctx: Context) -> list[str]:
     if elsewhere:
         return [elsewhere]
     if aggregated:
-        named, folder = (
-            (aggregated["merged"], *aggregated.get("earlier", ())),
-            ctx.paths.trajectories("train"),
-        )
+        named = (aggregated["merged"], *aggregated.get("earlier", ()))
+        folder = ctx.paths.trajectories("train")
         return [str(ctx.named_in(folder, path)) for path in named]
     first = max(1, ctx.iteration - ctx.settings.update.recency + 1)
     return [str(ctx.paths.merged("train", n)) for n in range(ctx.iteration, first - 1, -1)]

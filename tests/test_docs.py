@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from test_hygiene import ROOT, relative
 
 from fsbarrier import cli, run_command
 from fsbarrier.commands import flags
@@ -19,17 +20,12 @@ from fsbarrier.errors import FsbarrierError
 from fsbarrier.settings.resolve import known_names, resolve
 from fsbarrier.settings.sources import from_words
 
-ROOT = Path(__file__).resolve().parent.parent
 #: What stands for "and whatever else you need".
 ELLIPSES = {"...", "…"}
 #: What looks like a setting: a log, a file, a method, and an entry of DeepSpeed's.
 NO_SETTINGS = {"rollout.log", "toy.py", "judge.ask", "optimizer.type"}
 #: Ends a command inside a line.
 OPERATORS = {"|", "||", "&", "&&", ";", ">", ">>", "<", "(", ")"}
-
-
-def relative(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 def documents() -> list[Path]:
@@ -41,6 +37,11 @@ def documents() -> list[Path]:
     ]
 
 
+def running_text(text: str) -> str:
+    """A document without its code blocks."""
+    return re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
 def anchors(path: Path) -> set[str]:
     """The headings of a document as link targets."""
     headings = re.findall(r"^#+ +(.*)$", path.read_text(), re.MULTILINE)
@@ -49,8 +50,7 @@ def anchors(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", documents(), ids=relative)
 def test_links_lead_somewhere(path: Path) -> None:
-    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r"\]\(([^)\s]+)\)", running_text(path.read_text())):
         name, _, anchor = target.partition("#")
         if re.match(r"[a-z]+:", name):
             continue
@@ -140,7 +140,7 @@ def test_every_setting_in_running_text_exists() -> None:
 
 def _without_the_others_words(path: Path) -> str:
     """Running text; of the page about other programs without what is typed there."""
-    prose = re.sub(r"^ *```.*?^ *```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    prose = running_text(path.read_text())
     return re.sub(r"^\|[^|]*\|", "", prose, flags=re.MULTILINE) if path.name == "coming_from.md" else prose
 
 
@@ -185,8 +185,7 @@ def commands_in(text: str) -> Iterator[list[str]]:
 
 def mentions_in(text: str) -> Iterator[list[str]]:
     """The same of running text, where a command need not be whole."""
-    prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
-    for span in re.findall(r"`((?:fsbarrier|\./run\.sh) [^`\n]+)`", prose):
+    for span in re.findall(r"`((?:fsbarrier|\./run\.sh) [^`\n]+)`", running_text(text)):
         yield from _commands_of_line(span)
 
 

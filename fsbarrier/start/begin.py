@@ -153,17 +153,18 @@ def _create(
     _check_slice(settings, program)
     _check_own(settings, program, request.environ)
     tasks, model = _inputs(settings, program, request.environ, is_demo)
+    if not request.dry_run:
+        # Before anything is written.
+        files.set_shared_group(settings.shared_group)
     if policy is not None:
         state = other_runs_policy.find_state(settings, policy) if settings.init_optimizer else None
         if not request.dry_run:
-            files.set_shared_group(settings.shared_group)
             first_policy = RunPaths(log_path).first_policy
             model = str(other_runs_policy.copy(str(settings.init_from), policy, state, first_policy))
     settings = replace(settings, model=model)
     record = runrecord.new(log_path, settings, tasks=tasks, model=model)
     if request.dry_run:
         return Start(record, settings, 0, settings.iterations, created=False, mount=mount)
-    files.set_shared_group(settings.shared_group)
     if is_demo:
         # Make the record last, when all the rest is right, so that a refused start leaves nothing behind.
         demo_folder.make(demo, preflight.cache_folder(request.environ), say)
