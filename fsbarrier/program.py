@@ -100,11 +100,14 @@ class ServeWeights:
     """The local engines are all to serve `folder` as `policy_version`: started, reloaded in place, or left as they are.
 
     `threads`: how many they may compute with together, where they compute on a CPU.
+    `policy`: the identity of the policy that the run published (`Context.policy_identity`); a folder that holds another is refused.
+    "": whatever the folder holds is served, once its files are what its own manifest says.
     """
 
     folder: Path
     policy_version: int
     threads: int = 0
+    policy: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ def rollout(ctx: Context, split: str, assigned: Payload, rounds: list[JsonObject
         model=str(policy.model),
         engine="{engine}",
     )
-    return Steps((ServeWeights(policy.model, policy.version, ctx.threads), command))
+    return Steps((ServeWeights(policy.model, policy.version, ctx.threads, ctx.policy_identity), command))
 
 
 def share_of(ctx: Context, split: str, assigned: Payload) -> dict[str, object]:
@@ -468,7 +468,7 @@ def start_engine(ctx: Context) -> Work:
     """Every node: vLLM serves the new weights, reloaded in place or started."""
     if ctx.settings.rl_phase == "update":
         return NOTHING
-    return ServeWeights(ctx.policy.model, ctx.policy.version, ctx.threads)
+    return ServeWeights(ctx.policy.model, ctx.policy.version, ctx.threads, ctx.policy_identity)
 
 
 def decide_final(ctx: Context) -> Work:

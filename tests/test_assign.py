@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsbarrier.loader import load_module
-from fsbarrier.program import Context, PartOnDisk, Value
+from fsbarrier.program import Context, PartOnDisk, ServeWeights, Value
 from fsbarrier.protocol.facts import Member
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import CheckpointSettings, EvalSet, EvalSettings, RolloutSettings, Settings
@@ -227,3 +227,27 @@ def test_the_last_policy_is_evaluated_where_the_run_ends(
     elif until == 3 and rl_phase == "both":
         # Something is on record, so that no later start comes back for it.
         assert rl.aggregate_final(ctx).value
+
+
+@pytest.mark.parametrize(
+    ("published", "policy"),
+    [
+        ({}, "start"),
+        (
+            {"folder": "/old/place/policy-000002.g0001", "policy_version": 2, "digest": "a1b2" * 16},
+            "policy-000002.g0001:a1b2a1b2a1b2a1b2",
+        ),
+    ],
+)
+def test_engines_are_told_which_policy_was_published(published: dict[str, Any], policy: str) -> None:
+    decisions: dict[str, Any] = {"eval_assign": {"iteration": 3, "value": {"shares": {"0": [1], "1": []}}}}
+    if published:
+        decisions["weights_publish"] = {"iteration": 2, "value": published}
+    tasks = {"test": {"count": 8, "path": "/t"}}
+    ctx = context("engine_start", decisions=decisions, tasks=tasks)
+    folder = Path("/run/checkpoints/policy-000002.g0001/model") if published else Path("/model")
+    version, threads = published.get("policy_version", 0), ctx.threads
+    wanted = ServeWeights(folder, version, threads, policy)
+    assert rl.start_engine(ctx) == wanted
+    rollout = rl.rollout(ctx, "train", assigned(replace(ctx, tasks=context().tasks)), [])
+    assert rollout.works[0] == wanted

@@ -311,6 +311,21 @@ def test_a_damaged_policy_version_is_never_served(
     assert served == [folder / "model"] * 2
 
 
+def test_no_engine_loads_another_policy_than_the_one_that_was_published(
+    place: Workplace, tmp_path: Path
+) -> None:
+    publish = policy(tmp_path)
+    published = work_kinds.carry_out(publish, context(), Job(), place)["digest"]
+    served, folder = engine_that_serves(place), publish.folder
+    serve = ServeWeights(folder / "model", 1, policy=checkpoints.identity(folder.name, published))
+    work_kinds.carry_out(serve, context(), Job(), place)
+    (folder / "model" / "weights").write_bytes(b"v" * 100)
+    checkpoints.write_manifest(folder, 1)
+    with pytest.raises(ProgramFailed, match="holds another policy than was published"):
+        work_kinds.carry_out(serve, context(), Job(), place)
+    assert served == [folder / "model"]
+
+
 def test_a_policy_version_that_is_not_all_there_is_not_published(place: Workplace, tmp_path: Path) -> None:
     publish = policy(tmp_path)
     (publish.folder / "model" / "weights").write_bytes(b"w" * 99)

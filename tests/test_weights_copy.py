@@ -127,6 +127,48 @@ def test_when_the_version_itself_is_damaged_no_copy_hides_it(model: Path, place:
         checked_weights(model, Job(), place)
 
 
+def replaced_as_a_whole(model: Path) -> str:
+    """The identity of the policy that was published there; another run's is in its place now, and its manifest agrees with it."""
+    published = checkpoints.identity(VERSION, checkpoints.read_manifest(model.parent).digest)
+    (model / next(iter(WEIGHTS))).write_bytes(b"o" * 1000)
+    checkpoints.write_manifest(model.parent, 6)
+    return published
+
+
+def test_a_folder_that_was_replaced_as_a_whole_is_never_served(model: Path, place: Workplace) -> None:
+    place.weights = None
+    published = replaced_as_a_whole(model)
+    with pytest.raises(ProgramFailed, match=f"{VERSION} holds another policy than was published"):
+        checked_weights(model, Job(), place, published)
+    # It is what its own manifest says, which is all that an engine that loads ahead can know.
+    assert checked_weights(model, Job(), place)[0] == model
+    with pytest.raises(ProgramFailed, match="holds another policy"):
+        checked_weights(model, Job(), place, published)
+
+
+def test_nor_is_one_that_lost_its_manifest_or_was_loaded_into_a_copy(model: Path, place: Workplace) -> None:
+    published = checkpoints.identity(VERSION, checkpoints.read_manifest(model.parent).digest)
+    left_by_the_trainer(place)
+    assert checked_weights(model, Job(), place, published)[1][0]["weights_from"] == "node"
+    replaced_as_a_whole(model)
+    with pytest.raises(ProgramFailed, match="holds another policy"):
+        checked_weights(model, Job(), place, published)
+    (model.parent / checkpoints.MANIFEST).unlink()
+    with pytest.raises(ProgramFailed, match="has no MANIFEST"):
+        checked_weights(model, Job(), place, published)
+
+
+@pytest.mark.parametrize("policy", ["", "start", f"{VERSION}:"])
+def test_what_was_published_without_a_digest_is_only_compared_with_its_manifest(
+    model: Path, place: Workplace, policy: str
+) -> None:
+    replaced_as_a_whole(model)
+    assert checked_weights(model, Job(), place, policy)[0] == model
+    # The run's first model.
+    (model.parent / checkpoints.MANIFEST).unlink()
+    assert checked_weights(model, Job(), place, policy) == (model, [])
+
+
 def test_the_next_update_removes_the_copy_and_what_an_attempt_left(model: Path, place: Workplace) -> None:
     copies = left_by_the_trainer(place)
     checked_weights(model, Job(), place)

@@ -124,7 +124,7 @@ def load_policy(work: ServeWeights, job: Job, workplace: Workplace) -> Loaded:
     """Bring all engines to the policy of `work`; gives what they serve it with, and lines for the journal."""
     serving = f"engine: policy version {work.policy_version}"
     job.progress = {"note": serving}
-    folder, checked = checked_weights(work.folder, job, workplace)
+    folder, checked = checked_weights(work.folder, job, workplace, work.policy)
 
     def show(ready: int) -> None:
         job.progress = {"note": f"{serving}, {ready} ready"}

@@ -9,12 +9,17 @@ from fsbarrier.node.job import Job, Result, Workplace
 from fsbarrier.rundir import checkpoints
 
 
-def checked_weights(model: Path, job: Job, workplace: Workplace) -> tuple[Path, list[Result]]:
-    """The node's own copy of the policy in `model`, else `model` itself, and lines for the journal. Once a version, also after a restart.
+def checked_weights(
+    model: Path, job: Job, workplace: Workplace, policy: str = ""
+) -> tuple[Path, list[Result]]:
+    """The node's own copy of the policy in `model`, else `model` itself, and lines for the journal. Its files are read once a version.
 
-    The run's first model, and a model folder of the user's own, have no manifest. Raises ProgramFailed, Cancelled.
+    `policy`: its identity, as the run published it; that of the folder is compared each time. The run's first model, and a model folder
+    of the user's own, have no manifest. Raises ProgramFailed, Cancelled.
     """
     copies, version = workplace.weights, model.parent.name
+    with job.using_directory(f"checking {version}"):
+        checkpoints.check_identity(model.parent, policy)
     if copies is not None and (here := copies.nearest(model)) != model:
         return here, []
     if model == workplace.checked_model or not (model.parent / checkpoints.MANIFEST).exists():

@@ -79,9 +79,9 @@ def check_identity(folder: Path, policy: str) -> None:
     """The folder holds the policy that the run published, as `identity` names it. Raises ProgramFailed.
 
     Comparing the files with the manifest cannot tell: in a folder that was replaced as a whole they agree. A program that publishes in
-    its own way may have named no digest; then there is nothing to compare.
+    its own way may have named no digest, and the run's first model has none; then there is nothing to compare.
     """
-    if not policy.rpartition(":")[2]:
+    if not policy.partition(":")[2]:
         return
     here = identity(folder.name, read_manifest(folder).digest)
     if here != policy:
