@@ -3,6 +3,7 @@
 Your own scripts can use what the runs are built on: `fsbarrier.join` (see fsbarrier/group/group.py).
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +30,13 @@ __all__ = [
 _HOMES = {
     name: "group" if name in ("Group", "join") else "errors" for name in __all__ if name != "__version__"
 }
+
+
+# A daemon started this program: it is to tell its stacks when the daemon asks for them.
+if "FSBARRIER_STACKS" in os.environ:
+    from fsbarrier.stack_signal import register
+
+    register()
 
 
 def __getattr__(name: str) -> Any:

@@ -29,6 +29,7 @@ COMMANDS = {
     "runs": "the runs in a folder, one line each",
     "top": "the same, live",
     "logs": "the nodes' logs, last lines or as they come",
+    "debug": "what every node's processes do at this moment, in one archive",
     "stop": "end a run on all its nodes, from any machine that sees it",
     "recover": "after a disaster: what each rank left, and the way on",
     "aggregate": "merge what the ranks saved, by hand",

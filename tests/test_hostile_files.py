@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -252,6 +253,7 @@ COMMANDS = (
     "stop",
     "recover --iteration 1 --dry-run",
     "aggregate --iteration 1 --dry-run",
+    "debug --out {out}/debug.tar.gz",
 )
 
 
@@ -285,6 +287,10 @@ def test_every_command_ends_and_touches_nothing_outside(
         assert code != EXIT_INTERNAL, (command, said.err)
         assert SECRET not in said.out + said.err, command
         assert "\x1b" not in said.out + said.err, command
+    for file in out.rglob("*"):
+        if file.name.endswith(".tar.gz"):
+            with tarfile.open(file) as tar:
+                tar.extractall(out / "unpacked", filter="data")
     for file in out.rglob("*"):
         assert not file.is_file() or SECRET.encode() not in file.read_bytes()
 

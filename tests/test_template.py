@@ -37,7 +37,9 @@ if __name__ == "__main__":
     atexit.register(print, "and at its end")
     print(json.dumps(say))
 """
-LIBRARY = "import os, numpy\nPID, programs = os.getpid(), []\ndef draw(): return numpy.random.rand()\n"
+LIBRARY = (
+    "import os, fsbarrier, numpy\nPID, programs = os.getpid(), []\ndef draw(): return numpy.random.rand()\n"
+)
 ENDS = "import os, signal, sys\nif __name__ == '__main__':\n    exec(sys.argv[1])\n"
 THREADS = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
 

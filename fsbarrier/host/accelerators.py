@@ -20,7 +20,7 @@ from typing import Literal
 from fsbarrier.host.accelerator_drivers import Accelerator, Device, Kind, devices, initialised_nvml
 from fsbarrier.retry import Backoff
 
-__all__ = ["Accelerator", "Held", "Released", "StillHeld", "detect", "wait_released"]
+__all__ = ["Accelerator", "Held", "Released", "StillHeld", "detect", "in_use", "wait_released"]
 
 #: how it was seen that memory is free, from the weakest evidence to the strongest
 Evidence = Literal["unverified", "level", "processes", "no accelerator"]
@@ -78,6 +78,20 @@ def detect(environ: Mapping[str, str] | None = None) -> list[Accelerator]:
     """The devices that `environ` (None: ours) lets programs see; [] without any, or without a working driver."""
     with initialised_nvml() as nvml:
         return [device.now for device in devices(nvml, os.environ if environ is None else environ)]
+
+
+def in_use() -> list[str]:
+    """A line for people on each device that programs see, and one for each process that holds its memory."""
+    lines = []
+    with initialised_nvml() as nvml:
+        for device in devices(nvml, os.environ):
+            now = device.now
+            used = f"{now.memory_used_bytes / MIB:.0f} of {now.memory_total_bytes / MIB:.0f} MiB in use"
+            lines.append(f"{now.kind} {now.index} ({now.name}): {used}")
+            for pid, amount in (device.by_pid or {}).items():
+                held = "" if amount is None else f": {amount / MIB:.0f} MiB"
+                lines.append(f"  {_process_name(pid)} ({pid}){held}")
+    return lines
 
 
 def wait_released(

@@ -34,12 +34,13 @@ from fsbarrier.host.identity import boot_id, host_name, user_at_host
 from fsbarrier.loader import load_program
 from fsbarrier.node.code_digests import code_digests, one_digest
 from fsbarrier.node.context_maker import ContextMaker
+from fsbarrier.node.debug_report import DebugReports
 from fsbarrier.node.engines_ahead import begin_ahead
 from fsbarrier.node.event_log import EventLog
 from fsbarrier.node.fingerprint import Fingerprint
 from fsbarrier.node.job import Engines, Workplace
 from fsbarrier.node.job_runner import JobRunner
-from fsbarrier.node.loop import NodeLoop
+from fsbarrier.node.loop import NodeLoop, place
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import crowding, make_paces
 from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
@@ -143,6 +144,19 @@ class Daemon:
         self._changed_code = last.other_code(join) if last else []
         self.agent = NodeLoop(observer.store, observer, rules, self.jobs, join, self.events.write)
         self._polling = Polling(self.agent, wake)
+        self._debug = DebugReports(
+            record.paths,
+            rank,
+            settings.coordination.suspect_s,
+            observer.debug_requests,
+            lambda: str(
+                {
+                    "state": self.agent.node.stage.value,
+                    **place(self.agent.node, self.agent.node.position, rules),
+                }
+            ),
+        )
+        self.workplace.program_hangs = self._debug.program_hangs
 
     def join(self, incarnation: int | None) -> None:
         """Join the run as the next incarnation of this rank, or as this very one. Raises StoreError; Fenced where somebody else is it."""
@@ -200,6 +214,7 @@ class Daemon:
         while self.agent.exit is None and self._signal is None:
             self._looked_at = time.monotonic()
             busy = self._polling.look(self._looked_at)
+            self._debug.look(self.agent.observer.debug_requests)
             if self.jobs.unfit is not None:
                 raise self.jobs.unfit
             self._polling.pause(pauses, busy=busy, ended=lambda: self._signal is not None)

@@ -139,6 +139,8 @@ class Workplace:
     # Brings what the trainer left of its state on this node to the shared directory.
     state_upload: StateUpload = field(default_factory=StateUpload)
     programs_started: int = 0
+    # Called before a program that hangs is ended, with its job's event of cancelling; gives what is to be said of it.
+    program_hangs: Callable[[int, threading.Event], str] = lambda generation, cancel: ""
     # The program whose processes wait for another job.
     kept: KeptProgram | None = None
 

@@ -38,7 +38,7 @@ from fsbarrier.protocol.state import (
 )
 from fsbarrier.protocol.stops import concerns, missed_by
 from fsbarrier.rundir.heartbeats import HeartbeatReader
-from fsbarrier.rundir.names import GENERATION, START, STOP_REQUEST, StartName, fact_name
+from fsbarrier.rundir.names import DEBUG_REQUEST, GENERATION, START, STOP_REQUEST, StartName, fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
 
@@ -84,6 +84,8 @@ class Observer:
     #: ranks whose heartbeats are listed and can no longer be read, and since when
     hidden_beats: Mapping[int, float] = field(default_factory=dict)
     _stops: dict[str, StopRequest] = field(default_factory=dict)
+    #: the keys of all requests to say what this node's processes do, which the daemon answers
+    debug_requests: set[str] = field(default_factory=set)
     #: a member is suspected: look at it more often
     suspecting: bool = False
     _members_due: float = _AT_ONCE
@@ -284,6 +286,8 @@ class Observer:
             if self._learnt.issuperset(names):
                 self._known_joins = names
         for name in self.store.names(self.paths.stops):
+            if (key := DEBUG_REQUEST.parse(name)) is not None:
+                self.debug_requests.add(key)
             if name not in self._stops and STOP_REQUEST.parse(name) is not None:
                 self._look_at_stop(name, now)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from fsbarrier import files
+from fsbarrier import files, stack_signal
 from fsbarrier.errors import Fenced, StoreError, UsageError
 from fsbarrier.host.mounts import LOCAL, mount_of
 from fsbarrier.host.own_folder import own_folder
@@ -41,6 +41,7 @@ def run_node(
     Raises UsageError (the rank is taken), StoreError.
     """
     files.set_shared_group(settings.shared_group)
+    stack_signal.register()
     if node_rank is not None:
         return _run_as(record, settings, stated, node_rank, None, until, joined)
     with starting(record):

@@ -64,7 +64,7 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
     else:
         program = _given_to_kept(work.keep, own.spec, argv, env, log_file, context, workplace)
     with workplace.engines.kept_alive() if uses_engines else nullcontext() as keeper:
-        code = _watch(program, context.phase.name, job, workplace, keeper)
+        code = _watch(program, context, job, workplace, keeper)
     if code != 0:
         _distrust_engines(own.result, context, workplace)
         raise ProgramFailed(f"{program_name(argv)} {_how_it_ended(code)}{_end_of_log(program)}")
@@ -134,7 +134,7 @@ def _given_to_kept(
 
 
 def _watch(
-    child: Child | KeptProgram, phase_name: str, job: Job, workplace: Workplace, keeper: Keeper | None
+    child: Child | KeptProgram, context: Context, job: Job, workplace: Workplace, keeper: Keeper | None
 ) -> int:
     """The program's exit code. Ends a program whose progress file and log do not change for `stall_timeout_s`, and one that needs an
     engine when none is left."""
@@ -151,10 +151,11 @@ def _watch(
         if stamp != last_stamp:
             last_stamp, changed_at = stamp, time.monotonic()
         elif time.monotonic() - changed_at > workplace.stall_timeout_s:
+            collected = workplace.program_hangs(context.generation, job.cancel)
             child.stop(workplace.grace_s)
             raise ProgramFailed(
                 f"no progress for {workplace.stall_timeout_s:g} s (coordination.stall_timeout_s); "
-                f"{phase_name} was ended{_end_of_log(child)}"
+                f"{context.phase.name} was ended{collected}{_end_of_log(child)}"
             )
     return code
 

@@ -101,6 +101,8 @@ CALL_FACT = Name("iter-{:06d}.node-{:04d}.{:s}.done", CallName)
 #: there while the leader's facts about that iteration are
 OPEN_FOLDER = Name("open-{:06d}", int)
 STOP_REQUEST = Name("{:06d}.json", int)
+#: beside them, so that daemons see it in the listing that they make anyway; its key is a number, or says what broke
+DEBUG_REQUEST = Name("debug-{:s}.json", str)
 FILESYSTEM_REPORT = Name("node-{:04d}.json", int)
 
 
@@ -180,8 +182,17 @@ class MadeBy:
     generation: int
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class DebugAnswerName:
+    """What the daemon of node `rank` answered to the request for debugging of this key."""
+
+    key: str
+    rank: int
+
+
 POLICY_FOLDER = Name("policy-{:06d}.g{:04d}", MadeBy)
 BATCH = Name("batch-{:06d}.g{:04d}.pt", MadeBy)
 ATTEMPT_FOLDER = Name("attempt_{:d}", int)
 NODE_FOLDER = Name("node_{:d}", int)
+DEBUG_ANSWER = Name("{:s}.node-{:04d}.txt", DebugAnswerName)
 JOURNAL = Name("node_{:d}.inc-{:04d}.jsonl", StartName)

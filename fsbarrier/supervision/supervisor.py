@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import fsbarrier
-from fsbarrier import files
+from fsbarrier import files, stack_signal
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.printable import without_passwords
 from fsbarrier.retry import until_seen
@@ -270,11 +270,12 @@ class Child:
 
 
 def with_this_package(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment for a Python program that is to import this very fsbarrier, wherever it runs; its output is not held back."""
+    """An environment for a Python program that is to import this very fsbarrier, wherever it runs; its output is not held back, and it
+    tells its stacks when it is asked."""
     package = Path(fsbarrier.__file__).resolve().parents[1]
     search_path = (str(package), *environ.get("PYTHONPATH", "").split(os.pathsep))
     joined = os.pathsep.join(dict.fromkeys(folder for folder in search_path if folder))
-    return {**environ, "PYTHONPATH": joined, "PYTHONUNBUFFERED": "1"}
+    return {**environ, "PYTHONPATH": joined, "PYTHONUNBUFFERED": "1", stack_signal.ASKED: "1"}
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:

@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from fsbarrier import stack_signal
 from fsbarrier.errors import FsbarrierError
 from fsbarrier.supervision import private_socket
 from fsbarrier.supervision.guard import BecomeProgram, guard_program
@@ -229,6 +230,8 @@ def run(argv: Sequence[bytes], env: Mapping[bytes, bytes]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_IGN)
+    # By now the guard has set all signals back, and the template's file is closed.
+    stack_signal.register()
     os.environb.clear()
     os.environb.update(env)
     if numpy := sys.modules.get("numpy"):

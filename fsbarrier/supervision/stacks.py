@@ -1,0 +1,129 @@
+"""The Python stacks of a tree of processes, whatever they hang in: by py-spy where it is installed, else by asking each for its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsbarrier.stack_signal import SIGNAL, file_name
+from fsbarrier.supervision import processes
+
+# How long py-spy may look at one process, and how long all processes together may take to write their stacks.
+PY_SPY_S, WRITE_S = 5.0, 8.0
+# So long may pass on a busy machine between two pieces that a process writes.
+LOOK_S = 0.3
+# What is read of one process's stacks.
+MOST_BYTES = 256 * 1024
+
+
+def stacks_of(tree: Mapping[int, int]) -> dict[int, str]:
+    """The stacks of those of `tree` (pid -> start time) that tell them, or why one that could tell does not."""
+    spied = _by_py_spy(tree)
+    return spied | _by_signal({pid: start for pid, start in tree.items() if pid not in spied})
+
+
+def _by_py_spy(tree: Mapping[int, int]) -> dict[int, str]:
+    """Those of the Python processes that py-spy may look into. Where it is not allowed to, it fails for all."""
+    program, found = shutil.which("py-spy"), dict[int, str]()
+    deadline = time.monotonic() + 2 * PY_SPY_S
+    for pid in tree:
+        left_s = min(PY_SPY_S, deadline - time.monotonic())
+        if program is None or left_s <= 0:
+            break
+        try:
+            argv = [program, "dump", "--pid", str(pid)]
+            done = subprocess.run(
+                argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=left_s, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if done.returncode == 0 and done.stdout:
+            # The line before the stacks is the command, in which a setting may be a secret.
+            _, _, text = done.stdout[:MOST_BYTES].decode(errors="replace").partition("\n")
+            found[pid] = text
+    return found
+
+
+@dataclass
+class _Writing:
+    """The file of memory into which a process writes its stacks: its path, how long it was before, and how long it was last."""
+
+    path: str
+    before: int
+    size: int
+
+    def grew(self) -> bool:
+        """Whether it has become longer since the last call; a process that ended wrote no more."""
+        last, self.size = self.size, _size(self.path)
+        return self.size > last
+
+
+def _by_signal(tree: Mapping[int, int]) -> dict[int, str]:
+    """Those of the processes that have registered (fsbarrier/stack_signal.py)."""
+    asked = dict[int, _Writing]()
+    for pid, start in tree.items():
+        path = _memory_file(pid)
+        size = _size(path) if path else 0
+        if path and _handles(pid) and processes.send(pid, start, SIGNAL):
+            asked[pid] = _Writing(path, size, size)
+    deadline, pause, writing = time.monotonic() + WRITE_S, threading.Event(), set(asked)
+    while writing and time.monotonic() < deadline:
+        pause.wait(LOOK_S)
+        # It writes in pieces: it is done when no more has come since the last look.
+        grew = {pid for pid in writing if asked[pid].grew()}
+        unbegun = {pid for pid in writing if asked[pid].size == asked[pid].before and not _stopped(pid)}
+        writing = grew | unbegun
+    return {pid: _written(each) for pid, each in asked.items()}
+
+
+def _memory_file(pid: int) -> str:
+    """Where the process's own file of memory can be opened; "" where it has none."""
+    folder, name = f"/proc/{pid}/fd", f"/memfd:{file_name(pid)} (deleted)"
+    try:
+        for fd in os.listdir(folder):
+            if os.readlink(f"{folder}/{fd}") == name:
+                return f"{folder}/{fd}"
+    except OSError:
+        # It has ended, or runs as another user.
+        pass
+    return ""
+
+
+def _handles(pid: int) -> bool:
+    """Whether the process has a handler for SIGNAL now. Code of somebody else's may have set it back, and then the signal would end it."""
+    try:
+        caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return caught is not None and bool(int(caught[1], 16) >> (SIGNAL - 1) & 1)
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        return processes.Stat(pid).state in "Tt"
+    except OSError:
+        return False
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def _written(each: _Writing) -> str:
+    try:
+        with Path(each.path).open("rb") as stream:
+            stream.seek(each.before)
+            text = stream.read(MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return "(it has ended meanwhile)\n"
+    return text or "(it did not write its stacks: it is stopped, or hangs in the kernel)\n"
