@@ -89,15 +89,16 @@ class Chaos:
 
     def start(self) -> None:
         """Start all; returns once they are members."""
+        before = self.newest().get("number", 0)
         for node in self.nodes:
             node.start()
-        self.wait_for_all()
+        self.wait_for_all(after=before)
         self.show("started")
 
-    def wait_for_all(self) -> bool:
-        """Wait until the newest generation holds every node; False if that does not come, or cannot."""
+    def wait_for_all(self, after: int = 0) -> bool:
+        """Wait until the newest generation, later than number `after`, holds every node; False if that does not come, or cannot."""
         deadline = time.monotonic() + END_S
-        while len(self.members()) < len(self.nodes):
+        while self.newest().get("number", 0) <= after or len(self.members()) < len(self.nodes):
             if time.monotonic() > deadline or any(node.state == "dead" for node in self.nodes):
                 return False
             self.idle.wait(0.2)

@@ -24,6 +24,9 @@ from typing import Any
 
 PHASES = 14
 LAST = PHASES - 1
+#: what is read of a journal's line: journals of thousands of iterations are long
+READ = ("event", "generation", "iteration", "phase", "node_rank", "incarnation", "mono_s")
+READ_TOO = ("leader", "members", "final", "split", "parts", "iterations")
 PART = re.compile(r"_rank_(\d+)\.checkpoint\.g(\d+)i(\d+)\.part$")
 Place = tuple[int, int, int]
 
@@ -93,9 +96,11 @@ def read_journals(log_path: Path) -> dict[str, list[dict[str, Any]]]:
     """The journals by file name, in the order in which they were written; only a last line may be torn, by a death."""
     journals = {}
     for path in sorted((log_path / "events").glob("*.jsonl")):
-        raw = path.read_bytes().split(b"\n")
-        lines = [json.loads(line) for line in raw[:-1]]
-        journals[path.name] = lines
+        with path.open("rb") as file:
+            whole = (json.loads(line) for line in file if line.endswith(b"\n"))
+            journals[path.name] = [
+                {key: line[key] for key in READ + READ_TOO if key in line} for line in whole
+            ]
     return journals
 
 
@@ -221,8 +226,14 @@ def merged_files(
     aggregated = {at[1] for at, _ in placed(journals, "phase_finished") if at[2] == 4}
     # The last policy's file has the number of the iteration that would begin with it.
     evaluated = {at[1] + bool(event.get("final")) for at, event in placed(journals, "evaluated")}
+    # Clean-up goes from the oldest on. A leader that is killed meanwhile does not say of all files that they are gone.
+    removed = [max(event["iterations"]) for _, event in placed(journals, "trajectories_removed")]
+    kept_from = max(removed, default=0) + 1
+    adopted: dict[tuple[int, int, str], dict[str, int]] = collections.defaultdict(dict)
+    for at, line in placed(journals, "parts_adopted"):
+        adopted[at[0], at[1], line["split"]].update({part["name"]: part["bytes"] for part in line["parts"]})
     for split, iterations in (("train", aggregated), ("test", evaluated)):
-        for iteration in sorted(iterations):
+        for iteration in sorted(each for each in iterations if each >= kept_from):
             name = f"{split}_trajectories.pt.iteration{iteration}"
             path = log_path / f"{split}_trajectories" / name
             try:
@@ -231,7 +242,7 @@ def merged_files(
                 yield f"{name} cannot be read: {error}"
                 continue
             yield from (f"{name}: {what}" for what in one_merged(value, tasks, iteration, split))
-            yield from (f"{name}: {what}" for what in unadopted(value["metadata"], generations, journals))
+            yield from (f"{name}: {what}" for what in unadopted(value["metadata"], generations, adopted))
 
 
 def one_merged(value: dict[str, Any], tasks: int, iteration: int, split: str) -> Iterator[str]:
@@ -255,11 +266,11 @@ def one_merged(value: dict[str, Any], tasks: int, iteration: int, split: str) ->
 def unadopted(
     metadata: dict[str, Any],
     generations: dict[int, dict[str, Any]],
-    journals: dict[str, list[dict[str, Any]]],
+    told: dict[tuple[int, int, str], dict[str, int]],
 ) -> Iterator[str]:
     """The parts of older generations that the merging one had not adopted, by name and by how much of them is valid.
 
-    What it adopted is in its record, or its leader decided it and said so in its journal.
+    What it adopted is in its record, or its leader decided it and said so in its journal (`told`).
     """
     number, iteration, split = metadata["generation"], metadata["iteration"], metadata["split"]
     record = generations[number]
@@ -267,12 +278,7 @@ def unadopted(
     if decision is not None and decision["iteration"] == iteration:
         adopted = {Path(part["path"]).name: part["valid_bytes"] for part in decision["value"]["adopted"]}
     else:
-        adopted = {
-            part["name"]: part["bytes"]
-            for at, line in placed(journals, "parts_adopted")
-            if at[:2] == (number, iteration) and line["split"] == split
-            for part in line["parts"]
-        }
+        adopted = told.get((number, iteration, split), {})
     members = {(member["rank"], member["incarnation"]) for member in record["members"]}
     for part in metadata["parts"]:
         match = PART.search(part["name"])

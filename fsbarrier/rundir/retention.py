@@ -46,7 +46,7 @@ def remove_old(
 
 def _listed(folder: Path) -> list[Path]:
     try:
-        return sorted(folder.iterdir())
+        return [folder / name for name in sorted(os.listdir(folder))]
     except OSError:
         return []
 
