@@ -203,6 +203,8 @@ class PartOnDisk:
     tasks: tuple[int, ...]
     #: of these, the tasks in whose groups the reward or the agent failed
     unjudged: frozenset[int] = frozenset()
+    #: of these, the tasks of the groups whose rewards differ
+    with_signal: frozenset[int] = frozenset()
     #: what the program said of the way in which they were sampled
     sampled_how: str = ""
 

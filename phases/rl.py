@@ -13,7 +13,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
@@ -37,7 +37,7 @@ from fsbarrier.program import (
     adoption_events,
     fill_placeholders,
 )
-from fsbarrier.protocol.assign import sample_tasks, split_by_weight
+from fsbarrier.protocol.assign import refill_tasks, sample_tasks, split_by_weight
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.settings.sections import EvalSet, RolloutSettings
@@ -55,15 +55,25 @@ def assign_train(ctx: Context) -> Work:
     settings = ctx.settings.rollout
     there, wanted = ctx.tasks["train"]["count"], math.ceil(settings.tasks * settings.oversample)
     sampled = sample_tasks(there, wanted, seed=settings.seed, iteration=ctx.iteration)
-    return Value(share_out_train(ctx, sampled, keep=settings.tasks if settings.oversample > 1 else None))
+    more = settings.oversample > 1 or settings.max_refills
+    return Value(share_out_train(ctx, sampled, keep=settings.tasks if more else None))
 
 
 def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -> dict[str, object]:
-    """Train tasks to ranks, those that the last iteration cut off first. Of more than `keep` groups the merge keeps so many."""
-    carried = carried_over(ctx) if ctx.settings.rollout.carry_over else []
+    """Train tasks to ranks, those that the last iteration cut off first. Of more than `keep` groups the merge keeps so many.
+
+    With refills they come in rounds, and `rounds` says how many tasks each has; fsbarrier/rollouts/refills.py says which are done.
+    """
+    settings = ctx.settings.rollout
+    carried = carried_over(ctx) if settings.carry_over else []
     again = set(carried)
-    wanted = carried + [task for task in sampled if task not in again]
-    return {**share_out(ctx, "train", wanted), "keep": keep, "carried": carried}
+    first = carried + [task for task in sampled if task not in again]
+    there, most = ctx.tasks.get("train", {"count": 0})["count"], settings.max_refills
+    refills = refill_tasks(there, first, len(sampled), most=most, seed=settings.seed, iteration=ctx.iteration)
+    rounds = [first, *refills]
+    decision = share_out(ctx, "train", list(chain.from_iterable(rounds)), rounds)
+    decision |= {"keep": keep, "carried": carried}
+    return {**decision, "rounds": [len(tasks) for tasks in rounds]} if refills else decision
 
 
 def carried_over(ctx: Context) -> list[int]:
@@ -79,7 +89,7 @@ def share_out(
 
     Groups that could not be judged are shared out too, to be judged again. `fixed_shares` says why each node does its own share
     and no more; "" where those that run out take over from the slowest. `rounds`: where the tasks come in several, these, each shared
-    out by itself.
+    out by itself. `with_signal`: of each round, how many of the groups that need not be done have rewards that differ.
     """
     # An earlier version of this program did not say how.
     ways = ("", sampled_how(ctx, split))
@@ -90,10 +100,10 @@ def share_out(
     ]
     adopted, judge_again = adopt_parts(parts, wanted)
     missing = set(wanted).difference(*(part["tasks"] for part in adopted))
-    each = [
-        split_by_weight([task for task in tasks if task in missing], ctx.weights)
-        for tasks in rounds or [wanted]
-    ]
+    signal_in = {part.path: part.with_signal for part in parts}
+    with_signal = {task for part in adopted for task in part["tasks"] if task in signal_in[part["path"]]}
+    rounds = rounds or [wanted]
+    each = [split_by_weight([task for task in tasks if task in missing], ctx.weights) for tasks in rounds]
     shares = [list(chain.from_iterable(of_one_node)) for of_one_node in zip(*each, strict=True)]
     fixed = "rollout.take_over is off" if not ctx.settings.rollout.take_over else ctx.claims_unsafe()
     events = [{"event": "shares_fixed", "why": fixed}] if fixed and len(shares) > 1 else []
@@ -103,6 +113,7 @@ def share_out(
         "shares": {str(rank): share for rank, share in zip(ctx.ranks, shares, strict=True)},
         "adopted": adopted,
         "judge_again": judge_again,
+        "with_signal": [len(with_signal.intersection(tasks)) for tasks in rounds],
         "fixed_shares": fixed,
         **({"events": events} if events else {}),
     }
@@ -114,12 +125,12 @@ def rollout_train(ctx: Context) -> Work:
     if not assigned:
         return NOTHING
     source, sampling = ctx.tasks["train"], sampling_of(ctx.settings.rollout)
-    return rollout(
-        ctx,
-        "train",
-        assigned,
-        [{"tasks": assigned["wanted"], "task_file": source["path"], "sampling": sampling}],
-    )
+    left = iter(assigned["wanted"])
+    rounds: list[JsonObject] = [
+        {"tasks": list(islice(left, count)), "task_file": source["path"], "sampling": sampling}
+        for count in assigned.get("rounds", [len(assigned["wanted"])])
+    ]
+    return rollout(ctx, "train", assigned, rounds)
 
 
 def sampled_how(ctx: Context, split: str) -> str:
@@ -172,6 +183,9 @@ def share_of(ctx: Context, split: str, assigned: Payload) -> dict[str, object]:
         "judge_again": adopted_parts(ctx, split, assigned.get("judge_again", [])),
         "expected": assigned["wanted"],
         "keep": assigned.get("keep"),
+        "refills": {name: assigned[name] for name in ("rounds", "with_signal")}
+        if "rounds" in assigned
+        else None,
         "part": str(ctx.paths.part(split, ctx.iteration, rank, ctx.generation, ctx.incarnation)),
         "prefix": f"{split}-g{ctx.generation:04d}n{rank:04d}i{ctx.incarnation:04d}",
         "checkpoint": str(ctx.paths.rank_checkpoint(split, ctx.iteration, rank)),
@@ -202,7 +216,8 @@ def aggregate(
         for rank in ctx.ranks
         if "part" in (report := reports.get(rank, {}))
     ]
-    cut_off = tasks_cut_off(ctx, assigned["wanted"], parts, reports)
+    begun, wanted = rounds_begun(assigned, reports)
+    cut_off = tasks_cut_off(ctx, wanted, parts, reports)
     without = set(cut_off)
     merged = ctx.paths.merged_by(split, ctx.iteration, ctx.generation)
     event: dict[str, object] = {
@@ -217,6 +232,7 @@ def aggregate(
         "groups_cut_off": len(cut_off),
         "groups_taken_over": sum(report.get("taken_over", 0) for report in reports.values()),
         **({"earlier": earlier_merges(ctx)} if split == "train" else {}),
+        **({"rounds": begun} if "rounds" in assigned else {}),
         **event,
     }
     command = Command(
@@ -226,7 +242,7 @@ def aggregate(
             **ctx.identity(),
             "parts": parts,
             "out": str(merged),
-            "expected": [task for task in assigned["wanted"] if task not in without],
+            "expected": [task for task in wanted if task not in without],
             "keep": assigned.get("keep"),
             "success": success_by_set(ctx) if split == "test" else None,
             "metadata": {
@@ -254,6 +270,14 @@ def earlier_merges(ctx: Context) -> list[str]:
     """The merged files of the iterations before, the last one first, as many as an update may draw from beside the new one."""
     last, most = ctx.latest("train_aggregate"), ctx.settings.update.recency - 1
     return [last["merged"], *last.get("earlier", ())][:most] if last else []
+
+
+def rounds_begun(assigned: Payload, reports: Mapping[int, Payload]) -> tuple[int, list[int]]:
+    """How many rounds the nodes did until there was enough, and the tasks of those."""
+    counts = assigned.get("rounds", [len(assigned["wanted"])])
+    # Where no node had anything to do, an older generation has left all of it.
+    begun = max((report["rounds"] for report in reports.values() if "rounds" in report), default=len(counts))
+    return begun, assigned["wanted"][: sum(counts[:begun])]
 
 
 def tasks_cut_off(

@@ -9,7 +9,7 @@ Run as a script with vLLM's flags; other flags are ignored. FAKE_VLLM is a JSON 
 
 What a prompt contains decides too: `!400` refused · `!500` an error in the stream · `!cut` the first time the connection breaks when
 the other prompts are done · `!abort` aborted the first time · `!long` cut off by the limit · `!gate` waits for the file `gate` ·
-`!wrong` a wrong answer · `!say ...!!` answered with what stands between, the last one in a prompt counts.
+`!wrong` a wrong answer, `!mixed` every other · `!say ...!!` answered with what stands between, the last one in a prompt counts.
 """
 
 from __future__ import annotations
@@ -192,7 +192,9 @@ class Handler(BaseHTTPRequestHandler):
             text = prompt.rpartition("!say ")[2].partition("!!")[0]
         if "!wrong" in prompt:
             text = text[::-1] + "?"
+        right = text
         for sample in range(samples):
+            text = right + "?" if "!mixed" in prompt and sample % 2 else right
             if "!cut" in prompt and sample == samples - 1 and first_time("cut"):
                 raise ConnectionAbortedError
             if "!abort" in prompt and first_time("abort"):

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 from unittest import mock
 
@@ -97,7 +98,9 @@ def test_three_parts_merge_into_their_concatenation(tmp_path: Path, three: list[
     assert (metadata["trajectories"], metadata["groups"]) == (18, 9)
     assert [part["name"] for part in metadata["parts"]] == ["rank_0", "rank_1", "rank_2"]
     assert metadata["parts"][2]["bytes"] == scan_shard(three[2]).valid_bytes
-    rewards = [item["reward"] for item in concatenated(range(9))]
+    items = concatenated(range(9))
+    rewards = [item["reward"] for item in items]
+    by_task = [[item["reward"] for item in items if item["task_index"] == task] for task in range(9)]
     assert report == AggregateReport(
         str(out),
         18,
@@ -113,6 +116,9 @@ def test_three_parts_merge_into_their_concatenation(tmp_path: Path, three: list[
             "truncated_share": 0,
             "reward_errors": 0,
             "agent_errors": 0,
+            "reward_std": pytest.approx(mean(map(stdev, by_task))),
+            "groups_without_signal": sum(len(set(group)) == 1 for group in by_task),
+            "without_signal_share": pytest.approx(sum(len(set(group)) == 1 for group in by_task) / 9),
             "answer_tokens_mean": 8,
             "answer_tokens_min": 8,
             "answer_tokens_max": 8,

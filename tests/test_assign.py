@@ -63,6 +63,57 @@ def test_more_tasks_than_are_wanted_when_asked_for() -> None:
     assert [len(share) for share in more["shares"].values()] == [5, 2] and more["fixed_shares"] == ""
 
 
+def test_refills_are_other_tasks_in_rounds_that_are_shared_out_one_by_one() -> None:
+    plain, more = assigned(context()), assigned(context(rollout_max_refills=3))
+    assert "rounds" not in plain and plain["keep"] is None
+    # The first round is what it is without refills, and no task comes twice.
+    assert more["wanted"][:4] == plain["wanted"] and len(set(more["wanted"])) == 16
+    assert (more["rounds"], more["keep"], more["with_signal"]) == ([4, 4, 4, 4], 4, [0, 0, 0, 0])
+    assert [len(share) for share in more["shares"].values()] == [12, 4]
+    for number in range(4):
+        of_round = set(more["wanted"][4 * number : 4 * number + 4])
+        assert [len(of_round.intersection(share)) for share in more["shares"].values()] == [3, 1]
+    assert assigned(context(rollout_max_refills=3)) == more
+    assert assigned(context(rollout_max_refills=3, iteration=4))["wanted"][4:] != more["wanted"][4:]
+    few = context(rollout_max_refills=3, tasks={"train": {"count": 10, "path": "/data/train.jsonl"}})
+    assert assigned(few)["rounds"] == [4, 4, 2]
+    none = context(rollout_max_refills=3, tasks={"train": {"count": 4, "path": "/data/train.jsonl"}})
+    assert "rounds" not in assigned(none)
+
+
+def test_groups_with_signal_that_are_there_count_for_their_round() -> None:
+    drawn = assigned(context(rollout_max_refills=1))["wanted"]
+    first = PartOnDisk("p", "start", 100, tuple(drawn[:5]), with_signal=frozenset(drawn[2:5]))
+    # What another part has of a task that is taken from the first does not count.
+    second = PartOnDisk("q", "start", 100, (drawn[0], drawn[6]), with_signal=frozenset({drawn[0]}))
+    decision = assigned(context(rollout_max_refills=1, parts_of=lambda split, iteration: (first, second)))
+    assert decision["with_signal"] == [2, 1]
+    assert sorted(task for share in decision["shares"].values() for task in share) == sorted(
+        [drawn[5], drawn[7]]
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "begun"), [(({"rounds": 2}, {"rounds": 2}), 2), (({"rounds": 1}, {}), 1), (({}, {}), 3)]
+)
+def test_the_merge_wants_the_tasks_of_the_rounds_that_were_begun(
+    told: tuple[dict[str, Any], ...], begun: int
+) -> None:
+    decision = assigned(context(rollout_max_refills=2))
+    reports = {
+        rank: {"part": f"/run/train_trajectories/p{rank}", "tasks": [], **one} if one else {}
+        for rank, one in enumerate(told)
+    }
+    ctx = context(
+        "train_aggregate",
+        decisions={"train_assign": {"iteration": 3, "value": decision}},
+        reports=lambda _: reports,
+    )
+    command = rl.aggregate_train(ctx).works[0]
+    assert command.spec["expected"] == decision["wanted"][: 4 * begun] and command.spec["keep"] == 4
+    assert command.extra["rounds"] == begun
+
+
 def test_what_was_cut_off_comes_first_the_next_time_and_only_then() -> None:
     drawn = assigned(context())["wanted"]
     last = {"train_aggregate": {"iteration": 2, "value": {"cut_off": [99, drawn[1]]}}}

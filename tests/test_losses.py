@@ -151,7 +151,8 @@ def test_a_ratio_beyond_all_bounds_stays_finite() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_are_settings_that_give_a_loss(preset: str) -> None:
-    algorithm = replace(AlgorithmSettings(), **PRESETS[preset][1])  # type: ignore[index]
+    own = {name: value for name, value in PRESETS[preset][1].items() if "." not in name}  # type: ignore[index]
+    algorithm = replace(AlgorithmSettings(), **own)  # type: ignore[arg-type]
     loss, gradient, _ = loss_of(algorithm)
     assert loss == loss and bool((gradient[:, :2] == gradient[:, :2]).all())
 

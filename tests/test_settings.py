@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fsbarrier.data.demo_tasks import DEMO_SETTINGS
 from fsbarrier.errors import UsageError
 from fsbarrier.settings import resolve as resolving
-from fsbarrier.settings.presets import PRESETS
+from fsbarrier.settings.presets import PRESETS, preset_values
 from fsbarrier.settings.sections import EvalSet, Settings
 from fsbarrier.settings.sources import (
     FLAGS,
@@ -98,6 +98,10 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
         (["coordination.suspect_s=15"], "must be below coordination.dead_s=15"),
         (["coordination.beat_s=6"], "must be below coordination.suspect_s=6"),
         (["rollout.max_tokens=2048"], "leaves no room for a prompt in engine.max_model_len=2048"),
+        (
+            ["rollout.max_refills=2", "rollout.completion_threshold=0.9"],
+            "rollout.completion_threshold=0.9: with rollout.max_refills=2 a round ends when all of it is done",
+        ),
         (["eval.max_tokens=4096"], "eval.max_tokens=4096: leaves no room"),
         (["trainer.minibatch=16", "trainer.micro_batch=17"], "must not be above trainer.minibatch=16"),
         (["trainer.attention=flash_attention_2", "trainer.dtype=float32"], "computes in bfloat16 only"),
@@ -300,8 +304,10 @@ def test_what_is_given_wins_over_a_preset() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_can_be_chosen(preset: str) -> None:
-    chosen = resolve(f"algorithm.preset={preset}").algorithm
-    assert all(getattr(chosen, name) == value for name, value in PRESETS[preset][1].items())  # type: ignore[index]
+    chosen = resolve(f"algorithm.preset={preset}").as_json()
+    for name, value in preset_values(preset).items():
+        section, field = name.split(".")
+        assert chosen[section][field] == value
     assert "arXiv" in PRESETS[preset][0]  # type: ignore[index]
 
 
@@ -313,6 +319,8 @@ def test_a_dry_run_shows_what_a_preset_means() -> None:
     assert "  algorithm.clip_high = 0.2 (you chose 0.3)" in lines
     assert '  algorithm.aggregation = "seq-mean-token-sum-norm"' in lines
     assert preset_lines(resolve()) == []
+    refills = preset_lines(resolve("algorithm.preset=dapo", "rollout.max_refills=2"))
+    assert "  rollout.max_refills = 9 (you chose 2)" in refills
 
 
 def test_what_a_chat_template_is_told() -> None:

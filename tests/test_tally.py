@@ -36,6 +36,9 @@ EXPECTED = {
     "truncated_share": pytest.approx(1 / 3),
     "reward_errors": 1,
     "agent_errors": 1,
+    "reward_std": pytest.approx(0.5**0.5),
+    "groups_without_signal": 0,
+    "without_signal_share": 0.0,
     "answer_tokens_mean": pytest.approx(17 / 3),
     "answer_tokens_min": 3,
     "answer_tokens_max": 9,
@@ -52,6 +55,20 @@ def test_figures_of_several_groups_are_those_of_all_their_trajectories() -> None
     assert figures([]) == {}
     # Nothing was sampled: no length is 0.
     assert not any(name.startswith("answer_tokens") for name in figures([replace(Tally(), truncated=0)]))
+
+
+def test_a_group_has_signal_where_its_judged_rewards_differ(tmp_path: Path) -> None:
+    failed = trajectory(3, 0.0, {}, metadata={"reward_error": "late"})
+    alike = [trajectory(3, 1.0, {}), failed, trajectory(3, 1.0, {})]
+    with ShardWriter(tmp_path / "part", prefix="p", header={}) as writer:
+        for task, group in enumerate((alike, GOOD, [failed])):
+            writer.append_group(task, group)
+    groups = scan_shard(tmp_path / "part").groups
+    assert [group.signal for group in groups] == [False, True, False]
+    told = figures([group.tally for group in groups if group.tally])
+    # One whose rewards cannot be compared counts neither way.
+    assert (told["groups_without_signal"], told["without_signal_share"]) == (1, 0.5)
+    assert told["reward_std"] == pytest.approx(0.5**0.5 / 2)
 
 
 def test_what_another_program_wrote_is_counted_as_far_as_it_can_be() -> None:

@@ -111,6 +111,8 @@ def test_figures_have_the_names_that_dashboards_know(tmp_path: Path) -> None:
             **told,
             "event": "rolled_out",
             "reward_mean": 0.5,
+            "reward_std": 0.125,
+            "without_signal_share": 0.25,
             "reward_parts/style": 0.75,
             "answer_tokens_mean": 9.5,
             "trajectories": 8,
@@ -132,6 +134,8 @@ def test_figures_have_the_names_that_dashboards_know(tmp_path: Path) -> None:
     like_trl = metrics(events, None, "trl")
     assert like_trl == {
         "reward": 0.5,
+        "reward_std": 0.125,
+        "frac_reward_zero_std": 0.25,
         "rolled_out/trajectories": 8.0,
         "loss": 0.25,
         "entropy": 2.0,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import accumulate
 from pathlib import Path
 
 from fsbarrier.data.mergeplan import Part
 from fsbarrier.data.shardscan import NotOurs, ShardScan, scan_shard
 from fsbarrier.errors import FsbarrierError, UsageError
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.names import parse_trajectories
 from fsbarrier.rundir.paths import RunPaths
@@ -213,12 +215,26 @@ def parts(found: Iterable[FoundFile]) -> tuple[Part, ...]:
 
 def expected_tasks(found: Iterable[FoundFile]) -> tuple[int, ...] | None:
     """The tasks that the writers of the files say there should be, in their order; None where none of them says."""
-    headers = [item.header for item in found if item.mergeable]
-    lists = [header.get(name) for name in ("expected", "assigned") for header in headers]
+    usable = [item for item in found if item.mergeable]
+    there = {group.task_index for item in usable if item.scan for group in item.scan.groups}
+    in_rounds = any("rounds" in item.header for item in usable)
+    # The tasks that one node was assigned are those of all rounds, begun or not.
+    names = ("expected",) if in_rounds else ("expected", "assigned")
+    lists = [_of_rounds_begun(item.header, name, there) for name in names for item in usable]
     known = [tasks for tasks in lists if isinstance(tasks, list)]
     if not known:
         return None
     return tuple(dict.fromkeys(task for tasks in known for task in tasks if isinstance(task, int)))
+
+
+def _of_rounds_begun(header: JsonObject, name: str, there: Collection[int]) -> object:
+    """The tasks that a header names; where they come in rounds, those up to the last round of which there is a group."""
+    tasks, counts = header.get(name), header.get("rounds")
+    if not isinstance(tasks, list) or not isinstance(counts, list):
+        return tasks
+    ends = [*accumulate(count for count in counts if isinstance(count, int))]
+    last = max((at for at, task in enumerate(tasks) if task in there), default=0)
+    return tasks[: next((end for end in ends if end > last), None)]
 
 
 def groups_to_keep(found: Iterable[FoundFile]) -> int | None:

@@ -294,10 +294,11 @@ def _group_bytes(
         entry = make_entry(f"{DATA}{key}-{code}", len(content), zlib.crc32(content), offset + len(data))
         data += header_bytes(entry) + content
         storages.append(entry)
-    unjudged = sum(not is_judged(trajectory) for trajectory in trajectories)
-    # What is not judged has the reward 0.
-    reward_sum = float(sum(trajectory["reward"] for trajectory in trajectories if is_judged(trajectory)))
-    signal = len({float(trajectory["reward"]) for trajectory in trajectories}) > 1
+    # What is not judged has no reward, whatever its field says.
+    rewards = [float(trajectory["reward"]) for trajectory in trajectories if is_judged(trajectory)]
+    unjudged = len(trajectories) - len(rewards)
+    reward_sum = float(sum(rewards))
+    signal = len(set(rewards)) > 1
     tally = Tally.of(trajectories)
     body_crc = zlib.crc32(body)
     described = {

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from fsbarrier.data.trajectory import is_judged
 from fsbarrier.protocol.facts import JsonObject, Payload
 
 #: so many parts of a reward have figures of their own
@@ -36,6 +37,7 @@ class Tally:
     """Of some trajectories: how many were cut off, in how many the reward or the agent failed, and the lengths of answers in tokens.
 
     `answers`: how many trajectories the lengths are of; one that failed before anything was sampled has none.
+    `reward_std`: the standard deviation of the rewards that there are (of a sample, ÷ n - 1); None where there are not two.
     """
 
     truncated: int = 0
@@ -46,12 +48,14 @@ class Tally:
     shortest: int = 0
     longest: int = 0
     parts: Mapping[str, Part] = field(default_factory=dict)
+    reward_std: float | None = None
 
     @classmethod
     def of(cls, trajectories: Iterable[Payload]) -> Self:
         """Only what is in them as our own programs write it counts; other formats may lack any of it."""
         truncated = reward_errors = agent_errors = 0
         lengths: list[int] = []
+        judged: list[float] = []
         parts: dict[str, Part] = {}
         for one in trajectories:
             metadata, mask, rewards = (one.get(name) for name in ("metadata", "loss_mask", "reward_parts"))
@@ -60,6 +64,8 @@ class Tally:
             truncated += one.get("finish_reason") == "length"
             reward_errors += failed
             agent_errors += "agent_error" in told
+            if is_judged(one):
+                judged.append(float(one["reward"]))
             if isinstance(mask, array) and len(mask):
                 lengths.append(mask.count(1))
             for name, value in rewards.items() if isinstance(rewards, Mapping) else ():
@@ -74,11 +80,13 @@ class Tally:
             min(lengths, default=0),
             max(lengths, default=0),
             dict(list(parts.items())[:MOST_PARTS]),
+            _deviation(judged),
         )
 
     def as_json(self) -> JsonObject:
         parts = {name: [part.total, part.count, part.though_failed] for name, part in self.parts.items()}
-        return {**{name: getattr(self, name) for name in NUMBERS}, "parts": parts}
+        std = {} if self.reward_std is None else {"reward_std": self.reward_std}
+        return {**{name: getattr(self, name) for name in NUMBERS}, "parts": parts, **std}
 
     @classmethod
     def from_json(cls, record: JsonObject) -> Self:
@@ -88,10 +96,20 @@ class Tally:
             for name, (total, count, failed) in record["parts"].items()
         }
         numbers: Any = {name: int(record[name]) for name in NUMBERS}
-        return cls(**numbers, parts=parts)
+        # An older version did not write it.
+        std = record.get("reward_std")
+        return cls(**numbers, parts=parts, reward_std=None if std is None else float(std))
 
 
 NUMBERS = ("truncated", "reward_errors", "agent_errors", "answers", "tokens", "shortest", "longest")
+
+
+def _deviation(rewards: Sequence[float]) -> float | None:
+    if len(rewards) < 2 or not all(map(math.isfinite, rewards)):
+        return None
+    mean = sum(rewards) / len(rewards)
+    equal = min(rewards) == max(rewards)
+    return 0.0 if equal else math.sqrt(sum((one - mean) ** 2 for one in rewards) / (len(rewards) - 1))
 
 
 def figures(tallies: Sequence[Tally]) -> dict[str, float]:
@@ -111,6 +129,14 @@ def figures(tallies: Sequence[Tally]) -> dict[str, float]:
             "answer_tokens_min": min(one.shortest for one in with_answers),
             "answer_tokens_max": max(one.longest for one in with_answers),
             "truncated_share": found["truncated"] / answers,
+        }
+    deviations = [one.reward_std for one in tallies if one.reward_std is not None]
+    if deviations:
+        without_signal = deviations.count(0.0)
+        found |= {
+            "reward_std": sum(deviations) / len(deviations),
+            "groups_without_signal": without_signal,
+            "without_signal_share": without_signal / len(deviations),
         }
     parts: dict[str, Part] = {}
     for one in tallies:

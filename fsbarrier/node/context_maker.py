@@ -86,6 +86,7 @@ def parts_on_disk(folder: Path, split: str, iteration: int) -> tuple[PartOnDisk,
             policy = str(scan.header.get("policy", ""))
             tasks = tuple(group.task_index for group in scan.groups)
             unjudged = frozenset(group.task_index for group in scan.groups if group.unjudged)
+            signal = frozenset(group.task_index for group in scan.groups if group.signal)
             how = str(scan.header.get("sampled_how", ""))
-            found.append(PartOnDisk(str(path), policy, scan.valid_bytes, tasks, unjudged, how))
+            found.append(PartOnDisk(str(path), policy, scan.valid_bytes, tasks, unjudged, signal, how))
     return tuple(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 
@@ -24,6 +24,19 @@ def _sampled(total: int, count: int, seed: int, iteration: int) -> tuple[int, ..
     order = list(range(total))
     random.Random(f"{seed}:{data_pass}").shuffle(order)
     return tuple(order[piece * count : (piece + 1) * count])
+
+
+def refill_tasks(
+    total: int, drawn: Collection[int], size: int, *, most: int, seed: int, iteration: int
+) -> list[list[int]]:
+    """Tasks (of `total`) for up to `most` further rounds of `size` each, none of them in `drawn` or in another round.
+
+    They are no part of the passes over the data: which tasks the next iteration draws does not depend on what this one needs.
+    """
+    drawn = frozenset(drawn)
+    others = [task for task in range(total) if task not in drawn] if most else []
+    chosen = random.Random(f"{seed}:{iteration}:refills").sample(others, min(len(others), most * size))
+    return [chosen[start : start + size] for start in range(0, len(chosen), size)]
 
 
 def split_by_weight(tasks: Sequence[int], weights: Sequence[float]) -> list[list[int]]:

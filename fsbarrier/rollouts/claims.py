@@ -25,7 +25,7 @@ from fsbarrier.errors import StoreError
 from fsbarrier.protocol.assign import lots
 from fsbarrier.reading import RECORD_BYTES, read_bytes
 from fsbarrier.retry import until_seen
-from fsbarrier.rundir.names import CUT, DURABLE_COUNT, LOT
+from fsbarrier.rundir.names import CUT, DURABLE_COUNT, LOT, ROUND_DONE
 
 T = TypeVar("T")
 
@@ -180,8 +180,8 @@ def remove_old(folder: Path, rank: int) -> None:
     # Where that fails the folder is not there, or it is left lying: nobody reads it any more.
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
-            lot = LOT.parse(name)
-            mine = lot is not None and lot.rank == rank
+            owned = LOT.parse(name) or ROUND_DONE.parse(name)
+            mine = owned is not None and owned.rank == rank
             if mine or name in (DURABLE_COUNT.build(rank), CUT):
                 (folder / name).unlink(missing_ok=True)
         folder.rmdir()

@@ -15,6 +15,7 @@ from fsbarrier.protocol.assign import LOTS
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.rollouts.claims import Claims, remove_old
 from fsbarrier.rollouts.early_end import EarlyEnd
+from fsbarrier.rollouts.refills import Refills
 from fsbarrier.rundir.names import GENERATION
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -61,6 +62,10 @@ class Assignment:
     expected: Sequence[int]
     #: of more groups the merge keeps so many; None: all
     keep: int | None
+    #: how many of `expected` each round has; None: there is no round that is left out where others were enough
+    rounds: Sequence[int] | None
+    #: of each round, how many groups with signal an older generation left
+    with_signal: Sequence[int]
     part: Path
     #: of the names inside the part file
     prefix: str
@@ -71,6 +76,7 @@ class Assignment:
 
     @classmethod
     def from_spec(cls, spec: Payload) -> Self:
+        refills = spec.get("refills") or {"rounds": None, "with_signal": ()}
         return cls(
             origin=Origin(**{name: spec[name] for name in Origin.__slots__ if name in spec}),
             incarnation=spec["incarnation"],
@@ -86,6 +92,8 @@ class Assignment:
             judge_again=spec.get("judge_again", ()),
             expected=spec["expected"],
             keep=spec["keep"],
+            rounds=refills["rounds"],
+            with_signal=refills["with_signal"],
             part=Path(spec["part"]),
             prefix=spec["prefix"],
             checkpoint=Path(spec["checkpoint"]),
@@ -133,12 +141,26 @@ class Assignment:
             grace_s=self.grace_s,
         )
 
+    def open_refills(self) -> Refills | None:
+        """Tells whether there is another round; None where all rounds are done whatever comes of them. Raises StoreError."""
+        if self.rounds is None:
+            return None
+        assert self.keep is not None
+        return Refills(
+            self.claims_folder,
+            self.origin.node_rank,
+            ranks=[rank for rank, share in self.shares.items() if share],
+            already=self.with_signal,
+            enough=self.keep,
+        )
+
     def header(self) -> dict[str, object]:
         """What the part file says at its start. `expected`: a merge by hand can name the tasks of a node without any file.
         `assigned`: the tasks that this file must hold to be whole, where nobody else may do them."""
         assigned = {"assigned": list(self.tasks)} if self.fixed_shares else {}
         keep = {"keep": self.keep} if self.keep else {}
-        return {**asdict(self.origin), **assigned, "expected": list(self.expected), **keep}
+        rounds = {"rounds": list(self.rounds)} if self.rounds else {}
+        return {**asdict(self.origin), **assigned, "expected": list(self.expected), **keep, **rounds}
 
     def publish_part(self) -> None:
         """Give the finished part its public name. Raises OSError, ProgramFailed where a newer generation exists.

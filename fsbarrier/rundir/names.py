@@ -132,9 +132,19 @@ class LotName:
     number: int
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class RoundDoneName:
+    """Node `rank` has nothing left to do in a round of the phase, and so many of its groups in it have signal."""
+
+    rank: int
+    round: int
+    with_signal: int
+
+
 CLAIMS_FOLDER = Name("claims-{:s}.iter-{:06d}", ClaimsName)
 LOT = Name("lot-{:04d}-{:06d}", LotName)
 DURABLE_COUNT = Name("durable-{:04d}", int)
+ROUND_DONE = Name("done-{:04d}-{:04d}-{:06d}", RoundDoneName)
 #: there once a rollout phase is to end before its last few groups
 CUT = "cut"
 

@@ -243,6 +243,11 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
         f"{as_chosen('algorithm.old_logprobs')} there are none",
     )
     require(
+        not s.rollout.max_refills or s.rollout.completion_threshold == 1,
+        f"{as_chosen('rollout.completion_threshold')}: with {as_chosen('rollout.max_refills')} a round ends when all of it is done, "
+        "since what it came to decides about the next one; leave out one of the two",
+    )
+    require(
         s.algorithm.overlong_buffer is None or s.algorithm.overlong_buffer <= s.rollout.max_tokens,
         f"{as_chosen('algorithm.overlong_buffer')}: must not be above {as_chosen('rollout.max_tokens')}",
     )

@@ -15,7 +15,7 @@ _PPO_CLIP = {"loss": "grpo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": Non
 _NO_KL = {"kl_coef": 0.0}
 _EVERY_GROUP = {"drop_zero_signal": False}
 
-#: preset -> source, settings of the section `algorithm`
+#: preset -> source, settings; names without a section are of `algorithm`
 PRESETS: Mapping[Preset, tuple[str, Mapping[str, object]]] = {
     "grpo": (
         "DeepSeekMath, arXiv 2402.03300",
@@ -54,6 +54,8 @@ PRESETS: Mapping[Preset, tuple[str, Mapping[str, object]]] = {
             "drop_zero_signal": True,
             "truncated": "shape",
             "overlong_penalty": 1.0,
+            # Ten rounds in all, as in verl's recipe; the paper names no limit.
+            "rollout.max_refills": 9,
         },
     ),
     "gspo": (
@@ -138,5 +140,5 @@ def preset_values(preset: object) -> dict[str, object]:
     """Dotted names and values; {} for what is no preset."""
     for name, (_, values) in PRESETS.items():
         if name == preset:
-            return {f"algorithm.{key}": value for key, value in values.items()}
+            return {key if "." in key else f"algorithm.{key}": value for key, value in values.items()}
     return {}

@@ -115,6 +115,11 @@ class RolloutSettings(Section):
         "Roll out this many times `rollout.tasks`, and keep the first `rollout.tasks` whose rewards are not all equal.",
         NEXT_ITERATION,
     )
+    max_refills: CountOrZero = setting(
+        0,
+        "How often as many further tasks are rolled out while fewer than `rollout.tasks` groups have rewards that are not all equal.",
+        NEXT_ITERATION,
+    )
 
     @property
     def template_arguments(self) -> dict[str, object]:

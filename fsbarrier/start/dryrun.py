@@ -36,7 +36,7 @@ from fsbarrier.program import (
 from fsbarrier.protocol.facts import Join, Member, Payload
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.hidden import shown
-from fsbarrier.settings.presets import PRESETS
+from fsbarrier.settings.presets import PRESETS, preset_values
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import flatten
 from fsbarrier.start.machines import planned
@@ -82,10 +82,11 @@ def preset_lines(settings: Settings) -> list[str]:
     if preset is None:
         return []
     lines = [f"algorithm.preset={preset}: {PRESETS[preset][0]}"]
-    for name, value in PRESETS[preset][1].items():
-        used = getattr(settings.algorithm, name)
+    for name, value in preset_values(preset).items():
+        section, _, field = name.partition(".")
+        used = getattr(getattr(settings, section), field)
         other = "" if used == value else f" (you chose {json.dumps(used)})"
-        lines.append(f"  algorithm.{name} = {json.dumps(value)}{other}")
+        lines.append(f"  {name} = {json.dumps(value)}{other}")
     return lines
 
 

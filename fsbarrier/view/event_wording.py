@@ -132,6 +132,7 @@ def _failed(event: Event) -> str:
 
 def _rolled_out(event: Event) -> str:
     reward, count = event.number("reward_mean"), event.integer("trajectories")
+    rounds = event.integer("rounds") or 1
     unusual = {
         "groups_taken_over": "taken over from slower nodes",
         "groups_cut_off": "cut off",
@@ -140,6 +141,7 @@ def _rolled_out(event: Event) -> str:
     parts = [
         f"train reward {amount(reward)}" if reward is not None else "",
         f"{count} trajectories" if count is not None else "",
+        f"{rounds} rounds" if rounds > 1 else "",
         _unjudged(event),
         *(f"{groups} groups {what}" for name, what in unusual.items() if (groups := event.integer(name))),
     ]

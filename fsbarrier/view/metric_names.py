@@ -15,6 +15,8 @@ NAMES: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "trl": {
         "rolled_out": {
             "reward_mean": ("reward",),
+            "reward_std": ("reward_std",),
+            "without_signal_share": ("frac_reward_zero_std",),
             "answer_tokens_mean": ("completions/mean_length",),
             "answer_tokens_min": ("completions/min_length",),
             "answer_tokens_max": ("completions/max_length",),

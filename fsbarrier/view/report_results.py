@@ -16,6 +16,9 @@ TABLE_ROWS = 200
 EVALUATION_FIGURE = re.compile(r"([^/]+/)?(reward_mean|reward(/.+)?|pass_at_\d+|majority_at_\d+)(_se)?")
 
 ROLLOUT_COLUMNS = {
+    "reward_std": "spread of a group's rewards",
+    "groups_without_signal": "groups without signal",
+    "rounds": "rounds",
     "answer_tokens_mean": "tokens an answer, mean",
     "answer_tokens_min": "least",
     "answer_tokens_max": "most",

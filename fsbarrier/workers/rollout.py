@@ -32,6 +32,7 @@ from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rollouts.engine_pool import EnginePool, Place
 from fsbarrier.rollouts.engine_queue import EngineQueue
 from fsbarrier.rollouts.group_trajectories import failed_group, judged_again, judged_group
+from fsbarrier.rollouts.refills import PAUSES, Refills
 from fsbarrier.rollouts.rollout_spec import Assignment
 from fsbarrier.rollouts.rounds import read_rounds
 from fsbarrier.rollouts.samples import Group
@@ -76,6 +77,9 @@ class Rollout:
         # Those of the round under way are the last.
         self.claims = [assignment.open_claims(self.rounds[0].tasks)]
         self.early_end, self.ended_early = assignment.open_early_end(), False
+        self.refills = assignment.open_refills()
+        # The rounds that are done whatever comes of them.
+        self.certain = self.rounds if self.refills is None else self.rounds[:1]
         self.pool = EnginePool(
             servers,
             connections=concurrency * (most_samples if agent else 1) + SPARE_CONNECTIONS,
@@ -83,12 +87,14 @@ class Rollout:
             # The daemon starts an engine again that dies, and ends this program where it cannot.
             patience_s=settings.engine.start_timeout_s,
         )
+        # Whether the engines were seen to answer.
+        self.looked = False
         # Trajectories of tasks that were claimed.
         self.begun = 0
         # Trajectories of the part file that an earlier start of this program could not judge.
         self.unjudged_before = 0
         # A phase may fail in `max_error_share` of its trajectories, and so each node in that share of what a node has on average.
-        total = sum(len(one.tasks) * one.samples for one in self.rounds)
+        total = sum(len(one.tasks) * one.samples for one in self.certain)
         self.average_share = total / max(1, len(assignment.shares))
         self.counts = Counts()
         self.progress = CountsProgress(progress, self._left_from(0), self.counts, engines=self.pool.progress)
@@ -128,6 +134,7 @@ class Rollout:
         return {
             **assignment.result(info, tasks, self.claims, ended_early=self.ended_early),
             "resumed_groups": info.groups - counts.groups,
+            **({} if self.refills is None else {"rounds": self.refills.rounds_done()}),
             **counts.for_result(),
             "seconds": round(seconds, 3),
             "tokens_per_s": round(counts.completion_tokens / seconds, 1),
@@ -165,24 +172,48 @@ class Rollout:
         there = {group.task_index for group in writer.groups}
         self.unjudged_before = sum(group.unjudged for group in writer.groups)
         async with self.pool, self.agents or nullcontext():
-            looked = False
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    for number, one in enumerate(self.rounds):
-                        if number:
-                            claims = await asyncio.to_thread(self.assignment.open_claims, one.tasks, number)
-                            self.claims.append(claims)
-                        queue: deque[Task] = deque()
-                        while batch := await self._next_batch(number, queue, there):
-                            if not looked:
-                                await self.pool.look()
-                                looked = True
-                            place = Place(self.pool, len(batch) * one.samples, one.sampling)
-                            tasks.create_task(self._sample(place, batch, writer, tasks))
+                    for number in range(len(self.rounds)):
+                        if self.refills is None:
+                            await self._begin_round(number, writer, there, tasks)
+                            continue
+                        # What the round came to decides about the next one.
+                        async with asyncio.TaskGroup() as of_this_round:
+                            await self._begin_round(number, writer, there, of_this_round)
+                        if not await self._another_after(number, self.refills, writer):
+                            break
             except BaseExceptionGroup as group:
                 raise _first(group) from None
         if self.counts.groups and self.counts.refused == self.counts.groups:
             raise ProgramFailed("the engine refused every prompt; the messages are above")
+
+    async def _begin_round(
+        self, number: int, writer: ShardWriter, there: set[int], tasks: asyncio.TaskGroup
+    ) -> None:
+        """Returns once every task of round `number` is begun, here or elsewhere."""
+        one = self.rounds[number]
+        if number:
+            self.claims.append(await asyncio.to_thread(self.assignment.open_claims, one.tasks, number))
+        queue: deque[Task] = deque()
+        while batch := await self._next_batch(number, queue, there):
+            if not self.looked:
+                await self.pool.look()
+                self.looked = True
+            place = Place(self.pool, len(batch) * one.samples, one.sampling)
+            tasks.create_task(self._sample(place, batch, writer, tasks))
+
+    async def _another_after(self, number: int, refills: Refills, writer: ShardWriter) -> bool:
+        """Whether the nodes go on with another round, once all of them have finished round `number`."""
+        tasks = self.rounds[number].tasks
+        with_signal = sum(group.signal for group in writer.groups if group.task_index in tasks)
+        await asyncio.to_thread(refills.report, number, with_signal)
+        for pause_s in PAUSES:
+            another = await asyncio.to_thread(refills.another_after, number)
+            if another is not None:
+                return another
+            await asyncio.sleep(pause_s)
+        raise AssertionError
 
     def _per_request(self, samples: int) -> int:
         """So many prompts with so many samples share a request."""
@@ -198,7 +229,7 @@ class Rollout:
     def _left_from(self, number: int) -> int:
         """Trajectories of this node's own share in the rounds from `number` on."""
         own = self.assignment.tasks
-        return sum(one.samples * sum(task in one.tasks for task in own) for one in self.rounds[number:])
+        return sum(one.samples * sum(task in one.tasks for task in own) for one in self.certain[number:])
 
     async def _next_batch(self, number: int, queue: deque[Task], there: set[int]) -> list[Task]:
         """The prompts of the next request of round `number`, once an engine has a place for them; claimed no sooner. [] when the

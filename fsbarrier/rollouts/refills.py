@@ -1,0 +1,65 @@
+"""Whether a train rollout goes on with another round, because too few groups have rewards that differ (`rollout.max_refills`).
+
+A node that has nothing left to do in a round, its own groups being durable, creates an empty file beside the claims, whose name says
+how many of them have signal. Once every node's is listed, all count the same names, and so all come to the same answer. Nothing is
+ever replaced or agreed: a node that dies before its file is there ends the generation, and the next one adopts the groups.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from fsbarrier import files
+from fsbarrier.errors import StoreError
+from fsbarrier.retry import Backoff, until_seen
+from fsbarrier.rundir.names import ROUND_DONE, RoundDoneName
+
+T = TypeVar("T")
+
+#: between two looks at what the others have done
+PAUSES = Backoff(0.05, 1.0)
+
+
+class Refills:
+    """One node's view of the rounds that are over. Its methods take as long as the shared directory does, and raise StoreError."""
+
+    def __init__(
+        self, folder: Path, rank: int, *, ranks: Collection[int], already: Sequence[int], enough: int
+    ) -> None:
+        """`ranks`: the nodes that roll out; `already`: groups with signal that an older generation left, by round."""
+        self._folder, self._rank, self._ranks = folder, rank, frozenset(ranks)
+        self._already, self._enough = already, enough
+        self._seen(lambda: files.make_dirs_below(folder.parent, folder))
+
+    def report(self, number: int, with_signal: int) -> None:
+        """This node has nothing left to do in round `number`. A program that is started again has said so before, and that stands."""
+        mine = ROUND_DONE.build(self._rank, number, with_signal)
+        if all((done.rank, done.round) != (self._rank, number) for done in self._listed()):
+            self._seen(lambda: files.create_exclusive(self._folder / mine, b"", durable=False))
+
+    def another_after(self, number: int) -> bool | None:
+        """Whether there is a round after round `number`; None: some node has not finished that one."""
+        if number + 1 == len(self._already):
+            return False
+        done = {(one.rank, one.round): one.with_signal for one in self._listed() if one.round <= number}
+        if any((rank, number) not in done for rank in self._ranks):
+            return None
+        return sum(self._already[: number + 1]) + sum(done.values()) < self._enough
+
+    def rounds_done(self) -> int:
+        """How many rounds this node has finished."""
+        return sum(done.rank == self._rank for done in self._listed())
+
+    def _listed(self) -> list[RoundDoneName]:
+        # The directory is freshly opened, which makes an NFS client look again.
+        return ROUND_DONE.parse_all(self._seen(lambda: os.listdir(self._folder)))
+
+    def _seen(self, operation: Callable[[], T]) -> T:
+        try:
+            return until_seen(operation)
+        except OSError as error:
+            why = error.strerror or error
+            raise StoreError(f"{self._folder}: what each node has done is not to be seen: {why}") from error

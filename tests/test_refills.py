@@ -1,0 +1,257 @@
+"""Rounds of further tasks where too few groups have rewards that differ: the files, two rollouts side by side, a node that dies."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import FAST, Cluster, rolled_out_twice
+from test_rollout import SAMPLES, Fake, finish, make_spec, run, start, start_fake
+
+from fsbarrier.data import rankfiles
+from fsbarrier.errors import StoreError
+from fsbarrier.protocol.assign import refill_tasks, sample_tasks
+from fsbarrier.rollouts.claims import remove_old
+from fsbarrier.rollouts.refills import Refills
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.trajectories import load, scan_shard
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[Fake]:
+    server = start_fake(tmp_path / "fake")
+    yield server
+    server.process.kill()
+    server.process.communicate()
+
+
+def node(folder: Path, rank: int, already: tuple[int, ...] = (0, 1, 0), enough: int = 6) -> Refills:
+    return Refills(folder, rank, ranks=[0, 2], already=already, enough=enough)
+
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+
+def test_all_answer_from_the_same_names_whenever_they_look(tmp_path: Path) -> None:
+    folder = tmp_path / "claims"
+    first, other, late = node(folder, 0), node(folder, 2), node(folder, 2)
+    first.report(0, 3)
+    assert first.another_after(0) is None and other.another_after(0) is None
+    other.report(0, 2)
+    assert first.another_after(0) is True
+    # 5, the 1 that was there before, and 2 more: enough. Who looks at round 0 only now finds too few, as the others did.
+    first.report(1, 2)
+    assert late.another_after(0) is True and late.another_after(1) is None
+    other.report(1, 0)
+    assert first.another_after(1) is False and late.another_after(1) is False
+    assert (first.rounds_done(), late.rounds_done()) == (2, 2)
+
+
+def test_after_the_last_round_there_is_none(tmp_path: Path) -> None:
+    alone = Refills(tmp_path / "claims", 0, ranks=[0], already=[0, 0], enough=5)
+    alone.report(0, 0)
+    assert alone.another_after(0) is True
+    alone.report(1, 0)
+    assert alone.another_after(1) is False
+
+
+def test_what_was_said_stands_when_the_program_starts_again(tmp_path: Path) -> None:
+    folder = tmp_path / "claims"
+    node(folder, 0).report(0, 3)
+    node(folder, 0).report(0, 4)
+    assert [path.name for path in folder.iterdir()] == ["done-0000-0000-000003"]
+
+
+def test_each_node_removes_what_it_said(tmp_path: Path) -> None:
+    folder = tmp_path / "claims"
+    for rank in (0, 2):
+        node(folder, rank).report(0, 1)
+    remove_old(folder, 0)
+    assert [path.name for path in folder.iterdir()] == ["done-0002-0000-000001"]
+    remove_old(folder, 2)
+    assert not folder.exists()
+
+
+def test_nothing_is_said_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "claims").symlink_to(tmp_path / "outside")
+    with pytest.raises(StoreError, match="claims"):
+        node(tmp_path / "claims", 0).report(0, 1)
+    assert list((tmp_path / "outside").iterdir()) == []
+
+
+def test_refills_do_not_change_what_the_next_iteration_draws() -> None:
+    drawn = sample_tasks(100, 8, seed=1, iteration=3)
+    rounds = refill_tasks(100, drawn, 8, most=9, seed=1, iteration=3)
+    flat = [task for tasks in rounds for task in tasks]
+    assert [len(tasks) for tasks in rounds] == [8] * 9 and len({*flat, *drawn}) == 80
+    assert refill_tasks(20, range(8), 8, most=9, seed=1, iteration=3)[1:] and not refill_tasks(
+        8, range(8), 8, most=9, seed=1, iteration=3
+    )
+    assert refill_tasks(100, drawn, 8, most=0, seed=1, iteration=3) == []
+
+
+# --- rollouts -----------------------------------------------------------------------------------------------------------
+
+#: three rounds of four: no signal; two groups with signal; all with signal
+PROMPTS = [
+    *(f"{n}a=" for n in range(4)),
+    "4a=",
+    "5a!mixed=",
+    "6a=",
+    "7a!mixed=",
+    *(f"{n}a!mixed=" for n in "89bc"),
+]
+
+
+def in_rounds(folder: Path, url: str, rank: int, **changes: Any) -> Path:
+    """The spec of one of two nodes that share the claims in `folder`."""
+    shares = {"1": [0, 1, 4, 5, 8, 9], "2": [2, 3, 6, 7, 10, 11]}
+    (folder / f"node-{rank}").mkdir(parents=True)
+    known = {
+        "node_rank": rank,
+        "tasks": shares[str(rank)],
+        "shares": shares,
+        "claims": str(folder / "claims"),
+    }
+    known |= {"keep": 2, "prefix": f"train-g0003n{rank:04d}i0001"}
+    known |= {"refills": {"rounds": [4, 4, 4], "with_signal": [0, 0, 0]}}
+    spec = make_spec(folder / f"node-{rank}", url, PROMPTS, **{**known, **changes})
+    written = json.loads(spec.read_text())
+    (whole,) = written["rounds"]
+    written["rounds"] = [{**whole, "tasks": [*range(begin, begin + 4)]} for begin in (0, 4, 8)]
+    spec.write_text(json.dumps(written))
+    return spec
+
+
+def tasks_in(*specs: Path) -> list[int]:
+    parts = [scan_shard(spec.parent / "trajectories" / "part") for spec in specs]
+    return sorted(group.task_index for part in parts for group in part.groups)
+
+
+def test_nodes_go_on_together_until_there_is_enough(tmp_path: Path, fake: Fake) -> None:
+    specs = [in_rounds(tmp_path, fake.url, rank) for rank in (1, 2)]
+    ended = [finish(process, spec) for process, spec in [(start(spec), spec) for spec in specs]]
+    assert [done.code for done in ended] == [0, 0], [done.stderr for done in ended]
+    # The second round brings the two that are wanted, and nobody begins the third.
+    assert [done.result["rounds"] for done in ended] == [2, 2]
+    assert tasks_in(*specs) == list(range(8))
+    for spec in specs:
+        shown = json.loads((spec.parent / "progress.json").read_text())
+        assert shown["done"] == shown["total"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "already", "rounds"), [(99, (0, 0, 0), 3), (2, (2, 0, 0), 1), (2, (0, 7, 0), 2)]
+)
+def test_the_last_round_is_the_last_and_what_is_there_counts(
+    tmp_path: Path, fake: Fake, keep: int, already: tuple[int, ...], rounds: int
+) -> None:
+    changes = {"keep": keep, "refills": {"rounds": [4, 4, 4], "with_signal": already}}
+    alone = in_rounds(
+        tmp_path, fake.url, 1, **changes, tasks=[*range(12)], shares={"1": [*range(12)], "2": []}
+    )
+    assert run(alone).result["rounds"] == rounds and tasks_in(alone) == list(range(4 * rounds))
+
+
+def test_a_node_waits_for_the_others_and_is_started_again_in_a_later_round(
+    tmp_path: Path, fake: Fake
+) -> None:
+    spec, other = (in_rounds(tmp_path, fake.url, rank, fixed_shares="as asked for") for rank in (1, 2))
+    process, waited = start(spec), tmp_path / "claims" / "done-0001-0000-000000"
+    pause = threading.Event()
+    while process.poll() is None and not waited.exists():
+        pause.wait(0.01)
+    assert process.poll() is None and tasks_in(spec) == [0, 1]
+    process.kill()
+    finish(process, spec)
+    second = start(other)
+    again = run(spec)
+    assert (again.code, again.result["rounds"], again.result["resumed_groups"]) == (0, 2, 2)
+    assert finish(second, other).result["rounds"] == 2 and tasks_in(spec, other) == list(range(8))
+    # Between the file's end and the result.
+    assert run(spec).result["rounds"] == 2
+
+
+def test_by_hand_the_rounds_that_were_not_begun_are_not_missing(tmp_path: Path, fake: Fake) -> None:
+    part = (
+        tmp_path / "train_trajectories" / "train_trajectories.pt.iteration5_rank_1.checkpoint.g0003i0001.part"
+    )
+    files = {"part": str(part), "checkpoint": str(part).removesuffix(".g0003i0001.part")}
+    spec = in_rounds(tmp_path, fake.url, 1, **files, tasks=[*range(12)], shares={"1": [*range(12)]})
+    assert run(spec).code == 0
+    assert rankfiles.expected_tasks(rankfiles.find(tmp_path, "train", 5)) == tuple(range(8))
+
+
+# --- a whole run --------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_dies_in_a_refill_costs_only_what_it_had_in_flight(tmp_path: Path, fake: Fake) -> None:
+    """Its finished groups of both rounds are adopted, and the survivor comes to the same rounds."""
+    first = sample_tasks(12, 4, seed=0, iteration=1)
+    (second, third) = refill_tasks(12, first, 4, most=2, seed=0, iteration=1)
+    # In the second round each node's first task is done at once; its second waits at the gate.
+    gated = {second[1], second[3]}
+    data = tmp_path / "data"
+    data.mkdir()
+    kinds = {**dict.fromkeys(first, ""), **dict.fromkeys(second, "!mixed"), **dict.fromkeys(third, "!mixed")}
+    lines = []
+    for task in range(12):
+        gate = "!gate" if task in gated else ""
+        lines.append(
+            json.dumps(
+                {"prompt": f"{task:02d}a{kinds[task]}{gate}=", "answer": f"{''.join(sorted(f'{task:02d}a'))}"}
+            )
+        )
+    (data / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (data / "test.jsonl").write_text(lines[0] + "\n")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen2"}')
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    flags = ("--model", str(model), "--data-path", str(data), "--iterations", "1", *FAST)
+    flags += (
+        "--rl-phase",
+        "rollout",
+        "--rollout-split",
+        "train-only",
+        "--debug-mode",
+        f"engine.url={fake.url}",
+    )
+    flags += ("engine.api_key_env=VLLM_API_KEY", f"rollout.samples={SAMPLES}", "rollout.tasks=4")
+    flags += (
+        "rollout.max_refills=2",
+        "rollout.prompts_per_request=1",
+        "rollout.max_tokens=32",
+        "engine.max_model_len=64",
+    )
+    with Cluster(tmp_path, 2, *flags, "rollout.take_over=false", program="rl") as cluster:
+        cluster.env = {rank: {"VLLM_API_KEY": "the key"} for rank in range(2)}
+        cluster.start()
+        paths, pause = RunPaths(cluster.log_path), threading.Event()
+
+        def durable() -> set[int]:
+            parts = paths.trajectories("train").glob("*.part")
+            return {group.task_index for part in parts for group in scan_shard(part).groups}
+
+        for _ in range(12_000):
+            if durable() == {*first, second[0], second[2]}:
+                break
+            pause.wait(0.01)
+        assert durable() == {*first, second[0], second[2]}, cluster.said(0) + cluster.said(1)
+        cluster.kill(1)
+        cluster.wait_for(lambda e: e["event"] == "generation_started" and e["number"] == 2)
+        (fake.folder / "gate").touch()
+        assert cluster.wait(0) == {0: 0}, cluster.said(0)
+        merged = load(paths.merged("train", 1))
+        assert {t["task_index"] for t in merged["trajectories"]} == set(second)
+        assert merged["metadata"]["without_signal"] == first and merged["metadata"]["surplus"] == []
+        assert rolled_out_twice(cluster.log_path, 1, "train") == []
+        (event,) = [e for e in cluster.events() if e["event"] == "rolled_out"]
+        told = (event["rounds"], event["groups_without_signal"], event["groups"], event["left_out"])
+        assert told == (2, 4, 4, 4)
