@@ -261,7 +261,7 @@ class Context:
     generation: int
     iteration: int
     attempt: int
-    phase: Phase
+    phase: Row[Builder]
     decisions: Mapping[str, Payload]
     python: str
     joins: Mapping[int, Join] = field(default_factory=dict)
@@ -269,8 +269,6 @@ class Context:
     reports: Callable[[str], Mapping[int, Payload]] = field(default=lambda _: {})
     #: the number of the newest generation, freshly looked up; call it before anything becomes visible to others
     newest: Callable[[], int] = field(default=lambda: 0)
-    #: the last iteration that this session was asked for; None: endless
-    until: int | None = None
     #: part files that are on disk: split and iteration -> parts, oldest generation first
     parts_of: Callable[[str, int], tuple[PartOnDisk, ...]] = field(default=lambda split, iteration: ())
     #: why nodes must not take over tasks of each other on this mount; "" where they may
@@ -436,7 +434,6 @@ class Program(Table[Builder]):
     it while the nodes still join.
     """
 
-    rows: tuple[Phase, ...]
     needs: frozenset[str] = frozenset()
     imported: tuple[str, ...] = ()
     serves_first: frozenset[str] = frozenset()

@@ -200,9 +200,7 @@ def aggregate_train(ctx: Context) -> Work:
     return aggregate(ctx, "train", ctx.decided("train_assign"), "train_rollout")
 
 
-def aggregate(
-    ctx: Context, split: str, assigned: Payload | None, rolled_out_in: str, *, final: bool = False
-) -> Work:
+def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in: str) -> Work:
     if not assigned:
         return NOTHING
     reports, folder = ctx.reports(rolled_out_in), ctx.paths.trajectories(split)
@@ -225,7 +223,7 @@ def aggregate(
         "policy_version": ctx.policy_version,
         "policy": ctx.policy_identity,
     }
-    event |= {"final": True} if final else {}
+    event |= {"final": True} if ctx.phase.name == "iteration_end" else {}
     known = {
         "merged": str(merged),
         "cut_off": cut_off,
@@ -495,38 +493,36 @@ def start_engine(ctx: Context) -> Work:
     return ServeWeights(ctx.policy.model, ctx.policy.version, ctx.threads, ctx.policy_identity)
 
 
-def decide_final(ctx: Context) -> Work:
-    """Leader, in the last iteration: who takes which held-out task for the evaluation of the last policy."""
-    evaluated = ends_the_run(ctx) and ctx.settings.eval_interval
-    return Value(share_out_eval(following(ctx))) if evaluated else NOTHING
-
-
-def ends_the_run(ctx: Context) -> bool:
-    """Whether the session that this iteration belongs to ends with it, and has made a policy."""
-    return ctx.until is not None and ctx.iteration >= ctx.until and ctx.settings.rl_phase == "both"
+# --- the last policy (12-13 of a session's last iteration) ----------------------------------------------------------------
 
 
 def following(ctx: Context) -> Context:
-    """What the last policy does belongs to the iteration that would begin with it, should the run go on some day."""
-    return replace(ctx, iteration=ctx.iteration + 1)
+    """What the last policy does belongs to the iteration that would begin with it, should the run go on some day. That iteration's
+    evaluation is decided in this one's row 12, and done in row 13."""
+    iteration, decided = ctx.iteration + 1, ctx.decided("engine_start")
+    decision = {"eval_decide": {"iteration": iteration, "value": decided}} if decided else {}
+    return replace(
+        ctx,
+        iteration=iteration,
+        decisions={**ctx.decisions, **decision},
+        reports=lambda _: ctx.reports("iteration_end"),
+    )
 
 
-def deciding_final(ctx: Context) -> Payload | None:
-    decision = ctx.decided("engine_start")
-    return decision if decision and decision.get("evaluate") else None
+def decide_final(ctx: Context) -> Work:
+    """Leader: who takes which held-out task."""
+    return Value(share_out_eval(following(ctx))) if ctx.settings.eval_interval else NOTHING
 
 
 def rollout_final(ctx: Context) -> Work:
-    """Every node, in the last iteration: its share of the held-out tasks, with the last policy."""
-    decided = deciding_final(ctx)
-    return rollout(following(ctx), "test", decided, eval_rounds(ctx)) if decided else NOTHING
+    """Every node: its share of the held-out tasks."""
+    return rollout_eval(following(ctx))
 
 
 def aggregate_final(ctx: Context) -> Work:
     """Leader, once all are done: merge it. The result says that the run was closed, also where it never evaluates."""
-    if ends_the_run(ctx) and not deciding_final(ctx):
-        return Value({"evaluate": False})
-    return aggregate(following(ctx), "test", deciding_final(ctx), "iteration_end", final=True)
+    evaluated = following(ctx)
+    return aggregate_eval(evaluated) if evaluating(evaluated) else Value({"evaluate": False})
 
 
 PROGRAM = Program(
@@ -544,11 +540,14 @@ PROGRAM = Program(
         Phase(9, "update_ready", each=probe_leader, leader=choose_address, resume="engine_stop"),
         Phase(10, "update", each=update, resume="engine_stop"),
         Phase(11, "weights_publish", leader=publish_weights),
+        Phase(12, "engine_start", each=start_engine),
+        Phase(13, "iteration_end"),
+    ),
+    RL_SLICES,
+    closing=(
         Phase(12, "engine_start", each=start_engine, leader=decide_final),
         Phase(13, "iteration_end", each=rollout_final, leader=aggregate_final, resume="engine_start"),
     ),
-    RL_SLICES,
-    closing="engine_start",
     needs=frozenset({"model", "data"}),
     imported=("fsbarrier.workers.rollout", "fsbarrier.workers.prepare", "fsbarrier.aggregate"),
     serves_first=frozenset({"both", "rollout"}),

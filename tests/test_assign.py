@@ -10,7 +10,7 @@ import pytest
 
 from fsbarrier.loader import load_module
 from fsbarrier.program import Context, PartOnDisk, ServeWeights, Value
-from fsbarrier.protocol.facts import Member
+from fsbarrier.protocol.facts import Member, Position
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import CheckpointSettings, EvalSet, EvalSettings, RolloutSettings, Settings
 from fsbarrier.settings.value_types import RlPhase
@@ -266,18 +266,22 @@ def test_the_last_policy_is_evaluated_where_the_run_ends(
 ) -> None:
     settings = Settings(num_nodes=2, rank_weights=(3.0, 1.0), rl_phase=rl_phase, eval_interval=interval)
     tasks = {"test": {"count": 8, "path": "/t"}}
-    ctx = context("iteration_end", settings=settings, tasks=tasks, until=until)
-    decision = rl.decide_final(ctx).value
+    ctx = context("iteration_end", settings=settings, tasks=tasks)
+    start, end = (rl.PROGRAM.row(Position(3, phase), until, rl_phase) for phase in (12, 13))
+    if (until, rl_phase) != (3, "both"):
+        assert (start.leader, end.each, end.leader) == (None, None, None)
+        return
+    decision = start.leader(ctx).value
     assert (decision.get("wanted") is not None) == evaluated
     ctx = replace(ctx, decisions={"engine_start": {"iteration": 3, "value": decision}})
-    work = rl.rollout_final(ctx)
+    work = end.each(ctx)
     assert isinstance(work, Value) != evaluated
     if evaluated:
         # As iteration 4 would.
         assert work.works[1].spec["iteration"] == 4 and "iteration4_rank_0" in work.works[1].spec["part"]
-    elif until == 3 and rl_phase == "both":
+    else:
         # Something is on record, so that no later start comes back for it.
-        assert rl.aggregate_final(ctx).value
+        assert end.leader(ctx).value
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,7 @@ def test_a_heartbeat_that_could_not_be_read_was_not_visible(
 
 
 def test_more_operations_than_the_budget_are_noticed() -> None:
-    world = prepare("nodes 3\nlength 0.01")
+    world = prepare("nodes 3\niterations 4\nlength 0.01")
     world.run()
     assert i12_operations(world.history) <= budget(3)
     world.history.operations["read"] += 2 * len(world.history.passed)

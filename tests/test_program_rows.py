@@ -11,6 +11,7 @@ import pytest
 from cluster import FAST, REPO, Cluster
 
 from fsbarrier.errors import UsageError
+from fsbarrier.protocol.facts import Position
 from fsbarrier.protocol.rows import Row, Slice, Table
 
 ROWS: tuple[Row[object], ...] = (
@@ -56,10 +57,33 @@ def test_a_slice_names_rows(names: tuple[str, str, str]) -> None:
 def test_a_table_knows_its_rows() -> None:
     table = Table("mine", (*ROWS, Row(3, "d", resume="d")), (Slice("part", "b", "c", result="c"),))
     assert [table.index(name) for name in "abcd"] == [0, 1, 2, 3]
-    assert [table.resume_index(index) for index in range(4)] == [0, 0, 2, 3]
+    assert [table.resume_index(row) for row in table.rows] == [0, 0, 2, 3]
     assert (table.span("part"), table.span(), table.span("other")) == ((1, 2), (0, 3), (0, 3))
     with pytest.raises(KeyError):
         table.index("e")
+
+
+def test_only_the_last_iteration_of_a_session_is_closed_and_only_a_whole_one() -> None:
+    closing: tuple[Row[object], ...] = (
+        Row(1, "b", each="more work"),
+        Row(2, "c", leader="work", resume="b"),
+    )
+    table = Table("mine", ROWS, (Slice("part", "b", "c", result="c"),), closing)
+
+    def rows(iteration: int, until: int | None, choice: str = "") -> list[Row[object]]:
+        return [table.row(Position(iteration, phase), until, choice) for phase in range(3)]
+
+    assert rows(3, 3) == rows(3, 3, "whole") == [ROWS[0], *closing]
+    assert rows(2, 3) == rows(3, None) == rows(3, 3, "part") == list(ROWS)
+    assert [table.resume_index(row) for row in rows(3, 3)] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("closing", [ROWS[:2], (ROWS[2], ROWS[1]), (Row(2, "d"),), (Row(0, "x"), *ROWS)])
+def test_closing_rows_stand_in_the_place_of_the_last(closing: tuple[Row[object], ...]) -> None:
+    with pytest.raises(
+        UsageError, match=f"program mine: its closing rows .*{closing[-1].name}.* are not its last"
+    ):
+        Table("mine", ROWS, closing=closing)
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,7 @@ class Collection:
         if leads and lasting is not None and passed.phase >= lasting:
             self._close_before(generation, passed.iteration)
         kept = {generation.start.iteration, *self._open} if leads and lasting is not None else set()
-        row = self.rules.row(passed)
-        folder = self.paths.phase(generation.number, row.index, row.name)
+        folder = self.paths.phase(generation.number, passed.phase, self.rules.row_name(passed))
         for name in names:
             fact = FACT.parse(name) or CALL_FACT.parse(name)
             if fact is None or fact.rank != rank or fact.iteration >= passed.iteration:

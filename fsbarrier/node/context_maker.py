@@ -38,13 +38,12 @@ class ContextMaker:
         def parts_of(split: str, iteration: int) -> tuple[PartOnDisk, ...]:
             return parts_on_disk(self.record.paths.trajectories(split), split, iteration)
 
+        settings = settings_in(self.record.settings, generation.revisions, position.iteration)
+        settings = replace(settings, **generation.choices)
         return Context(
             run_id=self.record.run_id,
             paths=self.record.paths,
-            settings=replace(
-                settings_in(self.record.settings, generation.revisions, position.iteration),
-                **generation.choices,
-            ),
+            settings=settings,
             tasks=self.record.tasks,
             model=Path(self.record.model) if self.record.model else None,
             node_rank=node.rank,
@@ -54,13 +53,12 @@ class ContextMaker:
             generation=generation.number,
             iteration=position.iteration,
             attempt=generation.attempt,
-            phase=self.program.rows[position.phase],
+            phase=self.program.row(position, generation.until, settings.rl_phase),
             decisions=node.decisions,
             python=sys.executable,
             joins=self.observer.joins_of(generation),
             reports=partial(self.observer.reports, node),
             newest=self.observer.newest_number,
-            until=generation.until,
             parts_of=parts_of,
             claims_unsafe=partial(claims_unsafe, self.record.log_path),
             accelerators=self.accelerators,

@@ -90,7 +90,7 @@ class EventLog:
         if self._worked is None or node.position is None or node.generation is None:
             return told
         done_at, work = self._worked
-        after_s, row = now - done_at, self._rules.row(node.position)
+        after_s, row = now - done_at, self._rules.row(node.position, node.generation)
         if row.each is not None and row.leader is not None and node.generation.leader == node.rank:
             # Between its two pieces of work a leader waits for all others.
             return {**told, **work.within(seconds).fields(), "waited_s": round(after_s, DIGITS)}

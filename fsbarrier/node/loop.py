@@ -295,8 +295,9 @@ class NodeLoop:
         names, and the leader could not read what its next work needs.
         """
         node, (generation, position) = self.node, self.node.place
-        directory, row = self.observer.row_dir(generation.number, position), self.rules.row(position)
-        path = directory / fact_name(position.iteration, node.rank, fact.status, row.call(fact.value))
+        row = self.rules.row(position, generation)
+        name = fact_name(position.iteration, node.rank, fact.status, row.call(fact.value))
+        path = self.observer.row_dir(generation.number, position) / name
         leads = generation.leader == node.rank
         if leads and position.phase == self.rules.span(generation.choices)[1]:
             self.collection.open(generation, position.iteration + 1)
@@ -347,7 +348,7 @@ class NodeLoop:
 
     def _works(self, generation: Generation, position: Position) -> bool:
         """Whether this node has work of its own in a row."""
-        row = self.rules.row(position)
+        row = self.rules.row(position, generation)
         return row.each is not None or (row.leader is not None and generation.leader == self.node.rank)
 
     def _note_hidden(self, now: float) -> None:
@@ -388,13 +389,11 @@ class NodeLoop:
 
 def place(node: Node, position: Position | None, rules: Rules) -> dict[str, object]:
     """Where a node is, in the fields that heartbeats and the journal share."""
-    return dict(
-        zip(("generation", "iteration", "phase", "phase_name"), _place(node, position, rules), strict=True)
-    )
+    fields = ("generation", "iteration", "phase", "phase_name")
+    return dict(zip(fields, _place(node, position, rules), strict=True))
 
 
 def _place(node: Node, position: Position | None, rules: Rules) -> tuple[int, int, int, str]:
     if node.generation is None or position is None:
         return (node.generation.number if node.generation is not None else 0), 0, 0, ""
-    name = rules.row(position).name
-    return node.generation.number, position.iteration, position.phase, name
+    return node.generation.number, position.iteration, position.phase, rules.row_name(position)

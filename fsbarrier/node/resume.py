@@ -45,13 +45,13 @@ class LastGeneration:
         generation = self.observer.newest
         if generation is None:
             return Recovered(Position(1, rules.span({})[0]), at=now, sealed=True)
-        trail = _Trail(self.observer, generation, *rules.span(generation.choices), self._facts)
+        trail = _Trail(self.observer, rules, generation, *rules.span(generation.choices), self._facts)
         try:
-            return self._follow(trail, rules, now, seal)
+            return self._follow(trail, now, seal)
         except _Behind:
             return None
 
-    def _follow(self, trail: _Trail, rules: Rules, now: float, seal: Fact | None) -> Recovered:
+    def _follow(self, trail: _Trail, now: float, seal: Fact | None) -> Recovered:
         reached = trail.furthest()
         if seal is not None:
             reached = trail.end(reached, seal)
@@ -64,7 +64,7 @@ class LastGeneration:
             reached = trail.after(reached)
             if reached.phase == trail.first:
                 break
-        resumed = max(trail.first, rules.table.resume_index(reached.phase))
+        resumed = max(trail.first, trail.rules.table.resume_index(trail.row(reached)))
         position = Position(reached.iteration, resumed)
         span = trail.first, trail.last
         return Recovered(position, decisions, trail.generation.number, now, span, sealed=seal is not None)
@@ -75,13 +75,14 @@ class _Trail:
     """The facts of one generation, which ran the rows `first` to `last`."""
 
     observer: Observer
+    rules: Rules
     generation: Generation
     first: int
     last: int
     known: dict[tuple[int, Position], Fact]
 
     def row(self, position: Position) -> Row[object]:
-        return self.observer.table.rows[position.phase]
+        return self.rules.row(position, self.generation)
 
     def after(self, position: Position) -> Position:
         iteration, phase = position.iteration, position.phase

@@ -35,7 +35,7 @@ def _as_fields(at: Situation, loss: Loss) -> dict[str, object]:
         "why": _why(at, loss),
         "iteration": place.iteration if place else None,
         "phase": place.phase if place else None,
-        "phase_name": at.rules.row(place).name if place else "",
+        "phase_name": at.rules.row_name(place) if place else "",
         "beat_age_s": round(loss.age_s, 3) if loss.age_s is not None else None,
     }
 
@@ -51,7 +51,7 @@ def _why(at: Situation, loss: Loss) -> str:
     place = last_place(at, loss)
     if place is None:
         return loss.why
-    return f"{loss.why}; last in iteration {place.iteration}, phase {place.phase} {at.rules.row(place).name}"
+    return f"{loss.why}; last in iteration {place.iteration}, phase {place.phase} {at.rules.row_name(place)}"
 
 
 def found_by_others(at: Situation, newest: Generation) -> list[Loss]:

@@ -418,7 +418,7 @@ def release(at: Situation) -> Step | None:
         return ended, (*_left(ended, position, last=True), Exit(0, "finished", done))
     if position.phase < last:
         following = Position(position.iteration, position.phase + 1)
-        part, actions = _begin(at, at.rules.row(following))
+        part, actions = _begin(at, at.rules.row(following, generation))
     else:
         # Do not begin the first row of an iteration yet: a stop may take effect there, and the leader may admit nodes.
         following = Position(position.iteration + 1, first)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from fsbarrier.errors import UsageError
-from fsbarrier.protocol.facts import Fact, Payload
+from fsbarrier.protocol.facts import Fact, Payload, Position
 
 #: what builds a row's work; the protocol never calls it
 Work_co = TypeVar("Work_co", covariant=True)
@@ -73,14 +73,15 @@ class Slice:
 class Table(Generic[Work_co]):
     """A program's rows. Raises UsageError for rows that cannot be walked.
 
-    `closing` names the row with which the end of a session's last iteration begins: what is only done there has a result in the last
-    row. A session whose iterations are all done goes back to it once, if that result is missing ("": nothing is only done there).
+    `closing`: in the last iteration of a session these stand in the place of the last rows, with the same names and other work. What is
+    only done there has a result in the last row. A session whose iterations are all done goes back to the first of them once, if that
+    result is missing.
     """
 
     name: str
     rows: tuple[Row[Work_co], ...]
     slices: tuple[Slice, ...] = ()
-    closing: str = ""
+    closing: tuple[Row[Work_co], ...] = ()
     _indices: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -91,13 +92,17 @@ class Table(Generic[Work_co]):
             raise UsageError(
                 f"program {self.name}: its rows must have different names and be numbered from 0 in order; found {found}"
             )
-        for row in self.rows:
+        for row in (*self.rows, *self.closing):
             if row.resume and indices.get(row.resume, len(indices)) > row.index:
                 raise UsageError(
                     f"program {self.name}, {row.name}: resume={row.resume!r} is not this or an earlier phase"
                 )
-        if self.closing and self.closing not in indices:
-            raise UsageError(f"program {self.name}: closing={self.closing!r} is none of its phases")
+        ends = [row.name for row in self.rows[len(self.rows) - len(self.closing) :]]
+        closing = [row.name for row in self.closing]
+        if closing != ends:
+            raise UsageError(
+                f"program {self.name}: its closing rows {', '.join(closing)} are not its last: {', '.join(ends)}"
+            )
         for part in self.slices:
             missing = {part.first, part.last, part.result} - indices.keys()
             if missing:
@@ -107,10 +112,16 @@ class Table(Generic[Work_co]):
         """The number of the row with this name. Raises KeyError."""
         return self._indices[name]
 
-    def resume_index(self, index: int) -> int:
-        """The row where a new generation goes on when row `index` was under way."""
-        name = self.rows[index].resume
-        return self._indices[name] if name else index
+    def resume_index(self, row: Row[object]) -> int:
+        """The number of the row where a new generation goes on when `row` was under way."""
+        return self._indices[row.resume] if row.resume else row.index
+
+    def row(self, position: Position, until: int | None, choice: str = "") -> Row[Work_co]:
+        """The row at a position of a session that runs the slice `choice` up to iteration `until`. Only a whole iteration is closed."""
+        row = self.rows[position.phase]
+        if position.iteration != until or not self.closing or self.span(choice) != self.span():
+            return row
+        return next((closing for closing in self.closing if closing.name == row.name), row)
 
     def first_lasting(self, span: tuple[int, int]) -> int | None:
         """The first row of `span` whose result later generations adopt; None where all are transient."""

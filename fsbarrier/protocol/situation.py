@@ -40,7 +40,7 @@ class Situation:
 
     @property
     def row(self) -> Row[object]:
-        return self.rules.row(self.position)
+        return self.rules.row(self.position, self.generation)
 
     @property
     def span(self) -> tuple[int, int]:

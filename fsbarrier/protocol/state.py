@@ -73,9 +73,12 @@ class Rules:
         """The first and the last row of an iteration, as a generation's choices say."""
         return self.table.span(choices.get(SLICE_CHOICE, self.slice))
 
-    def row(self, position: Position) -> Row[object]:
-        """The row at a position."""
-        return self.table.rows[position.phase]
+    def row(self, position: Position, generation: Generation) -> Row[object]:
+        """The row at a position of a generation."""
+        return self.table.row(position, generation.until, generation.choices.get(SLICE_CHOICE, self.slice))
+
+    def row_name(self, position: Position) -> str:
+        return self.table.rows[position.phase].name
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def successor(
 ) -> Generation:
     """The generation after this node's: the same iteration goes on at the row that `Row.resume` of the row under way names."""
     table, position, generation = at.rules.table, at.position, at.generation
-    start = Position(position.iteration, max(at.span[0], table.resume_index(position.phase)))
+    start = Position(position.iteration, max(at.span[0], table.resume_index(at.row)))
     number = next_number(at.view, generation.number)
     revisions = revised(generation, number, start, at.span[0], members, at.view.joins, at.rules.settings)
     members = members if verdict is not None else within(members, at.rules, revisions)
@@ -128,7 +128,7 @@ def opening(
     start = _opening(found, span, table)
     if not table.closing or start.iteration - 1 != until or span != table.span():
         return start
-    last, closing = table.rows[-1].name, table.index(table.closing)
+    last, closing = table.rows[-1].name, table.closing[0].index
     entry = found.decisions.get(last)
     closed = entry is not None and entry["iteration"] == until
     # Once the next iteration has published, there is nothing to go back to.

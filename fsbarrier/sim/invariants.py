@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from fsbarrier.program import PHASE_NAMES, Program
-from fsbarrier.protocol.facts import Generation, Join, Payload, Record
+from fsbarrier.program import PHASE_NAMES
+from fsbarrier.protocol.facts import Generation, Join, Payload, Position, Record
 from fsbarrier.sim import fact_removal
 from fsbarrier.sim.false_death import i7_no_false_death
 from fsbarrier.sim.history import Done, History, Merged, Place
@@ -20,6 +20,7 @@ from fsbarrier.sim.settings import i16_the_same_settings
 from fsbarrier.sim.verdicts import i15_only_for_a_reason
 
 if TYPE_CHECKING:
+    from fsbarrier.protocol.state import Rules
     from fsbarrier.sim.world import World
 
 NOTHING: Payload = {}
@@ -38,7 +39,7 @@ def check(world: World) -> list[Violation]:
     """All violations in a schedule that has run."""
     history = world.history
     found = [Violation(number, what) for number, function in ALL.items() for what in function(history)]
-    found += [Violation("I3", what) for what in start_positions(history, world.program)]
+    found += [Violation("I3", what) for what in start_positions(history, world.rules)]
     found += [Violation("I6", what) for what in outcomes(world)]
     found += [Violation("I15", what) for what in i15_only_for_a_reason(world)]
     return found
@@ -143,7 +144,7 @@ def i3_only_forward(history: History) -> Iterator[str]:
             yield f"{write.path} holds generation {record.number}"
 
 
-def start_positions(history: History, program: Program) -> Iterator[str]:
+def start_positions(history: History, rules: Rules) -> Iterator[str]:
     """A generation goes on where the one before it was: at most one row back, then as far as that row says."""
     for number, (write, record) in sorted(history.generations.items()):
         if number == 1 or number in history.recovered:
@@ -159,7 +160,9 @@ def start_positions(history: History, program: Program) -> Iterator[str]:
             if older == number - 1 and event.time <= write.time
         ]
         most = max(reached, default=(start.iteration, start.phase))
-        floor = _resumed(_before(most, history, (start.iteration, start.phase)), program, history)
+        before = Position(*_before(most, history, (start.iteration, start.phase)))
+        resumed = rules.table.resume_index(rules.row(before, previous[1]))
+        floor = before.iteration, max(history.first, resumed)
         ceiling = _after(most, history) if _all_done((number - 1, *most), previous[1], history) else most
         if not floor <= (record.start.iteration, record.start.phase) <= ceiling:
             now = (record.start.iteration, record.start.phase)
@@ -180,11 +183,6 @@ def _after(place: tuple[int, int], history: History) -> tuple[int, int]:
 def _all_done(place: Place, generation: Generation, history: History) -> bool:
     done = history.facts.get(place, {})
     return all(member.rank in done for member in generation.members)
-
-
-def _resumed(place: tuple[int, int], program: Program, history: History) -> tuple[int, int]:
-    resume = program.rows[place[1]].resume
-    return place[0], max(history.first, PHASE_NAMES.index(resume) if resume else place[1])
 
 
 def i4_nothing_old_is_merged(history: History) -> Iterator[str]:
@@ -344,7 +342,7 @@ def i11_no_wait_on_a_missing_name(history: History) -> Iterator[str]:
 
 def budget(nodes: int) -> float:
     """The most operations a node may need in a row without faults, not counting those by which it waits."""
-    return 3.8 + 0.35 / nodes
+    return 3.75 + 0.2 / nodes
 
 
 def i14_the_same_code(history: History) -> Iterator[str]:

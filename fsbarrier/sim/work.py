@@ -347,13 +347,12 @@ class SimWork:
             generation=generation.number,
             iteration=position.iteration,
             attempt=generation.attempt,
-            phase=self.world.program.rows[position.phase],
+            phase=self.world.program.row(position, generation.until, self.world.settings.rl_phase),
             decisions=node.decisions,
             python="python",
             joins=observer.joins_of(generation),
             reports=partial(observer.reports, node),
             newest=observer.newest_number,
-            until=generation.until,
             parts_of=self._inventory,
         )
 

@@ -168,7 +168,7 @@ class World:
         """The share of its time after which a program is to fail; None for a good one."""
         assert node.position is not None
         if self.failures:
-            key = (node.rank, self.rules.row(node.position).name)
+            key = (node.rank, self.rules.row_name(node.position))
             if self.failures.get(key, 0) > 0:
                 self.failures[key] -= 1
                 self.history.faults.add("program")

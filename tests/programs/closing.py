@@ -11,14 +11,12 @@ rl, toy = load_module("rl"), load_module("toy")
 
 
 def decide_final(ctx: Context) -> Work:
-    if not rl.ends_the_run(ctx):
-        return Value({})
     following = rl.following(ctx)
     return Value({"evaluate": True, **rl.share_out(following, "test", toy.all_tasks(following))})
 
 
 def rollout_final(ctx: Context) -> Work:
-    work: Work = toy.rollout(rl.following(ctx), "test", rl.deciding_final(ctx))
+    work: Work = toy.rollout_eval(rl.following(ctx))
     if isinstance(work, Command) and ctx.generation == 1 and "hold_s" in ctx.settings.custom:
         # There is time to strike a node in it.
         work = replace(work, spec={**work.spec, "seconds": ctx.settings.custom["hold_s"]})
@@ -28,10 +26,8 @@ def rollout_final(ctx: Context) -> Work:
 PROGRAM: Program = replace(
     toy.PROGRAM,
     name="closing",
-    rows=(
-        *toy.PROGRAM.rows[:12],
+    closing=(
         Phase(12, "engine_start", each=toy.work_each, leader=decide_final),
         Phase(13, "iteration_end", each=rollout_final, leader=rl.aggregate_final, resume="engine_start"),
     ),
-    closing="engine_start",
 )
