@@ -86,10 +86,30 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     mount = filesystem.admit(log_path, write=not request.dry_run)
     known = typed.num_nodes if "num_nodes" in chosen else None
     rank = _rank(request, known)
-    start = _begin(request, chosen, typed, log_path, rank, mount, say)
+    asked = _Asked(request, chosen, typed, log_path, mount, say)
+    record = _find_record(asked, rank)
+    start = _create(asked, rank) if record is None else _join(asked, record)
     for line in ranks.contradictions(rank, start.settings.num_nodes, request.environ) if rank else ():
         say(line)
     return start
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a start asks for, before the run's record is known. `chosen`: what was typed, by dotted names; `typed`: the settings that this
+    alone makes."""
+
+    request: Request
+    chosen: Mapping[str, ChosenValue]
+    typed: Settings
+    log_path: Path
+    mount: Report
+    say: Say
+
+    def check_rank(self, rank: ranks.Choice | None, num_nodes: int) -> None:
+        """Raises UsageError where it must be said which of several nodes this is."""
+        if rank is None and num_nodes > 1 and not self.request.dry_run and not self.request.any_rank:
+            raise UsageError(ranks.which_node(num_nodes, self.request.environ))
 
 
 def _rank(request: Request, num_nodes: int | None) -> ranks.Choice | None:
@@ -100,41 +120,26 @@ def _rank(request: Request, num_nodes: int | None) -> ranks.Choice | None:
     )
 
 
-def _begin(
-    request: Request,
-    chosen: Mapping[str, ChosenValue],
-    typed: Settings,
-    log_path: Path,
-    rank: ranks.Choice | None,
-    mount: Report,
-    say: Say,
-) -> Start:
-    there = runrecord.exists(log_path)
-    if request.resume and not there:
+def _find_record(asked: _Asked, rank: ranks.Choice | None) -> RunRecord | None:
+    """The run's record; None where this start is to make it. Raises UsageError, TooFewNodes."""
+    request, log_path = asked.request, asked.log_path
+    if runrecord.exists(log_path):
+        return runrecord.load(log_path)
+    if request.resume:
         raise UsageError(f"--resume: no run in {log_path} to go on with (no run.json); drop it to begin one")
-    if there:
-        return _join(request, chosen, typed, runrecord.load(log_path), mount, say)
     # Of nodes that take any rank, one that knows how many there are makes the record.
-    waits = "num_nodes" not in chosen if request.any_rank else rank is not None and rank.value > 0
+    waits = "num_nodes" not in asked.chosen if request.any_rank else rank is not None and rank.value > 0
     if not waits or request.dry_run:
-        return _create(request, chosen, typed, log_path, rank, mount, say)
-    record = runrecord.wait(log_path, typed.coordination.join_timeout_s, on_wait=say)
-    return _join(request, chosen, typed, record, mount, say)
+        return None
+    return runrecord.wait(log_path, asked.typed.coordination.join_timeout_s, on_wait=asked.say)
 
 
 # --- node 0, first start ------------------------------------------------------------------------------------------------
 
 
-def _create(
-    request: Request,
-    chosen: Mapping[str, ChosenValue],
-    typed: Settings,
-    log_path: Path,
-    rank: ranks.Choice | None,
-    mount: Report,
-    say: Say,
-) -> Start:
-    chosen = _with_count(request, chosen, rank)
+def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
+    request, typed, log_path, mount = asked.request, asked.typed, asked.log_path, asked.mount
+    chosen = _with_count(asked, rank)
     program = load_program(typed.program)
     defaults, is_demo = _defaults(request, typed, program)
     demo = RunPaths(log_path).demo
@@ -148,8 +153,7 @@ def _create(
     nodes = given.get("num_nodes", 1)
     limits = filesystem.limits(mount, given, nodes if isinstance(nodes, int) else 1)
     settings = resolve(chosen.values(), {**limits, **defaults, **fixed})
-    if rank is None and settings.num_nodes > 1 and not request.dry_run and not request.any_rank:
-        raise UsageError(ranks.which_node(settings.num_nodes, request.environ))
+    asked.check_rank(rank, settings.num_nodes)
     _check_slice(settings, program)
     _check_own(settings, program, request.environ)
     tasks, model = _inputs(settings, program, request.environ, is_demo)
@@ -167,21 +171,20 @@ def _create(
         return Start(record, settings, 0, settings.iterations, created=False, mount=mount)
     if is_demo:
         # Make the record last, when all the rest is right, so that a refused start leaves nothing behind.
-        demo_folder.make(demo, preflight.cache_folder(request.environ), say)
+        demo_folder.make(demo, preflight.cache_folder(request.environ), asked.say)
         named = task_files.needed_files(settings)
         record = replace(record, tasks=task_files.read_tasks(demo, named, settings.reward.kind))
     published = runrecord.publish(record)
     if published.run_id != record.run_id:
         # Another process made the record first, and its record counts.
-        return _join(request, chosen, typed, published, mount, say)
+        return _join(replace(asked, chosen=chosen), published)
     return Start(record, settings, 0, settings.iterations, created=True, mount=mount)
 
 
-def _with_count(
-    request: Request, chosen: Mapping[str, ChosenValue], rank: ranks.Choice | None
-) -> Mapping[str, ChosenValue]:
+def _with_count(asked: _Asked, rank: ranks.Choice | None) -> Mapping[str, ChosenValue]:
     """What was chosen, with the number of nodes from the launcher that named the rank. Raises UsageError where it should say and does
     not: a run of one node would look like success, and the others would wait for it in vain."""
+    request, chosen = asked.request, asked.chosen
     if "num_nodes" in chosen:
         return chosen
     count = ranks.count_nodes(rank, request.environ)
@@ -282,26 +285,18 @@ def _demo_source(folder: Path | None, name: str, file: str) -> TaskSource:
 # --- every other start --------------------------------------------------------------------------------------------------
 
 
-def _join(
-    request: Request,
-    chosen: Mapping[str, ChosenValue],
-    typed: Settings,
-    record: RunRecord,
-    mount: Report,
-    say: Say,
-) -> Start:
+def _join(asked: _Asked, record: RunRecord) -> Start:
     """A node of a run that has its record."""
+    request, chosen, typed = asked.request, asked.chosen, asked.typed
     settings = checked(revisions.present(record.settings, revisions.newest_revisions(record.paths)))
-    stated = runrecord.stated_changes(
-        record, chosen, _with_models_folder(typed, record, settings.data_path, request.environ)
-    )
+    with_folder = _with_models_folder(typed, record, settings.data_path, request.environ)
+    stated = runrecord.stated_changes(record, chosen, with_folder)
     # A worker may name the number of nodes that node 0 is about to change the run to.
     rank = _rank(request, typed.num_nodes if "num_nodes" in stated else settings.num_nodes)
     if rank is None or rank.value == MASTER:
         # One that takes any rank may become node 0.
-        settings, stated = _changed(settings, stated, chosen, say)
-    if rank is None and settings.num_nodes > 1 and not request.dry_run and not request.any_rank:
-        raise UsageError(ranks.which_node(settings.num_nodes, request.environ))
+        settings, stated = _changed(settings, stated, asked)
+    asked.check_rank(rank, settings.num_nodes)
     preflight.check_trackers(settings.tracker.names)
     program = load_program(settings.program)
     if "model" in program.needs:
@@ -313,17 +308,16 @@ def _join(
         preflight.try_user_code(settings)
     runrecord.check_tasks(record)
     until = typed.iterations if "iterations" in chosen else settings.iterations
-    settings = _with_choices(chosen, typed, settings)
+    settings = _with_choices(asked, settings)
     _check_slice(settings, program)
     if "data" in program.needs:
         task_files.check_recorded(settings, record.tasks)
-    return Start(
-        record, settings, rank.value if rank else 0, until, created=False, mount=mount, stated=stated
-    )
+    number = rank.value if rank else 0
+    return Start(record, settings, number, until, created=False, mount=asked.mount, stated=stated)
 
 
 def _changed(
-    settings: Settings, stated: dict[str, object], chosen: Mapping[str, ChosenValue], say: Say
+    settings: Settings, stated: dict[str, object], asked: _Asked
 ) -> tuple[Settings, dict[str, object]]:
     """The run's settings as this start of node 0 changes them, and all that it states then. Raises UsageError for what does not fit."""
     even = len(set(settings.rank_weights)) == 1
@@ -334,16 +328,17 @@ def _changed(
     before = settings.as_json()
     differing = {name: value for name, value in stated.items() if runrecord.look_up(before, name) != value}
     if differing:
-        check(changed, chosen)
+        check(changed, asked.chosen)
         check_change(changed, differing)
     for name, value in differing.items():
         was, when = runrecord.look_up(before, name), changes_of(name).value
-        say(printable(f"{name} changes {when} from {shown(was)} to {shown(value)}"))
+        asked.say(printable(f"{name} changes {when} from {shown(was)} to {shown(value)}"))
     return changed, stated
 
 
-def _with_choices(chosen: Mapping[str, ChosenValue], typed: Settings, recorded: Settings) -> Settings:
+def _with_choices(asked: _Asked, recorded: Settings) -> Settings:
     """The run's settings with what this start chooses anew. Raises UsageError for a split of something that is not rolled out."""
+    chosen, typed = asked.chosen, asked.typed
     rl_phase, split = recorded.rl_phase, recorded.rollout_split
     if "rl_phase" in chosen:
         rl_phase, split = typed.rl_phase, None

@@ -54,7 +54,9 @@ def find(record: RunRecord, wanted: int | None) -> Exported:
             for name, digest in manifest.files.items()
             if name.startswith("model/")
         }
-        state = any(name.startswith("trainer/") for name in manifest.files)
+        # What the nodes are still to bring of a state is in the manifest, and not here.
+        listed = any(name.startswith("trainer/") for name in manifest.files)
+        state = listed and checkpoints.newest_state(folder) == folder.name
         trainer = folder / "trainer" if state else None
         return Exported(manifest.policy_version, folder / "model", trainer, digests, record.log_path)
     if not wanted and (first := first_model(record)) is not None:
