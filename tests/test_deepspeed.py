@@ -239,6 +239,7 @@ def test_zero_makes_the_same_update_in_every_way(tmp_path: Path, stage: int) -> 
 
 @pytest.mark.torch
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_torchrun_trains_with_zero_on_two_nodes(tmp_path: Path, stage: int) -> None:
     """The update's own program; the next one on one node less, from the same state."""

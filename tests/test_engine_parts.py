@@ -102,6 +102,8 @@ def test_the_environment_has_the_key_and_nothing_of_other_launchers(tmp_path: Pa
     assert not any("secret" in word for word in engine_command.argv(small))
     # The sockets between vLLM's processes, which would lie in the temporary directory otherwise.
     assert env["VLLM_RPC_BASE_PATH"] == str(Path(small.socket).parent)
+    # And what vLLM and torch write there, or take from there as code.
+    assert env["TMPDIR"] == str(Path(small.socket).parent)
 
 
 # --- model folders ----------------------------------------------------------------------------------------------------------

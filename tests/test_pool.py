@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -145,6 +146,118 @@ def test_a_decision_that_cannot_be_read_is_not_passed_over(pool: PoolDirectory) 
     (pool.root / "decisions" / "000001.json").write_text("{")
     with pytest.raises(StoreError, match=r"000001\.json"):
         pool.read()
+
+
+JOB_FIELDS = {
+    "name": "j",
+    "nodes": 1,
+    "priority": 0,
+    "words": [],
+    "folder": "/",
+    "log_path": "/run",
+    "submitted_by": "ann",
+    "time": "now",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("jobs/job-000001.json", {**JOB_FIELDS, "nodes": 0}),
+        ("jobs/job-000001.json", {**JOB_FIELDS, "nodes": "2"}),
+        ("jobs/job-000001.json", {**JOB_FIELDS, "nodes": True}),
+        ("jobs/job-000001.json", {**JOB_FIELDS, "nodes": float("nan")}),
+        ("jobs/job-000001.json", {**JOB_FIELDS, "priority": [1]}),
+        ("jobs/job-000001.json", {**JOB_FIELDS, "words": "--force"}),
+        ("jobs/job-000001.json", {**JOB_FIELDS, "words": [["a"]]}),
+        ("jobs/job-000001.json", {**JOB_FIELDS, "words": ["a\0b"]}),
+        ("jobs/job-000001.json", {**JOB_FIELDS, "words": ["\ud800"]}),
+        ("jobs/job-000001.json", {**JOB_FIELDS, "later": 1}),
+        ("jobs/job-000001.json", {"name": "j"}),
+        ("jobs/job-000001.json", []),
+        ("decisions/000001.json", {"job": 1, "ranks": {"x": 0}}),
+        ("decisions/000001.json", {"job": 1, "ranks": {"00": 0}}),
+        ("decisions/000001.json", {"job": 1, "ranks": {"0": None}}),
+        ("decisions/000001.json", {"job": 1, "ranks": {}}),
+        ("decisions/000001.json", {"job": "1", "exit_code": 0}),
+        ("ended/job-000001.rank-0000.by-000001.json", {}),
+        ("ended/job-000001.rank-0000.by-000001.json", {"exit_code": "0"}),
+    ],
+)
+def test_a_record_that_nodes_could_not_follow_is_one_clear_line(
+    pool: PoolDirectory, capsys: pytest.CaptureFixture[str], name: str, content: object
+) -> None:
+    if name.startswith("ended/"):
+        pool.submit(job())
+        pool.decide(pool.read(), placed(1, r0=0))
+    (pool.root / name).write_text(json.dumps(content))
+    assert main(["jobs", str(pool.root)]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{pool.root / name}: not a record of this fsbarrier" in line
+
+
+def test_deep_and_endless_records_cost_little(pool: PoolDirectory) -> None:
+    path = pool.root / "jobs" / "job-000001.json"
+    for content in ("[" * 200_000, '{"nodes": ' + "9" * 6000 + "}", '{"a": ' * 100_000):
+        path.write_text(content)
+        with pytest.raises(StoreError, match="not a record of this fsbarrier"):
+            pool.read()
+
+
+def test_how_something_ended_that_nobody_decided_counts_for_nothing(pool: PoolDirectory) -> None:
+    pool.submit(job())
+    for decision in (placed(1, r0=0), placed(7, r0=0)):
+        assert pool.decide(pool.read(), decision)
+    for name in (
+        "job-000001.rank-0005.by-000001.json",
+        "job-000002.rank-0000.by-000001.json",
+        "job-000007.rank-0000.by-000002.json",
+        "job-000001.rank-0000.by-000009.json",
+    ):
+        (pool.root / "ended" / name).write_text('{"exit_code": 1}')
+    assert pool.read().ended == {}
+
+
+def test_words_that_no_record_can_hold_are_refused_when_they_are_submitted(
+    pool: PoolDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", str(pool.root), "--name", os.fsdecode(b"a\xff")]) == 2
+    assert "a pool keeps words as UTF-8" in capsys.readouterr().err
+    assert pool.read().jobs == {}
+
+
+def test_logs_are_read_by_their_names_alone(pool: PoolDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    pool.submit(job())
+    pool.log(1, 10).parent.mkdir()
+    for name in ("node_x.log", "node_.log", "node_007.log", "node_2.log.old"):
+        (pool.log(1, 10).parent / name).write_text("no log of a node\n")
+    os.mkfifo(pool.log(1, 3))
+    pool.log(1, 10).write_text("\x1b[31mten\n")
+    pool.log(1, 2).write_text("two\n")
+    assert main(["jobs", "logs", str(pool.root), "1"]) == 0
+    two, fifo, ten = capsys.readouterr().out.splitlines()
+    assert two == "[node 2] two" and fifo.startswith("[node 3] (cannot read") and ten.startswith("[node 10] ")
+    assert "ten" in ten and "\x1b" not in ten
+
+
+@pytest.mark.parametrize("name", [".", "decisions", "stops", "ended", "logs", "runs"])
+def test_so_is_one_in_which_others_may_write_one_folder(
+    pool: PoolDirectory, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (pool.root / name).chmod(0o777)
+    assert main(["daemon", str(pool.root)]) == 2
+    assert "everybody may write there" in capsys.readouterr().err
+
+
+def test_so_is_one_whose_folder_is_a_link(
+    pool: PoolDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (pool.root / "runs").rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    (pool.root / "runs").symlink_to(tmp_path / "elsewhere")
+    assert main(["daemon", str(pool.root)]) == 2
+    assert "it is a link, and leads out of the pool" in capsys.readouterr().err
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_pool_that_others_may_write_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -73,9 +74,11 @@ def test_the_engine_and_programs_without_code_of_the_users_get_no_keys(
     engine = Engine(settings.engine, log_file=tmp_path / "log", work_dir=tmp_path, secrets_named=("JUDGE",))
     assert CANARY not in engine._environ.values()
     argv = ("python", "-m", "fsbarrier.workers.torchrun", "-m", "fsbarrier.workers.update")
-    assert CANARY not in _environment(argv, settings).values()
+    env = _environment(argv, settings, Path("/private"))
+    assert CANARY not in env.values() and env["TMPDIR"] == "/private"
     for argv in (("python", "-m", "fsbarrier.workers.rollout"), ("mine.py",)):
-        assert _environment(argv, settings)["JUDGE"] == CANARY
+        env = _environment(argv, settings, Path("/private"))
+        assert env["JUDGE"] == CANARY and env.get("TMPDIR") == os.environ.get("TMPDIR")
 
 
 def test_only_their_own_program_gets_the_keys_of_a_runs_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +90,7 @@ def test_only_their_own_program_gets_the_keys_of_a_runs_trackers(monkeypatch: py
     ):
         settings = resolve([], {"tracker.names": trackers}, cross_checks=False)
         for argv in (("python", "-m", "fsbarrier.workers.rollout"), ("mine.py",)):
-            found = _environment(argv, settings)
+            found = _environment(argv, settings, Path("/private"))
             assert {name for name, value in found.items() if value == CANARY} == kept
 
 

@@ -90,14 +90,12 @@ def _list(facts: Facts, *, as_json: bool) -> int:
 def _logs(pool: PoolDirectory, number: int, args: argparse.Namespace) -> int:
     from fsbarrier.rundir.log_tail import last_lines
 
-    found = sorted(pool.logs(number).glob("node_*.log"), key=lambda path: int(path.stem[5:]))
-    if args.node is not None:
-        found = [path for path in found if path == pool.log(number, args.node)]
+    found = [rank for rank in pool.logged(number) if args.node in (None, rank)]
     if not found:
         raise UsageError(f"job {number}: has printed nothing yet")
-    for path in found:
-        for line in last_lines(path, args.lines):
-            print(f"[{path.stem.replace('_', ' ')}] {line}")
+    for rank in found:
+        for line in last_lines(pool.log(number, rank), args.lines):
+            print(f"[node {rank}] {line}")
     return 0
 
 

@@ -50,7 +50,11 @@ def main(args: argparse.Namespace) -> int:
     words = tuple(flags.as_typed(args))
     now = datetime.now(UTC).isoformat(timespec="seconds")
     name = args.name or next((word for word in words if "=" not in word and word[0] != "-"), "run")
-    job = Job(name, args.nodes, args.priority, words, str(Path.cwd()), log_path, user_at_host(), now)
+    try:
+        job = Job(name, args.nodes, args.priority, words, str(Path.cwd()), log_path, user_at_host(), now)
+        name.encode()
+    except ValueError as error:
+        raise UsageError(f"a pool keeps words as UTF-8: {error}") from None
     number = pool.submit(job)
     print(
         f"job {number} is in the queue; fsbarrier jobs {args.pool} shows it, fsbarrier jobs logs {args.pool} {number} its output"

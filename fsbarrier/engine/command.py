@@ -123,6 +123,8 @@ def environment(plan: Plan, environ: Mapping[str, str], api_key: str) -> dict[st
         # What its processes tell each other stays on this machine, and through sockets that nobody else can reach.
         "VLLM_HOST_IP": HOST,
         "VLLM_RPC_BASE_PATH": str(Path(plan.socket).parent),
+        # There it leaves files that everybody could read, and torch takes compiled code from a folder whose name anybody can foresee.
+        "TMPDIR": str(Path(plan.socket).parent),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",

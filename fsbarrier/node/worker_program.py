@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 WATCH_S = 0.25
 # How many of the last lines of a failed program's log people are shown.
 LOG_LINES = 20
-NO_SECRETS = ("fsbarrier.aggregate", "fsbarrier.workers.prepare", "fsbarrier.workers.update")
+UPDATE = "fsbarrier.workers.update"
+NO_SECRETS = ("fsbarrier.aggregate", "fsbarrier.workers.prepare", UPDATE)
 
 
 def run_program(work: Command, context: Context, job: Job, workplace: Workplace) -> Result:
@@ -56,7 +57,7 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
         ) from None
     argv = [word.replace("{spec}", str(own.spec)) for word in work.argv]
     job.progress_file = own.progress
-    env = with_this_package(_environment(argv, context.settings)) | dict(work.env)
+    env = with_this_package(_environment(argv, context.settings, workplace.work_dir)) | dict(work.env)
     log_file, name = workplace.log_dir / work.log, context.phase.name
     program: Child | KeptProgram
     if work.keep is None:
@@ -75,13 +76,16 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
     return {**value, "events": events} if events else value
 
 
-def _environment(argv: Sequence[str], settings: Settings) -> Mapping[str, str]:
+def _environment(argv: Sequence[str], settings: Settings, work_dir: Path) -> Mapping[str, str]:
     """Ours, less keys. Programs in which no code of the user's runs get none; a reward, an agent or a trainer may have a use for any
     but those of the run's trackers.
     """
-    if program_name(argv) not in NO_SECRETS:
+    name = program_name(argv)
+    if name not in NO_SECRETS:
         return without_trackers_keys(os.environ, settings.tracker.names)
-    return without_secrets(os.environ, (settings.judge.api_key_env, settings.engine.api_key_env))
+    ours = without_secrets(os.environ, (settings.judge.api_key_env, settings.engine.api_key_env))
+    # torch takes compiled code from a temporary folder whose name anybody can foresee, and leaves folders behind.
+    return {**ours, "TMPDIR": str(work_dir)} if name == UPDATE else ours
 
 
 def _distrust_engines(result: Path, context: Context, workplace: Workplace) -> None:

@@ -17,13 +17,13 @@ import json
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fsbarrier import files, reading
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.pool.facts import Decision, Facts, Job, Placement
+from fsbarrier.pool.facts import Decision, Ended, Facts, Job, Placement
 from fsbarrier.retry import FAILING, retry, until_seen
 from fsbarrier.rundir.names import Name
 from fsbarrier.rundir.paths import RunPaths
@@ -32,8 +32,10 @@ from fsbarrier.rundir.record_store import PosixStore
 JOB = Name("job-{:06d}.json", int)
 DECISION = Name("{:06d}.json", int)
 ENDED = Name("job-{:06d}.rank-{:04d}.by-{:06d}.json", lambda job, rank, by: (job, rank, by))
+LOG = Name("node_{:d}.log", int)
+FOLDERS = ("jobs", "decisions", "stops", "ended", "logs", "runs")
 
-T = TypeVar("T", Job, Decision)
+T = TypeVar("T", Job, Decision, Ended)
 
 
 @dataclass
@@ -59,7 +61,7 @@ class PoolDirectory:
         """Make the directory. Raises UsageError where others than those who are meant could submit jobs."""
         files.set_shared_group(shared_group)
         try:
-            for name in ("jobs", "decisions", "stops", "ended", "logs", "runs"):
+            for name in FOLDERS:
                 files.make_dirs(self.root / name)
         except OSError as error:
             raise UsageError(f"{self.root}: cannot be made: {error.strerror or error}") from None
@@ -74,11 +76,13 @@ class PoolDirectory:
         self._read_new(DECISION, self.root / "decisions", Decision, self._decisions)
         stops = set(JOB.parse_all(self._names("stops")))
         for job, rank, by in ENDED.parse_all(self._names("ended")):
-            if by in self._decisions:
-                one = Placement(job, rank, self._decisions[by].ranks[str(rank)], by)
-                if one not in self._ended:
-                    path = self.root / "ended" / ENDED.build(job, rank, by)
-                    self._ended[one] = int(_content(path)["exit_code"])
+            decision = self._decisions.get(by)
+            if decision is None or decision.job != job or job not in self._jobs:
+                continue
+            node = decision.ranks.get(str(rank))
+            if node is not None and (one := Placement(job, rank, node, by)) not in self._ended:
+                path = self.root / "ended" / ENDED.build(job, rank, by)
+                self._ended[one] = _record(path, Ended).exit_code
         # Without a gap: a later decision was made by somebody who knew those before it.
         known: dict[int, Decision] = {}
         while len(known) + 1 in self._decisions:
@@ -88,11 +92,7 @@ class PoolDirectory:
     def _read_new(self, name: Name[int], folder: Path, cls: type[T], found: dict[int, T]) -> None:
         for number in name.parse_all(self._names(folder.name)):
             if number not in found:
-                path = folder / name.build(number)
-                try:
-                    record = cls(**_content(path))
-                except TypeError as error:
-                    raise StoreError(f"{path}: not a record of this fsbarrier: {error}") from None
+                record = _record(folder / name.build(number), cls)
                 if isinstance(record, Job) and not record.log_path:
                     record = replace(record, log_path=str(self.root / "runs" / f"job-{number:06d}"))
                 found[number] = record
@@ -121,9 +121,13 @@ class PoolDirectory:
         _create(path, {"exit_code": exit_code})
 
     def log(self, job: int, rank: int) -> Path:
-        return self.logs(job) / f"node_{rank}.log"
+        return self._logs(job) / LOG.build(rank)
 
-    def logs(self, job: int) -> Path:
+    def logged(self, job: int) -> list[int]:
+        """The node ranks of a job that have printed something."""
+        return sorted(LOG.parse_all(PosixStore().names(self._logs(job))))
+
+    def _logs(self, job: int) -> Path:
         return self.root / "logs" / f"job-{job:06d}"
 
 
@@ -136,16 +140,19 @@ def existing(root: Path) -> PoolDirectory:
 
 def check_private(root: Path, *, shared_group: bool) -> None:
     """Raises UsageError where somebody else may write: a job is a command that the pool's nodes run as this user."""
-    found = os.stat(root / "jobs")
-    others = stat.S_IWOTH if shared_group else stat.S_IWGRP | stat.S_IWOTH
-    if found.st_mode & others:
-        who = "everybody" if found.st_mode & stat.S_IWOTH else "its group"
-        raise UsageError(
-            f"{root}: {who} may write there, and could run anything as you"
-            f"{'; give --shared-group if that is meant' if who == 'its group' else ''}"
-        )
-    if found.st_uid not in (os.geteuid(), 0) and not shared_group:
-        raise UsageError(f"{root}: belongs to another user, who could run anything as you")
+    # The directory itself may be reached through a link of the user's own.
+    for folder, found in ((root, root.stat()), *((root / name, (root / name).lstat()) for name in FOLDERS)):
+        others = stat.S_IWOTH if shared_group else stat.S_IWGRP | stat.S_IWOTH
+        if not stat.S_ISDIR(found.st_mode):
+            raise UsageError(f"{folder}: it is a link, and leads out of the pool")
+        if found.st_mode & others:
+            who = "everybody" if found.st_mode & stat.S_IWOTH else "its group"
+            raise UsageError(
+                f"{folder}: {who} may write there, and could run anything as you"
+                f"{'; give --shared-group if that is meant' if who == 'its group' else ''}"
+            )
+        if found.st_uid not in (os.geteuid(), 0) and not shared_group:
+            raise UsageError(f"{folder}: belongs to another user, who could run anything as you")
 
 
 def _create(path: Path, body: Mapping[str, object]) -> bool:
@@ -153,13 +160,21 @@ def _create(path: Path, body: Mapping[str, object]) -> bool:
     return until_seen(lambda: files.create_exclusive(path, data, never_torn=True))
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _record(path: Path, cls: type[T]) -> T:
+    """Raises StoreError where the file holds no such record, OSError."""
+    from pydantic import TypeAdapter, ValidationError
+
     try:
-        body = json.loads(retry(lambda: files.read_created(path), errnos=FAILING))
+        data = retry(lambda: files.read_created(path), errnos=FAILING)
+        found = TypeAdapter(dict[str, Any]).validate_json(data)
+        if unknown := found.keys() - {one.name for one in fields(cls)}:
+            raise StoreError(f"{path}: not a record of this fsbarrier: it has {', '.join(sorted(unknown))}")
+        return TypeAdapter(cls).validate_json(data, strict=True)
     except reading.NotPlain as error:
         raise StoreError(f"{path}: {error.strerror}") from None
-    except ValueError:
-        raise StoreError(f"{path}: not a record (no JSON)") from None
-    if not isinstance(body, dict):
-        raise StoreError(f"{path}: not a record (no JSON object)")
-    return body
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise StoreError(
+            f"{path}: not a record of this fsbarrier: {where}{': ' if where else ''}{first['msg']}"
+        ) from None

@@ -31,6 +31,15 @@ class Job:
     submitted_by: str
     time: str
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where no node could run it."""
+        if self.nodes < 1:
+            raise ValueError("nodes must be 1 or more")
+        for text in (*self.words, self.folder, self.log_path):
+            # A program is told its words as UTF-8, each ended by a zero byte.
+            if b"\0" in text.encode():
+                raise ValueError(f"a word has a zero byte in it: {text!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -40,6 +49,21 @@ class Decision:
     ranks: Mapping[str, int] = field(default_factory=dict)
     exit_code: int | None = None
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where it decides nothing that nodes could follow."""
+        if self.exit_code is None and not self.ranks:
+            raise ValueError("it names neither nodes nor an exit code")
+        for rank in self.ranks:
+            if not (rank.isascii() and rank.isdecimal() and str(int(rank)) == rank):
+                raise ValueError(f"{rank!r} is no node rank")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a placement's `fsbarrier run` ended."""
+
+    exit_code: int
 
 
 @dataclass(frozen=True, slots=True)
