@@ -94,6 +94,8 @@ def test_from_rollouts_to_the_export(tmp_path: Path, architecture: str, tied: bo
         ("Llama", False, "zero3", None),
         ("Qwen3", True, "zero3", "fp32"),
         ("Qwen2", False, "lora", None),
+        ("Gemma", True, "all", "fp32"),
+        ("Llama", True, "lora", "bf16"),
     ],
 )
 def test_an_export_of_what_two_processes_trained_in_parts(
@@ -111,7 +113,7 @@ def test_an_export_of_what_two_processes_trained_in_parts(
         work.nested["trainer"] |= {"backend": "deepspeed", "deepspeed": str(file)}
     else:
         work.nested["trainer"]["shard"] = "all"
-        work.nested["lora"]["rank"] = 4
+        work.nested["lora"]["rank"] = 4 if way == "lora" else 0
     rollouts(tmp_path / "merged", AutoModelForCausalLM.from_pretrained(first), temperature=0.7, vocabulary=20)
     work.prepare()
     ((process, said),) = work.torchrun(work.update_spec("v1"), processes=2)
@@ -135,7 +137,8 @@ def test_an_export_of_what_two_processes_trained_in_parts(
     finally:
         engine.stop()
     os.rename(published, tmp_path / "v1")
-    bound = 1e-4
+    # In bfloat16 the export rounds what the trainer goes on with.
+    bound = 0.5 if precision == "bf16" else 1e-4
     work.nested["algorithm"]["max_logprob_gap"] = bound
     ((process, said),) = work.torchrun(work.update_spec("v2", version=2, before="v1"), processes=2)
     assert process.returncode == 0, said
