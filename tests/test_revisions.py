@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,8 @@ from fsbarrier.loader import load_program
 from fsbarrier.node.loop import NodeLoop, WorkRunner
 from fsbarrier.node.observer import Observer
 from fsbarrier.protocol.facts import Generation, Join, Member, Position, Revision
-from fsbarrier.protocol.state import Announce, Rules
+from fsbarrier.protocol.state import Announce, Node, Rules
+from fsbarrier.rundir import revisions
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -78,6 +80,44 @@ def test_a_record_names_no_program_and_no_setting_that_there_is_not(tmp_path: Pa
     expected = Settings().with_values({"optimizer.lr": 2e-6})
     assert settings_in(Settings(), (forged,), 1) == expected
     assert present(Settings(), (forged,)) == expected
+
+
+IMPOSSIBLE: list[dict[str, object]] = [
+    {"num_nodes": "x"},
+    {"num_nodes": 10**30},
+    {"rank_weights": 5},
+    {"optimizer.lr": float("nan")},
+    {"optimizer.lr": "1e-6"},
+    {"rollout.tasks": -5},
+    {"rollout.tasks": None},
+    {"rollout.tasks": [1]},
+    {"eval_interval": True},
+]
+
+
+@pytest.mark.parametrize("values", IMPOSSIBLE, ids=str)
+def test_what_asks_for_values_that_no_start_could_choose_counts_as_unreadable(
+    tmp_path: Path, values: dict[str, object]
+) -> None:
+    paths, store = RunPaths(tmp_path), PosixStore()
+    observer = Observer(
+        store, paths, load_program("ping"), can_hold=partial(revisions.can_hold, Settings(num_nodes=3))
+    )
+    record(tmp_path, 9, FIRST)
+    observer.prepare()
+    store.create(paths.join(0, 1), Join(0, 1, "host", 1, "boot", stated={"optimizer.lr": 2e-6}))
+    store.create(paths.join(0, 2), Join(0, 2, "host", 1, "boot", stated=values))
+    store.create(paths.join(1, 1), Join(1, 1, "host", 1, "boot", choices={"no choice": 1}))
+    record(tmp_path, 10, FIRST, Revision(10, 1, values, {}))
+    me = Node(2, 1, 0.0)
+    assert observer.view(me, 0.0).unreadable is not None
+    assert observer.newest is not None and observer.newest.number == 9
+    assert {join.rank: join.incarnation for join in observer.joins.values()} == {0: 1}
+    # A setting that this version does not know, or that never changes, is nothing of that kind.
+    store.create(paths.join(0, 3), Join(0, 3, "host", 1, "boot", stated={"later.name": 1, "model": 5}))
+    observer.hurry()
+    observer.view(me, 1.0)
+    assert observer.joins[0].incarnation == 3
 
 
 def test_every_setting_says_whether_it_changes_and_why_not() -> None:

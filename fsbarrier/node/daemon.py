@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -50,7 +51,7 @@ from fsbarrier.protocol.facts import Join, Payload
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Exit, Rules, Stage
 from fsbarrier.retry import Backoff, until_seen
-from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir import checkpoints, revisions
 from fsbarrier.rundir.heartbeats import iteration_of_others
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord, look_up
@@ -99,7 +100,8 @@ class Daemon:
         self._ended = threading.Event()
         self._program = program = load_program(settings.program)
         rules = make_rules(record.settings, program)
-        observer = Observer(PosixStore(), record.paths, program, make_paces(settings))
+        can_hold = partial(revisions.can_hold, record.settings)
+        observer = Observer(PosixStore(), record.paths, program, make_paces(settings), can_hold)
         until_seen(observer.prepare)
         attempt = 1 + (observer.joins[rank].incarnation if rank in observer.joins else 0)
         log_dir = record.paths.node_logs(attempt, rank)

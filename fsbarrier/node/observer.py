@@ -62,6 +62,8 @@ class Observer:
     paths: RunPaths
     table: Table[object]
     paces: Paces = field(default_factory=Paces)
+    #: whether the run's settings can have the values that a record asks for; one that they cannot counts as unreadable
+    can_hold: Callable[[Join | Generation], bool] = lambda record: True
     newest: Generation | None = None
     joins: Mapping[int, Join] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
@@ -330,6 +332,8 @@ class Observer:
         record = self.store.read(self.paths.generation(number), Generation)
         if record is None or record.number != number or record.start.phase >= len(self.table.rows):
             return False
+        if not self.can_hold(record):
+            return False
         self.learn(record)
         return True
 
@@ -340,6 +344,8 @@ class Observer:
             return True
         join = self.store.read(self.paths.join(start.rank, start.incarnation), Join)
         if join is None or (join.rank, join.incarnation) != (start.rank, start.incarnation):
+            return False
+        if not self.can_hold(join):
             return False
         self.learn_join(join)
         return True

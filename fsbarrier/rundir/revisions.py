@@ -7,8 +7,10 @@ cannot name a program. Names that this version does not know are left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from fsbarrier.protocol.facts import Generation, Payload, Revision
+from fsbarrier.errors import UsageError
+from fsbarrier.protocol.facts import Generation, Join, Payload, Revision
 from fsbarrier.protocol.revisions import in_force
 from fsbarrier.rundir.names import GENERATION
 from fsbarrier.rundir.paths import RunPaths
@@ -30,6 +32,18 @@ def settings_in(settings: Settings, revisions: Sequence[Revision], iteration: in
 def present(settings: Settings, revisions: Sequence[Revision]) -> Settings:
     """A run's settings with every change, those that begin with a later iteration too."""
     return _with(settings, in_force({}, revisions), MAY_CHANGE)
+
+
+def can_hold(settings: Settings, record: Join | Generation) -> bool:
+    """Whether the values that a record asks for are such as somebody could have chosen at a start of this run."""
+    from fsbarrier.settings.resolve import checked
+
+    values = record.stated if isinstance(record, Join) else in_force({}, record.revisions)
+    try:
+        checked(replace(_with(settings, values, MAY_CHANGE), **record.choices))
+    except (UsageError, TypeError):
+        return False
+    return True
 
 
 def _with(settings: Settings, values: Payload, kinds: Sequence[Changes]) -> Settings:
