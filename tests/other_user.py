@@ -56,8 +56,9 @@ class Opened:
 
 NOTHING_OPENED = Opened(set(), set(), set())
 LISTENS = "0A"
-# What everybody installs or reads lies elsewhere.
 WRITABLE = ("/tmp/", "/var/tmp/", "/dev/shm/", "/run/")
+# What is installed is for everybody, and may lie in a temporary folder too.
+INSTALLED = (f"{Path(__file__).resolve().parent.parent}/", f"{Path(sys.prefix).resolve()}/", f"{sys.prefix}/")
 
 
 def opened_by(pids: Iterable[int]) -> Opened:
@@ -71,11 +72,11 @@ def opened_by(pids: Iterable[int]) -> Opened:
                     target = os.readlink(f"/proc/{pid}/fd/{fd}")
                     if target.startswith("socket:["):
                         sockets.add(target[8:-1])
-                    elif target.startswith(WRITABLE):
+                    elif _left_by_a_run(target):
                         files.add(target.removesuffix(" (deleted)"))
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                 words = line.split(maxsplit=5)
-                if len(words) == 6 and words[5].startswith(WRITABLE):
+                if len(words) == 6 and _left_by_a_run(words[5]):
                     files.add(words[5].removesuffix(" (deleted)"))
     addresses = set()
     for family, size in (("tcp", 8), ("tcp6", 32), ("udp", 8), ("udp6", 32)):
@@ -87,6 +88,10 @@ def opened_by(pids: Iterable[int]) -> Opened:
         words[7] for words in _table("unix") if words[6] in sockets and words[7:] and words[7][0] == "@"
     }
     return Opened(addresses, abstract, files)
+
+
+def _left_by_a_run(path: str) -> bool:
+    return path.startswith(WRITABLE) and not path.startswith(INSTALLED)
 
 
 def _table(name: str) -> list[list[str]]:
