@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from itertools import pairwise
 from typing import cast
 
 import pytest
@@ -12,12 +13,15 @@ from test_collection import PING
 
 from fsbarrier.doctor.findings import Report
 from fsbarrier.group.collective import CollectiveWork
-from fsbarrier.node import directory_watch
+from fsbarrier.group.group import make_member
+from fsbarrier.node import directory_watch, loop
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import crowding, make_paces
 from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
 from fsbarrier.protocol.facts import Beat, Fact, Join, Position, R, Record
+from fsbarrier.protocol.machine import step
+from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Part, Rules
 from fsbarrier.retry import Backoff
 from fsbarrier.rundir.names import fact_name
@@ -215,3 +219,64 @@ def test_a_signal_ends_a_long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     polling = Polling(node.agent, wake)
     polling.pause(Backoff(60.0, 60.0), busy=False, ended=lambda: len(waits) == 3)
     assert len(waits) == 3 and max(waits) <= 0.1
+
+
+def test_most_looks_of_a_wait_list_the_row_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is not asked either: what it would answer to the same view is known."""
+    node = Waiting(64, rank=1)
+    node.until(node.now + 1.0)
+    asked = []
+    monkeypatch.setattr(loop, "step", lambda *given: asked.append(given) or step(*given))
+    node.client.counted.clear()
+    before = len(node.looks)
+    node.until(node.now + 10.0)
+    row, counted = node.agent.observer.row, node.client.counted
+    assert row is not None
+    looks = len(node.looks) - before
+    assert counted["names", row.directory.name] == looks, "one listing a look"
+    # Whenever anything else was due, time has passed too, and the machine is asked again.
+    others = counted["names", PATHS.generations.name] + counted["names", PATHS.beats.name]
+    assert len(asked) <= others + 1 < looks
+
+
+def test_what_a_failing_look_has_seen_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It learns of a newer generation and then fails to list its row: the next look acts on it, though nothing else is due yet."""
+    node = Waiting(3, rank=1)
+    node.until(30.0)
+    node.others.create(cast(SimPath, PATHS.generation(2)), generation(2, (0, 1, 2), (1, 0)))
+    # The generations are due to be listed, and the heartbeats are not.
+    while node.agent.observer.beats_due <= node.now:
+        node.until(node.now + 0.001)
+    node.agent.observer._members_due = node.now
+    list_names = node.client.names
+
+    def failing(directory: SimPath) -> list[str]:
+        if directory.parent.name == PATHS.facts_of(1).name:
+            raise OSError(5, "the mount fails")
+        return list_names(directory)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node.client, "names", failing)
+        assert node.polling.look(node.now) is False
+    assert node.polling.look(node.now + 0.001) is True
+    entered = node.agent.node.generation
+    assert entered is not None and entered.number == 2
+
+
+def test_a_groups_member_looks_as_rarely_in_a_long_wait() -> None:
+    """And no more rarely than its caller needs to know that the directory answers."""
+    disk, clock = Disk(), 0.0
+    here, limits = Join(0, 0, "host0", 0, "boot"), Limits(6.0, 15.0, 4.0)
+    store = cast(Store, Client(disk, "here", Habits()))
+    member = make_member(store, PATHS, here, 1, limits, beat_s=2.0)
+    assert member.begin(clock)
+    polling, pauses = Polling(member.agent, threading.Event(), member.look), Backoff(FIRST_PAUSE_S, 0.05)
+    looks = []
+    while clock < 600.0:
+        disk.now = clock
+        busy = polling.look(clock)
+        looks.append(clock)
+        clock += polling.next_pause(pauses, busy=busy)
+    assert member.snapshot.node.generation is not None, "it waits in its row, where its caller calls nothing"
+    last = [after - before for before, after in pairwise(looks) if before > 300.0]
+    assert sum(last) / len(last) >= 0.5 and max(last) <= 2.0

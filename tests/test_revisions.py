@@ -11,8 +11,9 @@ from cluster import FAST, Cluster
 
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
-from fsbarrier.node.loop import NodeLoop, WorkRunner
+from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
+from fsbarrier.node.work_runner import WorkRunner
 from fsbarrier.protocol.facts import Generation, Join, Member, Position, Revision
 from fsbarrier.protocol.state import Announce, Node, Rules
 from fsbarrier.rundir import revisions

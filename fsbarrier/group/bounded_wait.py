@@ -66,7 +66,8 @@ class BoundedWait:
         if self._unseen_s > threads.rules.limits.dead_s:
             raise self._unanswered()
         if self._left_s <= 0:
-            unseen = self._unseen_s >= min(threads.beat_s, self._timeout_s)
+            # In a long wait looks are a beat apart, so that one beat without a look says nothing.
+            unseen = self._unseen_s >= min(2 * threads.beat_s, self._timeout_s)
             raise self._unanswered() if unseen else self._timed_out()
 
     def _unanswered(self) -> StoreError:

@@ -17,9 +17,9 @@ from fsbarrier.group.collective import Collective, CollectiveWork, Outcome, as_t
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member
 from fsbarrier.protocol.membership import Ledger, Loss, live_joiners, losses
-from fsbarrier.protocol.state import Node
+from fsbarrier.protocol.state import Node, View
 from fsbarrier.retry import FAILING
-from fsbarrier.rundir.names import CALL_FACT, fact_name
+from fsbarrier.rundir.names import CALL_FACT, CALLS_FACTS, ITERATIONS_FACTS, fact_name
 
 #: errors of a start that may pass: the mount fails for a moment, or shows directories late that others have just made
 _MAY_PASS = FAILING | {errno.ENOENT}
@@ -61,6 +61,10 @@ class GroupMember:
     earlier_beats: Mapping[int, Beat] = field(default_factory=dict)
     #: when the last heartbeat was written, and how long after the one before
     _last_beat: tuple[float, float] = (0.0, 0.0)
+    #: the call that was considered last, and the view in which it was
+    _answered: tuple[Collective | None, View | None] = (None, None)
+    #: what is known to show no loss among the members that this node waits for: the call, the heartbeats and the starts
+    _nobody_lost: tuple[Collective | None, Ledger | None, Mapping[int, Join] | None] = (None, None, None)
     #: the call whose objects cannot be read, and since when
     _unread: tuple[Collective, float] | None = None
 
@@ -97,9 +101,12 @@ class GroupMember:
                 agent.rules = replace(agent.rules, regroup=self.regroup_after)
                 agent.observer.hurry()
             busy = agent.tick(now)
+            asked, seen = self.asked, agent.observer.last_view
+            if seen is not None and self._answered[0] is asked and self._answered[1] is seen:
+                self.snapshot = replace(before, looked_at=now, trouble="")
+                return busy
             failure = self._ended_since(before.node, now)
             outcome = before.outcome
-            asked = self.asked
             if asked is not None and failure is None and (outcome is None or outcome.of is not asked):
                 outcome = self._outcome(asked, now) or outcome
         except OSError as error:
@@ -109,6 +116,9 @@ class GroupMember:
         except FsbarrierError as error:
             self.fail(self._fenced(str(error), now))
             return False
+        # Objects that could not be read may be readable at the next look, whatever else that shows.
+        unread = self._unread is not None and self._unread[0] is asked
+        self._answered = (None, None) if unread else (asked, seen)
         self._take_snapshot(now, outcome, failure)
         return busy
 
@@ -152,8 +162,7 @@ class GroupMember:
                 odd = self._out_of_step(asked, observer.row.names or ())
                 if odd is not None:
                     return odd
-            arrived = observer.row.arrived if self._row_is_seen(node) and observer.row is not None else ()
-            lost = self._lost(member for member in asked.generation.members if member.rank not in arrived)
+            lost = self._lost_before(asked)
             if lost is None:
                 return None
         # Somebody is lost, or the others have regrouped. All may have come to this row before: then this node passes it too.
@@ -179,6 +188,9 @@ class GroupMember:
 
     def _out_of_step(self, asked: Collective, names: Iterable[str]) -> Outcome | None:
         """The error of members that called different things, if these names of facts show such members."""
+        begin, alike = ITERATIONS_FACTS.build(asked.position.iteration), CALLS_FACTS.build(asked.call)
+        if all(name.endswith(alike) for name in names if name.startswith(begin)):
+            return None
         members = {member.rank: member for member in asked.generation.members}
         facts = [one for one in CALL_FACT.parse_all(names) if one.iteration == asked.position.iteration]
         said = {fact.rank: fact.call for fact in facts if fact.rank in members}
@@ -196,6 +208,17 @@ class GroupMember:
             f"of generation {asked.generation.number}: {calls}"
         )
         return Outcome(asked, error=OutOfStep(message, other.rank, other.host))
+
+    def _lost_before(self, asked: Collective) -> Loss | None:
+        """The first member that is lost and was not seen to come to the row of this call, which this node is in."""
+        observer, node = self.agent.observer, self.agent.node
+        known = self._nobody_lost
+        if known[0] is asked and known[1] is observer.ledger and known[2] is observer.joins:
+            return None
+        arrived = observer.row.arrived if self._row_is_seen(node) and observer.row is not None else ()
+        lost = self._lost(member for member in asked.generation.members if member.rank not in arrived)
+        self._nobody_lost = (asked, observer.ledger, observer.joins) if lost is None else (None, None, None)
+        return lost
 
     def _lost(self, members: Iterable[Member]) -> Loss | None:
         """The first of these members of this node's generation that is lost."""

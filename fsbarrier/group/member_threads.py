@@ -20,8 +20,9 @@ from fsbarrier.protocol.state import Exit, Stage
 from fsbarrier.retry import Backoff
 from fsbarrier.rundir.record_store import PosixStore
 
-#: while a caller waits
-PAUSES = Backoff(FIRST_PAUSE_S, 0.05)
+#: The first pause while a caller waits, for each member: of many members some share a host, where each look takes time from the rest.
+PAUSE_FOR_EACH_S = 0.0001
+LONGEST_PAUSE_S = 0.05
 #: Up to so many nodes use hints. If many members share a host, each arrival wakes all of them: N x N wake-ups a barrier.
 HINTED_NODES = 16
 #: between two tries to begin
@@ -113,13 +114,14 @@ class MemberThreads:
     def _look_on(self) -> None:
         # Nothing that others write in the row concerns a member whose caller does not wait: one more look, then rarely.
         idle = Backoff(FIRST_PAUSE_S, self.beat_s / 4, factor=1000.0)
-        polling = Polling(self.member.agent, self._wake)
+        waiting = Backoff(PAUSE_FOR_EACH_S * self.rules.num_nodes, LONGEST_PAUSE_S)
+        polling = Polling(self.member.agent, self._wake, self.member.look)
         try:
             while not self._over():
-                busy = self.member.look(time.monotonic())
+                busy = polling.look(time.monotonic())
                 self._show()
                 hints = self._caller_waits and self.rules.num_nodes <= HINTED_NODES
-                polling.pause(PAUSES if self._caller_waits else idle, busy=busy, hints=hints)
+                polling.pause(waiting if self._caller_waits else idle, busy=busy, hints=hints)
         finally:
             polling.close()
 
@@ -129,8 +131,9 @@ class MemberThreads:
     def _show(self) -> None:
         """Show the caller what this look saw, and wake it up if anything is new."""
         before, after = self.snapshot, self.member.snapshot
+        # That this node is done with its row is no news to a caller, who waits for the others.
         new = (
-            after.node != before.node
+            after.node.generation is not before.node.generation
             or after.ledger is not before.ledger
             or after.outcome is not before.outcome
             or after.failure is not None

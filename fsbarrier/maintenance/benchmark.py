@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,10 @@ PAUSES = Backoff(0.0001, 0.001)
 #: What starting the Python processes may take, in seconds, and what one round of all of them.
 START_S = 60.0
 ROUND_S = 10.0
+
+
+#: when a process came to a barrier, and when it was released, on the monotonic clock
+Passage = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -86,18 +90,21 @@ def scripts(kind: str, folder: Path, nodes: int, rounds: int) -> Latency:
     """Barriers of N processes of their own. `kind`: "group", members of a `fsbarrier.join`; "bare", which only create files and
     scan directories. Raises ProgramFailed."""
     files.make_dirs(folder)
-    command = [*PYTHON, "-m", "fsbarrier.maintenance.benchmark", kind, str(folder)]
+    return barriers_of([*PYTHON, "-m", "fsbarrier.maintenance.benchmark"], kind, folder, nodes, rounds)
+
+
+def barriers_of(command: Sequence[str], kind: str, folder: Path, nodes: int, rounds: int) -> Latency:
+    """The same of N processes of `command`, to which kind, folder, rank, N and rounds are added. Raises ProgramFailed."""
     processes = [
         subprocess.Popen(
-            [*command, str(rank), str(nodes), str(rounds)],
+            [*command, kind, str(folder), str(rank), str(nodes), str(rounds)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(nodes)
     ]
-    # of each process, of each round: when it arrived, when it was released
-    times: list[list[tuple[float, float]]] = []
+    times: list[list[Passage]] = []
     try:
         for process in processes:
             out, err = process.communicate(timeout=START_S + nodes + rounds * ROUND_S)
@@ -110,42 +117,51 @@ def scripts(kind: str, folder: Path, nodes: int, rounds: int) -> Latency:
         for process in processes:
             process.kill()
             process.wait()
-    # as with ping, the first one does not count: there the processes still start
+    return latency(times)
+
+
+def latency(times: Sequence[Sequence[Passage]]) -> Latency:
+    """The figures of barriers, from each process's passage of each. Raises ProgramFailed for none."""
+    # As with ping, the first one does not count: there the processes still start.
     counted = list(zip(*times, strict=True))[1:]
     return Latency.of([max(left for _, left in one) - max(arrived for arrived, _ in one) for one in counted])
 
 
-def bare_process(folder: Path, rank: int, nodes: int, rounds: int) -> list[tuple[float, float]]:
-    """One process: (arrival, release) of each round on the monotonic clock. Raises TimeoutError."""
-    deadline = time.monotonic() + START_S + nodes + rounds * ROUND_S
-    times, idle = [], threading.Event()
+def passages(barrier: Callable[[int], object], rounds: int) -> list[Passage]:
+    """Pass `rounds` barriers, one after the other."""
+    times = []
     for number in range(rounds):
-        place = folder / f"round-{number:06d}"
-        place.mkdir(exist_ok=True)
-        os.close(files.open_new(place / f"node-{rank:04d}"))
-        arrived, pauses = time.monotonic(), iter(PAUSES)
-        while len(os.listdir(place)) < nodes:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"round {number}: the others did not come")
-            idle.wait(next(pauses))
+        arrived = time.monotonic()
+        barrier(number)
         times.append((arrived, time.monotonic()))
     return times
 
 
-def group_process(folder: Path, rank: int, nodes: int, rounds: int) -> list[tuple[float, float]]:
-    """One member of a group: the same of each barrier. Raises NodeError."""
+def bare_process(folder: Path, rank: int, nodes: int, rounds: int) -> list[Passage]:
+    """One process of the bare loop. Raises TimeoutError."""
+    deadline, idle = time.monotonic() + START_S + nodes + rounds * ROUND_S, threading.Event()
+
+    def barrier(number: int) -> None:
+        place, pauses = folder / f"round-{number:06d}", iter(PAUSES)
+        place.mkdir(exist_ok=True)
+        os.close(files.open_new(place / f"node-{rank:04d}"))
+        while len(os.listdir(place)) < nodes:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"round {number}: the others did not come")
+            idle.wait(next(pauses))
+
+    return passages(barrier, rounds)
+
+
+def group_process(folder: Path, rank: int, nodes: int, rounds: int) -> list[Passage]:
+    """One member of a group. Raises NodeError."""
     import fsbarrier
 
-    times = []
     timing = {"beat_s": 5.0, "suspect_s": 15.0, "dead_s": 60.0} if nodes > 16 else {}
     with fsbarrier.join(
         folder, node_rank=rank, num_nodes=nodes, timeout_s=START_S + nodes, **timing
     ) as group:
-        for _ in range(rounds):
-            arrived = time.monotonic()
-            group.barrier()
-            times.append((arrived, time.monotonic()))
-    return times
+        return passages(lambda number: group.barrier(), rounds)
 
 
 PROCESSES = {"bare": bare_process, "group": group_process}

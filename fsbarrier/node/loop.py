@@ -10,12 +10,12 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from fsbarrier.errors import Fenced
 from fsbarrier.node.collection import Collection
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.resume import LastGeneration
+from fsbarrier.node.work_runner import WorkRunner
 from fsbarrier.protocol.codec import decode, encode
 from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.machine import step
@@ -35,27 +35,13 @@ from fsbarrier.protocol.state import (
     Recover,
     Rules,
     Stage,
+    View,
     WorkReport,
 )
 from fsbarrier.rundir.journal import summary
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.phase_time import PhaseTime
 from fsbarrier.rundir.record_store import Store
-
-
-class WorkRunner(Protocol):
-    """Does a node's work outside the loop: in a thread, or simulated."""
-
-    def launch(self, node: Node, part: Part) -> None: ...
-
-    def cancel(self) -> None:
-        """End the work under way completely; its report is never given."""
-
-    def report(self) -> WorkReport | None:
-        """How the work launched last ended; None while it runs. The same answer until the next launch."""
-
-    def progress(self) -> Payload: ...
-
 
 #: How long a node waits for the others before it writes its fact once more. Some clients keep a listing until the directory's
 #: modification time changes, and that time may be coarse. Example: node 0 lists the row, and within the same second node 1's "done"
@@ -86,6 +72,8 @@ class NodeLoop:
     #: After the last action another look would show nothing new: work was only just launched, or another node's record is there and
     #: cannot be read yet. Without it, `tick` would look again and again without a pause.
     _enough: bool = False
+    #: the view in which there was nothing to do
+    _nothing_to_do_in: View | None = None
     #: the listings showed where the run was so long ago that the facts from then are gone
     _behind: bool = False
     #: when the heartbeats were read in which suspects were last sought
@@ -144,10 +132,13 @@ class NodeLoop:
         self._act(now)
         while self.exit is None:
             before = self.node
-            self.node, actions = step(
-                before, self.observer.view(before, now, self._work_report()), now, self.rules
-            )
+            view = self.observer.view(before, now, self._work_report())
+            if view is self._nothing_to_do_in:
+                # Most looks of a wait end here: nothing was due but a look at the row, and that showed nothing new.
+                break
+            self.node, actions = step(before, view, now, self.rules)
             if not actions and self.node == before:
+                self._nothing_to_do_in = view
                 break
             if actions:
                 busy, self._enough = True, False
@@ -171,6 +162,8 @@ class NodeLoop:
     def _act(self, now: float) -> None:
         pending = self._pending
         while pending:
+            # What this node does may change what it sees.
+            self.observer.last_view = None
             self._perform(pending[0], now)
             pending.popleft()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsbarrier.node.paces import Paces
-from fsbarrier.node.row_listing import RowListing
+from fsbarrier.node.row_listing import NO_ROW, RowListing
 from fsbarrier.protocol.facts import (
     Beat,
     Fact,
@@ -38,7 +38,7 @@ from fsbarrier.protocol.state import (
 )
 from fsbarrier.protocol.stops import concerns, missed_by
 from fsbarrier.rundir.heartbeats import HeartbeatReader
-from fsbarrier.rundir.names import DEBUG_REQUEST, GENERATION, START, STOP_REQUEST, StartName, fact_name
+from fsbarrier.rundir.names import DEBUG_REQUEST, FACT, GENERATION, START, STOP_REQUEST, StartName, fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
 
@@ -73,6 +73,8 @@ class Observer:
     _heartbeats: HeartbeatReader = field(init=False)
     #: the row that this node looked at last
     row: RowListing | None = None
+    #: what this node saw at its last look; None once anything may be new
+    last_view: View | None = None
     #: the generation that was listed last and could not be read
     _unreadable: Unreadable | None = None
     #: when a record could not be read last
@@ -127,16 +129,20 @@ class Observer:
         self._members_due = self.beats_due = _AT_ONCE
 
     def view(self, node: Node, now: float, work: WorkReport | None = None) -> View:
-        """What the node can see at `now`, and how its own work ended. Raises OSError when the filesystem fails."""
+        """What the node can see at `now`, and how its own work ended: the very same object as last where nothing is new, and nothing was
+        due but a look at the row. Raises OSError when the filesystem fails."""
         self._look_around(node, now)
-        row = self._look_at_row(node, now) if node.part in WATCHING else None
-        arrived, failed, leaders_fact = row or (frozenset[int](), {}, None)
-        unreadable = self._unreadable
-        if unreadable is None and row is not None and self.row is not None:
-            unreadable = self.row.unreadable
+        # A node whose own work has just ended publishes that before it looks at the others.
+        if watches := node.part in WATCHING and work is None:
+            self._look_at_row(node, now)
+        if self.last_view is not None and self.last_view.work is work:
+            return self.last_view
+        row = self.row if watches and self.row is not None else NO_ROW
+        unreadable = self._unreadable or row.unreadable
         stop, missed = self._newest_stop(node, concerns), self._newest_stop(node, missed_by)
         known = self.newest, unreadable, self.joins, self.ledger, stop, missed, self.recovered
-        return View(*known, arrived, failed, leaders_fact, work)
+        view = self.last_view = View(*known, row.arrived, row.failed, row.leaders_fact, work)
+        return view
 
     def _newest_stop(
         self, node: Node, applies: Callable[[StopRequest, int, int], bool]
@@ -148,16 +154,18 @@ class Observer:
         """Look at what is due beside the row. The loop calls `hurry` when the stage changes, since the pace changes with it."""
         joining, paces = node.stage is Stage.JOINING, self.paces
         if node is not self._node:
-            self._node, self._unchanged_since = node, now
+            self._node, self._unchanged_since, self.last_view = node, now, None
         alert = self.suspecting or node.failed_since is not None or node.trouble_since is not None
         if alert:
             self.beats_due = min(self.beats_due, now + paces.beats_s / ALERT)
         if now >= self._members_due:
+            self.last_view = None
             self._look_at_members(now)
             quiet_s = 0.0 if joining or alert else now - self._unchanged_since
             pause_s = max(paces.members_s, min(LATENESS * quiet_s, 2 * paces.beats_s))
             self._members_due = now + pause_s / (4 if joining else 1)
         if now >= self.beats_due:
+            self.last_view = None
             self._look_at_beats(node, now, joining)
             self.beats_due = now + paces.beats_s / (paces.eager if joining else ALERT if alert else 1.0)
 
@@ -171,28 +179,24 @@ class Observer:
         self._unread_at = now
         return Unreadable(str(path), self.store.fault(path, cls), since)
 
-    def _look_at_row(
-        self, node: Node, now: float
-    ) -> tuple[frozenset[int], Mapping[int, Fact], Fact | None] | None:
-        """What the members have published in the node's row: who is done, who failed, and once all are done the leader's fact."""
+    def _look_at_row(self, node: Node, now: float) -> None:
+        """Look who is done with the node's row and who has failed in it, and once all are done what the leader's fact says."""
         generation, position = node.place
         row, call = self.row, self.table.rows[position.phase].call(node.result)
         if row is None or (row.generation, row.position, row.call) != (generation.number, position, call):
-            done, failures = (
-                {fact_name(position.iteration, rank, status, call): rank for rank in generation.ranks}
-                for status in ("done", "failed")
-            )
             directory = self.row_dir(generation.number, position)
-            row = self.row = RowListing(generation.number, position, call, directory, done, failures)
+            row = self.row = RowListing.of(generation, position, call, directory)
         names = self.store.names(row.directory)
         if names != row.names:
+            self.last_view = None
             row.arrived = frozenset([row.done[name] for name in names if name in row.done])
-            if self._read_failures(row, names, now):
+            failures = [name for name in names if name.endswith(".failed")]
+            if self._read_failures(generation, row, failures, now):
                 row.names = names
-        leaders_fact = None
+        row.leaders_fact = None
         if node.part is Part.ANNOUNCED and len(row.arrived) == len(generation.members):
-            leaders_fact = self._leaders_fact(generation, row, now)
-        return row.arrived, row.failed, leaders_fact
+            self.last_view = None
+            row.leaders_fact = self._leaders_fact(generation, row, now)
 
     def _leaders_fact(self, generation: Generation, row: RowListing, now: float) -> Fact | None:
         """The leader's fact about a row in which all members' facts are listed; None while it cannot be read.
@@ -208,15 +212,15 @@ class Observer:
         row.unreadable = self._unread(path, Fact, now, row.unreadable) if fact is None else None
         return fact
 
-    def _read_failures(self, row: RowListing, names: list[str], now: float) -> bool:
-        """Read the members' facts of failure in a row; False while one of them cannot be read."""
+    def _read_failures(self, generation: Generation, row: RowListing, names: list[str], now: float) -> bool:
+        """Read the members' facts of failure in a row, `names`; False while one of them cannot be read."""
         failed, before, row.unreadable = dict(row.failed), row.unreadable, None
-        for name in names:
-            rank = row.failures.get(name)
-            if rank is not None and rank not in failed:
-                record = self.store.read(row.directory / name, Fact)
+        for rank in (fact.rank for fact in FACT.parse_all(names) if fact.iteration == row.position.iteration):
+            if rank in generation.ranks and rank not in failed:
+                path = row.directory / fact_name(row.position.iteration, rank, "failed")
+                record = self.store.read(path, Fact)
                 if record is None:
-                    row.unreadable = self._unread(row.directory / name, Fact, now, before)
+                    row.unreadable = self._unread(path, Fact, now, before)
                     return False
                 failed[rank] = record
         row.failed = failed
@@ -225,13 +229,9 @@ class Observer:
     def names_in_row(self, generation: Generation, position: Position) -> list[str]:
         """What the folder of a row showed when this node last looked there; nothing if it has looked elsewhere since."""
         row = self.row
-        if (
-            row is None
-            or row.names is None
-            or (row.generation, row.position) != (generation.number, position)
-        ):
+        if row is None or (row.generation, row.position) != (generation.number, position):
             return []
-        return row.names
+        return row.names or []
 
     def row_dir(self, generation: int, position: Position) -> Path:
         """Where the facts about one row are."""

@@ -26,10 +26,13 @@ END_S = 0.1
 
 
 class Polling:
-    """Looks with `agent`, and waits between the looks. `wake` ends such a wait at once, from any thread."""
+    """Looks for `agent`, and waits between the looks. `wake` ends such a wait at once, from any thread."""
 
-    def __init__(self, agent: NodeLoop, wake: threading.Event) -> None:
-        self._agent, self._wake = agent, wake
+    def __init__(
+        self, agent: NodeLoop, wake: threading.Event, look_once: Callable[[float], bool] | None = None
+    ) -> None:
+        """`look_once`: what a look is, where it is more than the agent's tick."""
+        self._agent, self._wake, self._look_once = agent, wake, look_once or agent.tick
         self._root = agent.observer.paths.root
         self._hints = Hints(self._root, wake.set)
         self._pause_s = FIRST_PAUSE_S
@@ -45,7 +48,7 @@ class Polling:
         """
         self._looked_at = now
         try:
-            busy = self._agent.tick(now)
+            busy = self._look_once(now)
         except OSError as error:
             outage_s = self._agent.rules.limits.outage_s
             self._failing_since = now if self._failing_since is None else self._failing_since
@@ -59,17 +62,17 @@ class Polling:
         return busy
 
     def pause(
-        self, pauses: Backoff, *, busy: bool, hints: bool = True, ended: Callable[[], bool] = lambda: False
+        self, pauses: Backoff, *, busy: bool, hints: bool = True, ended: Callable[[], bool] | None = None
     ) -> None:
-        """Wait for the next look, unless the node has `ended`.
+        """Wait for the next look, unless the node has `ended`: where that is given, a long wait asks for it again and again.
 
         `pauses`: the first ones; `hints`: a file that appears may end a longer one early.
         """
         pause_s = self.next_pause(pauses, busy=busy)
         self._hints.watch(self._row_dir() if hints and pause_s >= pauses.most_s else None)
         until = time.monotonic() + pause_s
-        while not ended() and (left_s := until - time.monotonic()) > 0:
-            if self._wake.wait(min(left_s, END_S)):
+        while not (ended is not None and ended()) and (left_s := until - time.monotonic()) > 0:
+            if self._wake.wait(left_s if ended is None else min(left_s, END_S)):
                 self._wake.clear()
                 return
 

@@ -97,7 +97,11 @@ GENERATION = Name("gen-{:06d}.json", int)
 GENERATION_FOLDER = Name("gen-{:06d}", int)
 PHASE_FOLDER = Name("p{:02d}-{:s}", PhaseName)
 FACT = Name("iter-{:06d}.node-{:04d}.{:s}", FactName)
-CALL_FACT = Name("iter-{:06d}.node-{:04d}.{:s}.done", CallName)
+CALL_FACT = Name(f"{FACT.template}.done", CallName)
+#: what the names of facts have in common: of one iteration how they begin, of one call how they end, of one node what is in between
+ITERATIONS_FACTS = Name("iter-{:06d}.", int)
+CALLS_FACTS = Name(".{:s}.done", str)
+NODES_FACTS = Name(".node-{:04d}.", int)
 #: there while the leader's facts about that iteration are
 OPEN_FOLDER = Name("open-{:06d}", int)
 STOP_REQUEST = Name("{:06d}.json", int)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from fsbarrier.rundir import names
@@ -69,6 +69,7 @@ class RunPaths:
     def facts_of(self, generation: int) -> Path:
         return self.coordination / names.GENERATION_FOLDER.build(generation)
 
+    @lru_cache(maxsize=64)  # noqa: B019
     def phase(self, generation: int, index: int, name: str) -> Path:
         """The folder of one row of the program, in which each member's fact about it appears, in every iteration."""
         return self.facts_of(generation) / names.PHASE_FOLDER.build(index, name)

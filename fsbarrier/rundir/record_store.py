@@ -77,8 +77,7 @@ class PosixStore:
     def names(self, directory: Path) -> list[str]:
         try:
             # A fresh opendir is what makes an NFS client look again.
-            with os.scandir(directory) as entries:
-                return [entry.name for entry in entries if not entry.name.startswith(".")]
+            return [name for name in os.listdir(directory) if name[0] != "."]
         except FileNotFoundError:
             return []
 
