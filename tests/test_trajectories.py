@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import signal
@@ -9,9 +10,11 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +22,9 @@ from hypothesis import strategies as st
 from trajectory_files import group, trajectory, write_part
 
 from fsbarrier.data.torchpickle import FormatError
+from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import FsbarrierError, StoreError, UsageError
+from fsbarrier.rollouts.shared_flush import SharedFlush
 from fsbarrier.trajectories import NotOurs, ShardWriter, iter_trajectories, load, scan_shard
 
 HEADER = {"run_id": "r", "assigned": [0, 1, 2]}
@@ -296,6 +301,74 @@ def test_what_is_acknowledged_was_flushed_before(tmp_path: Path, monkeypatch: py
             writer.append_group(task, group(task))
             assert flushed[-1] == writer.valid_bytes
         assert flushed[-1] < writer.finish({}).bytes == flushed[-1]
+
+
+def test_groups_that_come_together_share_a_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    real = os.fsync
+    path = tmp_path / "part"
+    with ShardWriter(path, prefix="p", header=HEADER) as writer:
+        monkeypatch.setattr("os.fsync", lambda fd: (flushed.append(os.fstat(fd).st_size), real(fd))[1])
+        groups = writer.append_groups({task: group(task) for task in range(3)})
+        assert flushed == [writer.valid_bytes] == [groups[-1].end]
+        before = path.stat().st_size
+        bad = trajectory(4, 0) | {"metadata": {"when": {1, 2}}}
+        with pytest.raises(UsageError, match="when is a set"):
+            writer.append_groups({3: group(3), 4: [bad]})
+        assert path.stat().st_size == before and len(writer.groups) == 3, "not even the good one's bytes"
+        writer.append_group(4, group(4))
+        writer.finish({})
+    assert [item["task_index"] for item in load(path)["trajectories"]] == [0, 0, 1, 1, 2, 2, 4, 4]
+
+
+class SlowFlushes:
+    """A ShardWriter whose flushes take until `go` is set; `fails`: they end in an error."""
+
+    def __init__(self) -> None:
+        self.go, self.flushes, self.fails = threading.Event(), list[list[int]](), False
+
+    def append_groups(self, groups: Mapping[int, Sequence[Trajectory]]) -> None:
+        self.flushes.append(list(groups))
+        self.go.wait()
+        if self.fails:
+            raise StoreError("the disk is full")
+
+
+def test_what_comes_while_a_flush_is_under_way_shares_the_next() -> None:
+    async def run() -> None:
+        writer = SlowFlushes()
+        appending = SharedFlush(cast(ShardWriter, writer))
+        tasks = [asyncio.create_task(appending.append(task, [])) for task in range(50)]
+        while not writer.flushes:
+            await asyncio.sleep(0)
+        tasks += [asyncio.create_task(appending.append(task, [])) for task in range(50, 60)]
+        # Each new one runs until it waits.
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in tasks), "nobody goes on before its group is on disk"
+        tasks[55].cancel()
+        writer.go.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await appending.rest()
+        # The one that was cancelled is written too.
+        assert writer.flushes == [[*range(50)], [*range(50, 60)]]
+
+    asyncio.run(run())
+
+
+def test_a_flush_that_fails_fails_everybody_who_waits() -> None:
+    async def run() -> None:
+        writer = SlowFlushes()
+        writer.fails = True
+        writer.go.set()
+        appending = SharedFlush(cast(ShardWriter, writer))
+        ended = await asyncio.gather(
+            *(appending.append(task, []) for task in range(3)), return_exceptions=True
+        )
+        assert [type(one) for one in ended] == [StoreError] * 3
+        with pytest.raises(StoreError):
+            await appending.rest()
+
+    asyncio.run(run())
 
 
 def test_a_full_disk_leaves_a_valid_file(tmp_path: Path) -> None:

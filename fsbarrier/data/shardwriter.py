@@ -1,7 +1,7 @@
 """Writes the growing trajectory file of one rank: `ShardWriter`. shardscan.py describes the layout.
 
-A group (all samples of one task) is appended as whole zip entries and flushed to disk before `append_group` returns; what is
-in the file already is never written again, `finish` included.
+A group (all samples of one task) is appended as whole zip entries and flushed to disk before `append_group` returns, several groups
+with one flush; what is in the file already is never written again, `finish` included.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,25 +129,40 @@ class ShardWriter:
         return mean_reward(self._groups)
 
     def append_group(self, task_index: int, trajectories: Sequence[Payload]) -> GroupEntry:
-        """Write all trajectories of one task (data/trajectory.py says what is in one); durable on return.
+        """Write all trajectories of one task (data/trajectory.py says what is in one); durable on return. Raises as `append_groups`."""
+        return self.append_groups({task_index: trajectories})[0]
+
+    def append_groups(self, trajectories_of: Mapping[int, Sequence[Payload]]) -> list[GroupEntry]:
+        """The same for several tasks, with one flush for all of them.
 
         Raises UsageError (a field that is missing or not a plain value; nothing is written), StoreError (the filesystem
-        failed; the file stays valid, and the group is not in it).
+        failed; the file stays valid, and none of these groups is in it).
         """
-        if not trajectories:
-            raise UsageError(f"{self.path}: the group of task {task_index} is empty")
-        for trajectory in trajectories:
-            if lacking := [name for name in REQUIRED if name not in trajectory]:
-                raise UsageError(f"{self.path}: a trajectory of task {task_index} lacks {', '.join(lacking)}")
+        for task_index, trajectories in trajectories_of.items():
+            if not trajectories:
+                raise UsageError(f"{self.path}: the group of task {task_index} is empty")
+            for trajectory in trajectories:
+                if lacking := [name for name in REQUIRED if name not in trajectory]:
+                    raise UsageError(
+                        f"{self.path}: a trajectory of task {task_index} lacks {', '.join(lacking)}"
+                    )
         with self._lock:
             self._check_open()
-            group, data = _group_bytes(
-                f"{self.prefix}-{self._number:06d}", self._end, task_index, trajectories
-            )
-            self._append(data, f"append task {task_index}")
-            self._number += 1
-            self._groups.append(group)
-            return group
+            groups, at = list[GroupEntry](), self._end
+            for number, (task_index, trajectories) in enumerate(trajectories_of.items(), self._number):
+                key = f"{self.prefix}-{number:06d}"
+                try:
+                    group, data = _group_bytes(key, at, task_index, trajectories)
+                except UsageError:
+                    self._cut_back()
+                    raise
+                at = self._write(at, data, f"append task {task_index}")
+                groups.append(group)
+            self._flush(f"append task {', '.join(map(str, trajectories_of))}")
+            self._end = at
+            self._number += len(groups)
+            self._groups += groups
+            return groups
 
     def finish(self, metadata: dict[str, object]) -> ShardInfo:
         """Complete the file, so that torch.load opens it. A second call changes nothing.
@@ -175,7 +190,9 @@ class ShardWriter:
 
     def _begin(self, start: bytes) -> None:
         self._fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        self._append(start, "start")
+        at = self._write(self._end, start, "start")
+        self._flush("start")
+        self._end = at
         fsync_dir(self.path.parent)
 
     def _resume(self, start: bytes) -> None:
@@ -206,18 +223,20 @@ class ShardWriter:
                 f"{self.path}: is {'finished' if self.finished else 'closed'}; nothing more can be written"
             )
 
-    def _append(self, data: bytes | bytearray, what: str) -> None:
-        """Write at the end and flush; on failure cut the file back to what was acknowledged."""
+    def _write(self, at: int, data: bytes | bytearray, what: str) -> int:
+        """Write behind what is acknowledged; gives where it ends. On failure cut the file back to what was acknowledged."""
         try:
-            write_at(self._fd, self._end, data)
+            return write_at(self._fd, at, data)
         except OSError as error:
-            try:
-                os.ftruncate(self._fd, self._end)
-            except OSError:
-                self._broken = f"{self.path}: unusable after a failed write"
+            self._cut_back()
             raise StoreError(f"{self.path}: cannot {what}: {error.strerror or error}") from error
-        self._flush(what)
-        self._end += len(data)
+
+    def _cut_back(self) -> None:
+        """Leave nothing behind what is acknowledged."""
+        try:
+            os.ftruncate(self._fd, self._end)
+        except OSError:
+            self._broken = f"{self.path}: unusable after a failed write"
 
     def _flush(self, what: str) -> None:
         try:

@@ -15,7 +15,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from itertools import islice
 
@@ -37,9 +37,10 @@ from fsbarrier.rollouts.rollout_spec import Assignment
 from fsbarrier.rollouts.rounds import read_rounds
 from fsbarrier.rollouts.samples import Group
 from fsbarrier.rollouts.sampling import Server
+from fsbarrier.rollouts.shared_flush import SharedFlush
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.worker_contract import Progress, run_worker
-from fsbarrier.trajectories import GroupEntry, ShardWriter
+from fsbarrier.trajectories import ShardWriter
 
 #: prompts times samples: see sampling.py
 SEQUENCES_PER_REQUEST = 128
@@ -106,7 +107,6 @@ class Rollout:
         # One slot a group: while it is sampled, and until it is on disk.
         self.slots = asyncio.Semaphore(concurrency * len(servers))
         self.unwritten = asyncio.Semaphore(BACKLOG * concurrency * len(servers))
-        self.writing: set[asyncio.Future[GroupEntry]] = set()
 
     async def run(self) -> JsonObject:
         """Do all that is asked for; gives the result. Raises FsbarrierError."""
@@ -115,12 +115,13 @@ class Rollout:
         self.progress.write()
         removing = asyncio.create_task(asyncio.to_thread(assignment.remove_old_claims))
         with ShardWriter(part, prefix=assignment.prefix, header=assignment.header()) as writer:
+            appending = SharedFlush(writer)
             try:
-                await self._until_the_end(writer)
+                await self._until_the_end(writer, appending)
             finally:
-                # What is under way in a thread uses the writer's descriptor.
-                if self.writing:
-                    await asyncio.wait(self.writing)
+                # What is judged is not lost. If this fails, the phase has failed already, and this was its reason.
+                with suppress(FsbarrierError):
+                    await appending.rest()
                 self.progress.close()
                 await self.reward.close()
             alike = len({one.sampling for one in self.rounds}) == 1
@@ -140,9 +141,9 @@ class Rollout:
             "tokens_per_s": round(counts.completion_tokens / seconds, 1),
         }
 
-    async def _until_the_end(self, writer: ShardWriter) -> None:
+    async def _until_the_end(self, writer: ShardWriter, appending: SharedFlush) -> None:
         """Roll out until nothing is left, or until the phase ends without its last few tasks."""
-        filling = asyncio.create_task(self._fill(writer))
+        filling = asyncio.create_task(self._fill(writer, appending))
         watching = asyncio.create_task(self._watch(self.early_end, writer)) if self.early_end else filling
         try:
             await asyncio.wait((filling, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -165,7 +166,7 @@ class Rollout:
                 return
             await asyncio.sleep(early_end.pause_s)
 
-    async def _fill(self, writer: ShardWriter) -> None:
+    async def _fill(self, writer: ShardWriter, appending: SharedFlush) -> None:
         # An earlier start was cut off between finishing its file and its result.
         if writer.finished:
             return
@@ -176,11 +177,11 @@ class Rollout:
                 async with asyncio.TaskGroup() as tasks:
                     for number in range(len(self.rounds)):
                         if self.refills is None:
-                            await self._begin_round(number, writer, there, tasks)
+                            await self._begin_round(number, appending, there, tasks)
                             continue
                         # What the round came to decides about the next one.
                         async with asyncio.TaskGroup() as of_this_round:
-                            await self._begin_round(number, writer, there, of_this_round)
+                            await self._begin_round(number, appending, there, of_this_round)
                         if not await self._another_after(number, self.refills, writer):
                             break
             except BaseExceptionGroup as group:
@@ -189,7 +190,7 @@ class Rollout:
             raise ProgramFailed("the engine refused every prompt; the messages are above")
 
     async def _begin_round(
-        self, number: int, writer: ShardWriter, there: set[int], tasks: asyncio.TaskGroup
+        self, number: int, appending: SharedFlush, there: set[int], tasks: asyncio.TaskGroup
     ) -> None:
         """Returns once every task of round `number` is begun, here or elsewhere."""
         one = self.rounds[number]
@@ -201,7 +202,7 @@ class Rollout:
                 await self.pool.look()
                 self.looked = True
             place = Place(self.pool, len(batch) * one.samples, one.sampling)
-            tasks.create_task(self._sample(place, batch, writer, tasks))
+            tasks.create_task(self._sample(place, batch, appending, tasks))
 
     async def _another_after(self, number: int, refills: Refills, writer: ShardWriter) -> bool:
         """Whether the nodes go on with another round, once all of them have finished round `number`."""
@@ -265,7 +266,7 @@ class Rollout:
         self,
         place: Place,
         batch: list[Task],
-        writer: ShardWriter,
+        appending: SharedFlush,
         tasks: asyncio.TaskGroup,
     ) -> None:
         under_way = {task.index: task for task in batch}
@@ -275,7 +276,7 @@ class Rollout:
             place.finished(place.sampling.samples)
             self.slots.release()
             told = replace(group, replica=place.replica)
-            tasks.create_task(self._judge_and_append(told, writer, late, earlier, place.sampling.samples))
+            tasks.create_task(self._judge_and_append(told, appending, late, earlier, place.sampling.samples))
 
         for task in (one for one in batch if one.index in self.earlier_groups):
             if earlier := await asyncio.to_thread(self.earlier_groups.trajectories_of, task.index):
@@ -293,7 +294,7 @@ class Rollout:
                 finished(Group(task, [], (), error), late=True)
 
     async def _judge_and_append(
-        self, group: Group, writer: ShardWriter, late: bool, earlier: Sequence[Trajectory], samples: int
+        self, group: Group, appending: SharedFlush, late: bool, earlier: Sequence[Trajectory], samples: int
     ) -> None:
         """`earlier`: the trajectories of the group, where an earlier attempt has sampled it. `samples`: how many it is to have."""
         origin = self.assignment.origin
@@ -305,11 +306,7 @@ class Rollout:
             made = await judged_again(origin, group.task, earlier, self.reward)
         else:
             made = await judged_group(origin, group, self.reward)
-        # Not called off in the middle: whoever is cancelled here leaves the thread to write the whole group.
-        append = asyncio.ensure_future(asyncio.to_thread(writer.append_group, group.task.index, made))
-        self.writing.add(append)
-        append.add_done_callback(self.writing.discard)
-        await asyncio.shield(append)
+        await appending.append(group.task.index, made)
         self.unwritten.release()
         self.counts.add(group, made, late)
         self.progress.write_soon()

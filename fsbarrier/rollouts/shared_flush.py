@@ -1,0 +1,44 @@
+"""Appends judged groups to a part file: all that came since the flush that is under way began share the next one.
+
+A flush takes as long for fifty groups as for one, and with short answers fifty groups are sampled while one is flushed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.trajectories import ShardWriter
+
+
+class SharedFlush:
+    """What is not on disk yet. `append` and `rest` raise what ShardWriter raises."""
+
+    def __init__(self, writer: ShardWriter) -> None:
+        self._writer = writer
+        self._waiting: dict[int, Sequence[Trajectory]] = {}
+        self._flushing: asyncio.Task[None] | None = None
+
+    async def append(self, task_index: int, made: Sequence[Trajectory]) -> None:
+        """Returns once the group of this task is on disk. Whoever is cancelled here leaves it to `rest`."""
+        self._waiting[task_index] = made
+        while task_index in self._waiting:
+            await self._flushed()
+
+    async def rest(self) -> None:
+        """Returns once nothing is left to be written, or being written."""
+        while self._waiting:
+            await self._flushed()
+
+    async def _flushed(self) -> None:
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(self._flush())
+        # Not called off in the middle: the thread writes whole groups.
+        await asyncio.shield(self._flushing)
+
+    async def _flush(self) -> None:
+        groups = dict(self._waiting)
+        await asyncio.to_thread(self._writer.append_groups, groups)
+        for task_index in groups:
+            del self._waiting[task_index]
