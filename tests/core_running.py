@@ -57,7 +57,7 @@ ALL = frozenset({0, 1, 2})
 def passes(name: str, node: Node, view: View, *asks: Action, becomes: Mapping[str, Any]) -> Case:
     """A row in which the node leaves the one it was in: the journal is told so, also where the iteration ends with it."""
     then = replace(node, **becomes)
-    there = replace(then, position=node.position)
+    there = replace(node, decisions=then.decisions)
     told = [Note("phase_finished", at=there)]
     if then.stage is Stage.ENDED or then.position.iteration > node.position.iteration:
         told.append(Note("iteration_finished", at=there))

@@ -262,7 +262,8 @@ class NodeLoop:
 
     def _publish(self, fact: Fact, now: float) -> None:
         node, events = self.node, fact.value.get("events", ())
-        fact = replace(fact, value={name: one for name, one in fact.value.items() if name != "events"})
+        if events:
+            fact = replace(fact, value={name: one for name, one in fact.value.items() if name != "events"})
         self._put(fact)
         self._said, self._repeat_s, self._repeat_at = fact, REPEAT_S, now + REPEAT_S
         self._note_work(fact)
@@ -273,12 +274,12 @@ class NodeLoop:
 
     def _note_work(self, fact: Fact) -> None:
         """Say how long the work took, if there was any, or why it failed."""
-        work = PhaseTime.of_work(fact.work_s, fact.value).fields()
-        if fact.status != "done":
+        failed = fact.status != "done"
+        if failed or self._works(*self.node.place):
+            work = PhaseTime.of_work(fact.work_s, fact.value).fields()
             told = {key: fact.value[key] for key in ("error", "exit_code", "log") if key in fact.value}
-            self.record("work_failed", self.node, {**work, **told})
-        elif self._works(*self.node.place):
-            self.record("work_finished", self.node, work)
+            event, fields = ("work_failed", {**work, **told}) if failed else ("work_finished", work)
+            self.record(event, self.node, fields)
 
     def _put(self, fact: Fact, *, again: bool = False) -> None:
         """Write this node's fact about the row it is in.

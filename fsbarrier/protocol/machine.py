@@ -408,14 +408,17 @@ def release(at: Situation) -> Step | None:
     generation, position = at.generation, at.position
     if not at.view.arrived.issuperset(generation.ranks):
         return None
-    decisions, (first, last) = at.node.decisions, at.span
+    node, (first, last) = at.node, at.span
     if fact.value and not at.row.transient:
-        decisions = with_decision(decisions, at.row.name, position.iteration, fact.value)
+        decisions = with_decision(node.decisions, at.row.name, position.iteration, fact.value)
+        node = replace(node, decisions=decisions)
+    passed: tuple[Action, ...] = (Note("phase_finished", at=node),)
+    if position.phase == last:
+        passed = (*passed, Note("iteration_finished", at=node))
     if position.phase == last and generation.until is not None and position.iteration >= generation.until:
-        ended = replace(at.node, stage=Stage.ENDED, decisions=decisions)
         are = "is" if position.iteration == 1 else "are"
         done = f"{counted(position.iteration, 'iteration')} {are} done"
-        return ended, (*_left(ended, position, last=True), Exit(0, "finished", done))
+        return replace(node, stage=Stage.ENDED), (*passed, Exit(0, "finished", done))
     if position.phase < last:
         following = Position(position.iteration, position.phase + 1)
         part, actions = _begin(at, at.rules.row(following, generation))
@@ -423,21 +426,8 @@ def release(at: Situation) -> Step | None:
         # Do not begin the first row of an iteration yet: a stop may take effect there, and the leader may admit nodes.
         following = Position(position.iteration + 1, first)
         part, actions = Part.NONE, NOTHING
-    moved = replace(
-        at.node, position=following, part=part, result={}, work_s=0.0, decisions=decisions, trouble_since=None
-    )
-    return moved, (
-        *_left(moved, position, last=position.phase == last),
-        Entered(following, generation),
-        *actions,
-    )
-
-
-def _left(node: Node, position: Position, last: bool) -> Sequence[Action]:
-    """What the journal is told of the row at `position` that was passed; `last`: it was the iteration's last."""
-    there = replace(node, position=position)
-    finished = Note("phase_finished", at=there)
-    return (finished, Note("iteration_finished", at=there)) if last else (finished,)
+    moved = replace(node, position=following, part=part, result={}, work_s=0.0, trouble_since=None)
+    return moved, (*passed, Entered(following, generation), *actions)
 
 
 def regroup_when_asked(at: Situation) -> Step | None:

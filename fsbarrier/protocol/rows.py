@@ -83,10 +83,15 @@ class Table(Generic[Work_co]):
     slices: tuple[Slice, ...] = ()
     closing: tuple[Row[Work_co], ...] = ()
     _indices: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    _slice_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    _last_rows: tuple[Row[Work_co], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         indices = {row.name: i for i, row in enumerate(self.rows)}
+        kept = len(self.rows) - len(self.closing)
         object.__setattr__(self, "_indices", indices)
+        object.__setattr__(self, "_slice_names", tuple(part.name for part in self.slices))
+        object.__setattr__(self, "_last_rows", (*self.rows[:kept], *self.closing))
         if not self.rows or [row.index for row in self.rows] != list(indices.values()):
             found = ", ".join(f"{row.index} {row.name}" for row in self.rows)
             raise UsageError(
@@ -97,7 +102,7 @@ class Table(Generic[Work_co]):
                 raise UsageError(
                     f"program {self.name}, {row.name}: resume={row.resume!r} is not this or an earlier phase"
                 )
-        ends = [row.name for row in self.rows[len(self.rows) - len(self.closing) :]]
+        ends = [row.name for row in self.rows[kept:]]
         closing = [row.name for row in self.closing]
         if closing != ends:
             raise UsageError(
@@ -118,10 +123,8 @@ class Table(Generic[Work_co]):
 
     def row(self, position: Position, until: int | None, choice: str = "") -> Row[Work_co]:
         """The row at a position of a session that runs the slice `choice` up to iteration `until`. Only a whole iteration is closed."""
-        row = self.rows[position.phase]
-        if position.iteration != until or not self.closing or self.span(choice) != self.span():
-            return row
-        return next((closing for closing in self.closing if closing.name == row.name), row)
+        last = position.iteration == until and choice not in self._slice_names
+        return (self._last_rows if last else self.rows)[position.phase]
 
     def first_lasting(self, span: tuple[int, int]) -> int | None:
         """The first row of `span` whose result later generations adopt; None where all are transient."""

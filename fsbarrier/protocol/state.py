@@ -66,8 +66,10 @@ class Rules:
 
     def under(self, settings: Payload) -> Rules:
         """These rules with the settings that are in force now."""
+        if not settings:
+            return self
         changed = {rule: settings[name] for name, rule in CHANGING_RULES.items() if name in settings}
-        return replace(self, **changed) if changed else self
+        return replace(self, **changed)
 
     def span(self, choices: Payload) -> tuple[int, int]:
         """The first and the last row of an iteration, as a generation's choices say."""

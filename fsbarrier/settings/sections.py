@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -676,7 +676,10 @@ class Settings(Section):
             success=own.success,
         )
         return {
-            name: replace(common, **{k: v for k, v in asdict(one).items() if v is not None})
+            name: replace(
+                common,
+                **{field: value for field in one.__slots__ if (value := getattr(one, field)) is not None},
+            )
             for name, one in sorted((self.eval.sets or {"test": EvalSet()}).items())
         }
 
