@@ -44,17 +44,17 @@ EDGES = (
 )
 
 
-def follow_strands() -> None:
+def follow_interruptible_calls() -> None:
     """Measure looks that are held up, too: they run in threads that `threading` does not know."""
-    from fsbarrier.sim.interruptible import Strand
+    from fsbarrier.sim.interruptible import InterruptibleCall
 
-    main = Strand._main
+    main = InterruptibleCall._main
 
-    def measured(self: Strand) -> None:
+    def measured(self: InterruptibleCall) -> None:
         sys.settrace(threading.gettrace())
         main(self)
 
-    Strand._main = measured  # type: ignore[method-assign]
+    InterruptibleCall._main = measured  # type: ignore[method-assign]
 
 
 def run(scale: int) -> int:
@@ -63,7 +63,7 @@ def run(scale: int) -> int:
     from fsbarrier.sim.faults import USUAL, parse_mix
     from fsbarrier.sim.setup import Setup
 
-    follow_strands()
+    follow_interruptible_calls()
     usual = Setup(mix=USUAL)
     plans = (
         (Setup(), 20),

@@ -9,7 +9,7 @@ from threading import Lock
 from fsbarrier.sim.faults import Crash
 
 
-class Strand:
+class InterruptibleCall:
     """`go_on` runs `call` until it parks or ends; deterministic, since exactly one side runs at any time."""
 
     def __init__(self, call: Callable[[], str]) -> None:

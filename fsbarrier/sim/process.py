@@ -16,7 +16,7 @@ from fsbarrier.rundir.record_store import Store
 from fsbarrier.sim.disk import Directory, SimPath
 from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
 from fsbarrier.sim.history import Event
-from fsbarrier.sim.interruptible import Strand
+from fsbarrier.sim.interruptible import InterruptibleCall
 from fsbarrier.sim.setup import PATHS
 from fsbarrier.sim.store import Client
 from fsbarrier.sim.work import SimWork
@@ -54,7 +54,8 @@ class Process:
         self.started = self.ticked_at = world.now
         # when it is going to look
         self.due: list[float] = []
-        self.strand: Strand | None = None
+        # the look that is held up in the middle of an operation
+        self.held_look: InterruptibleCall | None = None
         self.prepared = self.joined = False
         self.failing_since: float | None = None
         self.mishap: Mishap | None = None
@@ -124,7 +125,7 @@ class Process:
         if not self.up:
             return
         self.due.remove(self.world.now)
-        if self.paused or self.strand is not None:
+        if self.paused or self.held_look is not None:
             return
         mishap = self.mishap
         if mishap is None and self.world.mishap_rate:
@@ -140,20 +141,20 @@ class Process:
         self.mishap = None
         self.trouble.begin(mishap)
         if mishap.how == "block":
-            self.strand = Strand(self._look)
+            self.held_look = InterruptibleCall(self._look)
             self.go_on()
         else:
             self._came_through(self._look())
 
     def go_on(self) -> None:
         """Go on where this process was held up, until it is through or held up again."""
-        if not self.up or self.strand is None:
+        if not self.up or self.held_look is None:
             return
         if self.paused:
             self.deferred.append(self.go_on)
-        elif self.strand.go_on():
-            strand, self.strand = self.strand, None
-            self._came_through(strand.result)
+        elif self.held_look.go_on():
+            look, self.held_look = self.held_look, None
+            self._came_through(look.result)
 
     def _came_through(self, how: str) -> None:
         left = self.trouble.rest()
@@ -238,7 +239,7 @@ class Process:
         world, now = self.world, self.world.now
         # As the daemon's own thread does it. Polls that would see nothing are left out here, so only an operation that hangs counts,
         # and a pause after which this process has not looked yet.
-        stuck_s = now - self.ticked_at if self.strand is not None or self.slept else 0.0
+        stuck_s = now - self.ticked_at if self.held_look is not None or self.slept else 0.0
         if stuck_s > world.rules.limits.suspect_s / 2:
             # Once the loop looks again, the others should know at once.
             world.at(now + HELD_BACK_S, self.beat)

@@ -73,7 +73,7 @@ def strike(world: World, strike: Strike) -> None:
         cut_power(world, struck, again=True)
         return
     for process in struck:
-        if strike.step and process.strand is None and not process.paused:
+        if strike.step and process.held_look is None and not process.paused:
             how = "block" if strike.kind != "crash" else world.rng.choice(("crash", "crash-after"))
             stopped = strike.kind == "pause"
             process.mishap = Mishap(how, strike.step, seconds=strike.seconds, stopped=stopped)
@@ -95,7 +95,7 @@ def strike_now(world: World, strike: Strike, process: Process) -> None:
             verb = "cancel" if strike.whole else ""
             process.mishap = Mishap("block", 1, seconds=strike.seconds, verb=verb)
         case "leave":
-            if process.joined and process.strand is None and not process.paused:
+            if process.joined and process.held_look is None and not process.paused:
                 process.agent.exit = Exit(143, "left", "stopped by SIGTERM")
                 world.finish(process)
         case "twin":

@@ -295,16 +295,16 @@ class World:
 
     def _block(self, host: str, seconds: float, stopped: bool) -> None:
         """Hold a process up in the middle of an operation, which calls this."""
-        process = next(p for p in self.processes if p.strand is not None and p.strand.inside)
-        strand = process.strand
-        assert strand is not None
+        process = next(p for p in self.processes if p.held_look is not None and p.held_look.inside)
+        look = process.held_look
+        assert look is not None
         if stopped:
             self.pause(process, seconds, frozen=True)
             process.deferred.append(process.go_on)
         else:
             self.say(f"node {process.rank}: an operation hangs for {seconds:g} s")
             self.after(seconds, process.go_on)
-        strand.park()
+        look.park()
 
     def finish(self, process: Process) -> None:
         """A process ends by itself: cancel its work, then write its last heartbeat."""
@@ -330,8 +330,8 @@ class World:
             return
         process.work.cancel()
         process.up = process.paused = False
-        if process.strand is not None:
-            process.strand.kill()
+        if process.held_look is not None:
+            process.held_look.kill()
         process.trouble.rest()
         self.ending = True
         self.history.ended[process.number] = Ended(self.now, process.rank, None, why)
