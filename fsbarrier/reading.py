@@ -30,8 +30,6 @@ JOURNAL_BYTES = 4 * GIB
 TENSOR_HEADER_BYTES = 100 * MIB
 #: of what is read in one piece of a trajectory file: its directory, an index, the text of a group
 PIECE_BYTES = GIB
-#: of an array in a trajectory file
-ARRAY_BYTES = 4 * GIB
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",

@@ -183,8 +183,8 @@ def test_amounts_as_people_write_them() -> None:
     assert [percent(s) for s in (0.0004, 0.031, 0.42, 1)] == ["0.04 %", "3.1 %", "42 %", "100 %"]
     assert [amount(v) for v in (None, 0.5812, 0.0213, 0, -1.5)] == ["–", "0.58", "0.021", "0.00", "-1.50"]
     assert [short(v) for v in (980, 1532, 23_456, 4_100_000)] == ["980", "1.5k", "23k", "4.1M"]
-    assert sparkline([0.0, 0.5, None, 1.0], 8) == "▁▅·█"
-    assert sparkline([1.0] * 20, 5) == "▅" * 5 and sparkline([], 5) == ""
+    assert sparkline([0.0, 0.5, None, 1.0], 8, 0.0, 1.0) == "▁▅·█"
+    assert sparkline([1.0] * 20, 5, 1.0, 1.0) == "▅" * 5 and sparkline([], 5, 0.0, 1.0) == ""
 
 
 # --- the live view ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.data.tasks import count_tasks, read_tasks
+from fsbarrier.data.tasks import read_tasks
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.settings.sections import Settings
@@ -44,7 +44,7 @@ def test_text_and_chat_prompts_are_read_with_answer_and_metadata(tmp_path: Path)
     assert first.messages == [{"role": "user", "content": "ba="}]
     assert (second.task_id, second.prompt, second.messages, second.answer) == ("17", tuple(chat), chat, 2)
     assert third.answer == "g"
-    assert count_tasks(path) == 3
+    assert read_tasks(path).count == 3
 
 
 def test_only_the_wanted_lines_are_parsed(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_parquet_with_verls_columns(tmp_path: Path) -> None:
     ]
     path = tmp_path / "train.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=700)
-    assert count_tasks(path) == 3000
+    assert read_tasks(path).count == 3000
     task = read_tasks(path, [2048]).tasks[2048]
     assert (task.task_id, task.answer, task.prompt) == (
         "train-2048",
@@ -82,10 +82,10 @@ def test_parquet_with_verls_columns(tmp_path: Path) -> None:
     del rows[1]["prompt"]
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     with pytest.raises(UsageError, match=r"train\.parquet, row 1: has no field prompt"):
-        count_tasks(path)
+        read_tasks(path)
     path.write_bytes(b"PAR1 nonsense")
     with pytest.raises(UsageError, match=r"train\.parquet: is not a parquet file"):
-        count_tasks(path)
+        read_tasks(path)
 
 
 GOOD = {"prompt": "a", "answer": "b"}
@@ -118,14 +118,14 @@ def test_a_mistake_is_one_line_that_names_file_and_line(
 ) -> None:
     path = write(tmp_path / "train.jsonl", *lines)
     with pytest.raises(UsageError) as caught:
-        count_tasks(path)
+        read_tasks(path)
     text = str(caught.value)
     assert text.startswith(f"{path}, line ") and message in text and "\n" not in text and len(text) < 400
 
 
 def test_empty_lines_at_the_end_are_no_tasks(tmp_path: Path) -> None:
-    assert count_tasks(write(tmp_path / "a.jsonl", GOOD, "", "  ")) == 1
-    assert count_tasks(write(tmp_path / "b.jsonl")) == 0
+    assert read_tasks(write(tmp_path / "a.jsonl", GOOD, "", "  ")).count == 1
+    assert read_tasks(write(tmp_path / "b.jsonl")).count == 0
 
 
 def test_what_is_no_task_file_is_named(tmp_path: Path) -> None:
@@ -134,17 +134,17 @@ def test_what_is_no_task_file_is_named(tmp_path: Path) -> None:
         (tmp_path / "tasks.csv", "must end in .jsonl or .parquet"),
     ):
         with pytest.raises(UsageError, match=message) as caught:
-            count_tasks(path)
+            read_tasks(path)
         assert str(path) in str(caught.value)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe4", "answer": "b"}\n')
     with pytest.raises(UsageError, match="line 1: is not UTF-8"):
-        count_tasks(tmp_path / "latin.jsonl")
+        read_tasks(tmp_path / "latin.jsonl")
 
 
 def test_reading_json_lines_imports_nothing_heavy(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", GOOD)
     code = (
-        "import sys; from pathlib import Path; from fsbarrier.data import tasks; tasks.count_tasks(Path(sys.argv[1]));"
+        "import sys; from pathlib import Path; from fsbarrier.data import tasks; tasks.read_tasks(Path(sys.argv[1]));"
         "print([m for m in ('pyarrow', 'numpy', 'pydantic', 'torch') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)

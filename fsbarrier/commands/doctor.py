@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 
 from fsbarrier.commands import flags
@@ -75,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
                     report = examine.alone(args.path)
             else:
                 known = rank.value if rank else None
-                report = examine.together(args.path, count, known, args.wait, say, interruption)
+                report = examine.together(args.path, count, known, args.wait, flags.say, interruption)
     except PermissionError as error:
         raise UsageError(f"{args.path}: not writable ({error.strerror})") from None
     except OSError as error:
@@ -85,11 +84,6 @@ def main(args: argparse.Namespace) -> int:
     else:
         show(report)
     return StoreError.exit_code if report.refused else 0
-
-
-def say(line: str) -> None:
-    """Tell the user what takes long."""
-    print(f"fsbarrier: {line}", file=sys.stderr, flush=True)
 
 
 def show(report: Report) -> None:

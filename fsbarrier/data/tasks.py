@@ -81,11 +81,6 @@ def read_tasks(path: Path, indices: Collection[int] | None = None) -> TaskFile:
     return TaskFile(path, count, tasks)
 
 
-def count_tasks(path: Path) -> int:
-    """How many tasks the file has; every line is checked, none is kept. Raises UsageError as `read_tasks` does."""
-    return sum(1 for _ in _checked(path, None))
-
-
 def _checked(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[int, Task | None]]:
     seen: dict[str, int] = {}
     for index, row in _rows(path, wanted):

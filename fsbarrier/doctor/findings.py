@@ -114,19 +114,12 @@ class NodeFindings:
     clock: tuple[float, float] | None
     reached: Mapping[str, Sequence[str]]
 
-    @classmethod
-    def of(cls, message: Message) -> NodeFindings:
+    @staticmethod
+    def of(message: Message) -> NodeFindings:
         """From what `asdict` and JSON made of one."""
-        about = message["about"]
-        return cls(
-            About(**{**about, "mount": Mount(**about["mount"])}),
-            [Check(**{**check, "level": Level(check["level"])}) for check in message["checks"]],
-            Races(**message["races"]),
-            Reading(**message["reading"]),
-            {kind: Times(**times) for kind, times in message["lags"].items()},
-            message["clock"],
-            message["reached"],
-        )
+        from pydantic import TypeAdapter
+
+        return TypeAdapter(NodeFindings).validate_python(message)
 
 
 #: what each node found, by rank

@@ -27,7 +27,7 @@ FREEZE_PASSES = 100
 class Stat:
     """What /proc/PID/stat says of a process. `start` is in clock ticks since boot."""
 
-    __slots__ = ("pgid", "ppid", "session", "start", "state")
+    __slots__ = ("ppid", "session", "start", "state")
 
     def __init__(self, pid: int) -> None:
         """Raises OSError where there is no such process, or it is hidden from us."""
@@ -40,7 +40,7 @@ class Stat:
         if len(fields) < 20:
             raise ProcessLookupError(pid)
         self.state = fields[0].decode()
-        self.ppid, self.pgid, self.session = int(fields[1]), int(fields[2]), int(fields[3])
+        self.ppid, self.session = int(fields[1]), int(fields[3])
         self.start = int(fields[19])
 
     @property

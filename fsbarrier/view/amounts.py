@@ -71,22 +71,13 @@ def ranks(values: Iterable[int]) -> str:
     return named if len(chosen) <= MOST_RANKS else f"{named} and {len(chosen) - MOST_RANKS} more"
 
 
-def sparkline(
-    values: Sequence[float | None], width: int, low: float | None = None, high: float | None = None
-) -> str:
-    """The newest `width` values as one line of blocks, between `low` and `high` (their own extremes if not given)."""
-    newest = values[-width:]
-    known = [value for value in newest if value is not None]
-    if not known:
-        return ""
-    low = min(known) if low is None else low
-    high = max(known) if high is None else high
-    span = high - low
+def sparkline(values: Sequence[float | None], width: int, low: float, high: float) -> str:
+    """The newest `width` values as one line of blocks, between `low` and `high`."""
 
     def tick(value: float | None) -> str:
         if value is None:
             return "·"
-        share = 0.5 if span <= 0 else (value - low) / span
+        share = 0.5 if high <= low else (value - low) / (high - low)
         return TICKS[max(0, min(len(TICKS) - 1, round(share * (len(TICKS) - 1))))]
 
-    return "".join(map(tick, newest))
+    return "".join(map(tick, values[-width:]))

@@ -112,19 +112,9 @@ class History:
             found.setdefault(iteration, []).append(event)
         return found
 
-    def updates(self) -> dict[int, Event]:
-        """iteration -> what its update reported."""
-        return self._by_iteration("updated")
-
-    def evaluations(self) -> dict[int, Event]:
-        """iteration -> what its evaluation reported; that of the last policy belongs to the iteration that would begin with it."""
-        return self._by_iteration("evaluated")
-
-    def rollouts(self) -> dict[int, Event]:
-        """iteration -> what its train rollouts reported."""
-        return self._by_iteration("rolled_out")
-
-    def _by_iteration(self, name: str) -> dict[int, Event]:
+    def reports(self, name: str) -> dict[int, Event]:
+        """iteration -> the event of this name that counts. The evaluation of the last policy belongs to the iteration that would begin
+        with it."""
         return {key[0]: event for key, event in sorted(self._results.items()) if key[1] == name}
 
     def _rewards(self, iteration: int) -> Rewards:

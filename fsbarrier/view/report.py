@@ -17,7 +17,7 @@ from fsbarrier.view.amounts import amount, duration, one_line, percent
 from fsbarrier.view.event_wording import event_text
 from fsbarrier.view.html_pieces import LEAST_SHARE, chart, legend, section, table
 from fsbarrier.view.report_charts import Part, Series, line_chart, stacked_bars
-from fsbarrier.view.report_results import TABLE_ROWS, amount_of, evaluations_section, rollouts_section
+from fsbarrier.view.report_results import TABLE_ROWS, evaluations_section, figures_table, rollouts_section
 from fsbarrier.view.report_samples import samples
 from fsbarrier.view.report_style import STYLE
 from fsbarrier.view.report_timelines import timelines
@@ -254,7 +254,7 @@ def _coordination(finished: Sequence[IterationTime]) -> str:
 
 
 def _updates(reader: RunReader) -> str:
-    updates = reader.history.updates()
+    updates = reader.history.reports("updated")
     columns = {
         field: name
         for field, name in UPDATE_COLUMNS.items()
@@ -262,11 +262,7 @@ def _updates(reader: RunReader) -> str:
     }
     if not columns:
         return ""
-    body = [
-        (str(iteration), *(amount_of(update.number(field)) for field in columns))
-        for iteration, update in list(updates.items())[-TABLE_ROWS:]
-    ]
-    return table(("iteration", *columns.values()), body)
+    return figures_table(updates, columns)
 
 
 def _nodes(status: RunStatus) -> str:

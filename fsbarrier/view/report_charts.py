@@ -68,10 +68,9 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [round(number * step, 10) for number in range(first, last + 1)]
 
 
-def line_chart(
-    series: Sequence[Series], x_name: str, marks: Mapping[int, str] | None = None, height: int = 260
-) -> str:
+def line_chart(series: Sequence[Series], x_name: str, marks: Mapping[int, str] | None = None) -> str:
     """Curves over whole numbers, in one picture. Empty where there is no point. `marks`: x -> what changed there."""
+    height = 260
     points = [point for one in series for point in one.points]
     if not points:
         return ""
@@ -113,8 +112,9 @@ def _curve(series: Series, places: Sequence[tuple[float, float]]) -> list[str]:
     return found
 
 
-def stacked_bars(bars: Sequence[tuple[str, Sequence[Part]]], x_name: str, height: int = 280) -> str:
+def stacked_bars(bars: Sequence[tuple[str, Sequence[Part]]], x_name: str) -> str:
     """Vertical bars of seconds, one a label."""
+    height = 280
     if not bars:
         return ""
     y_ticks = ticks(0.0, max(sum(part.value for part in parts) for _, parts in bars) or 1.0)

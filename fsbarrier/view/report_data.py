@@ -38,9 +38,9 @@ def csv_table(reader: RunReader, status: RunStatus) -> str:
 
 def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
     """By iteration. The columns come in one order for all."""
-    updates, evaluations = reader.history.updates(), reader.history.evaluations()
+    updates, evaluations = reader.history.reports("updated"), reader.history.reports("evaluated")
     figures = [name for name in evaluation_figures(evaluations.values()) if name != "reward_mean"]
-    rollouts = reader.history.rollouts()
+    rollouts = reader.history.reports("rolled_out")
     rolled_out = rollout_columns(rollouts.values())
     times = {one.iteration: one for one in status.times}
     rewards = {one.iteration: one for one in status.rewards}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from fsbarrier.rundir.journal import Event
 from fsbarrier.view.amounts import amount
@@ -31,13 +31,18 @@ ROLLOUT_COLUMNS = {
 
 def rollouts_section(history: History) -> str:
     """What train rollouts came to beside their mean reward."""
-    rollouts = history.rollouts()
+    rollouts = history.reports("rolled_out")
     columns = rollout_columns(rollouts.values())
     if not columns:
         return ""
+    return figures_table(rollouts, columns)
+
+
+def figures_table(events: Mapping[int, Event], columns: Mapping[str, str]) -> str:
+    """A line for each of the newest iterations. `columns`: a figure's name in the events -> what it is called."""
     body = [
         (str(iteration), *(amount_of(event.number(name)) for name in columns))
-        for iteration, event in list(rollouts.items())[-TABLE_ROWS:]
+        for iteration, event in list(events.items())[-TABLE_ROWS:]
     ]
     return table(("iteration", *columns.values()), body)
 
@@ -57,7 +62,7 @@ def rollout_columns(rollouts: Collection[Event]) -> dict[str, str]:
 
 def evaluations_section(history: History) -> str:
     """Each figure with its standard error; by set and by source where there are several."""
-    evaluations = history.evaluations()
+    evaluations = history.reports("evaluated")
     columns = [name for name in evaluation_figures(evaluations.values()) if not name.endswith("_se")]
     if not columns:
         return ""

@@ -121,7 +121,7 @@ def _rewards(status: RunStatus, finished: Sequence[IterationTime]) -> Table:
 def _unjudged(reader: RunReader, width: int) -> list[Text]:
     """How many trajectories have no reward because it, or the agent, failed. They count for no mean, so nothing else shows them."""
     history = reader.history
-    events = [*history.rollouts().values(), *history.evaluations().values()]
+    events = [*history.reports("rolled_out").values(), *history.reports("evaluated").values()]
     counts = {
         name: sum(event.integer(f"{name}_errors") or 0 for event in events) for name in ("reward", "agent")
     }
