@@ -43,8 +43,9 @@ TESTS = (
     ),
     ("fsbarrier/node/rank_lock", "rank_lock"),
     ("fsbarrier/node/context_maker", "resume program_rows take_over unreadable toy_run"),
-    ("fsbarrier/node/job", "admission node_work"),
-    ("fsbarrier/node/wor", "durability admission node_work"),
+    ("fsbarrier/node/job", "admission node_work kept_program"),
+    ("fsbarrier/node/wor", "durability admission node_work kept_program state_upload"),
+    ("fsbarrier/node/state_upload", "state_upload"),
     ("fsbarrier/node/daemon", "heartbeats membership detection restarts supervisor"),
     (
         "fsbarrier/node/",
@@ -57,10 +58,12 @@ TESTS = (
     ("fsbarrier/rundir/heart", "heartbeats membership rank_lock detection"),
     ("fsbarrier/rundir/stop", "membership restarts policies"),
     ("fsbarrier/rundir/runrecord", "runrecord fuzz"),
+    ("fsbarrier/rundir/weights", "weights_copy"),
+    ("fsbarrier/rundir/checkpoints", "durability retention node_work fuzz weights_copy state_upload"),
     ("fsbarrier/rundir/", "durability retention node_work fuzz export"),
     ("fsbarrier/data/", "durability tables torchzip trajectories aggregate recover"),
     ("fsbarrier/rollouts/", "program_rows take_over"),
-    ("fsbarrier/maintenance/", "recover unreadable"),
+    ("fsbarrier/maintenance/", "recover unreadable revisions"),
     ("fsbarrier/training/", "trainer_state checkpoint_ranks"),
     ("fsbarrier/sim/", ""),
     ("phases/rl", "assign program_rows take_over"),
@@ -83,6 +86,7 @@ LATER = (
     "fsbarrier/node/wor",
     "fsbarrier/node/rank_lock",
     "fsbarrier/node/polling",
+    "fsbarrier/node/state_upload",
 )
 
 

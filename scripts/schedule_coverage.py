@@ -23,16 +23,24 @@ ROOMS = ("protocol", "node", "group")
 #: what works with threads, processes and real files, and has no part in what nodes agree upon (docs/proof.md says what tests it)
 EDGES = (
     "node/admission.py",
+    "node/code_digests.py",
     "node/console.py",
+    "node/debug_report.py",
     "node/context_maker.py",
     "node/daemon.py",
     "node/directory_watch.py",
+    "node/engines_ahead.py",
     "node/event_log.py",
     "node/fingerprint.py",
+    "node/free_ranks.py",
     "node/job.py",
     "node/job_runner.py",
+    "node/notifier.py",
     "node/polling.py",
     "node/rank_lock.py",
+    "node/run_node.py",
+    "node/state_upload.py",
+    "node/tracking.py",
     "node/weights.py",
     "node/work_kinds.py",
     "node/worker_program.py",
@@ -75,6 +83,7 @@ def run(scale: int) -> int:
         (Setup(mix=parse_mix("lost,errors,twin,crash")), 200),
         (Setup(mix=parse_mix("unreadable,pause,crash,stale"), iterations=3), 150),
         (Setup(mix=parse_mix("program"), policy="shrink"), 100),
+        (Setup(mix=parse_mix("old,crash,unreadable"), iterations=2), 200),
     )
     return sum(
         bool(verdict.violations)

@@ -200,7 +200,7 @@ class Soak(Chaos):
 
     def judge_merged(self, before: int) -> None:
         """The merged files of the iterations before this one that are new."""
-        for path in (self.log_path / "train_trajectories").iterdir():
+        for path in (self.log_path / "train_trajectories").glob("*"):
             match = MERGED.fullmatch(path.name)
             if match is None or (number := int(match[1])) in self._judged or number >= before:
                 continue

@@ -75,6 +75,16 @@ def test_without_hard_links_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert written < folders[folder] < renamed < folders["."]
 
 
+def test_without_hard_links_what_is_created_under_its_own_name_is_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", refuse(errno.EOPNOTSUPP))
+    with recording(tmp_path) as seen:
+        assert files.create_exclusive(tmp_path / "run.json", b"content")
+    assert seen.flushed_before("run.json", len(seen.done))
+    assert seen.all("flush-dir")[-1] > seen.all("flush", "run.json")[-1], seen.done
+
+
 def test_what_is_replaced_durably_is_flushed_before_it_is_renamed(tmp_path: Path) -> None:
     with recording(tmp_path) as seen:
         files.write_atomic(tmp_path / "name", b"content", durable=True)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from operations import recording
 
 from fsbarrier import files
 from fsbarrier.node import work_kinds
@@ -73,6 +74,17 @@ def test_the_version_has_its_state_when_all_of_it_is_there(here: Run) -> None:
     assert (line["event"], line["serving"], line["error"]) == ("trainer_state_saved", VERSION, "")
     assert here.brought() == PARTS and checkpoints.newest_state(here.version) == VERSION
     assert upload.wait(Job()) == []
+
+
+def test_each_file_is_flushed_before_its_name_and_the_names_are_flushed(here: Run) -> None:
+    upload = StateUpload()
+    with recording(here.version) as seen:
+        upload.begin(here.version, here.kept)
+        done(upload)
+    for name in PARTS:
+        named = seen.one("rename", name)
+        assert seen.flushed_before(name, named), seen.done
+        assert any(at > named and seen.done[at].path == "trainer" for at in seen.all("flush-dir")), seen.done
 
 
 def test_each_node_brings_its_own_and_the_last_one_completes_it(tmp_path: Path) -> None:

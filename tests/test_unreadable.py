@@ -9,19 +9,24 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from cluster import FAST, REPO, Cluster, assert_exactly_once
 
+from fsbarrier.maintenance import superseding
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import Paces
 from fsbarrier.program import PHASE_NAMES, Phase, Program
-from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Revision
 from fsbarrier.protocol.state import Node, Part, Rules, Stage
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.settings.sections import Settings
 
 ROWS = tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES))
 RULES = Rules(Program("ping", ROWS), 1)
@@ -202,6 +207,28 @@ def test_a_person_may_let_the_run_go_on_without_it(tmp_path: Path, spoilt: str) 
         assert cluster.wait() == {0: 0}, cluster.said(0)
         assert Path(os.readlink(paths.served_model)).parent.name == "policy-000003.g0003"
         assert_exactly_once(cluster.log_path, 3)
+
+
+def test_what_a_recovery_records_knows_the_newest_starts_and_hands_the_settings_on(tmp_path: Path) -> None:
+    paths, store = RunPaths(tmp_path), PosixStore()
+    for folder in (paths.joins, paths.generations):
+        store.make_dir(folder)
+    for rank, incarnation in ((0, 1), (0, 2), (1, 1), (1, 3), (1, 2)):
+        store.create(paths.join(rank, incarnation), Join(rank, incarnation, "host", 1, "boot"))
+    changed = Revision(1, 2, {"optimizer.lr": 0.5}, {"optimizer.lr": 1.0}, "me@here", "2026")
+    for number in (1, 2):
+        made = Generation(
+            number, (Member(0, 2), Member(1, 3)), 0, Position(number, 0), "start", revisions=(changed,)
+        )
+        store.create(paths.generation(number), made)
+    flip_a_bit(paths.generation(2))
+    settings = Settings(program="toy", num_nodes=2, rank_weights=(1.0, 1.0))
+    record = cast(RunRecord, SimpleNamespace(paths=paths, settings=settings, log_path=tmp_path))
+    found = superseding.needed(record, 2)
+    assert found is not None
+    generation = found.generation
+    assert (generation.number, generation.start, generation.leader) == (3, Position(2, 0), 0)
+    assert generation.members == (Member(0, 2), Member(1, 3)) and generation.revisions == (changed,)
 
 
 def other_clone(folder: Path, file: str, old: str, new: str) -> dict[str, str]:

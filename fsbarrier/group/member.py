@@ -87,9 +87,6 @@ class GroupMember:
                 message = f"node {here.rank}: cannot join the group at {observer.paths.root}: {error}"
                 self.fail(StoreError(message, here.rank, here.host, 0.0))
             return False
-        except FsbarrierError as error:
-            self.fail(error)
-            return False
         self.begun, self._last_beat = True, (now, 0.0)
         return True
 

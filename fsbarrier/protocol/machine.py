@@ -335,8 +335,8 @@ def seal_the_old_generation(at: Situation) -> Step | None:
 
 def form_a_generation(at: Situation) -> Step | None:
     """The waiting is over: propose who takes part and where the run goes on. Whoever creates the record first decides it for all."""
-    if at.view.recovered is None:
-        return None
+    # `look_where_the_run_was_left` comes first.
+    assert at.view.recovered is not None
     proposal = first_of_session(at, at.view.recovered)
     # `end_when_all_is_done` asked the lowest rank of the run. If that one did not come, the lowest that came decides.
     if all_done(proposal.start, proposal.until):

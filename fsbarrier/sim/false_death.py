@@ -31,6 +31,9 @@ def i7_no_false_death(history: History) -> Iterator[str]:
                 continue
             beats = history.beats.get((lost["node_rank"], incarnation), ())
             until = _last_whole_look(history, event, lost["node_rank"], incarnation) - history.hidden_s
+            shown_from, shown_until = history.old_views.get(event.node.host, (0.0, 0.0))
+            if shown_from <= event.time <= shown_until + history.blind_s:
+                until = min(until, shown_from - history.hidden_s)
             seen = [time for time in beats if time <= until]
             silent = event.began - max(seen, default=history.starts[event.process][0])
             if silent < least:

@@ -24,6 +24,7 @@ KINDS = {
     "slow": "an operation of a node, or the end of its work, hangs for a while, and soon its heartbeats stop",
     "crash": "a node's processes are killed, also between two operations; it is started again, or not",
     "power": "a host, or all of them at once, loses power: what was not flushed may be lost or torn",
+    "old": "for up to a minute a host's mount shows nothing that is newer; its node is started again there, or not",
     "pause": "a node is stopped (SIGSTOP, or its whole host) and wakes up later, maybe after it was given up",
     "leave": "a node is ended by a signal",
     "twin": "a node is started a second time elsewhere while the first one lives",
@@ -137,6 +138,16 @@ def draw_habits(rng: Random, mix: Collection[str]) -> tuple[Habits, float]:
     return habits, rng.choice((0.0, 0.0, 0.01, 1.0))
 
 
+def draw_old_view(seed: int, mix: Collection[str], nodes: int, iterations: int) -> list[Strike]:
+    """Now and then a mount that shows what was there before, for longer than a node is taken for dead."""
+    dice = Random(f"old {seed}")
+    if "old" not in mix or dice.random() >= 1 / len(mix):
+        return []
+    place = 1, dice.choice((1, 2, 4, 6, 10))
+    rank, seconds = dice.randrange(nodes), dice.choice((25.0, 40.0, 60.0))
+    return [Strike("old", rank, 0.0, *place, delay=dice.uniform(0, 2.0), seconds=seconds)]
+
+
 class StaleHandles:
     """Files that a host cannot read for a while, with a random generator of its own; each read of a file asks it.
 
@@ -184,8 +195,9 @@ class Mishap:
     step: int
     code: int = errno.EIO
     seconds: float = 0.0
-    # strike only at an operation of this kind
+    # strike only at an operation of this kind, and at a path that has this in it
     verb: str = ""
+    inside: str = ""
     # while blocked, the whole process is stopped
     stopped: bool = False
 
@@ -198,6 +210,17 @@ def draw_mishap(rng: Random, mix: Collection[str], rate: float) -> Mishap | None
         how for how, kind in (("lost", "lost"), ("error", "errors"), ("garbled", "garbled")) if kind in mix
     ]
     return Mishap(rng.choice(hows), rng.randint(1, 10), rng.choice(_ERRORS)) if hows else None
+
+
+def draw_mishap_of_a_start(dice: Random, mix: Collection[str]) -> Mishap | None:
+    """What goes wrong where a node announces its start: the one operation whose error may hide that it was done.
+
+    Of `dice` a later start, of a node that was left behind, draws too.
+    """
+    kinds = [how for how, kind in (("lost", "lost"), ("error", "errors")) if kind in mix]
+    if not kinds or dice.random() >= 0.03:
+        return None
+    return Mishap(dice.choice(kinds), 1, dice.choice(_ERRORS), verb="create", inside="/joins/")
 
 
 class Trouble:
@@ -245,8 +268,9 @@ class Trouble:
             if self.outage == errno.ENOSPC and verb in ("read", "names"):
                 return None
             raise OSError(self.outage, os.strerror(self.outage), path)
-        if self._mishap is not None and self._mishap.verb not in ("", verb):
-            # The mishap waits for another kind of operation; the next one asks again.
+        waiting = self._mishap
+        if waiting is not None and (waiting.verb not in ("", verb) or waiting.inside not in path):
+            # The mishap waits for another operation; the next one asks again.
             return None
         mishap, self._mishap = self._mishap, None
         self._expect(LIVELOCK)

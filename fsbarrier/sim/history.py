@@ -177,6 +177,8 @@ class History:
     # who still waits at the end, and for what
     stuck: list[str] = field(default_factory=list)
     misses: dict[str, int] = field(default_factory=dict)
+    # host -> from when until when its mount showed nothing newer
+    old_views: dict[str, tuple[float, float]] = field(default_factory=dict)
     # (host, path) -> when a read showed nothing of what lay there: garbled, or with a stale handle
     unread: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     operations: dict[str, int] = field(default_factory=dict)

@@ -274,7 +274,7 @@ def outcomes(world: World) -> Iterator[str]:
         allowed |= {2, 3}
     if "handles" in struck:
         allowed |= {3}
-    if struck & {"version", "refused", "settings"}:
+    if struck & {"version", "refused", "settings", "twin"}:
         allowed |= {2}
     if 6 in codes and any(incarnation > 1 for _, incarnation in history.joins):
         allowed |= {6}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from fsbarrier.errors import Fenced
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
-from fsbarrier.node.paces import Paces
+from fsbarrier.node.paces import Paces, make_paces
 from fsbarrier.protocol.facts import Beat, Join, Payload
 from fsbarrier.protocol.state import Exit, Node, Stage
 from fsbarrier.retry import PASSING_S
 from fsbarrier.rundir.record_store import Store
+from fsbarrier.settings.sections import Settings
+from fsbarrier.sim import strikes
 from fsbarrier.sim.disk import Directory, SimPath
 from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
 from fsbarrier.sim.history import Event
@@ -38,6 +41,12 @@ BLIND = 1.5
 IDLE = 1.4
 
 
+def usual_paces(settings: Settings, beat_s: float, watchers: int) -> Paces:
+    """As the daemon makes them, but for the looks that would show nothing new."""
+    usual = make_paces(settings.with_values({"coordination.beat_s": beat_s}))
+    return replace(usual, members_s=RARELY * beat_s, beats_s=RARELY * beat_s, watchers=watchers)
+
+
 class Process:
     """One start of one node."""
 
@@ -57,8 +66,10 @@ class Process:
         # the look that is held up in the middle of an operation
         self.held_look: InterruptibleCall | None = None
         self.prepared = self.joined = False
+        # It was started with `--rank auto`: it is the start after the newest that it sees, or ends.
+        self.claims = False
         self.failing_since: float | None = None
-        self.mishap: Mishap | None = None
+        self.mishap = strikes.mishap_of_a_start(world)
         # the directory of its row
         self.watching: Directory | None = None
         # when it can first see something new beside its row
@@ -69,9 +80,7 @@ class Process:
         self._beat_path, self._beats = SimPath(), list[float]()
         self.offset = world.clocks.uniform(0, 1e6) if clocks else 0.0
         self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
-        rarely_s = RARELY * world.beat_s
-        paces = Paces(rarely_s, rarely_s, BLIND * world.beat_s, watchers=world.watchers)
-        self.observer = Observer(cast(Store, client), PATHS, world.program, paces)
+        self.observer = Observer(cast(Store, client), PATHS, world.program, world.paces)
         self.work = SimWork(world, self)
         join = Join(
             rank,
@@ -82,6 +91,8 @@ class Process:
             (f"10.0.0.{rank}",),
             world.setup.iterations,
             digest=world.codes[rank],
+            # An earlier version did not tell of what its code consists.
+            fingerprint={"code": {"program": world.codes[rank]}} if number % 4 else {},
             time=f"p{number}",
             stated=world.command_lines.of(rank, again=number >= world.setup.nodes),
         )
@@ -129,7 +140,7 @@ class Process:
             return
         mishap = self.mishap
         if mishap is None and self.world.mishap_rate:
-            mishap = self.world.small_mishap()
+            mishap = strikes.small_mishap(self.world)
         if mishap is not None:
             self._struck(mishap)
             return
@@ -189,7 +200,13 @@ class Process:
         if not self.prepared:
             self.observer.prepare()
             self.prepared = True
-        self.agent.start(self.clock)
+        newest = self.observer.joins.get(self.rank)
+        claimed = 1 + (newest.incarnation if newest is not None else 0) if self.claims else None
+        try:
+            self.agent.start(self.clock, claimed)
+        except Fenced as error:
+            self.world.end(self, 2, str(error))
+            return ""
         self.joined = True
         return "joined"
 
@@ -201,7 +218,8 @@ class Process:
             return
         if self.agent.exit is not None:
             self.world.finish(self)
-        elif not self.due:
+        elif min(self.due, default=float("inf")) > self.world.now + IDLE * self.world.beat_s:
+            # A look that waits for an old listing to end may be far away.
             self._idle()
 
     def _looked_oddly(self, how: str) -> None:
@@ -272,6 +290,14 @@ class Process:
     def _record(self, event: str, node: Node, fields: Payload) -> None:
         world = self.world
         world.history.events.append(Event(world.now, self.number, event, node, fields, self.ticked_at))
+        # The node announces its next start, or proposes a generation, in this very look.
+        mishap = None
+        if event == "left_generation":
+            mishap = strikes.mishap_of_a_start(world)
+        elif event == "generation_sealed":
+            mishap = strikes.mishap_after_a_seal(world, self.rank)
+        if mishap is not None:
+            self.trouble.begin(mishap)
         if event == "phase_started":
             assert node.generation is not None and node.position is not None
             row = self.observer.row_dir(node.generation.number, node.position)

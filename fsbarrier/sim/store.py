@@ -68,6 +68,8 @@ class Client:
         # when reads of a file showed nothing of what lies there (invariant I7)
         self.unread: dict[str, list[float]] = {}
         self._caching = habits != Habits() or bool(disk.coarse_s)
+        # Until then this mount shows only what it has shown, or what it shows first.
+        self.old_until = 0.0
         # names, modification time, until when they are remembered
         self._lists: dict[Directory, tuple[list[str], float, float]] = beside._lists if beside else {}
         self._contents: dict[str, tuple[Content, float]] = beside._contents if beside else {}
@@ -110,7 +112,7 @@ class Client:
             # The directory looks unchanged to this client, even if it is not: its modification time may be coarse.
             if known[1] == found.stamp:
                 found.seen[self.host] = now
-                self._lists[found] = known[0], known[1], now + self.habits.listing_s
+                self._lists[found] = known[0], known[1], max(now + self.habits.listing_s, self.old_until)
                 return known[0]
         elif self._absent.get(directory, 0.0) > now:
             return []
@@ -128,7 +130,7 @@ class Client:
             for absent in [absent for absent in self._absent if absent.startswith(path)]:
                 del self._absent[absent]
         listing = self.disk.listing(directory)
-        self._lists[directory] = listing, directory.stamp, now + self.habits.listing_s
+        self._lists[directory] = listing, directory.stamp, max(now + self.habits.listing_s, self.old_until)
         return listing
 
     def read(self, path: SimPath, cls: type[R]) -> R | None:
@@ -189,8 +191,8 @@ class Client:
         if file is None:
             self._absent[path] = now + self.habits.absence_s
             return None
-        if self.habits.content_s:
-            self._contents[path] = (file.content, now + self.habits.content_s)
+        if self.habits.content_s or now < self.old_until:
+            self._contents[path] = (file.content, max(now + self.habits.content_s, self.old_until))
         return file.content
 
     def put(self, path: SimPath, record: Record, *, durable: bool = False) -> None:
@@ -279,6 +281,19 @@ class Client:
         """The same for a file's content."""
         known = self._contents.get(path)
         return self.disk.now if known is None else max(self.disk.now, known[1])
+
+    def show_nothing_newer(self, until: float) -> None:
+        """Answer from what is remembered until then. What this host changes itself it sees all the same."""
+        self._caching, self.old_until = True, until
+        for directory, (names, stamp, end) in self._lists.items():
+            self._lists[directory] = names, stamp, max(end, until)
+        for path, (content, end) in self._contents.items():
+            self._contents[path] = content, max(end, until)
+
+    def show_all(self) -> None:
+        if self.old_until:
+            self.old_until = 0.0
+            self.drop_caches()
 
     def drop_caches(self) -> None:
         """The host was restarted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, cast
@@ -12,17 +13,21 @@ from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.state import Exit
 from fsbarrier.sim.damage import DAMAGES
 from fsbarrier.sim.disk import SimPath
-from fsbarrier.sim.faults import Mishap, Strike
-from fsbarrier.sim.process import Process
-from fsbarrier.sim.setup import PATHS
+from fsbarrier.sim.faults import Mishap, Strike, draw_mishap, draw_mishap_of_a_start, draw_old_view
+from fsbarrier.sim.setup import HASTY_S, PATHS
 
 if TYPE_CHECKING:
+    from fsbarrier.sim.process import Process
     from fsbarrier.sim.world import World
 
 
 def heal(world: World) -> None:
     """The faults stop: what sleeps wakes up, and enough of what is down is started again."""
     if world.healed:
+        return
+    old_until = max([0.0, *(client.old_until for client, _ in world.clients.values())])
+    if world.now < old_until and any(process.up for process in world.processes):
+        world.at(old_until, partial(heal, world))
         return
     world.healed = True
     world.history.healed_at = world.now
@@ -38,6 +43,7 @@ def heal(world: World) -> None:
         if process.paused:
             world.resume(process)
     for client, trouble in world.clients.values():
+        client.show_all()
         client.garbled = client.stale_handle = None
         trouble.set_outage(None)
     down = [rank for rank in range(world.setup.nodes) if not lives(world, rank) and may_return(world, rank)]
@@ -48,8 +54,12 @@ def heal(world: World) -> None:
 
 
 def lives(world: World, rank: int) -> bool:
-    """Whether the last start of a rank is up. An older one does not count: it will see the newer one, and end."""
-    return [process.up for process in world.processes if process.rank == rank][-1:] == [True]
+    """Whether the last start of a rank is up. An older one does not count: it will see the newer one, and end. Nor does one that found
+    its rank taken."""
+    starts = [
+        process for process in world.processes if process.rank == rank and (process.up or process.joined)
+    ]
+    return [process.up for process in starts][-1:] == [True]
 
 
 def may_return(world: World, rank: int) -> bool:
@@ -64,9 +74,14 @@ def strike(world: World, strike: Strike) -> None:
     world.history.faults.add(strike.kind)
     if strike.kind == "stop":
         ask_to_stop(world, now=strike.whole)
+        if "unreadable" in world.setup.mix and Random(f"stop {world.now}").random() < 0.2:
+            # The request, which was written last.
+            spoil_a_record(world, world.history.writes[-1].path)
         return
     if strike.kind == "unreadable" and strike.whole:
         spoil_a_record(world)
+        for process in [p for p in world.processes if p.up and p.rank == strike.rank]:
+            maybe_kill(world, process)
         return
     struck = [p for p in world.processes if p.up and strike.rank in (p.rank, None)]
     if strike.kind == "power":
@@ -102,6 +117,9 @@ def strike_now(world: World, strike: Strike, process: Process) -> None:
             start_elsewhere(world, process.rank)
         case "outage":
             fail_disk(world, strike)
+        case "old":
+            show_nothing_newer(world, process, strike.seconds)
+            maybe_kill(world, process)
         case "unreadable":
             hide(world, process.rank)
             maybe_kill(world, process)
@@ -115,6 +133,13 @@ def start_with_other_code(world: World, rank: int, delay: float = 0.0) -> None:
     world.history.faults.add("version")
     world.codes[rank] = "other"
     world.start(rank, delay)
+
+
+def show_nothing_newer(world: World, process: Process, seconds: float) -> None:
+    """The mount of a node's host shows nothing that is newer than now, or than its first look."""
+    world.say(f"node {process.rank}'s host sees nothing newer for {seconds:g} s")
+    process.client.show_nothing_newer(world.now + seconds)
+    world.history.old_views[process.host] = world.now, world.now + seconds
 
 
 def hide(world: World, rank: int) -> None:
@@ -183,8 +208,11 @@ def spoil_a_record(world: World, name: str = "") -> None:
     """A record is damaged, and stays so: a random one, or a bit flips in the newest whose path ends with `name`."""
     world.history.faults.add("unreadable")
     written = [write for write in world.history.writes if write.path.endswith(name)]
+    generations = [write for write in written if isinstance(write.record, Generation)]
     if written:
         write = written[-1] if name or world.rng.random() < 0.5 else world.rng.choice(written)
+        if generations and Random(f"which {world.now}").random() < 0.3:
+            write = generations[-1]
         dice = Random(f"damage {write.path} {world.now}")
         said = next(iter(DAMAGES)) if name else dice.choice([*DAMAGES])
         world.disk.spoilt[write.path] = DAMAGES[said](encode(write.record), dice)
@@ -203,6 +231,8 @@ def start_elsewhere(world: World, rank: int) -> None:
     """A rank is started on another host, whether or not it runs."""
     world.history.faults.add("twin")
     world.hosts[rank] += "b"
+    if Random(f"claim {world.now}").random() < 0.5:
+        world.claiming.add(rank)
     world.start(rank, 0.0)
 
 
@@ -237,6 +267,41 @@ def cut_power(world: World, struck: list[Process], *, again: bool) -> None:
 def maybe_again(world: World, process: Process) -> None:
     if world.rng.random() < 0.7:
         world.start(process.rank, 0.2 + world.rng.random() * world.rng.choice((1.0, 25.0)))
+
+
+def plan_an_old_view(world: World, seed: int) -> None:
+    """A mount may show nothing newer for a while. Then rows and iterations last long enough for a node that is started again there to
+    take the others for dead, and to go on alone."""
+    planned = draw_old_view(seed, world.setup.mix, world.setup.nodes, world.setup.iterations)
+    if planned:
+        world.strikes += planned
+        world.lengths = (0.1, 5.0, 9.0)
+        world.rules = replace(world.rules, limits=replace(world.rules.limits, join_timeout_s=HASTY_S))
+
+
+def small_mishap(world: World) -> Mishap | None:
+    """What goes wrong in the look that begins now."""
+    mishap = draw_mishap(world.rng, world.setup.mix, world.mishap_rate)
+    if mishap is not None:
+        world.history.faults.add(mishap.how)
+    return mishap
+
+
+def mishap_of_a_start(world: World) -> Mishap | None:
+    """What goes wrong where a node announces its start, or its next one."""
+    mishap = None if world.healed else draw_mishap_of_a_start(world.announcing, world.setup.mix)
+    if mishap is not None:
+        world.history.faults.add(mishap.how)
+    return mishap
+
+
+def mishap_after_a_seal(world: World, rank: int) -> Mishap | None:
+    """A node may die when it has ended a generation and has not formed the next: whoever lives of the old one does that."""
+    if world.healed or "crash" not in world.setup.mix or world.announcing.random() < 0.5:
+        return None
+    world.history.faults.add("crash")
+    world.start(rank, 0.2 + world.announcing.random() * 20)
+    return Mishap("crash", 1)
 
 
 def ask_to_stop(world: World, *, now: bool) -> None:

@@ -21,9 +21,9 @@ from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.damage import written
 from fsbarrier.sim.disk import Disk, File, SimPath
-from fsbarrier.sim.faults import Mishap, Trouble
+from fsbarrier.sim.faults import Trouble
 from fsbarrier.sim.history import Asked, Ended, History, Removed, Said, Write, row_of
-from fsbarrier.sim.process import BLIND, JOINING, POLL_S, Process
+from fsbarrier.sim.process import BLIND, JOINING, POLL_S, Process, usual_paces
 from fsbarrier.sim.settings import CommandLines
 from fsbarrier.sim.setup import PATHS, START_SETTINGS, Setup, draw_limits, litter, program, settings
 from fsbarrier.sim.store import Client, Habits
@@ -56,7 +56,7 @@ class World:
     """One schedule."""
 
     def __init__(self, seed: int, setup: Setup) -> None:
-        self.setup, self.rng = setup, Random(seed)
+        self.setup, self.rng, self.healed = setup, Random(seed), not setup.mix
         self.clocks = Random(f"clocks {seed}")
         self.now = 0.0
         rng, mix = self.rng, setup.mix
@@ -89,6 +89,7 @@ class World:
         self.disk = Disk(coarse_s=coarse, order=order, exclusive=exclusive, links=links, encode=in_bytes)
         self.disk.watch = self._written
         self.disk.watch_removal, self.disk.watch_missed = self._removed, self._missed
+        self.paces = usual_paces(self.settings, self.beat_s, self.watchers)
         self.artifacts = Artifacts()
         if phases == "update":
             self.artifacts.given = {str(PATHS.merged("train", i + 1)) for i in range(setup.iterations)}
@@ -105,6 +106,7 @@ class World:
         # what each rank is started with: the digest of its code
         self.codes = [""] * setup.nodes
         self.strikes = faults.draw_strikes(rng, mix, setup.nodes, setup.iterations)
+        self.announcing = Random(f"announcing {seed}")
         self.mishap_rate = rng.choice((0.0, 0.0, 0.01, 0.05)) if mix else 0.0
         self.garbling = faults.Garbling(seed, mix, self.history.faults)
         self.stale_handles = faults.StaleHandles(seed, mix, self.history.faults)
@@ -114,6 +116,7 @@ class World:
         self.lengths = setup.lengths or rng.choice(
             ((0.02, 0.05, 0.2), (0.02, 0.05, 0.2), (0.1, 0.2, 1.0), (0.02, 0.05, 0.1, 0.1, 0.1, 9.0))
         )
+        strikes.plan_an_old_view(self, seed)
         # how often a session's nodes are still found not to fit together
         self.refusals = int("program" in mix and Random(f"refused {seed}").random() < 0.03)
         # In the end a person takes the run back to this iteration; None: nobody does.
@@ -121,7 +124,6 @@ class World:
         self.taken_back_to = dice.randint(1, setup.iterations) if back else None
         # To check a checkpoint before it is published takes as long as a program.
         self.slow_checks = bool(mix) and dice.random() < 0.5
-        self.healed = not mix
         # (rank, phase) -> how often its program is still to fail there
         self.failures: dict[tuple[int, str], int] = {}
         self.awaited: list[Awaited] = [
@@ -137,6 +139,8 @@ class World:
         ]
         # how many starts are due
         self.starting = 0
+        # Ranks of which the next start claims exactly one incarnation.
+        self.claiming: set[int] = set()
         # Some process has ended, maybe the last one.
         self.ending = False
         # A row may take as long as a listing is old, and a few are done again.
@@ -276,6 +280,8 @@ class World:
                 Trouble(client, lambda seconds, stopped: self._block(host, seconds, stopped)),
             )
         process = self.new_process(rank, *self.clients[host])
+        process.claims = rank in self.claiming
+        self.claiming.discard(rank)
         self.processes.append(process)
         self.history.starts[process.number] = (self.now, rank)
         with_code = f" with code {self.codes[rank]}" if self.codes[rank] else ""
@@ -285,13 +291,6 @@ class World:
     def new_process(self, rank: int, client: Client, trouble: Trouble) -> Process:
         """A start of a node."""
         return Process(self, len(self.processes), rank, client, trouble)
-
-    def small_mishap(self) -> Mishap | None:
-        """What goes wrong in the look that begins now."""
-        mishap = faults.draw_mishap(self.rng, self.setup.mix, self.mishap_rate)
-        if mishap is not None:
-            self.history.faults.add(mishap.how)
-        return mishap
 
     def _block(self, host: str, seconds: float, stopped: bool) -> None:
         """Hold a process up in the middle of an operation, which calls this."""
