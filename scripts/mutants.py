@@ -62,11 +62,12 @@ TESTS = (
     ("fsbarrier/rundir/checkpoints", "durability retention node_work fuzz weights_copy state_upload"),
     ("fsbarrier/rundir/", "durability retention node_work fuzz export"),
     ("fsbarrier/data/", "durability tables torchzip trajectories aggregate recover"),
+    ("fsbarrier/rollouts/refills", "refills"),
     ("fsbarrier/rollouts/", "program_rows take_over"),
     ("fsbarrier/maintenance/", "recover unreadable revisions"),
     ("fsbarrier/training/", "trainer_state checkpoint_ranks"),
     ("fsbarrier/sim/", ""),
-    ("phases/rl", "assign program_rows take_over"),
+    ("phases/rl", "assign program_rows take_over refills"),
     ("fsbarrier/program", "assign program_rows retention take_over"),
     ("fsbarrier/", "supervisor node_work"),
 )
