@@ -110,6 +110,15 @@ def load(config: dict[str, Any], **more: Any) -> UpdateLoad:
     return UpdateLoad(shape, **{**fields, "checkpointing": True, **more})
 
 
+def test_moments_of_eight_bits_are_counted() -> None:
+    shape = ModelShape.of_config(QWEN_7B)
+    settings = resolve([], {"optimizer.kind": "adamw_8bit"}, cross_checks=False)
+    assert (
+        UpdateLoad.whole(shape, settings, element=2, accelerated=True).parts["moments"]
+        == 2 * shape.parameters
+    )
+
+
 def test_an_update_takes_what_training_in_mixed_precision_takes() -> None:
     parts = load(QWEN_7B).parts
     count = 7_615_616_512

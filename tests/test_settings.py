@@ -102,6 +102,14 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
             ["rollout.max_refills=2", "rollout.completion_threshold=0.9"],
             "rollout.completion_threshold=0.9: with rollout.max_refills=2 a round ends when all of it is done",
         ),
+        (
+            ["optimizer.kind=adamw_8bit", "trainer.offload=optimizer"],
+            "optimizer.kind=adamw_8bit: not with trainer.offload=optimizer",
+        ),
+        (
+            ["optimizer.kind=adamw_8bit", "trainer.backend=deepspeed"],
+            "optimizer.kind=adamw_8bit: not with trainer.backend=deepspeed",
+        ),
         (["eval.max_tokens=4096"], "eval.max_tokens=4096: leaves no room"),
         (["trainer.minibatch=16", "trainer.micro_batch=17"], "must not be above trainer.minibatch=16"),
         (["trainer.attention=flash_attention_2", "trainer.dtype=float32"], "computes in bfloat16 only"),

@@ -39,7 +39,7 @@ def settings(**overrides: Any) -> dict[str, Any]:
     return nested
 
 
-def tiny_model(folder: Path, *, tied: bool = False) -> Any:
+def tiny_model(folder: Path, *, tied: bool = False, hidden_size: int = 32) -> Any:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -47,8 +47,8 @@ def tiny_model(folder: Path, *, tied: bool = False) -> Any:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=32,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=2,

@@ -73,6 +73,8 @@ class UpdateLoad:
     offload: Offload = "none"
     reference: bool = False
     zero: Zero | None = None
+    #: bytes that the two moments of a number take
+    moments: int = 2 * EXACT
 
     @classmethod
     def whole(cls, shape: ModelShape, settings: Settings, *, element: int, accelerated: bool) -> Self:
@@ -92,6 +94,7 @@ class UpdateLoad:
             offload=trainer.offload,
             reference=settings.algorithm.kl_coef > 0,
             zero=Zero.of_file(trainer.deepspeed) if trainer.backend == "deepspeed" else None,
+            moments=2 if settings.optimizer.kind == "adamw_8bit" else 2 * EXACT,
         )
 
     @property
@@ -140,7 +143,7 @@ class UpdateLoad:
             "weights": 0 if away else sharded,
             "gathered": gathered,
             "gradients": 0 if away else self.trained * EXACT // shards,
-            "moments": 2 * self.trained * EXACT // shards if self.offload == "none" else 0,
+            "moments": self.trained * self.moments // shards if self.offload == "none" else 0,
         }
 
     def _held_by_deepspeed(self, zero: Zero) -> dict[str, int]:

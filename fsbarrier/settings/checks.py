@@ -182,6 +182,16 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
         s.trainer.deepspeed is None or s.trainer.backend == "deepspeed",
         f"{as_chosen('trainer.deepspeed')}: only with trainer.backend=deepspeed (this run: {as_chosen('trainer.backend')})",
     )
+    if s.optimizer.kind == "adamw_8bit":
+        for key, other in (
+            ("trainer.backend", s.trainer.backend == "deepspeed"),
+            ("trainer.offload", s.trainer.offload != "none"),
+            ("trainer.command", s.trainer.command is not None),
+        ):
+            require(
+                not other,
+                f"{as_chosen('optimizer.kind')}: not with {as_chosen(key)}; leave out one of the two",
+            )
     if s.trainer.backend == "deepspeed":
         require(
             s.trainer.shard in ("auto", "all"),

@@ -306,6 +306,10 @@ class OptimizerSettings(Section):
 
     FIXED_BECAUSE = "the optimizer's state is that of the value that the run began with"
 
+    kind: Literal["adamw", "adamw_8bit"] = setting(
+        "adamw",
+        "`adamw_8bit`: moments take two bytes a weight instead of eight; needs the package torchao on every node.",
+    )
     lr: Positive = setting(1e-6, "Learning rate.", NEXT_ITERATION)
     betas: Betas = setting((0.9, 0.95), "Decay of the two moment estimates.")
     eps: Positive = setting(1e-8, "What is added to the root of the second moment estimate.")

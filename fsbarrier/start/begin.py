@@ -246,6 +246,7 @@ def _check_own(settings: Settings, program: Program, environ: Mapping[str, str])
     if "model" in program.needs:
         preflight.check_engine(settings, environ)
         preflight.check_deepspeed(settings, environ)
+        preflight.check_optimizer(settings.optimizer.kind)
         preflight.check_replay(settings)
     preflight.check_trainer(settings.trainer.command)
     if settings.notify.command is not None:
@@ -303,6 +304,7 @@ def _join(asked: _Asked, record: RunRecord) -> Start:
         # Environment variables, and where files lie, are each node's own.
         preflight.check_engine(settings, request.environ)
         preflight.check_deepspeed(settings, request.environ)
+        preflight.check_optimizer(settings.optimizer.kind)
         preflight.check_judge(settings, request.environ)
         preflight.check_agent(settings.rollout.agent)
         preflight.try_user_code(settings)

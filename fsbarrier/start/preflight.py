@@ -322,6 +322,15 @@ def check_deepspeed(settings: Settings, environ: Environ) -> None:
     deepspeed_config.filled(given, settings, dtype)
 
 
+def check_optimizer(kind: str) -> None:
+    """What the optimizer needs is here. Raises UsageError."""
+    if kind == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        raise UsageError(
+            f"optimizer.kind={kind}: needs the Python package torchao, which is not installed beside this fsbarrier ({sys.prefix}); "
+            "install it on every node, or leave this out"
+        )
+
+
 def check_trainer(command: str | None) -> None:
     """A trainer command can be split into words, exists on this node, and has only known placeholders."""
     if command is None:

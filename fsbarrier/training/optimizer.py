@@ -1,29 +1,74 @@
-"""The optimizer and its learning rate: AdamW, whose weight decay leaves norms and biases alone."""
+"""The optimizer and its learning rate: AdamW, whose weight decay leaves norms and biases alone.
+
+`optimizer.kind=adamw_8bit` is torchao's (Dettmers et al. 2021, arXiv 2110.02861): moments of 4096 numbers and more are kept in eight bits,
+in blocks of 256 that share a scale. On disk they are in float32 like any others, so that other processes, and the other kind, go on
+from them. What is read back need not be the same eight bits; so whoever writes moments goes on with what is read back, too.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from fsbarrier.settings.sections import OptimizerSettings
 
 
-def make_optimizer(parameters: Iterable[Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
+def make_optimizer(parameters: Iterable[Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Of those that are trained. A vector is a norm or a bias: pulling it to zero does not make the model simpler."""
     trained = [one for one in parameters if one.requires_grad]
     matrices = {"params": [one for one in trained if _dimensions(one) > 1]}
     vectors = {"params": [one for one in trained if _dimensions(one) <= 1], "weight_decay": 0.0}
-    return torch.optim.AdamW(
-        [group for group in (matrices, vectors) if group["params"]],
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+    groups = [group for group in (matrices, vectors) if group["params"]]
+    known: Any = {"lr": settings.lr, "eps": settings.eps, "weight_decay": settings.weight_decay}
+    if settings.kind == "adamw_8bit":
+        from torchao.optim import AdamW8bit
+
+        eight_bit: torch.optim.Optimizer = AdamW8bit(groups, betas=settings.betas, **known)
+        return eight_bit
+    return torch.optim.AdamW(groups, betas=settings.betas, fused=True, **known)
+
+
+def step(optimizer: torch.optim.Optimizer, lr: float, device: torch.device) -> None:
+    """Apply the gradients at this learning rate."""
+    compiled = False
+    for group in optimizer.param_groups:
+        # torchao keeps it in a tensor, for it compiles its step.
+        compiled = isinstance(group["lr"], Tensor)
+        group["lr"] = group["lr"].fill_(lr) if compiled else lr
+    # On a CPU compiling takes a C++ compiler and a minute.
+    eager = compiled and device.type == "cpu"
+    with torch.compiler.set_stance("force_eager") if eager else nullcontext():
+        optimizer.step()
+
+
+def as_kept(optimizer: object, parameter: Parameter, name: str, moment: Tensor) -> Tensor:
+    """A moment of `parameter` that was read in float32, as this optimizer keeps it."""
+    # What torchao begins a moment with, of a sharded parameter too.
+    empty = getattr(optimizer, "_new_buffer", None)
+    if empty is None:
+        return moment
+    kept: Tensor = empty(parameter, name == "exp_avg")
+    return kept.copy_(moment)
+
+
+def in_eight_bits(moment: object) -> bool:
+    return hasattr(moment, "codes")
+
+
+def read_back(optimizer: torch.optim.Optimizer) -> None:
+    """Keep moments of eight bits as they will be kept once they have been written and read."""
+    for state in optimizer.state.values():
+        for moment in state.values():
+            held = moment.to_local() if isinstance(moment, DTensor) else moment
+            if in_eight_bits(held):
+                held.copy_(held.dequantize())
 
 
 def _dimensions(parameter: Parameter) -> int:

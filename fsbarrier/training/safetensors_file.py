@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fsbarrier import files
 from fsbarrier.rundir.hashed_file import FileDigest, HashedFile
+from fsbarrier.training.optimizer import in_eight_bits
 
 BLOCK_BYTES = 16 << 20
 
@@ -82,7 +83,8 @@ def rows_of_a_block(shape: tuple[int, ...], element_size: int) -> int:
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
-    rows = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
+    numbers = tensor.dequantize() if in_eight_bits(tensor) else tensor.detach()
+    rows = numbers if numbers.dim() else numbers.reshape(1)
     size = rows_of_a_block(tuple(rows.shape), rows.element_size())
     for first in range(0, rows.shape[0], size):
         yield rows[first : first + size]

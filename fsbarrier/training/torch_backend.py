@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from fsbarrier.settings.sections import OptimizerSettings
-from fsbarrier.training import sharding, trainer_state
-from fsbarrier.training.optimizer import make_optimizer
+from fsbarrier.training import optimizer, sharding, trainer_state
 from fsbarrier.training.policy_model import PolicyModel
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout
@@ -42,7 +41,7 @@ class TorchBackend:
             model.to(processes.device)
         else:
             sharding.shard(model, layout, processes)
-        self.optimizer = make_optimizer(model.parameters(), settings)
+        self.optimizer = optimizer.make_optimizer(model.parameters(), settings)
         self.trained = {name: one for name, one in model.causal.named_parameters() if one.requires_grad}
 
     def weights(self) -> dict[str, Tensor]:
@@ -76,10 +75,8 @@ class TorchBackend:
         """Apply the step's gradients, and forget them; gives their norm before it was clipped. One that is not finite changes nothing."""
         norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), largest_norm)))
         if math.isfinite(norm):
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
             self._move_moments(self._device)
-            self.optimizer.step()
+            optimizer.step(self.optimizer, lr, self._device)
         self.optimizer.zero_grad()
         if self._layout.offload == "optimizer":
             self._move_moments(torch.device("cpu"))

@@ -16,7 +16,7 @@ from fsbarrier.planning.memory import UpdateLoad
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
-from fsbarrier.training import checkpoint_write, policy
+from fsbarrier.training import checkpoint_write, optimizer, policy
 from fsbarrier.training.checkpoint_write import NewVersion
 from fsbarrier.training.deepspeed_backend import DeepSpeedBackend, configuration, layout_of
 from fsbarrier.training.lora import Adapters
@@ -128,6 +128,8 @@ class Trainer:
             copy=copy,
         )
         digest, self.pace = checkpoint_write.save(out, new, self.processes.rank, self.processes.world)
+        if isinstance(self.backend, TorchBackend):
+            optimizer.read_back(self.backend.optimizer)
         return checkpoints.identity(out.name, digest)
 
 

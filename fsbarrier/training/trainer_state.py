@@ -18,6 +18,7 @@ from torch import Tensor
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.reading import JSON_BYTES, read_bytes
 from fsbarrier.rundir import checkpoints
+from fsbarrier.training.optimizer import as_kept
 from fsbarrier.training.slices import FlatPart, gather
 from fsbarrier.training.stored_tensors import StoredPart, StoredTensors
 
@@ -188,8 +189,9 @@ def restore(
                     state[key] = torch.tensor(layout.scalars[full], dtype=torch.float32, device=device)
                 else:
                     # Where the optimizer has a place for it already, maybe on another device, that is filled.
-                    state[key] = torch.empty_like(parameter, requires_grad=False) if there is None else there
-                    stored.fill(full, state[key])
+                    filled = torch.empty_like(parameter, requires_grad=False) if there is None else there
+                    stored.fill(full, filled)
+                    state[key] = as_kept(optimizer, parameter, key, filled)
             if state:
                 optimizer.state[parameter] = state
     return layout

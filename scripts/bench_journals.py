@@ -1,19 +1,27 @@
-"""Writes a run directory with the journals of a long run, to see how fast `status`, `top` and `report` are on it.
+"""How long `status`, `top` and `report` take on the journals of a long run, and how much memory.
 
-    python scripts/synthetic_journals.py DIR --nodes 64 --iterations 430
-    /usr/bin/time -v fsbarrier status --log-path DIR --no-watch
+    python scripts/bench_journals.py --nodes 64 --iterations 430
 
-64 nodes and 430 iterations of ten minutes are three days, and some 170 MB.
+writes such a run, looks at it with each of them, and prints the best of three looks. 64 nodes and 430 iterations of ten minutes are three
+days, and some 170 MB. `top` is measured until its first picture, on a terminal of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import pty
+import signal
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fsbarrier import files
 from fsbarrier.program import PHASE_NAMES
@@ -108,13 +116,62 @@ def lines(run_id: str, rank: int, nodes: int, iterations: int) -> Iterator[str]:
         yield line(now, iteration, len(PHASE_NAMES) - 1, "iteration_finished")
 
 
+@dataclass(frozen=True, order=True)
+class Look:
+    """What one look took; `cpu_s`: of the processor."""
+
+    seconds: float
+    cpu_s: float
+    memory_mb: float
+
+
+def look(words: Sequence[str], until: bytes | None = None) -> Look:
+    """Run a command of fsbarrier on a terminal; one that shows `until` is then asked to end. Raises SystemExit where it fails."""
+    began = time.perf_counter()
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "fsbarrier", *words])
+    seconds, said = 0.0, b""
+    while True:
+        try:
+            said += os.read(terminal, 1 << 16)
+        except OSError:
+            # So a terminal says that nobody writes to it any more.
+            break
+        if until is not None and not seconds and until in said:
+            seconds = time.perf_counter() - began
+            os.kill(pid, signal.SIGINT)
+    _, status, used = os.wait4(pid, 0)
+    os.close(terminal)
+    if (until is None and status != 0) or (until is not None and not seconds):
+        raise SystemExit(f"fsbarrier {' '.join(words)} failed: {said.decode(errors='replace')}")
+    return Look(
+        seconds or time.perf_counter() - began, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="a directory that does not exist yet")
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--iterations", type=int, default=430)
+    parser.add_argument("--looks", type=int, default=3, help="of each command, of which the best counts")
+    parser.add_argument("--dir", type=Path, default=None, help="where to write (default: the temporary one)")
     args = parser.parse_args()
-    write_run(args.folder.absolute(), args.nodes, args.iterations)
+    with tempfile.TemporaryDirectory(prefix="bench-journals-", dir=args.dir) as folder:
+        run = Path(folder) / "run"
+        write_run(run, args.nodes, args.iterations)
+        size = sum(path.stat().st_size for path in RunPaths(run).events.iterdir())
+        print(f"{args.nodes} nodes, {args.iterations} iterations: {size / 1e6:.0f} MB of journals")
+        where = ("--log-path", str(run))
+        for words, until in (
+            (("status", "--no-watch", *where), None),
+            (("top", *where), b"host0"),
+            (("report", *where, "--out", str(Path(folder) / "page.html")), None),
+        ):
+            best = min(look(words, until) for _ in range(args.looks))
+            print(
+                f"{words[0]:7} {best.seconds:6.2f} s ({best.cpu_s:.2f} s of the processor), {best.memory_mb:4.0f} MB"
+            )
 
 
 if __name__ == "__main__":
