@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -330,6 +331,70 @@ def kill(folder: Path, draw: random.Random, number: int) -> None:
     check_copy(place, out)
 
 
+#: Where a process may be when it is killed: before or after it calls a function, and whether only the first process ever does.
+STAGES = (
+    (checkpoint_write, "_begin", "after", False),
+    (checkpoint_write, "_write_weights", "before", False),
+    (checkpoint_write, "_write_weights", "after", False),
+    (checkpoint_write, "_write_part", "after", False),
+    (checkpoint_write, "_commit_on_node", "after", False),
+    (checkpoint_write, "_commit", "before", True),
+    (checkpoint_write, "_write_layout", "after", True),
+    (checkpoints, "commit", "before", True),
+    (checkpoint_write, "_commit", "after", True),
+)
+
+
+def stages(folder: Path, draw: random.Random, number: int) -> None:
+    """SIGKILL of one process at a stage of a save: the version before is whole, or the new one, and an update goes on from it."""
+    beside, store, world = beside_of(folder), folder / "store", 2
+    module, name, when, only_first = STAGES[number % len(STAGES)]
+    victim = 0 if only_first else draw.randrange(world)
+    on_nodes = name == "_commit_on_node" or (name != "_write_layout" and draw.random() < 0.5)
+    mode = draw.choice(modes(world))
+    print(f"{number}: {mode}, process {victim} dies {when} {name}, {on_nodes=}", flush=True)
+
+    def kept(rank: int) -> NodeState | None:
+        return NodeState(folder / f"node{rank}", range(rank, rank + 1)) if on_nodes else None
+
+    def write(out: Path, rank: int, dies: bool) -> None:
+        if dies and rank == victim:
+            die_at(module, name, when)
+        save(out, mode, rank, world, torch.float32, beside, kept(rank))
+
+    def go_on(out: Path, rank: int) -> None:
+        node = kept(rank)
+        check_restored(out, mode, world, node.of_version(out.name) if node else None)
+
+    before, after = folder / f"before{number}", folder / f"after{number}"
+    assert not any(in_ranks(world, store, lambda rank: write(before, rank, False)))
+    ended = in_ranks(world, store, lambda rank: write(after, rank, True))
+    assert os.WTERMSIG(ended[victim]) == signal.SIGKILL, ended
+    committed = (after / checkpoints.MANIFEST).exists()
+    assert committed == ((name, when) == ("_commit", "after"))
+    newest = after if committed else before
+    for version in {before, newest}:
+        checkpoints.verify(version)
+    assert not any(in_ranks(world, store, lambda rank: go_on(newest, rank)))
+    if not committed:
+        # The next attempt, in the place of what is left of this one.
+        assert not any(in_ranks(world, store, lambda rank: write(after, rank, False)))
+        assert not any(in_ranks(world, store, lambda rank: go_on(after, rank)))
+
+
+def die_at(module: ModuleType, name: str, when: str) -> None:
+    """End this process by SIGKILL where it calls a function."""
+    real = getattr(module, name)
+
+    def call(*args: object, **kwargs: object) -> object:
+        if when == "after":
+            real(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("a process lives on after SIGKILL")
+
+    setattr(module, name, call)
+
+
 def count_calls(told: Path, dies_at: int) -> None:
     """End this process by SIGKILL just before call number `dies_at` of those that change the disk; note how many there were."""
     made = 0
@@ -396,6 +461,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     where, seed, *rounds = sys.argv[1:]
     rounds_of = {"reshard": reshard, "nodes": nodes, "follow": follow, "kill": kill, "damage": damage}
+    rounds_of["stages"] = stages
     for one in rounds:
         what, _, times = one.partition("=")
         folder = Path(where) / what

@@ -20,6 +20,12 @@ def test_a_process_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+def test_a_process_killed_at_each_stage_of_a_save(tmp_path: Path) -> None:
+    run_script("checkpoint_ranks.py", tmp_path, 5, "stages=9")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_same_many_times(tmp_path: Path, seed: int) -> None:
     run_script(
@@ -31,4 +37,5 @@ def test_the_same_many_times(tmp_path: Path, seed: int) -> None:
         "follow=6",
         "damage=200",
         "kill=25",
+        "stages=36",
     )
