@@ -100,6 +100,22 @@ def test_it_is_told_no_password(tmp_path: Path) -> None:
     assert event["reason"] == "no answer from https://me:***@host/v1"
 
 
+def test_a_loss_is_told_however_long_the_last_lines_of_its_logs_are(tmp_path: Path) -> None:
+    """What a program printed last is anybody's, and may be a megabyte without a break."""
+    notifier = Notifier(listener(tmp_path), tmp_path / "notify.log", ABOUT)
+    lost = [{"node_rank": rank, "host": f"gpu-{rank}", "log": ["\x1b\u202e" * 9000] * 7} for rank in (1, 2)]
+    notifier.tell("node_lost", node(0), {"lost": lost})
+    notifier.close()
+    (event,) = heard(tmp_path)
+    rows = event["lost"]
+    assert isinstance(rows, list)
+    assert [(row["node_rank"], row["host"], len(row["log"])) for row in rows] == [
+        (1, "gpu-1", 7),
+        (2, "gpu-2", 7),
+    ]
+    assert all(line and line == ("\x1b\u202e" * 9000)[: len(line)] for row in rows for line in row["log"])
+
+
 def test_a_command_that_fails_or_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

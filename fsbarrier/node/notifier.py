@@ -24,6 +24,8 @@ from fsbarrier.supervision.supervisor import Child
 COMMAND_S = 60.0
 #: How long the end of a node waits for its last events to be told.
 LAST_S = 10.0
+# Linux starts no program with a longer variable than 128 KiB. Of an event that is too long, texts are cut to so many characters.
+MOST_BYTES, SHORTER = 100_000, (1000, 100, 10)
 # The command finds the event in its standard input, and in its environment.
 _GIVE = 'printf "%s\\n" "$FSBARRIER_EVENT" | "$@"'
 _NAMES = {"generation_started": "started", "evaluated": "evaluated", "node_lost": "node_lost"}
@@ -61,8 +63,12 @@ class Notifier:
             or node.rank != min(set(generation.ranks) - self._lost, default=-1)
         ):
             return
-        told = json.dumps({"event": name, **self._about, "node_rank": node.rank, **fields}, default=str)
-        self._waiting.put(without_passwords(told))
+        told = {"event": name, **self._about, "node_rank": node.rank, **fields}
+        text = without_passwords(json.dumps(told, default=str))
+        for most in SHORTER:
+            if len(text) > MOST_BYTES:
+                text = json.dumps(_cut(json.loads(text), most))
+        self._waiting.put(text)
 
     def close(self) -> None:
         """Wait a little until all is told."""
@@ -85,6 +91,18 @@ class Notifier:
                     child.wait(COMMAND_S)
                 finally:
                     child.stop(grace_s=1.0)
+
+
+def _cut(value: object, most: int) -> object:
+    """The same with no text in it longer than `most` characters."""
+    match value:
+        case str():
+            return value[:most]
+        case list():
+            return [_cut(item, most) for item in value]
+        case dict():
+            return {name: _cut(item, most) for name, item in value.items()}
+    return value
 
 
 def _ranks(lost: object) -> set[int]:
