@@ -34,7 +34,10 @@ def heal(world: World) -> None:
     world.end_s = world.now + world.settle_s
     world.say("all faults stop")
     world.mishap_rate = world.garbling.rate = world.stale_handles.rate = 0.0
-    if not take_back(world):
+    # Whoever takes a run back starts its nodes when their mounts show that. Until then they would see the damaged record as the newest.
+    taken_back = take_back(world)
+    shown_s = world.habits.listing_s if taken_back else 0.0
+    if not taken_back:
         mend(world)
     world.codes = [""] * world.setup.nodes
     world.awaited.clear()
@@ -50,7 +53,7 @@ def heal(world: World) -> None:
     for rank in down:
         lonely = not world.starting and not any(lives(world, other) for other in range(world.setup.nodes))
         if world.rules.on_node_failure == "wait" or lonely or world.rng.random() < 0.7:
-            world.start(rank, world.rng.random() * 5)
+            world.start(rank, shown_s + world.rng.random() * 5)
 
 
 def lives(world: World, rank: int) -> bool:
