@@ -12,6 +12,11 @@ clone="$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")"
 # shellcheck source=scripts/environment.sh
 source "$clone/scripts/environment.sh"
 
-ensure_environment
+need=
+for word in "$@"; do
+  # These run nothing, and wait for no environment of gigabytes.
+  case "$word" in --dry-run | --help | -h) need=light ;; esac
+done
+ensure_environment $need
 # shellcheck disable=SC2154  # set by ensure_environment
 exec "$python" -P -m fsbarrier run "$@"

@@ -1,5 +1,6 @@
-# Sourced by run.sh and scripts/check.sh, which have set $clone: `ensure_environment [dev]` sets $python to the interpreter
-# of a ready environment and makes that environment first where there is none (scripts/setup_env.py).
+# Sourced by run.sh and scripts/check.sh, which have set $clone: `ensure_environment [dev|light]` sets $python to the interpreter
+# of a ready environment and makes that environment first where there is none (scripts/setup_env.py). `light` is for what only shows
+# something: an environment of a hundredth of the size will do, but is made only where there is no whole one.
 #
 #   FSBARRIER_VENV    where it is, default <clone>/.venv; a virtual environment of your own there is used as it is
 #   FSBARRIER_PYTHON  the Python to make it with, default: python3, else the newest of python3.14 … python3.11
@@ -78,6 +79,7 @@ ensure_environment() {
   [ "$kernel" = Linux ] || fail "Linux is needed, this is $kernel"
   place="${FSBARRIER_VENV:-$clone/.venv}"
   case "$place" in /*) ;; *) place="$PWD/$place" ;; esac
+  local link=(--link "$place")
   if [ ! -L "$place" ] && [ -x "$place/bin/python" ]; then
     python="$place/bin/python" # made by hand
     check_own_environment
@@ -90,9 +92,13 @@ ensure_environment() {
       dev_lock=(--dev-lock "$locks/dev.txt")
     fi
     if [ -n "${FSBARRIER_PYTHON:-}" ]; then find_python; fi
+    if [ "${1:-}" = light ] && ! find_ready "$tag"; then
+      flavour=light link=()
+      digest="$(sha256sum <"$locks/$flavour.txt")" && digest="${digest:0:8}"
+    fi
     if ! find_ready "$tag"; then
       find_python
-      "$base" -E -s "$clone/scripts/setup_env.py" --prefix "$place-$flavour-$machine-$tag-$digest" --link "$place" \
+      "$base" -E -s "$clone/scripts/setup_env.py" --prefix "$place-$flavour-$machine-$tag-$digest" "${link[@]}" \
         --lock "$locks/$flavour.txt" --clone "$clone" "${dev_lock[@]}" </dev/null || exit $?
       find_ready "$tag" || fail "the environment was made but cannot be found at $place-$flavour-$machine-$tag-$digest-*"
     fi

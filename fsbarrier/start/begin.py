@@ -156,6 +156,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     asked.check_rank(rank, settings.num_nodes)
     _check_slice(settings, program)
     _check_own(settings, program, request.environ)
+    _check_packages(request, settings, program)
     tasks, model = _inputs(settings, program, request.environ, is_demo)
     if not request.dry_run:
         # Before anything is written.
@@ -237,20 +238,21 @@ def _check_slice(settings: Settings, program: Program) -> None:
 
 def _check_own(settings: Settings, program: Program, environ: Mapping[str, str]) -> None:
     """Check what else the user brings, beside data and model."""
-    preflight.check_trackers(settings.tracker.names)
     if "data" in program.needs:
         preflight.check_reward(settings.reward.kind)
         preflight.check_judge(settings, environ)
         preflight.check_agent(settings.rollout.agent)
-        preflight.try_user_code(settings)
     if "model" in program.needs:
         preflight.check_engine(settings, environ)
-        preflight.check_deepspeed(settings, environ)
-        preflight.check_optimizer(settings.optimizer.kind)
         preflight.check_replay(settings)
     preflight.check_trainer(settings.trainer.command)
     if settings.notify.command is not None:
         preflight.check_command("notify.command", settings.notify.command)
+
+
+def _check_packages(request: Request, settings: Settings, program: Program) -> None:
+    if not (request.dry_run and preflight.only_shows_runs()):
+        preflight.check_packages(settings, program.needs, request.environ)
 
 
 def _inputs(
@@ -298,16 +300,13 @@ def _join(asked: _Asked, record: RunRecord) -> Start:
         # One that takes any rank may become node 0.
         settings, stated = _changed(settings, stated, asked)
     asked.check_rank(rank, settings.num_nodes)
-    preflight.check_trackers(settings.tracker.names)
     program = load_program(settings.program)
     if "model" in program.needs:
         # Environment variables, and where files lie, are each node's own.
         preflight.check_engine(settings, request.environ)
-        preflight.check_deepspeed(settings, request.environ)
-        preflight.check_optimizer(settings.optimizer.kind)
         preflight.check_judge(settings, request.environ)
         preflight.check_agent(settings.rollout.agent)
-        preflight.try_user_code(settings)
+    _check_packages(request, settings, program)
     runrecord.check_tasks(record)
     until = typed.iterations if "iterations" in chosen else settings.iterations
     settings = _with_choices(asked, settings)

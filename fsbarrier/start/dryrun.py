@@ -39,6 +39,7 @@ from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.presets import PRESETS, preset_values
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import flatten
+from fsbarrier.start import preflight
 from fsbarrier.start.machines import planned
 
 PORT, SOCKET = "PORT", "SOCKET"
@@ -61,6 +62,10 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
             )
         )
         return 0
+    if preflight.only_shows_runs():
+        print(
+            "# This environment only shows runs: whether packages are installed, and your own code loads, is seen at the start."
+        )
     for line in (*planned_lines(record, settings), *preset_lines(settings)):
         print(f"# {printable(line)}")
     print(f"# settings (digest {record.settings_digest[:12]})")

@@ -16,7 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,6 +127,24 @@ def check_log_path(path: Path) -> None:
 # --- reward, engine, trainer -------------------------------------------------------------------------------------------------
 
 
+def only_shows_runs() -> bool:
+    """Whether this environment was made to show runs and lacks what their programs need (scripts/requirements/light.txt). What it lacks
+    says nothing of the nodes of a run."""
+    return importlib.util.find_spec("torch") is None
+
+
+def check_packages(settings: Settings, needs: Collection[str], environ: Environ) -> None:
+    """What the run's programs import is installed here, and the user's own code can be loaded. `needs`: the program's."""
+    check_trackers(settings.tracker.names)
+    if "data" in needs:
+        if "math" in reward_kinds(settings.reward.kind) and importlib.util.find_spec("math_verify") is None:
+            raise UsageError("reward.kind=math: needs the package math-verify, which is not installed here")
+        try_user_code(settings)
+    if "model" in needs:
+        check_deepspeed(settings, environ)
+        check_optimizer(settings.optimizer.kind)
+
+
 def check_reward(kinds: str) -> None:
     """Each reward is a known kind, or a function that its file defines."""
     for kind in reward_kinds(kinds):
@@ -139,8 +157,6 @@ def _check_one_reward(kind: str) -> None:
             raise UsageError(
                 f"reward.kind={kind}: must be {', '.join(REWARDS)} or path/file.py:function{nearest(kind, REWARDS)}"
             )
-        if kind == "math" and importlib.util.find_spec("math_verify") is None:
-            raise UsageError("reward.kind=math: needs the package math-verify, which is not installed here")
         return
     _defining("reward.kind", kind)
 
