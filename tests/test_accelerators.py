@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.host import accelerator_drivers
+from fsbarrier.host import accelerator_drivers, amd_devices
 from fsbarrier.host.accelerators import (
     MIB,
     Accelerator,
@@ -90,7 +90,8 @@ class Nvml:
 def no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither this machine's devices nor its settings."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(accelerator_drivers, "DRM", tmp_path / "drm")
+    for name in ("DRM", "KFD", "KFD_DEVICE"):
+        monkeypatch.setattr(amd_devices, name, tmp_path / name.lower())
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
 
@@ -321,6 +322,159 @@ def test_amd_is_found_by_its_sysfs_and_told_by_level(tmp_path: Path) -> None:
     assert [(held.kind, held.index, held.bytes) for held in outcome.held] == [("amd", 0, 8 * GIB)]
     (device / "mem_info_vram_used").write_text("nonsense\n")
     assert [each.index for each in detect()] == [1]
+
+
+# As Linux 6.8 writes it of an MI300X, less most of its lines.
+KFD_PROPERTIES = """cpu_cores_count 0
+simd_count 1216
+mem_banks_count 1
+gfx_target_version 90402
+vendor_id 4098
+device_id 29857
+location_id 1280
+domain 0
+drm_render_minor {minor}
+unique_id 5752170827923136638
+num_xcc 8
+"""
+
+
+def kfd_node(tmp_path: Path, number: int, gpu_id: int, minor: int, *, used: int = 0) -> None:
+    """A device as KFD and DRM show it; a processor has no number there and no render node."""
+    node = tmp_path / "kfd" / "topology" / "nodes" / str(number)
+    node.mkdir(parents=True)
+    (node / "gpu_id").write_text(f"{gpu_id}\n")
+    (node / "properties").write_text(KFD_PROPERTIES.format(minor=minor))
+    if minor:
+        device = tmp_path / "drm" / f"renderD{minor}" / "device"
+        device.mkdir(parents=True)
+        (device / "device").write_text("0x74a1\n")
+        (device / "unique_id").write_text(f"{gpu_id:016x}\n")
+        (device / "mem_info_vram_total").write_text(f"{192 * GIB}\n")
+        (device / "mem_info_vram_used").write_text(f"{used}\n")
+
+
+@pytest.fixture
+def mi300x(tmp_path: Path) -> Callable[[dict[int, int]], None]:
+    """Four devices whose order in KFD is not that of their render nodes, and what processes hold of the second one."""
+    kfd_node(tmp_path, 0, 0, 0)
+    for place, minor in enumerate((130, 128, 131, 129)):
+        kfd_node(tmp_path, 10 + place, 0xA0 + place, minor, used=place * GIB)
+
+    def hold(amounts: dict[int, int]) -> None:
+        for pid, amount in amounts.items():
+            folder = tmp_path / "kfd" / "proc" / str(pid)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"vram_{0xA1}").write_text(f"{amount}\n")
+
+    return hold
+
+
+Hold = Callable[[dict[int, int]], None]
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"HIP_VISIBLE_DEVICES": "1,3"}, [1, 3]),
+        ({"CUDA_VISIBLE_DEVICES": "2"}, [2]),
+        ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "2"}, [0]),
+        ({"ROCR_VISIBLE_DEVICES": "2,3"}, [2, 3]),
+        # The second one counts what the first one left.
+        ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}, [3]),
+        ({"ROCR_VISIBLE_DEVICES": "3,1", "HIP_VISIBLE_DEVICES": "0"}, [3]),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-00000000000000A1"}, [1]),
+        ({"ROCR_VISIBLE_DEVICES": "1,9,2"}, [1]),
+        ({"ROCR_VISIBLE_DEVICES": ""}, []),
+        ({"HIP_VISIBLE_DEVICES": "-1"}, []),
+    ],
+)
+def test_only_amd_devices_that_programs_will_see_count(
+    mi300x: Hold, environ: dict[str, str], expected: list[int]
+) -> None:
+    assert [device.index for device in detect(environ)] == expected
+
+
+def test_amd_devices_are_numbered_as_rocm_does(mi300x: Hold) -> None:
+    assert [device.memory_used_bytes // GIB for device in detect({})] == [0, 1, 2, 3]
+
+
+def test_amd_s_driver_tells_who_holds_memory(
+    mi300x: Hold, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(accelerator_drivers, "_in_the_hosts_pid_namespace", lambda: True)
+    outcome = wait_released([os.getpid()])
+    assert isinstance(outcome, Released) and outcome.how == "unverified"
+    mi300x({os.getpid(): 9 * GIB, 12: 70 * GIB})
+    outcome = wait_released([os.getpid()], deadline_s=0.0)
+    assert isinstance(outcome, StillHeld)
+    assert [(held.kind, held.index, held.bytes, list(held.processes)) for held in outcome.held] == [
+        ("amd", 1, 9 * GIB, [os.getpid()])
+    ]
+    mi300x({os.getpid(): 0})
+    outcome = wait_released([os.getpid()])
+    assert isinstance(outcome, Released) and outcome.how == "unverified", "of the others nothing is told"
+    for number in (0xA0, 0xA2, 0xA3):
+        (tmp_path / "kfd" / "proc" / "12" / f"vram_{number}").write_text("0\n")
+    outcome = wait_released([os.getpid()])
+    assert isinstance(outcome, Released) and outcome.how == "processes"
+
+
+AMD_SMI = """{
+    "gpu_data": [
+        {"gpu": 1, "mem_usage": {"total_vram": {"value": 196592, "unit": "MB"}, "used_vram": {"value": 284, "unit": "MB"},
+                                 "free_vram": {"value": 196308, "unit": "MB"}, "total_visible_vram": "N/A"}},
+        {"gpu": 0, "mem_usage": {"total_vram": {"value": 196592, "unit": "MB"}, "used_vram": {"value": 17153, "unit": "MB"}}}
+    ]
+}
+"""
+# ROCm 6 has the list alone.
+AMD_SMI_6 = (
+    AMD_SMI.strip().removeprefix("{").removesuffix("}").replace('"gpu_data":', "WARNING: no render group\n")
+)
+ROCM_SMI = """WARNING: AMD GPU device(s) is/are in a low-power state. Check power control/runtime_status
+
+{"card1": {"VRAM Total Memory (B)": "206141652992", "VRAM Total Used Memory (B)": "297795584"},
+ "card0": {"VRAM Total Memory (B)": "206141652992", "VRAM Total Used Memory (B)": "17986224128"},
+ "system": {"Driver version": "6.8.5"}}
+"""
+AS_AMD_S_PROGRAMS_SAY = [
+    Accelerator(0, "amd", "AMD 0", 196592 * MIB, 17153 * MIB),
+    Accelerator(1, "amd", "AMD 1", 196592 * MIB, 284 * MIB),
+]
+
+
+@pytest.mark.parametrize("said", [AMD_SMI, AMD_SMI_6], ids=["7", "6"])
+def test_what_amd_smi_says(said: str) -> None:
+    assert amd_devices.of_amd_smi(said) == AS_AMD_S_PROGRAMS_SAY
+
+
+def test_amd_s_programs_are_asked_where_the_kernel_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+    def program(name: str, *lines: str) -> None:
+        (folder / name).write_text("\n".join(("#!/bin/sh", *lines, "")))
+        (folder / name).chmod(0o755)
+
+    (tmp_path / "rocm.json").write_text(ROCM_SMI)
+    program("rocm-smi", '[ "$*" = "--showmeminfo vram --json" ] || exit 9', f"cat {tmp_path}/rocm.json")
+    program("amd-smi", "echo 'ERROR:root:Unable to detect any GPU devices'", "exit 255")
+    # Without AMD's driver nobody is asked.
+    assert detect({}) == []
+    (tmp_path / "kfd_device").touch()
+    assert detect({}) == AS_AMD_S_PROGRAMS_SAY
+    (tmp_path / "amd.json").write_text(AMD_SMI.replace("17153", "16384"))
+    program("amd-smi", '[ "$*" = "metric --mem-usage --json" ] || exit 9', f"cat {tmp_path}/amd.json")
+    assert [device.memory_used_bytes // MIB for device in detect({})] == [16384, 284]
+    assert [device.index for device in detect({"HIP_VISIBLE_DEVICES": "1"})] == [1]
+    for said in ('{"gpu_data": [{"gpu": 0, "mem_usage": "N/A"}]}', "[]", "nothing"):
+        (tmp_path / "amd.json").write_text(said)
+        assert detect({}) == AS_AMD_S_PROGRAMS_SAY
 
 
 def test_descendants_are_those_below(tmp_path: Path) -> None:

@@ -73,6 +73,11 @@ def test_help_is_asked_for(word: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert "fsbarrier run --demo" in capsys.readouterr().out
 
 
+def test_another_command_after_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "status", "--log-path", "x"]) == 2
+    assert "`.venv/bin/fsbarrier status`" in capsys.readouterr().err
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("fsbarrier 0.")
@@ -273,7 +278,7 @@ def test_a_dry_run_where_only_the_core_is_installed(
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else found(name))
         assert main([*words, "--dry-run"]) == 0
-        assert "This environment only shows runs" in capsys.readouterr().out
+        assert "This light environment only shows runs" in capsys.readouterr().out
         assert main(words) == 2
         assert "trackio" in capsys.readouterr().err
     assert main([*words, "--dry-run"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 from pathlib import Path
@@ -38,6 +39,34 @@ def test_a_killed_node_comes_back_at_the_next_iteration(tmp_path: Path) -> None:
         back = [e for e in cluster.events() if e["event"] == "generation_started" and e["node_rank"] == 1]
         assert back[-1]["members"] == [0, 1, 2] and back[-1]["phase"] == 0
         assert_exactly_once(cluster.log_path, 3)
+
+
+def test_two_runs_on_the_same_nodes_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Each has its own accelerators. One of them is killed as a whole and started again meanwhile."""
+    flags, patient = ("--iterations", "3", *FAST), ("coordination.suspect_s=20", "coordination.dead_s=40")
+    with Cluster(tmp_path / "a", 2, *flags) as killed, Cluster(tmp_path / "b", 2, *flags, *patient) as other:
+        for cluster, devices in ((killed, "0,1"), (other, "2,3")):
+            cluster.env = {rank: {"CUDA_VISIBLE_DEVICES": devices} for rank in range(2)}
+            cluster.start()
+        for cluster, devices in ((killed, "0,1"), (other, "2,3")):
+            cluster.in_phase(1, 2)
+            seen = set()
+            for pid in cluster.running(1, "fsbarrier.workers.toy"):
+                # It may have ended since.
+                with contextlib.suppress(OSError):
+                    seen |= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+            assert {v for v in seen if v.startswith(b"CUDA_VISIBLE")} == {
+                f"CUDA_VISIBLE_DEVICES={devices}".encode()
+            }
+        killed.in_phase(0, 2, 2)
+        for rank in range(2):
+            killed.kill(rank)
+        killed.start()
+        assert (killed.wait(), other.wait()) == ({0: 0, 1: 0}, {0: 0, 1: 0}), other.said(0)
+        assert {event["generation"] for event in other.events()} <= {0, 1}
+        for cluster in (killed, other):
+            assert_exactly_once(cluster.log_path, 3)
+            assert leftovers(cluster.log_path) == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -20,7 +20,7 @@ from typing import Self, TypeVar
 from fsbarrier.engine.engine import Engine, EngineInfo, Release
 from fsbarrier.engine.placement import ANYWHERE, placements
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.host.accelerator_drivers import Accelerator
+from fsbarrier.host.accelerator_device import Accelerator
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.settings.sections import EngineSettings
 

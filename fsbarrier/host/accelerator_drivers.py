@@ -1,4 +1,4 @@
-"""What the drivers of this machine's accelerators say: NVIDIA's through NVML, AMD's through sysfs; without either there are none.
+"""What the drivers of this machine's accelerators say: NVIDIA's through NVML, AMD's through the kernel; without either there are none.
 
 NVML is `pynvml` of nvidia-ml-py, loaded when it is first needed; its errors are of many classes, and each means that there is no answer.
 """
@@ -9,45 +9,21 @@ import contextlib
 import importlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-Kind = Literal["nvidia", "amd"]
+from fsbarrier.host.accelerator_device import Accelerator, Device
+from fsbarrier.host.amd_devices import amd_devices
 
-DRM = Path("/sys/class/drm")
-AMD_VENDOR = "0x1002"
 PID_NAMESPACE = Path("/proc/self/ns/pid")
 #: the kernel's fixed inode number of the initial namespace
 HOST_PID_NAMESPACE = 0xEFFFFFFC
 
 
-@dataclass(frozen=True, slots=True)
-class Accelerator:
-    """One device as it is now. `index` is the driver's, in PCI order, counted for each kind apart."""
-
-    index: int
-    kind: Kind
-    name: str
-    #: 0 where the driver does not say: devices that share the machine's memory
-    memory_total_bytes: int
-    #: by everybody
-    memory_used_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A device with the memory of its processes: pid -> bytes (None: the driver does not say how many); None where the driver does not
-    tell by our pids."""
-
-    now: Accelerator
-    by_pid: Mapping[int, int | None] | None
-
-
 def devices(nvml: Any, environ: Mapping[str, str]) -> list[Device]:
     """All that `environ` lets programs see. `nvml`: of `initialised_nvml`."""
-    amd = environ.get("ROCR_VISIBLE_DEVICES", environ.get("HIP_VISIBLE_DEVICES"))
-    return [*_nvidia(nvml, environ.get("CUDA_VISIBLE_DEVICES")), *_amd(amd)]
+    nvidia = _nvidia(nvml, environ.get("CUDA_VISIBLE_DEVICES"))
+    return [*nvidia, *amd_devices(environ, _in_the_hosts_pid_namespace())]
 
 
 @contextlib.contextmanager
@@ -122,29 +98,6 @@ def _visible(index: int, uuid: str, visible: str | None) -> bool:
         elif int(entry) == index:
             return True
     return False
-
-
-def _amd(visible: str | None) -> Iterator[Device]:
-    """AMD's devices in the order of their cards' numbers; a display chip without memory of its own is none."""
-    numbers: list[int] = []
-    with contextlib.suppress(OSError):
-        names = [path.name.removeprefix("card") for path in DRM.iterdir()]
-        numbers = sorted(int(name) for name in names if name.isdecimal())
-    cards = [DRM / f"card{number}" / "device" for number in numbers]
-    ours = [card for card in cards if _read(card / "vendor") == AMD_VENDOR]
-    for index, card in enumerate(card for card in ours if _read(card / "mem_info_vram_total")):
-        name = _read(card / "product_name") or f"AMD {_read(card / 'device')}"
-        total, used = _read(card / "mem_info_vram_total"), _read(card / "mem_info_vram_used")
-        if total.isdecimal() and used.isdecimal() and _visible(index, "", visible):
-            yield Device(Accelerator(index, "amd", name, int(total), int(used)), None)
-
-
-def _read(path: Path) -> str:
-    """What a small file says; empty where there is none."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _text(value: str | bytes) -> str:

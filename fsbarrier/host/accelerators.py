@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from fsbarrier.host.accelerator_drivers import Accelerator, Device, Kind, devices, initialised_nvml
+from fsbarrier.host.accelerator_device import Accelerator, Device, Kind
+from fsbarrier.host.accelerator_drivers import devices, initialised_nvml
 from fsbarrier.retry import Backoff
 
 __all__ = ["Accelerator", "Held", "Released", "StillHeld", "detect", "in_use", "wait_released"]
@@ -105,7 +106,7 @@ def wait_released(
 ) -> Released | StillHeld:
     """Wait until `pids` (that may have ended meanwhile) hold no more than `budget_bytes` on any device that `environ` lets them see.
 
-    Where the driver does not tell by process (AMD; in containers NVML gives the host's pids, or none), a device
+    Where the driver does not tell by process (in containers it gives the host's pids, or none), a device
     counts as free when no more than the budget is in use beyond what was in `before`, that is `detect()` from before
     `pids` were started; without `before` that is not verified. A device of `before` that no longer answers is held.
     """

@@ -13,7 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Self
 
-from fsbarrier.host.accelerator_drivers import Accelerator, driver_version
+from fsbarrier.host.accelerator_device import Accelerator
+from fsbarrier.host.accelerator_drivers import driver_version
 from fsbarrier.host.memory import host_memory
 from fsbarrier.protocol.facts import JsonObject, Payload
 

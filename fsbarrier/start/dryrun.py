@@ -64,7 +64,7 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
         return 0
     if preflight.only_shows_runs():
         print(
-            "# This environment only shows runs: whether packages are installed, and your own code loads, is seen at the start."
+            "# This light environment only shows runs. A start makes the whole one, and checks packages and your own code there."
         )
     for line in (*planned_lines(record, settings), *preset_lines(settings)):
         print(f"# {printable(line)}")
