@@ -23,7 +23,6 @@ def test_a_package_that_is_missing_is_named_before_anything_starts(monkeypatch: 
 @pytest.fixture
 def work(tmp_path: Path) -> Bench:
     """Matrices of 8192 and 4096 numbers, in two halves of which some still have moments of eight bits."""
-    pytest.importorskip("torchao")
     rollouts(tmp_path / "merged", tiny_model(tmp_path / "model", hidden_size=64))
     known = {"algorithm__max_logprob_gap": 1e9, "algorithm__old_logprobs": "engine"}
     made = Bench(tmp_path, settings(optimizer__kind="adamw_8bit", **known))
