@@ -286,7 +286,7 @@ def test_a_python_that_is_too_old(clone: Path, bare_path: Path) -> None:
     code, output = run(clone, {**env, "FSBARRIER_PYTHON": "python3"})
     assert (code, len(output.splitlines())) == (2, 1) and "FSBARRIER_PYTHON=python3: Python 3.11 to" in output
     code, output = run(clone, {**env, "FSBARRIER_FLAVOR": "tpu"})
-    assert (code, output) == (2, "fsbarrier: FSBARRIER_FLAVOR=tpu: it is cpu or cuda\n")
+    assert (code, output) == (2, "fsbarrier: FSBARRIER_FLAVOR=tpu: it is cpu, cuda or rocm\n")
     assert environments(clone) == []
 
 
