@@ -42,7 +42,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; gives the exit code (design section 2). Never raises, save for a second Ctrl-C."""
+    """Run one command line; gives the exit code. Never raises, save for a second Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview(), end="", file=sys.stdout if arguments else sys.stderr)

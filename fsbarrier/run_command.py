@@ -35,7 +35,7 @@ class Command(Protocol):
 
 
 def run(name: str, arguments: Sequence[str], find_command: Callable[[str], Command]) -> int:
-    """Run the command `name`; gives the exit code (design section 2). Never raises, save for a second Ctrl-C."""
+    """Run the command `name`; gives the exit code. Never raises, save for a second Ctrl-C."""
     args: argparse.Namespace | None = None
     try:
         command = find_command(name)

@@ -227,6 +227,10 @@ CASES = {
         "run --data-path nowhere --model model",
         ["--data-path", "nowhere", "no such folder"],
     ),
+    "data path and model are missing": (
+        "run --data-path nowhere --model none/such",
+        ["--data-path", "nowhere", "no such folder"],
+    ),
     "data path is a file": ("run --data-path file --model model", ["--data-path", "not a folder"]),
     "data path is empty": (
         "run --data-path empty --model model",

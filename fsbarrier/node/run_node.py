@@ -34,7 +34,7 @@ def run_node(
     until: int | None,
     joined: Callable[[int], None],
 ) -> int:
-    """Be node `node_rank` of the run until it ends (None: a node whose rank is free); the exit code of design section 2.
+    """Be node `node_rank` of the run until it ends (None: a node whose rank is free); gives the exit code.
 
     `settings`: the run's, with what this start has chosen anew. `stated`: what its command line says of those that may change, by dotted
     names. `joined` is called with the rank once it is this node's.

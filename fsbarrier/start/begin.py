@@ -265,6 +265,9 @@ def _inputs(
         return {
             name: _demo_source(data_path, name, file or f"{name}.jsonl") for name, file in named.items()
         }, settings.model
+    if data_path and named:
+        # Before the model, which may be looked for in it.
+        task_files.check_folder(data_path)
     model = model_folder.find_model(settings.model, data_path, environ) if settings.model else None
     if model is not None:
         model_folder.check_lengths(model, settings)

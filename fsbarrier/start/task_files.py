@@ -28,6 +28,14 @@ def needed_files(settings: Settings) -> dict[str, str | None]:
     )
 
 
+def check_folder(data_path: Path) -> None:
+    """Raises UsageError where tasks cannot be looked for."""
+    if not data_path.is_dir():
+        raise UsageError(
+            f"--data-path {data_path}: {'not a folder' if data_path.exists() else 'no such folder'}"
+        )
+
+
 def read_tasks(
     data_path: Path, named: Mapping[str, str | None], reward: str, *, model: Path | None = None
 ) -> dict[str, TaskSource]:
@@ -36,10 +44,6 @@ def read_tasks(
 
     Raises UsageError naming file and line number.
     """
-    if not data_path.is_dir():
-        raise UsageError(
-            f"--data-path {data_path}: {'not a folder' if data_path.exists() else 'no such folder'}"
-        )
     # Not at the top: this can load a parquet library, which commands without tasks need not wait for.
     from fsbarrier.data import tasks
     from fsbarrier.rewards.kinds import check_answers
