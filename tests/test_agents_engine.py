@@ -13,6 +13,7 @@ import pytest
 from test_rollout import SAMPLES, make_spec, rolled_out, run
 
 from fsbarrier.engine.engine import Engine
+from fsbarrier.rewards.matching import numeric
 from fsbarrier.settings.resolve import resolve
 
 pytestmark = [pytest.mark.engine, pytest.mark.torch, pytest.mark.timeout(600)]
@@ -123,7 +124,10 @@ def test_what_is_recorded_is_what_the_engine_computed(tmp_path: Path) -> None:
     assert turns[2] + turns[3] + turns[4] > len(trajectories) // 4, (
         f"the model hardly calls the tool: {turns}"
     )
-    assert max(trajectory["reward"] for trajectory in trajectories) == 1.0
+    for index, group in groups.items():
+        for trajectory in group:
+            last = trajectory["messages"][-1]["content"]
+            assert trajectory["reward"] == numeric(last, answers[index]["answer"]), (last, answers[index])
     assert all("segments" not in trajectory for trajectory in trajectories)
     assert_the_conversation_is_in_the_tokens(tmp_path / "model", trajectories)
     assert_logprobs(tmp_path / "model", trajectories)
