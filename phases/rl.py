@@ -69,7 +69,13 @@ def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -
     again = set(carried)
     first = carried + [task for task in sampled if task not in again]
     there, most = ctx.tasks.get("train", {"count": 0})["count"], settings.max_refills
-    refills = refill_tasks(there, first, len(sampled), most=most, seed=settings.seed, iteration=ctx.iteration)
+    # Without a number to keep no group is dropped, so none is made up for.
+    most = most if sampled and keep is not None else 0
+    refills = (
+        refill_tasks(there, first, len(sampled), most=most, seed=settings.seed, iteration=ctx.iteration)
+        if most
+        else []
+    )
     rounds = [first, *refills]
     decision = share_out(ctx, "train", list(chain.from_iterable(rounds)), rounds)
     decision |= {"keep": keep, "carried": carried}

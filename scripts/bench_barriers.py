@@ -34,6 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.rendezvous import listen, port_of
 from fsbarrier.maintenance import benchmark
 from fsbarrier.maintenance.benchmark import Latency, Passage, passages
@@ -239,6 +240,10 @@ def compare(folder: Path, nodes: int, args: argparse.Namespace) -> None:
             one = measure(kind, place, nodes, rounds, args)
         except NotHere as missing:
             print(f"{kind:<12}not measured: {missing}", flush=True)
+            continue
+        except (ProgramFailed, OSError, subprocess.SubprocessError) as error:
+            # One system that fails does not end the comparison of the others.
+            print(f"{kind:<12}failed: {error}".splitlines()[0], flush=True)
             continue
         finally:
             shutil.rmtree(place, ignore_errors=True)

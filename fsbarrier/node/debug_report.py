@@ -63,7 +63,13 @@ class DebugReports:
         deadline = time.monotonic() + debug_requests.ANSWER_S + PART_S
         while collecting.is_alive() and not cancel.is_set() and time.monotonic() < deadline:
             collecting.join(0.1)
-        return f"; what each node did then is in {self._paths.debug_archive(key)}"
+        archive = self._paths.debug_archive(key)
+        found = archive.exists()
+        return (
+            f"; what each node did then is in {archive}"
+            if found
+            else "; what the nodes did then could not be kept"
+        )
 
     def _collect(self, key: str) -> None:
         # A program that hangs is ended, whether or not its stacks could be kept.

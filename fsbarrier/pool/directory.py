@@ -148,8 +148,8 @@ def check_private(root: Path, *, shared_group: bool) -> None:
         if found.st_mode & others:
             who = "everybody" if found.st_mode & stat.S_IWOTH else "its group"
             raise UsageError(
-                f"{folder}: {who} may write there, and could run anything as you"
-                f"{'; give --shared-group if that is meant' if who == 'its group' else ''}"
+                f"{folder}: {who} may write there, and could run anything as you; chmod go-w {folder}"
+                f"{', or give --shared-group if that is meant' if who == 'its group' else ''}"
             )
         if found.st_uid not in (os.geteuid(), 0) and not shared_group:
             raise UsageError(f"{folder}: belongs to another user, who could run anything as you")

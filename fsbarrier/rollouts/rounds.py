@@ -1,10 +1,12 @@
-"""The rounds of a rollout phase: tasks that are sampled in one way, and begun once those of the round before are.
+"""The rounds of a rollout phase: tasks that are sampled in one way, and begun after those of the round before.
 
-Train rollouts have one round. An evaluation has one for each set of held-out tasks: each set has its task file and its sampling.
+Train rollouts have one round, and one more for each refill that may come. An evaluation has one for each set of held-out tasks: each set
+has its task file and its sampling.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -32,10 +34,16 @@ class Round:
 def read_rounds(spec: Payload, within_reach: Collection[int]) -> list[Round]:
     """What the spec says of each round: `tasks`, `task_file`, `sampling`; of a set of several also its name `eval_set`, and `first`, the
     number by which the file's first task goes. Raises UsageError."""
-    return [_read_round(one, frozenset(within_reach)) for one in spec["rounds"]]
+    here = frozenset(within_reach)
+    indices = defaultdict[str, set[int]](set)
+    for one in spec["rounds"]:
+        indices[one["task_file"]] |= {task - one.get("first", 0) for task in here.intersection(one["tasks"])}
+    # Each file is read once: ten rounds may share a large one.
+    found = {name: read_tasks(Path(name), wanted) for name, wanted in indices.items()}
+    return [_round(one, found[one["task_file"]], here) for one in spec["rounds"]]
 
 
-def _read_round(spec: Payload, within_reach: frozenset[int]) -> Round:
+def _round(spec: Payload, found: TaskFile, within_reach: frozenset[int]) -> Round:
     values = spec["sampling"]
     sampling = Sampling(**{item.name: values[item.name] for item in fields(Sampling)})
     if sampling.samples > 1 and sampling.temperature == 0:
@@ -43,10 +51,8 @@ def _read_round(spec: Payload, within_reach: frozenset[int]) -> Round:
             f"{sampling.samples} samples a task at temperature 0 would all be the same; give samples=1 or a temperature"
         )
     tasks, first = frozenset(spec["tasks"]), spec.get("first", 0)
-    here = [task - first for task in tasks & within_reach]
-    found: TaskFile = read_tasks(Path(spec["task_file"]), here)
     known = {
-        index + first: replace(task, index=index + first, eval_set=spec.get("eval_set", ""))
-        for index, task in found.tasks.items()
+        task: replace(found.tasks[task - first], index=task, eval_set=spec.get("eval_set", ""))
+        for task in tasks & within_reach
     }
     return Round(tasks, known, found.path, sampling)

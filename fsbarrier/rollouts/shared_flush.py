@@ -6,9 +6,10 @@ A flush takes as long for fifty groups as for one, and with short answers fifty 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.errors import UsageError
 from fsbarrier.trajectories import ShardWriter
 
 
@@ -39,6 +40,22 @@ class SharedFlush:
 
     async def _flush(self) -> None:
         groups = dict(self._waiting)
-        await asyncio.to_thread(self._writer.append_groups, groups)
+        try:
+            await asyncio.to_thread(self._writer.append_groups, groups)
+        except UsageError:
+            # One of them cannot be written. The others are, one by one.
+            await self._one_by_one(groups)
         for task_index in groups:
-            del self._waiting[task_index]
+            self._waiting.pop(task_index, None)
+
+    async def _one_by_one(self, groups: Mapping[int, Sequence[Trajectory]]) -> None:
+        wrong: UsageError | None = None
+        for task_index, made in groups.items():
+            try:
+                await asyncio.to_thread(self._writer.append_group, task_index, made)
+            except UsageError as error:
+                wrong = wrong or error
+            else:
+                del self._waiting[task_index]
+        if wrong is not None:
+            raise wrong

@@ -255,7 +255,7 @@ def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
     require(
         not s.rollout.max_refills or s.rollout.completion_threshold == 1,
         f"{as_chosen('rollout.completion_threshold')}: with {as_chosen('rollout.max_refills')} a round ends when all of it is done, "
-        "since what it came to decides about the next one; leave out one of the two",
+        "since what it came to decides about the next one; give rollout.max_refills=0 or leave out rollout.completion_threshold",
     )
     require(
         s.algorithm.overlong_buffer is None or s.algorithm.overlong_buffer <= s.rollout.max_tokens,

@@ -38,7 +38,8 @@ def _by_py_spy(tree: Mapping[int, int]) -> dict[int, str]:
         if program is None or left_s <= 0:
             break
         try:
-            argv = [program, "dump", "--pid", str(pid)]
+            # Without stopping it: a py-spy that is ended while its process hangs in a mount would leave that stopped.
+            argv = [program, "dump", "--pid", str(pid), "--nonblocking"]
             done = subprocess.run(
                 argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=left_s, check=False
             )

@@ -59,7 +59,8 @@ def as_kept(optimizer: object, parameter: Parameter, name: str, moment: Tensor) 
 
 
 def in_eight_bits(moment: object) -> bool:
-    return hasattr(moment, "codes")
+    """Whether a moment, sharded or not, is kept in eight bits."""
+    return hasattr(moment.to_local() if isinstance(moment, DTensor) else moment, "codes")
 
 
 def read_back(optimizer: torch.optim.Optimizer) -> None:

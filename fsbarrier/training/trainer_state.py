@@ -18,7 +18,7 @@ from torch import Tensor
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.reading import JSON_BYTES, read_bytes
 from fsbarrier.rundir import checkpoints
-from fsbarrier.training.optimizer import as_kept
+from fsbarrier.training.optimizer import as_kept, in_eight_bits
 from fsbarrier.training.slices import FlatPart, gather
 from fsbarrier.training.stored_tensors import StoredPart, StoredTensors
 
@@ -189,7 +189,9 @@ def restore(
                     state[key] = torch.tensor(layout.scalars[full], dtype=torch.float32, device=device)
                 else:
                     # Where the optimizer has a place for it already, maybe on another device, that is filled.
-                    filled = torch.empty_like(parameter, requires_grad=False) if there is None else there
+                    # One of eight bits cannot be filled in parts.
+                    own = there is not None and not in_eight_bits(there)
+                    filled = there if own else torch.empty_like(parameter, requires_grad=False)
                     stored.fill(full, filled)
                     state[key] = as_kept(optimizer, parameter, key, filled)
             if state:

@@ -119,7 +119,7 @@ class Rollout:
             try:
                 await self._until_the_end(writer, appending)
             finally:
-                # What is judged is not lost. If this fails, the phase has failed already, and this was its reason.
+                # What is judged is not lost, also where the phase ends early. A group that cannot be written has failed already.
                 with suppress(FsbarrierError):
                     await appending.rest()
                 self.progress.close()
@@ -213,6 +213,8 @@ class Rollout:
             another = await asyncio.to_thread(refills.another_after, number)
             if another is not None:
                 return another
+            # Waiting for nodes that still sample is progress: whoever hangs is found on its own node.
+            self.progress.write()
             await asyncio.sleep(pause_s)
         raise AssertionError
 
