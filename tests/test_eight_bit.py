@@ -59,6 +59,7 @@ def test_whoever_goes_on_from_a_state_does_what_the_one_that_saved_it_does(work:
     """Both kinds read either's state; the moments that are read are of eight bits, and the same as those in memory."""
     from fsbarrier.training.processes import Processes
     from fsbarrier.training.trainer import Trainer
+    from fsbarrier.training.trainer_state import restore
 
     work.update("v1")
 
@@ -69,6 +70,9 @@ def test_whoever_goes_on_from_a_state_does_what_the_one_that_saved_it_does(work:
 
     first = loaded("v1", 1)
     sizes = moments_of(first)
+    # Another process could not read the first folder, so that all go on from the next one.
+    restore(work.folder / "v1" / "trainer", first.backend.trained, first.backend.optimizer, 1)
+    assert moments_of(first) == sizes
     assert sizes["model.layers.0.mlp.up_proj.weight"] == 1 and sizes["model.norm.weight"] == 4
     first.save(work.folder / "again", model_folder=work.folder / "v1" / "model", policy_version=2)
     second = loaded("again", 2)

@@ -167,6 +167,12 @@ def test_a_node_waits_for_the_others_and_is_started_again_in_a_later_round(
     while process.poll() is None and not waited.exists():
         pause.wait(0.01)
     assert process.poll() is None and tasks_in(spec) == [0, 1]
+    # Else its daemon would take a long wait for a program that hangs.
+    shown, written_at = spec.parent / "progress.json", set[int]()
+    while process.poll() is None and len(written_at) < 4:
+        written_at.add(shown.stat().st_mtime_ns)
+        pause.wait(0.01)
+    assert process.poll() is None
     process.kill()
     finish(process, spec)
     second = start(other)

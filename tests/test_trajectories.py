@@ -371,6 +371,21 @@ def test_a_flush_that_fails_fails_everybody_who_waits() -> None:
     asyncio.run(run())
 
 
+def test_a_group_that_cannot_be_written_takes_no_others_with_it(tmp_path: Path) -> None:
+    async def run() -> None:
+        with ShardWriter(tmp_path / "part", prefix="p", header=HEADER) as writer:
+            appending = SharedFlush(writer)
+            groups = [group(0), [{**group(1)[0], "note": object()}], group(2)]
+            tasks = [appending.append(task, made) for task, made in enumerate(groups)]
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            assert any(isinstance(one, UsageError) for one in ended)
+            with pytest.raises(UsageError, match="trajectory.note"):
+                await appending.rest()
+
+    asyncio.run(run())
+    assert [one.task_index for one in scan_shard(tmp_path / "part").groups] == [0, 2]
+
+
 def test_a_full_disk_leaves_a_valid_file(tmp_path: Path) -> None:
     """A real write that stops half way: the kernel refuses to let the file grow beyond a limit."""
     path = tmp_path / "part"
