@@ -379,7 +379,7 @@ def test_a_group_that_cannot_be_written_takes_no_others_with_it(tmp_path: Path) 
             tasks = [appending.append(task, made) for task, made in enumerate(groups)]
             ended = await asyncio.gather(*tasks, return_exceptions=True)
             assert any(isinstance(one, UsageError) for one in ended)
-            with pytest.raises(UsageError, match="trajectory.note"):
+            with pytest.raises(UsageError, match="note is a object"):
                 await appending.rest()
 
     asyncio.run(run())
