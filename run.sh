@@ -12,11 +12,16 @@ clone="$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")"
 # shellcheck source=scripts/environment.sh
 source "$clone/scripts/environment.sh"
 
-need=
+need= own=
 for word in "$@"; do
-  # These run nothing, and wait for no environment of gigabytes.
-  case "$word" in --dry-run | --help | -h) need=light ;; esac
+  case "$word" in
+    # These run nothing, and wait for no environment of gigabytes.
+    --dry-run | --help | -h) need=light ;;
+    # A program of your own is loaded to be shown too, and may import anything.
+    *.py) own=yes ;;
+  esac
 done
+[ -z "$own" ] || need=
 ensure_environment $need
 # shellcheck disable=SC2154  # set by ensure_environment
 exec "$python" -P -m fsbarrier run "$@"

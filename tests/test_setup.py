@@ -181,6 +181,13 @@ def test_what_only_shows_something_waits_for_no_whole_environment(
     assert code == 0 and len(output.splitlines()) == 1
 
 
+def test_a_program_of_ones_own_is_shown_with_all_that_it_may_import(clone: Path, env: dict[str, str]) -> None:
+    code, output = run(clone, env, "--program", "./mine.py", "--dry-run")
+    assert code == 0, output
+    (whole,) = environments(clone)
+    assert whole.startswith(".venv-cpu-")
+
+
 def test_an_environment_for_rocm_lies_on_top_of_a_python_that_has_vllm(
     clone: Path, env: dict[str, str], tmp_path: Path
 ) -> None:
