@@ -26,7 +26,8 @@ def file_name(pid: int) -> str:
 
 
 def register() -> None:
-    """From now on SIGNAL makes this process write the stacks of all its threads. Does nothing where the system cannot do that."""
+    """From now on SIGNAL makes this process write the stack of the thread that it interrupts, mostly the main one. Does nothing where the
+    system cannot do that."""
     global _registered_as
     me = os.getpid()
     if _registered_as == me:
@@ -36,5 +37,6 @@ def register() -> None:
         faulthandler.unregister(SIGNAL)
         # While Python ends, it goes back to what held before: a signal that arrives then must not end the program.
         signal.signal(SIGNAL, signal.SIG_IGN)
-        faulthandler.register(SIGNAL, os.memfd_create(file_name(me)), all_threads=True)
+        # Not all threads: the handler would read frames that another thread changes, and could end a healthy program.
+        faulthandler.register(SIGNAL, os.memfd_create(file_name(me)), all_threads=False)
         _registered_as = me

@@ -6,8 +6,10 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +27,20 @@ MOST_BYTES = 256 * 1024
 
 def stacks_of(tree: Mapping[int, int]) -> dict[int, str]:
     """The stacks of those of `tree` (pid -> start time) that tell them, or why one that could tell does not."""
-    spied = _by_py_spy(tree)
-    return spied | _by_signal({pid: start for pid, start in tree.items() if pid not in spied})
+    me = os.getpid()
+    own = {me: _own_stacks()} if me in tree else {}
+    found = own | _by_py_spy({pid: start for pid, start in tree.items() if pid not in own})
+    return found | _by_signal({pid: start for pid, start in tree.items() if pid not in found})
+
+
+def _own_stacks() -> str:
+    """Of all threads of this process. Asked by the signal, a healthy daemon was once ended by SIGSEGV: its handler reads the frames of
+    other threads while they change, which cannot be here."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
 
 
 def _by_py_spy(tree: Mapping[int, int]) -> dict[int, str]:
