@@ -68,14 +68,10 @@ def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -
     carried = carried_over(ctx) if settings.carry_over else []
     again = set(carried)
     first = carried + [task for task in sampled if task not in again]
-    there, most = ctx.tasks.get("train", {"count": 0})["count"], settings.max_refills
+    there = ctx.tasks.get("train", {"count": 0})["count"]
     # Without a number to keep no group is dropped, so none is made up for.
-    most = most if sampled and keep is not None else 0
-    refills = (
-        refill_tasks(there, first, len(sampled), most=most, seed=settings.seed, iteration=ctx.iteration)
-        if most
-        else []
-    )
+    most = settings.max_refills if keep is not None else 0
+    refills = refill_tasks(there, first, len(sampled), most=most, seed=settings.seed, iteration=ctx.iteration)
     rounds = [first, *refills]
     decision = share_out(ctx, "train", list(chain.from_iterable(rounds)), rounds)
     decision |= {"keep": keep, "carried": carried}

@@ -6,10 +6,14 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 from process_tree import Fifo, Watched
+
+if TYPE_CHECKING:
+    from test_rollout import Fake
 
 # The same examples every time, however fast the machine is.
 hypothesis.settings.load_profile("ci")
@@ -32,6 +36,18 @@ _NAMES = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite", action="store_true", help="write the golden files of tests/scenarios anew")
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[Fake]:
+    """A server that answers as vLLM does."""
+    # Not at the top: only tests of rollouts need it.
+    from test_rollout import start_fake
+
+    server = start_fake(tmp_path / "fake")
+    yield server
+    server.process.kill()
+    server.process.communicate()
 
 
 @pytest.fixture(autouse=True)

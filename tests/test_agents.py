@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from test_rollout import KEY, SAMPLES, Fake, assert_one_line, make_spec, rolled_out, run, start_fake
+from test_rollout import KEY, SAMPLES, Fake, assert_one_line, make_spec, rolled_out, run
 
 from fsbarrier.errors import UsageError
 from fsbarrier.rollouts.agent_client import Client, TurnFailed, finished, tool_calls
@@ -29,14 +29,6 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 TOOLS = [
     {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 ]
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> Iterator[Fake]:
-    server = start_fake(tmp_path / "fake")
-    yield server
-    server.process.kill()
-    server.process.communicate()
 
 
 def letters(text: str) -> list[int]:

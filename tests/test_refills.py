@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import FAST, Cluster, rolled_out_twice
-from test_rollout import SAMPLES, Fake, finish, make_spec, run, start, start_fake
+from test_rollout import SAMPLES, Fake, finish, make_spec, run, start
 
 from fsbarrier.data import rankfiles
 from fsbarrier.errors import StoreError
@@ -19,14 +18,6 @@ from fsbarrier.rollouts.claims import remove_old
 from fsbarrier.rollouts.refills import Refills
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import load, scan_shard
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> Iterator[Fake]:
-    server = start_fake(tmp_path / "fake")
-    yield server
-    server.process.kill()
-    server.process.communicate()
 
 
 def node(folder: Path, rank: int, already: tuple[int, ...] = (0, 1, 0), enough: int = 6) -> Refills:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,14 +47,6 @@ class Run:
     code: int
     stderr: str
     result: dict[str, Any] = field(default_factory=dict)
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> Iterator[Fake]:
-    server = start_fake(tmp_path / "fake")
-    yield server
-    server.process.kill()
-    server.process.communicate()
 
 
 def start_fake(folder: Path, *, port: int = 0, **mode: Any) -> Fake:

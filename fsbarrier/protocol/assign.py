@@ -33,8 +33,10 @@ def refill_tasks(
 
     They are no part of the passes over the data: which tasks the next iteration draws does not depend on what this one needs.
     """
+    if not most or not size:
+        return []
     drawn = frozenset(drawn)
-    others = [task for task in range(total) if task not in drawn] if most else []
+    others = [task for task in range(total) if task not in drawn]
     chosen = random.Random(f"{seed}:{iteration}:refills").sample(others, min(len(others), most * size))
     return [chosen[start : start + size] for start in range(0, len(chosen), size)]
 
