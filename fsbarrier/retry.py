@@ -47,10 +47,11 @@ def retry(
     within_s: float = PASSING_S,
     errnos: Container[int] | None = None,
     cancel: threading.Event | None = None,
+    passing: tuple[type[Exception], ...] = (OSError,),
 ) -> T:
-    """What `operation` gives. While it raises OSError it is tried again, for `within_s` from its first failure on.
+    """What `operation` gives. While it raises one of `passing` it is tried again, for `within_s` from its first failure on.
 
-    Raises the last failure's OSError, and at once one whose errno is not in `errnos` (None: every error may pass).
+    Raises the last failure, and at once an OSError whose errno is not in `errnos` (None: every error may pass).
     `cancel` ends the pauses: then the failure before it is raised, too.
     """
     idle = cancel if cancel is not None else threading.Event()
@@ -58,11 +59,12 @@ def retry(
     while True:
         try:
             return operation()
-        except OSError as error:
+        except passing as error:
             now = time.monotonic()
             failing_since = now if failing_since is None else failing_since
             left_s = failing_since + within_s - now
-            if left_s <= 0 or (errnos is not None and error.errno not in errnos):
+            stays = isinstance(error, OSError) and errnos is not None and error.errno not in errnos
+            if left_s <= 0 or stays:
                 raise
             # Cut the last pause short, so that one more try comes when the time is up.
             if idle.wait(min(next(pauses), left_s)):

@@ -212,3 +212,24 @@ def test_the_precision_that_is_asked_for(run: Path, tmp_path: Path) -> None:
     assert not torch.equal(exact[name], served[name].float())
     (folder / "trainer" / "part-00000.safetensors").write_bytes(b"torn")
     assert export(run, tmp_path / "torn", "--policy-version", "9", "--dtype", "fp32") == 4
+
+
+@pytest.mark.torch
+def test_served_weights_do_not_pass_for_the_trainer_s(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a version whose state only its nodes have. The run's first model is exact as it is."""
+    import torch
+    from trainer_bench import tiny_model
+    from transformers import AutoModelForCausalLM
+
+    folder = RunPaths(run).checkpoint(9, 1)
+    for model in (folder / "model", tmp_path / "first"):
+        tiny_model(tmp_path / "made").bfloat16().save_pretrained(model)
+    whole = checkpoints.write_manifest(folder, 9)
+    checkpoints.commit(folder, checkpoints.Manifest(9, whole.files, state_in=None))
+    assert export(run, tmp_path / "nine", "--policy-version", "9", "--dtype", "fp32") == 2
+    assert "no trainer state in the run directory has its exact weights" in capsys.readouterr().err
+    assert not (tmp_path / "nine").exists()
+    assert export(run, tmp_path / "zero", "--policy-version", "0", "--dtype", "fp32") == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "zero").dtype is torch.float32

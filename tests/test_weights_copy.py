@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import signal
 import subprocess
@@ -13,12 +14,14 @@ from typing import Any, cast
 
 import pytest
 
+from fsbarrier import reading
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.host import memory
 from fsbarrier.host.own_folder import own_folder
-from fsbarrier.node import daemon, run_node
+from fsbarrier.node import daemon, run_node, work_kinds
 from fsbarrier.node.job import Job, Workplace
 from fsbarrier.node.weights import checked_weights
+from fsbarrier.program import PublishWeights
 from fsbarrier.rundir import checkpoints, weights_copy
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.weights_copy import WeightsCopy
@@ -156,6 +159,36 @@ def test_nor_is_one_that_lost_its_manifest_or_was_loaded_into_a_copy(model: Path
     (model.parent / checkpoints.MANIFEST).unlink()
     with pytest.raises(ProgramFailed, match="has no MANIFEST"):
         checked_weights(model, Job(), place, published)
+
+
+@pytest.mark.parametrize("fails", ["the manifest", "a file of weights", "what is published"])
+def test_a_mount_that_fails_for_a_while_is_waited_for(
+    model: Path, place: Workplace, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """For as long as everywhere else, and not only for the moment that each reader of a file waits."""
+    place.weights = None
+    published = checkpoints.identity(VERSION, checkpoints.read_manifest(model.parent).digest)
+    name = next(iter(WEIGHTS)) if fails == "a file of weights" else checkpoints.MANIFEST
+    real, failures = reading.open_below, iter(range(3))
+
+    def open_below(root: Path, path: Path) -> int:
+        if path.name == name and next(failures, None) is not None:
+            raise OSError(errno.EIO, "not now")
+        return real(root, path)
+
+    monkeypatch.setattr(reading, "open_below", open_below)
+    # Each reader tries once.
+    monkeypatch.setattr(checkpoints, "retry", lambda ask, errnos: ask())
+    if fails == "what is published":
+        work = PublishWeights(model.parent, 6, keep=0, trained_on=1)
+        context = cast(Any, SimpleNamespace(newest=lambda: 1, generation=1))
+        assert work_kinds.carry_out(work, context, Job(), place)["policy_version"] == 6
+    else:
+        assert checked_weights(model, Job(), place, published)[0] == model
+    assert next(failures, None) is None
+    failures, place.checked_model = iter(range(10**6)), None
+    with pytest.raises(checkpoints.Unreadable, match="not now"):
+        checked_weights(model, Job(outage_s=0.1), place, published)
 
 
 @pytest.mark.parametrize("policy", ["", "start", f"{VERSION}:"])

@@ -16,6 +16,7 @@ from fsbarrier.node.state_upload import StateUpload
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.timing import OUTAGE_S
 from fsbarrier.retry import retry
+from fsbarrier.rundir.checkpoints import Unreadable
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.supervision.kept_program import KeptProgram
 from fsbarrier.supervision.template import Template
@@ -101,10 +102,14 @@ class Job:
             self.progress = read_progress(self.progress_file) or self.progress
 
     def patiently(self, ask: Callable[[], T]) -> T:
-        """The answer of `ask`, which reads the shared directory; repeated for `outage_s` while that fails. Raises OSError, Cancelled."""
+        """The answer of `ask`, which reads the shared directory; repeated for `outage_s` while that fails.
+
+        Raises OSError, Unreadable, Cancelled, and at once whatever else `ask` raises.
+        """
+        failures = (OSError, Unreadable)
         try:
-            return retry(ask, within_s=self.outage_s, cancel=self.cancel)
-        except OSError:
+            return retry(ask, within_s=self.outage_s, cancel=self.cancel, passing=failures)
+        except failures:
             self.stop_if_cancelled()
             raise
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 from fsbarrier.node.job import Job, Result, Workplace
@@ -19,7 +20,7 @@ def checked_weights(
     """
     copies, version = workplace.weights, model.parent.name
     with job.using_directory(f"checking {version}"):
-        checkpoints.check_identity(model.parent, policy)
+        job.patiently(partial(checkpoints.check_identity, model.parent, policy))
     if copies is not None and (here := copies.nearest(model)) != model:
         return here, []
     if model == workplace.checked_model or not (model.parent / checkpoints.MANIFEST).exists():
@@ -27,10 +28,10 @@ def checked_weights(
     began, why_not = time.monotonic(), ""
     with job.using_directory(f"checking {version}"):
         if copies is not None:
-            why_not = copies.confirm(model, job.live_on)
+            why_not = job.patiently(partial(copies.confirm, model, job.live_on))
         if copies is None or why_not:
             # The engines then read it from the page cache.
-            checkpoints.verify(model.parent, f"{model.name}/", job.live_on)
+            job.patiently(partial(checkpoints.verify, model.parent, f"{model.name}/", job.live_on))
             workplace.checked_model = model
     folder = model if copies is None else copies.nearest(model)
     fields = {

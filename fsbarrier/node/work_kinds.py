@@ -106,7 +106,8 @@ def _serve_weights(work: ServeWeights, context: Context, job: Job, workplace: Wo
         if info.note or info.action != "kept"
     ]
     kept = checkpoints.kept_on_node(context.settings.checkpoint.local_dir, context.run_id, context.node_rank)
-    workplace.state_upload.begin(work.folder.parent, kept / work.folder.parent.name)
+    version = work.folder.parent
+    job.patiently(partial(workplace.state_upload.begin, version, kept / version.name))
     return {
         "engines": len(infos),
         "engine_s": round(max(waited_s), 3),
@@ -130,7 +131,7 @@ def _publish_weights(work: PublishWeights, context: Context, job: Job, log_path:
     Its content is read by the nodes that serve it, each before its engine loads it.
     """
     last_look = partial(_refuse_if_outdated, context, job)
-    manifest = checkpoints.check_sizes(work.folder)
+    manifest = job.patiently(partial(checkpoints.check_sizes, work.folder))
     checkpoints.publish_link(log_path, work.folder, last_look)
     value = {
         "policy_version": work.policy_version,

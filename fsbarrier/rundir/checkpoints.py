@@ -37,6 +37,10 @@ COPIED_FROM = ".copied-from"
 READERS = 8
 
 
+class Unreadable(ProgramFailed):
+    """The mount fails, and has for longer than it usually does. Nothing is known of the policy version: it may be whole."""
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a policy version's folder holds, by the name relative to it.
@@ -125,7 +129,12 @@ def read_manifest(folder: Path) -> Manifest:
         ArithmeticError,
         RecursionError,
     ) as error:
-        raise ProgramFailed(f"{folder / MANIFEST} cannot be read: {error}") from None
+        raise _unread(error, f"{folder / MANIFEST} cannot be read: {error}") from None
+
+
+def _unread(error: Exception, said: str) -> ProgramFailed:
+    failing = isinstance(error, OSError) and error.errno in FAILING
+    return Unreadable(said) if failing else ProgramFailed(said)
 
 
 def _listed(digests: Mapping[str, FileDigest]) -> dict[str, dict[str, object]]:
@@ -237,7 +246,7 @@ def _opened(folder: Path, name: str) -> Iterator[int]:
         finally:
             os.close(fd)
     except OSError as error:
-        raise ProgramFailed(f"{path}, listed in {MANIFEST}, cannot be read: {error}") from None
+        raise _unread(error, f"{path}, listed in {MANIFEST}, cannot be read: {error}") from None
 
 
 def check_nothing_else(folder: Path, part: str, listed: Iterable[str]) -> None:

@@ -115,7 +115,8 @@ def export(chosen: Exported, target: Path, dtype: str | None) -> None:
                 listed = (*manifest.files, *manifest.following)
                 for part in ("model/", "trainer/")[: 1 if chosen.trainer is None else 2]:
                     checkpoints.check_nothing_else(chosen.model.parent, part, listed)
-            convert(chosen.model, chosen.trainer, staging, DTYPES[dtype])
+            # What a run begins with is as exact as it is.
+            convert(chosen.model, chosen.trainer, staging, DTYPES[dtype], trained=bool(chosen.digests))
         check_whole(staging)
         files.fsync_dir(staging)
         os.rename(staging, target)

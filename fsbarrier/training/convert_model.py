@@ -22,8 +22,11 @@ from fsbarrier.training.trainer_state import WEIGHT, Layout
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def convert(model: Path, trainer: Path | None, out: Path, dtype: torch.dtype) -> None:
+def convert(
+    model: Path, trainer: Path | None, out: Path, dtype: torch.dtype, *, trained: bool = True
+) -> None:
     """Write the folder `model` anew with its weights in `dtype`. `trainer`: the state that belongs to it; None: there is none.
+    `trained`: whether its trainer had more exact weights than it serves.
 
     Raises OSError, ProgramFailed (a damaged file), UsageError (no exact weights of the whole model are there).
     """
@@ -32,7 +35,12 @@ def convert(model: Path, trainer: Path | None, out: Path, dtype: torch.dtype) ->
         source = stack.enter_context(StoredTensors.of_model(model))
         names = {name: name for name in source.parts}
         architecture = None
-        if dtype is torch.float32 and trainer is not None and torch.bfloat16 in map(source.dtype, names):
+        if dtype is torch.float32 and trained and torch.bfloat16 in map(source.dtype, names):
+            if trainer is None:
+                raise UsageError(
+                    f"--dtype fp32: {model} is served in bf16, and no trainer state in the run directory has its exact weights "
+                    "(checkpoint.trainer_every says how often there is one); export another version, or in bf16"
+                )
             layout = Layout.read(trainer)
             source = stack.enter_context(StoredTensors(trainer, layout.shapes, layout.parts))
             names = {key.partition("/")[2]: key for key in layout.parts if key.startswith(f"{WEIGHT}/")}
