@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,19 @@ def test_a_run_whose_iterations_are_done_makes_up_for_it(tmp_path: Path) -> None
         assert_evaluated(cluster, 3)
         parts = RunPaths(cluster.log_path).trajectories("test").glob("*iteration3_rank_*.part")
         assert len([*parts]) == 1
+
+
+def test_a_run_that_was_stopped_in_row_13_and_is_to_end_there_evaluates(tmp_path: Path) -> None:
+    """The iteration was not to be the last one when the run was stopped."""
+    flags = (*FAST, "toy.phase_s=0.01", "custom.hold_s=60", "--iterations")
+    with Cluster(tmp_path, 1, *flags, "3", program=str(PROGRAM)) as cluster:
+        cluster.start()
+        cluster.in_phase(0, 13)
+        cluster.signal(0, signal.SIGTERM)
+        assert cluster.wait() == {0: 143}
+        cluster.flags = (*cluster.flags[:-1], "1")
+        cluster.start()
+        assert cluster.wait() == {0: 0}, cluster.said(0)
+        assert_evaluated(cluster, 1)
+        begun = [e["phase"] for e in cluster.events() if e["event"] == "phase_started"]
+        assert begun == [*range(14), 12, 13]

@@ -314,6 +314,9 @@ CLOSED = {"close": decided(4, {"reward": 1})}
         ((5, OPEN), {"close": decided(3, {"reward": 1})}, 4, (4, PUBLISH)),
         ((5, MERGE), {}, 4, (4, PUBLISH)),
         ((5, OPEN), CLOSED, 4, (5, OPEN)),
+        # It was left in a row of an iteration that was not to be the last.
+        ((4, CLOSE), {}, 4, (4, PUBLISH)),
+        ((4, PUBLISH), {}, 4, (4, PUBLISH)),
         # Not asked for, not done yet, or long gone on.
         ((5, OPEN), {}, 5, (5, OPEN)),
         ((5, OPEN), {}, None, (5, OPEN)),

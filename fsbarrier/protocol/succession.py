@@ -123,16 +123,22 @@ def all_done(start: Position, until: int | None) -> bool:
 def opening(
     found: Recovered, span: tuple[int, int], table: Table[object], until: int | None = None
 ) -> Position:
-    """Where a session that runs the rows of `span` up to iteration `until` begins. If its iterations are all done, but the last one was
-    not closed (`Table.closing`), it closes that."""
+    """Where a session that runs the rows of `span` up to iteration `until` begins.
+
+    The last iteration ends with the rows that close it (`Table.closing`), from the first of them on: also where the run was left
+    in their place, in an iteration that was not to be the last, and where the iteration is done and was not closed.
+    """
     start = _opening(found, span, table)
-    if not table.closing or start.iteration - 1 != until or span != table.span():
+    if not table.closing or until is None or span != table.span():
         return start
-    last, closing = table.rows[-1].name, table.closing[0].index
-    entry = found.decisions.get(last)
-    closed = entry is not None and entry["iteration"] == until
+    first_closing = Position(until, table.closing[0].index)
+    if start.iteration == until:
+        return min(start, first_closing)
+    last = found.decisions.get(table.rows[-1].name)
+    closed = last is not None and last["iteration"] == until
     # Once the next iteration has published, there is nothing to go back to.
-    return start if closed or start.phase >= closing else Position(until, closing)
+    published = start.phase >= first_closing.phase
+    return start if start.iteration - 1 != until or closed or published else first_closing
 
 
 def _opening(found: Recovered, span: tuple[int, int], table: Table[object]) -> Position:

@@ -16,16 +16,24 @@ def decide_final(ctx: Context) -> Work:
 
 
 def rollout_final(ctx: Context) -> Work:
-    work: Work = toy.rollout_eval(rl.following(ctx))
+    return held(ctx, toy.rollout_eval(rl.following(ctx)))
+
+
+def end_iteration(ctx: Context) -> Work:
+    return held(ctx, toy.work_each(ctx))
+
+
+def held(ctx: Context, work: Work) -> Work:
+    """The work, in which the first generation stays long enough to be struck."""
     if isinstance(work, Command) and ctx.generation == 1 and "hold_s" in ctx.settings.custom:
-        # There is time to strike a node in it.
-        work = replace(work, spec={**work.spec, "seconds": ctx.settings.custom["hold_s"]})
+        return replace(work, spec={**work.spec, "seconds": ctx.settings.custom["hold_s"]})
     return work
 
 
 PROGRAM: Program = replace(
     toy.PROGRAM,
     name="closing",
+    rows=(*toy.PROGRAM.rows[:13], Phase(13, "iteration_end", each=end_iteration)),
     closing=(
         Phase(12, "engine_start", each=toy.work_each, leader=decide_final),
         Phase(13, "iteration_end", each=rollout_final, leader=rl.aggregate_final, resume="engine_start"),
