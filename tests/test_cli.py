@@ -256,10 +256,10 @@ def test_a_dry_run_as_json(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_where_only_the_core_is_installed(
+def test_a_dry_run_in_an_environment_that_only_shows_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is missing there says nothing of the nodes of a run; a start is refused."""
+    """What is missing there says nothing of the nodes of a run; a start is refused. Elsewhere it is missing from the run too."""
     (tmp_path / "own.py").write_text("import a_package_of_the_nodes\ndef judge(answer, task): return 1.0\n")
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
@@ -277,8 +277,15 @@ def test_a_dry_run_where_only_the_core_is_installed(
     ]
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else found(name))
+        assert main([*words, "--dry-run"]) == 2
+        assert "trackio" in capsys.readouterr().err
+        patch.setattr(sys, "prefix", str(tmp_path / "light"))
+        (tmp_path / "light").mkdir()
+        (tmp_path / "light" / "only-shows-runs").touch()
         assert main([*words, "--dry-run"]) == 0
         assert "This light environment only shows runs" in capsys.readouterr().out
+        assert main([*words, "--dry-run", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["light_environment"] is True
         assert main(words) == 2
         assert "trackio" in capsys.readouterr().err
     assert main([*words, "--dry-run"]) == 2

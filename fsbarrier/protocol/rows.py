@@ -87,6 +87,12 @@ class Table(Generic[Work_co]):
     _last_rows: tuple[Row[Work_co], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # Earlier versions took the name of a row here, and people keep copies of programs.
+        if not all(isinstance(row, Row) for row in self.closing):
+            raise UsageError(
+                f"program {self.name}: closing={self.closing!r} is no tuple of rows; in a session's last iteration its rows stand in the "
+                "place of the last ones, as in phases/rl.py"
+            )
         indices = {row.name: i for i, row in enumerate(self.rows)}
         kept = len(self.rows) - len(self.closing)
         object.__setattr__(self, "_indices", indices)

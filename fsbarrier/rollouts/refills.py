@@ -1,8 +1,9 @@
 """Whether a train rollout goes on with another round, because too few groups have rewards that differ (`rollout.max_refills`).
 
 A node that has nothing left to do in a round, its own groups being durable, creates an empty file beside the claims, whose name says
-how many of them have signal. Once every node's is listed, all count the same names, and so all come to the same answer. Nothing is
-ever replaced or agreed: a node that dies before its file is there ends the generation, and the next one adopts the groups.
+how many of them have signal, which means that their rewards differ. Once every node's is listed, all count the same names, and so all
+come to the same answer. Nothing is ever replaced or agreed: a node that dies before its file is there ends the generation, and the next
+one adopts the groups.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
                     "settings": shown(settings.as_json()),
                     "tasks": record.tasks,
                     "model": record.model,
+                    "light_environment": preflight.only_shows_runs(),
                     "commands": listed,
                 }
             )
@@ -90,7 +91,7 @@ def preset_lines(settings: Settings) -> list[str]:
     for name, value in preset_values(preset).items():
         section, _, field = name.partition(".")
         used = getattr(getattr(settings, section), field)
-        other = "" if used == value else f" (you chose {json.dumps(used)})"
+        other = "" if used == value else f" (this run has {json.dumps(used)})"
         lines.append(f"  {name} = {json.dumps(value)}{other}")
     return lines
 

@@ -128,9 +128,9 @@ def check_log_path(path: Path) -> None:
 
 
 def only_shows_runs() -> bool:
-    """Whether this environment was made to show runs and lacks what their programs need (scripts/requirements/light.txt). What it lacks
-    says nothing of the nodes of a run."""
-    return importlib.util.find_spec("torch") is None
+    """Whether scripts/setup_env.py made this environment to show runs, without what their programs need (scripts/requirements/light.txt).
+    What it lacks says nothing of the nodes of a run."""
+    return (Path(sys.prefix) / "only-shows-runs").exists()
 
 
 def check_packages(settings: Settings, needs: Collection[str], environ: Environ) -> None:

@@ -1,6 +1,7 @@
 """The toy program with one row that takes long in the first generation: there is time to strike a node in it.
 
-`custom.hold` is that row's number. Its work is slowed down where the toy has some, else there is a wait before it.
+`custom.hold` is that row's number. Its work is slowed down where the toy has some, else there is a wait before it. `custom.hold_s` says how
+long that takes.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ def slow(builder: Builder | None, index: int) -> Builder:
         work = builder(ctx) if builder is not None else Value({})
         if (ctx.generation, ctx.settings.custom["hold"]) != (1, index):
             return work
-        slowed, found = slowed_down(work)
-        return slowed if found else Steps((Command(("sleep", str(LONG_S)), "hold.log", result=False), work))
+        seconds = float(ctx.settings.custom.get("hold_s", LONG_S))
+        slowed, found = slowed_down(work, seconds)
+        return slowed if found else Steps((Command(("sleep", str(seconds)), "hold.log", result=False), work))
 
     return build
 
 
-def slowed_down(work: Work) -> tuple[Work, bool]:
+def slowed_down(work: Work, seconds: float) -> tuple[Work, bool]:
     """The work with each of its toy programs taking long, and whether there was any."""
     match work:
         case Command(spec=spec) if "seconds" in spec:
-            return replace(work, spec={**spec, "seconds": LONG_S}), True
+            return replace(work, spec={**spec, "seconds": seconds}), True
         case Steps(works):
-            inner = [slowed_down(one) for one in works]
+            inner = [slowed_down(one, seconds) for one in works]
             return Steps(tuple(one for one, _ in inner)), any(found for _, found in inner)
     return work, False
 
