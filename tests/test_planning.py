@@ -283,11 +283,10 @@ def plan(
 def test_seven_billion_on_three_nodes() -> None:
     made = plan(QWEN_7B, 3)
     assert made.problems == ()
-    assert (made.replicas, made.groups_in_flight, made.sequences_in_flight) == (
-        8,
-        3 * 8 * 64,
-        3 * 8 * 64 * 16,
-    )
+    # 24 engines could have 64 groups each, and there are 96.
+    assert (made.replicas, made.groups_in_flight, made.sequences_in_flight) == (8, 96, 96 * 16)
+    many = plan(QWEN_7B, 3, **{"rollout.tasks": 4096})
+    assert (many.groups_in_flight, many.sequences_in_flight) == (3 * 8 * 64, 3 * 8 * 64 * 16)
     assert (made.world, made.shard, made.shards, made.copies) == (24, "node", 8, 3)
     assert (made.trajectories, made.optimizer_steps) == (96 * 16, 12)
     # 256 trajectories over 24 processes are 11 at most, four of 2,048 tokens in a micro-batch of 8,192.
@@ -398,6 +397,48 @@ def test_four_billion_on_an_accelerator() -> None:
     assert made.kept_bytes == 4 * 14 * count
     assert [made.update[name] // count for name in ("weights", "gradients", "moments")] == [4, 4, 8]
     assert made.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shard", "shards", "copies", "micro_batches", "without_group"),
+    # Of 256 trajectories a process takes 32, 11 or 1, and four of 2,048 tokens go into a micro-batch.
+    [
+        *((1, "none", 1, 8, 8, 0), (1, "node", 8, 1, 8, 0), (1, "all", 8, 1, 8, 0)),
+        *((3, "none", 1, 24, 3, 0), (3, "node", 8, 3, 3, 0), (3, "all", 24, 1, 3, 0)),
+        *((32, "none", 1, 256, 1, 160), (32, "node", 8, 32, 1, 160), (32, "all", 256, 1, 1, 160)),
+    ],
+)
+def test_four_billion_on_many_accelerators(
+    nodes: int, shard: str, shards: int, copies: int, micro_batches: int, without_group: int
+) -> None:
+    """Each figure of Qwen3-4B on nodes of eight accelerators of 80 GB, by hand."""
+    made = plan(QWEN3_4B, nodes, int(80e9), **{"trainer.shard": shard})
+    count, embedding, tokens = 4_022_468_096, 151_936 * 2560, 8192
+    assert (made.world, made.shards, made.copies) == (8 * nodes, shards, copies) and made.problems == ()
+    assert (made.micro_batches, made.idle_engines, made.idle_processes) == (micro_batches, without_group, 0)
+    assert made.groups_in_flight == 96 and made.update_tokens == 96 * 16 * 2 * 2048
+    assert made.update == {
+        "weights": 4 * count // shards,
+        "gradients": 4 * count // shards,
+        "moments": 8 * count // shards,
+        # Two in bfloat16, and the gradient of one in bfloat16 and in float32.
+        "gathered": (2 + 2 + 2 + 4) * embedding,
+        # The input of 36 layers in bfloat16; and of one layer what it keeps, its two norms in float32.
+        "activations": tokens * (36 * 2560 * 2 + 2 * (8 * 2560 + 3 * 4096 + 4 * 1024 + 4 * 9728) + 8 * 2560),
+        # In float32, with their gradient, for as many positions as half a GiB holds.
+        "logits": (512 << 20) // (8 * 151_936) * 8 * 151_936,
+        "overhead": 2 * GIB,
+    }
+    said = "\n".join(plan_text.lines(made))
+    assert ("160 of 256 engines have none (rollout.tasks)" in said) == bool(without_group)
+
+
+def test_processes_without_a_trajectory_are_told() -> None:
+    made = plan(QWEN3_4B, 3, int(80e9), **{"trainer.minibatch": 16})
+    assert made.idle_processes == 8
+    assert "24 processes, shard=none: a copy on each; 8 of them have no trajectory in a step" in "\n".join(
+        plan_text.lines(made)
+    )
 
 
 def test_seventy_two_billion_on_eight_nodes() -> None:

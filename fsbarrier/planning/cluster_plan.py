@@ -53,10 +53,14 @@ class Plan:
     tensor_parallel_size: int
     groups_in_flight: int
     sequences_in_flight: int
+    # Engines of all nodes that have no group, for a group is never split over several.
+    idle_engines: int
     engine: Mapping[str, int]
     cache_tokens: int
     # --- the update ---
     world: int
+    # Processes that have no trajectory of a minibatch.
+    idle_processes: int
     shard: Shard
     shards: int
     # With DeepSpeed, which of its stages.
@@ -104,17 +108,20 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Plan:
     serving = EXACT if load.element == EXACT else 2
     exact_copy = 0 if serving == EXACT else EXACT
     model = shape.parameters * serving
+    groups = min(rollout.tasks, rollout.concurrency * count * cluster.nodes)
     state = load.trained * (2 * EXACT + exact_copy)
     return Plan(
         cluster=cluster,
         parameters=shape.parameters,
         replicas=count,
         tensor_parallel_size=settings.engine.tensor_parallel_size,
-        groups_in_flight=rollout.concurrency * count * cluster.nodes,
-        sequences_in_flight=rollout.concurrency * count * cluster.nodes * rollout.samples,
+        groups_in_flight=groups,
+        sequences_in_flight=groups * rollout.samples,
+        idle_engines=max(0, count * cluster.nodes - rollout.tasks),
         engine=engine,
         cache_tokens=cache_tokens,
         world=world,
+        idle_processes=max(0, world - trainer.minibatch),
         shard=shard,
         shards=load.shards,
         zero_stage=load.zero.stage if load.zero else None,
