@@ -313,4 +313,4 @@ def test_what_is_no_plain_file_holds_no_trajectories_and_stops_nobody(kind: str,
         }
         writer.append_group(3, [known])
     KINDS[kind](theirs)
-    assert [part.tasks for part in parts_on_disk(folder, "train", 1)] == [(3,)]
+    assert [part.tasks for part in parts_on_disk(paths, "train", 1)] == [(3,)]

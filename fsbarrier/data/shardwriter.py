@@ -148,18 +148,14 @@ class ShardWriter:
                     )
         with self._lock:
             self._check_open()
-            groups, at = list[GroupEntry](), self._end
+            # All are made before any is written: what one of them lacks leaves the file as it was.
+            groups, data = list[GroupEntry](), bytearray()
             for number, (task_index, trajectories) in enumerate(trajectories_of.items(), self._number):
                 key = f"{self.prefix}-{number:06d}"
-                try:
-                    group, data = _group_bytes(key, at, task_index, trajectories)
-                except UsageError:
-                    self._cut_back()
-                    raise
-                at = self._write(at, data, f"append task {task_index}")
+                group, its_data = _group_bytes(key, self._end + len(data), task_index, trajectories)
                 groups.append(group)
-            self._flush(f"append task {', '.join(map(str, trajectories_of))}")
-            self._end = at
+                data += its_data
+            self._append(data, f"append task {', '.join(map(str, trajectories_of))}")
             self._number += len(groups)
             self._groups += groups
             return groups
@@ -190,9 +186,7 @@ class ShardWriter:
 
     def _begin(self, start: bytes) -> None:
         self._fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        at = self._write(self._end, start, "start")
-        self._flush("start")
-        self._end = at
+        self._append(start, "start")
         fsync_dir(self.path.parent)
 
     def _resume(self, start: bytes) -> None:
@@ -223,20 +217,18 @@ class ShardWriter:
                 f"{self.path}: is {'finished' if self.finished else 'closed'}; nothing more can be written"
             )
 
-    def _write(self, at: int, data: bytes | bytearray, what: str) -> int:
-        """Write behind what is acknowledged; gives where it ends. On failure cut the file back to what was acknowledged."""
+    def _append(self, data: bytes | bytearray, what: str) -> None:
+        """Write and flush behind what is acknowledged. If the write fails, the file is cut back to that."""
         try:
-            return write_at(self._fd, at, data)
+            end = write_at(self._fd, self._end, data)
         except OSError as error:
-            self._cut_back()
+            try:
+                os.ftruncate(self._fd, self._end)
+            except OSError:
+                self._broken = f"{self.path}: unusable after a failed write"
             raise StoreError(f"{self.path}: cannot {what}: {error.strerror or error}") from error
-
-    def _cut_back(self) -> None:
-        """Leave nothing behind what is acknowledged."""
-        try:
-            os.ftruncate(self._fd, self._end)
-        except OSError:
-            self._broken = f"{self.path}: unusable after a failed write"
+        self._flush(what)
+        self._end = end
 
     def _flush(self, what: str) -> None:
         try:

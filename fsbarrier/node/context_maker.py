@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 from fsbarrier import trajectories
-from fsbarrier.host.mounts import claims_unsafe
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import Context, PartOnDisk, Program
 from fsbarrier.protocol.state import Node
 from fsbarrier.reading import NotPlain, check_plain
 from fsbarrier.rundir.names import PART
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.revisions import settings_in
 from fsbarrier.rundir.runrecord import RunRecord
 
@@ -27,22 +26,20 @@ class ContextMaker:
     record: RunRecord
     program: Program
     observer: Observer
+    parts_of: Callable[[str, int], tuple[PartOnDisk, ...]]
+    claims_unsafe: Callable[[], str]
     accelerators: int
+    cpus: int
     # Of a generation: the program that is kept here; see Workplace.kept_in.
     kept_in: Callable[[int], str]
 
     def __call__(self, node: Node) -> Context:
-        generation, position = node.generation, node.position
-        assert generation is not None and position is not None
-
-        def parts_of(split: str, iteration: int) -> tuple[PartOnDisk, ...]:
-            return parts_on_disk(self.record.paths.trajectories(split), split, iteration)
-
+        generation, position = node.place
         settings = settings_in(self.record.settings, generation.revisions, position.iteration)
         settings = replace(settings, **generation.choices)
         return Context(
             run_id=self.record.run_id,
-            paths=self.record.paths,
+            paths=self.observer.paths,
             settings=settings,
             tasks=self.record.tasks,
             model=Path(self.record.model) if self.record.model else None,
@@ -59,17 +56,17 @@ class ContextMaker:
             joins=self.observer.joins_of(generation),
             reports=partial(self.observer.reports, node),
             newest=self.observer.newest_number,
-            parts_of=parts_of,
-            claims_unsafe=partial(claims_unsafe, self.record.log_path),
+            parts_of=self.parts_of,
+            claims_unsafe=self.claims_unsafe,
             accelerators=self.accelerators,
-            cpus=len(os.sched_getaffinity(0)),
+            cpus=self.cpus,
             kept=self.kept_in(generation.number),
         )
 
 
-def parts_on_disk(folder: Path, split: str, iteration: int) -> tuple[PartOnDisk, ...]:
+def parts_on_disk(paths: RunPaths, split: str, iteration: int) -> tuple[PartOnDisk, ...]:
     """The part files of one iteration with what they durably hold, by name (oldest generation first within a rank)."""
-    found = []
+    found, folder = [], paths.trajectories(split)
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         part = PART.parse(path.name)
         if part is None or (part.split, part.iteration) != (split, iteration):

@@ -32,9 +32,10 @@ from fsbarrier.errors import (
 from fsbarrier.host import accelerators
 from fsbarrier.host.addresses import candidate_addresses
 from fsbarrier.host.identity import boot_id, host_name, user_at_host
+from fsbarrier.host.mounts import claims_unsafe
 from fsbarrier.loader import load_program
 from fsbarrier.node.code_digests import code_digests, one_digest
-from fsbarrier.node.context_maker import ContextMaker
+from fsbarrier.node.context_maker import ContextMaker, parts_on_disk
 from fsbarrier.node.debug_report import DebugReports
 from fsbarrier.node.engines_ahead import begin_ahead
 from fsbarrier.node.event_log import EventLog
@@ -122,9 +123,17 @@ class Daemon:
             weights=weights,
         )
         wake = threading.Event()
-        kept_in = self.workplace.kept_in
-        context = ContextMaker(record, program, observer, len(devices), kept_in)
-        self.jobs = JobRunner(context, self.workplace, wake.set)
+        context_maker = ContextMaker(
+            record,
+            program,
+            observer,
+            parts_of=partial(parts_on_disk, record.paths),
+            claims_unsafe=partial(claims_unsafe, record.log_path),
+            accelerators=len(devices),
+            cpus=len(os.sched_getaffinity(0)),
+            kept_in=self.workplace.kept_in,
+        )
+        self.jobs = JobRunner(context_maker, self.workplace, wake.set)
         code = code_digests(settings, Path(record.model) if record.model else None)
         join = Join(
             rank=rank,

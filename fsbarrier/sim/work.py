@@ -7,11 +7,10 @@ programs behind its commands are stand-ins: they take time, fail, leave parts, m
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Generator, Iterator
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from fsbarrier.errors import NodesRefused, ProgramFailed
+from fsbarrier.node.context_maker import ContextMaker
 from fsbarrier.node.job import NodeUnfit
 from fsbarrier.program import (
     Command,
@@ -31,14 +30,13 @@ from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node, Part, WorkReport
 from fsbarrier.protocol.succession import STARTS
 from fsbarrier.rundir.names import SPLITS
-from fsbarrier.rundir.revisions import settings_in
+from fsbarrier.rundir.runrecord import RunRecord, TaskSource
 from fsbarrier.sim.artifacts import FOREVER, Checkpoint, Meeting, PartFile, Piece, Waiting
 from fsbarrier.sim.disk import SimPath
 from fsbarrier.sim.history import Entry, Merged, Missing, Published, Served, Used
 from fsbarrier.sim.setup import PATHS
 
 if TYPE_CHECKING:
-    from fsbarrier.rundir.runrecord import TaskSource
     from fsbarrier.sim.process import Process
     from fsbarrier.sim.world import World
 
@@ -61,6 +59,17 @@ class SimWork:
         # which policy this node's engine really serves
         self.serving = ""
         self._report: WorkReport | None = None
+        record = RunRecord("sim", "", "", "", world.settings, "", TASKS, "/model")
+        self._context = ContextMaker(
+            record,
+            world.program,
+            process.observer,
+            parts_of=self._inventory,
+            claims_unsafe=lambda: "",
+            accelerators=0,
+            cpus=1,
+            kept_in=lambda generation: "",
+        )
 
     def launch(self, node: Node, part: Part) -> None:
         self.cancel()
@@ -110,7 +119,7 @@ class SimWork:
         while True:
             try:
                 if context is None:
-                    context, since = self.context(piece.node), self.world.now
+                    context, since = self._context(piece.node), self.world.now
                 builder = context.phase.each if piece.part is Part.EACH else context.phase.leader
                 assert builder is not None
                 self._admit(piece.node)
@@ -328,33 +337,6 @@ class SimWork:
             raise ProgramFailed(f"{folder} is not there")
 
     # --- what the table's functions see ---
-
-    def context(self, node: Node) -> Context:
-        """As fsbarrier.node.context_maker builds it, with simulated files."""
-        generation, position = node.generation, node.position
-        assert generation is not None and position is not None
-        observer = self.process.agent.observer
-        return Context(
-            run_id="sim",
-            paths=observer.paths,
-            settings=settings_in(self.world.settings, generation.revisions, position.iteration),
-            tasks=TASKS,
-            model=cast(Path, "/model"),
-            node_rank=node.rank,
-            incarnation=node.incarnation,
-            members=generation.members,
-            leader=generation.leader,
-            generation=generation.number,
-            iteration=position.iteration,
-            attempt=generation.attempt,
-            phase=self.world.program.row(position, generation.until, self.world.settings.rl_phase),
-            decisions=node.decisions,
-            python="python",
-            joins=observer.joins_of(generation),
-            reports=partial(observer.reports, node),
-            newest=observer.newest_number,
-            parts_of=self._inventory,
-        )
 
     def _inventory(self, split: str, iteration: int) -> tuple[PartOnDisk, ...]:
         """The parts that this host can see, maybe not yet to their ends."""
