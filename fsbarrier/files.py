@@ -56,7 +56,7 @@ def try_to_make_dirs(path: Path) -> None:
     for directory in reversed(missing):
         try:
             os.mkdir(directory, _modes["dir"])
-            os.chmod(directory, _modes["dir"])
+            _open_to_group(directory)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -67,6 +67,18 @@ def try_to_make_dirs(path: Path) -> None:
                 raise FileNotFoundError(errno.ENOENT, "it is not to be seen yet", str(directory)) from None
             if there is None or not stat.S_ISDIR(there.st_mode):
                 raise
+
+
+def _open_to_group(directory: Path) -> None:
+    """What the umask took from the mode of a new directory, where that is wider than the default. Raises OSError."""
+    if _modes["dir"] == 0o700:
+        return
+    # Whoever may write beside it could put a link there meanwhile.
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fchmod(fd, _modes["dir"])
+    finally:
+        os.close(fd)
 
 
 def open_new(path: Path, more_flags: int = 0) -> int:
@@ -80,7 +92,11 @@ def open_new(path: Path, more_flags: int = 0) -> int:
 
 
 def open_append(path: Path) -> int:
-    """A descriptor that writes at the end of `path`, which is created with the run's file mode if need be. Raises OSError."""
+    """A descriptor that writes at the end of `path`, which is created with the run's file mode if need be. Raises OSError.
+
+    A file with a second name (a hard link) may be anybody's, or belong to a snapshot of the run: it is left as it is under that name,
+    and `path` begins anew.
+    """
     try:
         return open_new(path, os.O_APPEND)
     except OSError as error:
@@ -90,11 +106,16 @@ def open_append(path: Path) -> int:
         except FileNotFoundError:
             raise error from None
         try:
-            reading.check_plain(os.fstat(fd), path)
+            found = os.fstat(fd)
+            reading.check_plain(found, path)
         except OSError:
             os.close(fd)
             raise
+    if found.st_nlink <= 1:
         return fd
+    os.close(fd)
+    os.unlink(path)
+    return open_new(path, os.O_APPEND)
 
 
 def temporary_beside(path: Path) -> Path:
@@ -114,11 +135,12 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 def write_in_place(path: Path, data: bytes) -> None:
     """Put `data` at `path` without a temporary file: readers may see part of it. Raises OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(path, flags, _modes["file"])
-    # As in `open_new`; nobody but this user and the group that shares the run owns files here.
-    if _modes["file"] != 0o600:
-        os.fchmod(fd, _modes["file"])
+    try:
+        fd = open_new(path)
+    except FileExistsError:
+        # What is there may be a FIFO, a link, or a second name of a file of somebody else's: it is never written to.
+        os.unlink(path)
+        fd = open_new(path)
     _fill(fd, data, durable=False)
 
 

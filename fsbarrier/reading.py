@@ -77,6 +77,15 @@ def check_plain(found: os.stat_result, path: Path | str) -> None:
         raise NotPlain(errno.EINVAL, f"it is {what}, not a plain file", str(path))
 
 
+def check_may_replace(path: Path) -> None:
+    """A file that somebody names may take this name. Raises NotPlain where that would remove a device, a FIFO or a link; OSError."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    check_plain(found, path)
+
+
 @contextmanager
 def open_stream(path: Path | str, most: int | None = None, *, links: bool = False) -> Iterator[BinaryIO]:
     """A plain file, of at most `most` bytes, as a stream of bytes. Raises NotPlain, OSError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,36 @@ def test_a_node_with_another_reward_is_refused_and_a_later_start_may_change_it(t
         assert [event["what"] for event in told if event["node_rank"] == 0] == [["reward.kind"]]
         assert [event["what"] for event in told if event["node_rank"] == 1] == [["reward.kind"]] * 2
         assert "changed since this node's last start: reward.kind" in cluster.said(0)
+
+
+def test_what_links_lead_to_counts_as_if_it_lay_there(folder: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "shared"
+    elsewhere.mkdir()
+    (elsewhere / "linked.py").write_text("")
+    (folder / "pack" / "shared").symlink_to(elsewhere)
+    # Links may lead in a circle.
+    (elsewhere / "circle").symlink_to(folder / "pack")
+    before = of(folder)
+    (elsewhere / "linked.py").write_text("changed")
+    assert of(folder)["reward.kind"] != before["reward.kind"]
+    weights = model(tmp_path / "model", b"weights")
+    (tmp_path / "model" / "more").symlink_to(elsewhere)
+    linked = model(tmp_path / "model", b"weights")
+    (elsewhere / "linked.py").write_text("changed again")
+    assert len({each["model"] for each in (weights, linked, model(tmp_path / "model", b"weights"))}) == 3
+
+
+@pytest.mark.parametrize("suffix", EXTENSION_SUFFIXES + BYTECODE_SUFFIXES)
+@pytest.mark.parametrize("place", ["deeper", "pack/other"])
+def test_compiled_modules_count(folder: Path, suffix: str, place: str) -> None:
+    (folder / f"{place}.py").unlink()
+    compiled = folder / f"{place}{suffix}"
+    compiled.write_bytes(b"\x7fELF")
+    before = of(folder)
+    compiled.write_bytes(b"\x7fELF changed")
+    assert of(folder)["reward.kind"] != before["reward.kind"]
+    # What Python keeps there by itself is of the node.
+    (folder / "pack" / "__pycache__").mkdir()
+    after = of(folder)
+    (folder / "pack" / "__pycache__" / f"other{suffix}").write_bytes(b"x")
+    assert of(folder) == after

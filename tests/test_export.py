@@ -13,6 +13,7 @@ import pytest
 from hub_stand_in import Hub
 
 from fsbarrier.cli import main
+from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints, runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
@@ -233,3 +234,71 @@ def test_served_weights_do_not_pass_for_the_trainer_s(
     assert not (tmp_path / "nine").exists()
     assert export(run, tmp_path / "zero", "--policy-version", "0", "--dtype", "fp32") == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "zero").dtype is torch.float32
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", [".hidden", "more.txt"])
+@pytest.mark.parametrize("version", [0, 1])
+def test_no_file_outside_is_copied_through_a_link_in_any_precision(
+    tmp_path: Path, name: str, version: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_path, outside = tmp_path / "run", tmp_path / "private"
+    outside.write_text("a canary")
+    first = RunPaths(log_path).first_policy / "model"
+    first.mkdir(parents=True)
+    (first / "config.json").write_text("{}")
+    (first / "model.safetensors").write_bytes(weights("zero"))
+    runrecord.publish(runrecord.new(log_path, Settings(), tasks={}, model=str(first)))
+    model = checkpoint(log_path, 1, 1, "one") / "model" if version else first
+    (model / name).symlink_to(outside)
+    code = export(log_path, tmp_path / "out", "--policy-version", str(version), "--dtype", "bf16")
+    assert code == (0 if version and name == ".hidden" else 4), capsys.readouterr().err
+    assert not any((tmp_path / "out").rglob(name))
+
+
+@pytest.mark.torch
+def test_a_new_policy_version_takes_over_what_the_one_before_lists(tmp_path: Path) -> None:
+    """Else a link that somebody plants there would have a private file listed, and exported, as part of the next version."""
+    from fsbarrier.training.checkpoint_write import copy_beside
+
+    log_path, outside = tmp_path / "run", tmp_path / "private"
+    outside.write_text("a canary")
+    folder = checkpoint(log_path, 1, 1, "one", complete=False)
+    (folder / "model" / "tokenizer.json").write_text("{}")
+    checkpoints.write_manifest(folder, 1)
+    (folder / "model" / "more.txt").symlink_to(outside)
+    os.link(outside, folder / "model" / "even_more.txt")
+    (tmp_path / "new").mkdir()
+    assert list(copy_beside(folder / "model", tmp_path / "new", log_path)) == ["tokenizer.json"]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["tokenizer.json"]
+    (folder / "model" / "tokenizer.json").unlink()
+    os.link(outside, folder / "model" / "tokenizer.json")
+    (tmp_path / "newer").mkdir()
+    with pytest.raises(ProgramFailed, match=r"tokenizer\.json differs from what"):
+        copy_beside(folder / "model", tmp_path / "newer", log_path)
+
+
+@pytest.mark.torch
+def test_a_new_policy_version_takes_over_no_link_of_a_first_model_in_the_run(tmp_path: Path) -> None:
+    from fsbarrier.training.checkpoint_write import copy_beside
+
+    outside, model = tmp_path / "private", tmp_path / "run" / "first_policy" / "model"
+    outside.write_text("a canary")
+    model.mkdir(parents=True)
+    (model / "tokenizer.json").write_text("{}")
+    (model / "more.txt").symlink_to(outside)
+    for number, root in enumerate((tmp_path / "run", None)):
+        (tmp_path / f"new-{number}").mkdir()
+        copied = list(copy_beside(model, tmp_path / f"new-{number}", root))
+        # In a folder of the user's own, links are as good as files.
+        assert copied == (["tokenizer.json"] if root else ["more.txt", "tokenizer.json"])
+
+
+def test_no_password_of_a_hubs_address_is_shown(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(policy_export, "push", lambda *_: "https://me:canary@hub/me/mine\x1b[2J")
+    for number, more in enumerate(((), ("--json",))):
+        assert export(run, tmp_path / f"out-{number}", "--push", "me/mine", *more) == 0
+        said = capsys.readouterr().out
+        assert "https://me:***@hub/me/mine" in said and "canary" not in said and "\x1b" not in said

@@ -22,6 +22,7 @@ from fsbarrier.errors import EXIT_INTERNAL, ProgramFailed, StoreError
 from fsbarrier.maintenance import recovery
 from fsbarrier.node.context_maker import parts_on_disk
 from fsbarrier.rundir import checkpoints, retention
+from fsbarrier.rundir.log_tail import last_lines_of_node
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import FormatError, ShardWriter, load, scan_shard
 
@@ -314,3 +315,19 @@ def test_what_is_no_plain_file_holds_no_trajectories_and_stops_nobody(kind: str,
         writer.append_group(3, [known])
     KINDS[kind](theirs)
     assert [part.tasks for part in parts_on_disk(paths, "train", 1)] == [(3,)]
+
+
+def test_logs_behind_a_link_are_not_this_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths, outside = long_run(tmp_path / "run", 2).paths, tmp_path / "outside"
+    for planted, log in (
+        (paths.logs / "attempt_8", "node_0/daemon.log"),
+        (paths.logs / "attempt_9" / "node_1", "daemon.log"),
+    ):
+        (outside / log).parent.mkdir(parents=True, exist_ok=True)
+        (outside / log).write_text(f"{SECRET}\n")
+        planted.parent.mkdir(parents=True, exist_ok=True)
+        planted.symlink_to(outside)
+    assert last_lines_of_node(paths, 0, 9) == last_lines_of_node(paths, 1, 9) == []
+    cli.main(["logs", "--log-path", str(paths.root)])
+    said = capsys.readouterr()
+    assert SECRET not in said.out + said.err

@@ -139,3 +139,15 @@ def test_a_link_in_the_folders_place_is_not_followed(folder: Path, tmp_path: Pat
     folder.symlink_to(tmp_path / "elsewhere")
     orphans.record_tree("9", {})
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_record_that_was_being_written_is_removed_once_its_writer_is_dead(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    namespace, dead = orphans._pid_namespace(), 1 << 30
+    theirs = folder / f".{namespace}-{os.getpid()}-5.json.abc.tmp"
+    elsewhere = folder / f".1-{dead}-5.json.abc.tmp"
+    ours = folder / f".{namespace}-{dead}-5.json.abc.tmp"
+    for path in (theirs, elsewhere, ours):
+        path.touch()
+    orphans.end_orphans()
+    assert {path for path in (theirs, elsewhere, ours) if path.exists()} == {theirs, elsewhere}

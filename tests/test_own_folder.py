@@ -9,8 +9,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from deep_folders import nest
+from other_user import UID, needs_root
 
-from fsbarrier.host.own_folder import PREFIX, own_folder
+from fsbarrier.host.own_folder import PREFIX, own_folder, remove_abandoned
 
 
 def test_one_that_is_removed_before_it_is_locked_is_made_again(
@@ -56,3 +58,26 @@ def test_what_nobody_holds_is_removed_by_the_next(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with own_folder(tmp_path, "a") as first, own_folder(tmp_path, "b") as second:
         assert sorted(os.listdir(tmp_path)) == sorted([first.name, second.name, "other"])
+
+
+@needs_root
+def test_another_users_is_left_alone_also_by_root(tmp_path: Path) -> None:
+    theirs = tmp_path / f"{PREFIX}theirs-x"
+    theirs.mkdir()
+    os.chown(theirs, UID, UID)
+    remove_abandoned(tmp_path)
+    assert theirs.is_dir()
+
+
+def test_no_link_is_followed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (outside / "inside").mkdir(parents=True)
+    (tmp_path / f"{PREFIX}old-x").symlink_to(outside)
+    remove_abandoned(tmp_path)
+    assert (outside / "inside").is_dir()
+
+
+def test_one_that_is_nested_too_deep_stops_nobody(tmp_path: Path) -> None:
+    nest(tmp_path / f"{PREFIX}old-x")
+    with own_folder(tmp_path, "mine") as folder:
+        assert folder.is_dir()

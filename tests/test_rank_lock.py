@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import tempfile
 import threading
 from dataclasses import replace
@@ -11,7 +14,9 @@ import pytest
 from cluster import Cluster
 
 from fsbarrier.errors import UsageError
+from fsbarrier.host import mounts
 from fsbarrier.host.identity import host_name
+from fsbarrier.host.private_folder import private_folder
 from fsbarrier.node.rank_lock import hold_rank
 from fsbarrier.protocol.facts import Beat
 from fsbarrier.rundir import runrecord
@@ -99,3 +104,95 @@ def test_a_start_of_another_run_in_the_same_directory_proves_nothing(record: Run
         assert lock.last_start_was(3)
     with hold_rank(replace(record, run_id="another"), 2, FOREVER_S) as lock:
         assert not lock.last_start_was(3)
+
+
+# --- the locks of runs that are gone ---------------------------------------------------------------------------------------
+
+
+def started(record: RunRecord, rank: int, incarnation: int = 1) -> None:
+    """A node that was, and left its lock and its note."""
+    with hold_rank(record, rank, FOREVER_S) as lock:
+        lock.note_start(incarnation)
+
+
+def left(record: RunRecord) -> int:
+    return len(list(private_folder().path.glob("*.lock")))
+
+
+@pytest.fixture
+def gone(record: RunRecord, tmp_path: Path) -> RunRecord:
+    """A run that had two nodes here, and whose directory was removed."""
+    settings = resolve((), {"program": "ping"}, cross_checks=False)
+    made = runrecord.publish(runrecord.new(tmp_path / "gone", settings, tasks={}, model=None))
+    for rank in (0, 1):
+        started(made, rank)
+    shutil.rmtree(made.log_path)
+    return made
+
+
+def test_a_start_removes_the_locks_of_runs_that_are_gone(record: RunRecord, gone: RunRecord) -> None:
+    started(record, 3, 7)
+    assert sorted(path.suffix for path in private_folder().path.iterdir()) == [".holder", ".lock"]
+    with hold_rank(record, 4, FOREVER_S), hold_rank(record, 3, FOREVER_S) as lock:
+        assert lock.last_start_was(7)
+
+
+def test_the_lock_of_a_gone_run_that_is_held_stays(record: RunRecord, gone: RunRecord) -> None:
+    gone.paths.beats.mkdir(parents=True)
+    with hold_rank(gone, 1, FOREVER_S) as lock:
+        lock.note_start(2)
+        shutil.rmtree(gone.log_path)
+        started(record, 2)
+        assert lock.last_start_was(2)
+        with pytest.raises(UsageError, match="already running on this host"):
+            hold_rank(gone, 1, FOREVER_S).__enter__()
+
+
+def test_what_lies_on_a_mount_that_may_be_away_is_not_looked_for(
+    record: RunRecord, gone: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_text(f"1 0 0:1 / {gone.log_path.parent} rw - nfs4 server:/x rw\n")
+    monkeypatch.setattr(mounts, "MOUNTINFO", table)
+    started(record, 2)
+    assert len(list(private_folder().path.glob("*.lock"))) == 3
+
+
+def test_what_is_planted_there_is_neither_followed_nor_waited_for(
+    record: RunRecord, gone: RunRecord, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("theirs")
+    folder = private_folder().path
+    (folder / "link.lock").symlink_to(outside)
+    (folder / "link.holder").symlink_to(outside)
+    os.mkfifo(folder / "fifo.lock")
+    os.mkfifo(folder / "fifo.holder")
+    started(record, 2)
+    assert outside.read_text() == "theirs"
+
+
+def test_nobody_takes_a_lock_that_is_being_removed(record: RunRecord, gone: RunRecord) -> None:
+    """Starts of one rank of a run whose directory comes and goes, beside starts that remove what is gone: at most one holds it."""
+    held, most, failed = [0], [0], list[BaseException]()
+    ended = threading.Event()
+
+    def hold() -> None:
+        try:
+            while not ended.is_set():
+                with contextlib.suppress(UsageError), hold_rank(gone, 1, 0.0):
+                    held[0] += 1
+                    most[0] = max(most[0], held[0])
+                    held[0] -= 1
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=hold) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(100):
+        started(record, 2)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert (most[0], failed) == (1, [])

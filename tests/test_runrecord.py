@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +287,11 @@ def test_a_run_of_an_older_version_goes_on_with_defaults_for_what_it_did_not_kno
     del body["digest"]
     RunPaths(tmp_path).record.write_text(json.dumps({**body, "digest": runrecord._digest(body)}))
     assert begin(tmp_path, worker=1).record.settings == record.settings
+
+
+@pytest.mark.parametrize("run_id", ["../elsewhere", "", ".hidden", "a/b", "a b", "a\nb", "x" * 101])
+def test_a_run_has_a_name_that_folders_may_have(tmp_path: Path, run_id: str) -> None:
+    """The nodes keep files of their own under it."""
+    runrecord.publish(replace(make(tmp_path), run_id=run_id))
+    with pytest.raises(UsageError, match="its run_id is no name"):
+        runrecord.load(tmp_path)

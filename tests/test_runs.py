@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from deep_folders import nest
 from fake_run import FakeRun, long_run
 
 from fsbarrier.cli import main
@@ -51,3 +52,12 @@ def test_a_folder_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == f"no run in {tmp_path}\n"
     assert main(["runs", str(tmp_path / "none")]) == 2
     assert "none: No such file" in capsys.readouterr().err
+
+
+def test_folders_that_are_nested_too_deep_cost_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = long_run(tmp_path / "runs" / "deep", 1)
+    nest(run.log_path / "nested")
+    assert main(["runs", str(tmp_path / "runs")]) == 0
+    assert "deep is left out: its folders are nested too deep" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from cluster import FAST, REPO, Cluster, Event
 from fake_run import long_run
+from test_hostile_files import KINDS
 
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.journal import read_events
@@ -26,6 +27,7 @@ from fsbarrier.settings.resolve import known_names
 from fsbarrier.settings.sources import from_words
 from fsbarrier.start.begin import Request, begin
 from fsbarrier.view.metric_names import metrics
+from fsbarrier.workers.track import OneTracker, Progress
 
 STATE = "class PartialState:\n    def __init__(self, cpu=False): pass\n"
 TRACKING = """
@@ -213,3 +215,20 @@ def test_accelerate_itself_takes_what_it_is_told(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
     assert [line["step"] for line in heard(tmp_path)] == [1, 2]
     assert all("critic/score/mean" in line for line in heard(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "sparse"])
+def test_how_far_they_are_is_read_from_a_plain_file_alone(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text('{"through": {}, "ids": {}}')
+    KINDS[kind](tmp_path / "progress.json")
+    with pytest.raises(OSError, match=r"plain file|bytes"):
+        Progress.read(tmp_path / "progress.json")
+
+
+def test_a_tracker_writes_behind_no_link(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers" / "trackio").symlink_to(tmp_path / "outside")
+    one = OneTracker("trackio", "project", "run", tmp_path / "trackers", {})
+    with pytest.raises(OSError, match="link"):
+        one.log({}, 1, Progress())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from fsbarrier import reading
 from fsbarrier.commands import flags
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.printable import printable
@@ -31,8 +32,11 @@ def main(args: argparse.Namespace) -> int:
         out = preflight.absolute(args.out) if args.out else paths.debug_archive(key)
         if out.is_dir():
             raise UsageError(f"--out {args.out}: it is a folder")
+        reading.check_may_replace(out)
         flags.say(f"asked the nodes of run {printable(record.run_id)}; waiting for those that live")
         silent = debug_requests.collect(paths, key, record.settings.coordination.suspect_s, out)
+    except reading.NotPlain as error:
+        raise UsageError(f"{error.filename}: {error.strerror}; name another file with --out") from None
     except PermissionError as error:
         raise UsageError(f"{error.filename}: you may not write there ({error.strerror})") from None
     except OSError as error:

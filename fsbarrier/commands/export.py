@@ -106,7 +106,7 @@ def main(args: argparse.Namespace) -> int:
     except OSError as error:
         raise StoreError(f"{error.filename or target}: {error.strerror or error}") from None
     said = f"policy version {chosen.version} of run {printable(record.run_id)}"
-    pushed = policy_export.push(target, args.push, said) if args.push else None
+    pushed = printable(policy_export.push(target, args.push, said)) if args.push else None
     if args.json:
         told = {"policy_version": chosen.version, "folder": str(target), "from": str(chosen.model)}
         print(json.dumps({**told, "checked": bool(chosen.digests), "pushed": pushed}))

@@ -97,6 +97,9 @@ def find(log_path: Path, *, node: int | None, attempt: int | None, name: str | N
     """The logs that are asked for, of the newest start of each node that has any, by node and name."""
     found = []
     for path in RunPaths(log_path).logs.glob("*/*/*.log"):
+        # What lies behind a link is not this run's.
+        if path.parent.is_symlink() or path.parent.parent.is_symlink():
+            continue
         log_attempt = ATTEMPT_FOLDER.parse(path.parent.parent.name)
         log_node = NODE_FOLDER.parse(path.parent.name)
         if (

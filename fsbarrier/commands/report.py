@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fsbarrier import files
+from fsbarrier import files, reading
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
 from fsbarrier.start import preflight
@@ -71,6 +71,7 @@ def write(out: Path, data: bytes, flag: str = "--out") -> None:
     if out.is_dir():
         raise UsageError(f"{flag} {out}: is a directory; name a file")
     try:
+        reading.check_may_replace(out)
         files.write_atomic(out, data)
     except OSError as error:
         raise UsageError(

@@ -86,6 +86,8 @@ def _look(path: Path, *, sized: bool) -> Summary | str:
         size = sum(_sizes(path)) if sized else None
     except (FsbarrierError, OSError) as error:
         return f"{path.name} is left out: {one_line(str(error))}"
+    except RecursionError:
+        return f"{path.name} is left out: its folders are nested too deep; --no-size shows it"
     beats = [node.last_beat_time for node in status.nodes if node.last_beat_time is not None]
     return Summary(
         path=str(path),

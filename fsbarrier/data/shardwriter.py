@@ -184,8 +184,17 @@ class ShardWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin(self, start: bytes) -> None:
+    def _open(self, *, whole: bool = False) -> None:
         self._fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # A second name (a hard link) is given to whole files alone, in which nothing is changed any more.
+        if not whole and os.fstat(self._fd).st_nlink > 1:
+            raise UsageError(
+                f"{self.path}: has a second name (a hard link), and may be somebody else's file; nothing is written to it. "
+                "Move it away, and the tasks are rolled out again"
+            )
+
+    def _begin(self, start: bytes) -> None:
+        self._open()
         self._append(start, "start")
         fsync_dir(self.path.parent)
 
@@ -201,7 +210,7 @@ class ShardWriter:
             raise UsageError(
                 f"{self.path}: was written by another rollout (prefix {scan.prefix}); use a new part name"
             )
-        self._fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._open(whole=scan.finished and not scan.torn_bytes)
         if scan.torn_bytes:
             os.ftruncate(self._fd, scan.valid_bytes)
             os.fsync(self._fd)

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from fsbarrier.engine.placement import ANYWHERE, Placement
 from fsbarrier.engine.server import Server
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host import accelerators
+from fsbarrier.host.own_folder import SHORT_PLACE, own_folder
 from fsbarrier.settings.sections import EngineSettings
 from fsbarrier.supervision.secret_variables import without_secrets
 
@@ -95,6 +95,7 @@ class Engine:
         self._server: Server | None = None
         self._api_key = secrets.token_urlsafe(24)
         self._socket = work_dir / f"{log_file.stem}.sock"
+        self._short_folder = ExitStack()
         self._lock = threading.RLock()
         self._stopping = threading.Event()
 
@@ -150,7 +151,7 @@ class Engine:
         with self._lock:
             self._stop_server()
             if self._socket.parent != self.work_dir:
-                shutil.rmtree(self._socket.parent, ignore_errors=True)
+                self._short_folder.close()
                 self._socket = self.work_dir / self._socket.name
 
     def how_it_ended(self) -> str:
@@ -250,7 +251,8 @@ class Engine:
         """Where the server listens: in the work folder, or where a temporary directory's path is too long, in a folder of its own."""
         longest_name = max(SOCKET_NAME_BYTES, len(os.fsencode(self._socket.name)))
         if len(os.fsencode(self._socket.parent)) + 1 + longest_name > SOCKET_PATH_BYTES:
-            self._socket = Path(tempfile.mkdtemp(prefix="fsbarrier-", dir="/tmp")) / self._socket.name
+            folder = self._short_folder.enter_context(own_folder(SHORT_PLACE, "s"))
+            self._socket = folder / self._socket.name
         return self._socket
 
     def _stop_and_verify(self, server: Server, reason: str, cancel: threading.Event) -> Release:

@@ -96,8 +96,12 @@ class Mount:
 
 def mount_of(path: Path) -> Mount:
     """The mount that holds `path`, from /proc/self/mountinfo. Raises OSError."""
+    return mount_of_resolved(path.resolve())
+
+
+def mount_of_resolved(real: Path) -> Mount:
+    """The same for a path without links. Touches nothing but mountinfo, so that a mount that hangs holds up nobody. Raises OSError."""
     longest, found = -1, Mount("unknown", "unknown", ())
-    real = path.resolve()
     for line in MOUNTINFO.read_text().splitlines():
         left, _, right = line.partition(" - ")
         fields, (kind, source, options, *_) = left.split(), [*right.split(), "", "", ""]

@@ -1,7 +1,7 @@
 """Folders on this machine that belong to one process and end with it, also when it is killed.
 
 The owner holds a lock on its folder, which the kernel lets go when the owner dies. Whoever makes the next folder in the same place
-removes those that nobody holds any more.
+removes those of the same user that nobody holds any more.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PREFIX = "fsbarrier-own-"
+#: for sockets, whose paths must be short
+SHORT_PLACE = Path("/tmp")
 
 
 @contextmanager
 def own_folder(base: Path, name: str) -> Iterator[Path]:
     """A new folder in `base` for this process alone, private to its user, with `name` in its name. Raises OSError."""
-    _remove_abandoned(base)
+    remove_abandoned(base)
     # Another process may take it for abandoned at any moment before it is locked.
     while (made := _make_and_lock(base, name)) is None:
         pass
@@ -49,13 +51,16 @@ def _make_and_lock(base: Path, name: str) -> tuple[Path, int] | None:
     return None
 
 
-def _remove_abandoned(base: Path) -> None:
+def remove_abandoned(base: Path) -> None:
+    """Remove the folders in `base` whose owners, processes of this user, are dead. Raises nothing."""
     for folder in base.glob(f"{PREFIX}*"):
-        # Another user's folder cannot be opened, and one that is in use cannot be locked.
-        with contextlib.suppress(OSError):
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        # One that is in use cannot be locked. A folder may be nested deeper than Python can follow.
+        with contextlib.suppress(OSError, RecursionError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                # Root can open another user's, too.
+                if os.fstat(lock).st_uid == os.geteuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)

@@ -30,7 +30,8 @@ def task_file(job: Job, machine: Machine) -> str:
         nodes=job.nodes,
         image=quoted(machine.image),
         mount=quoted(machine.mount),
-        command=quoted(shlex.join(["exec", *job.run, *job.words])),
+        # dstack puts values in the place of ${{ NAME }}; $$ stands for $.
+        command=quoted(shlex.join(["exec", *job.run, *job.words]).replace("$", "$$")),
         resources=f"resources:\n  gpu: {job.gpus_per_node}\n" if job.gpus_per_node else "",
         volume=quoted(f"{machine.volume}:{machine.mount}"),
     )

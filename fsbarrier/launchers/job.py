@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsbarrier import files
+from fsbarrier import files, reading
 from fsbarrier.errors import UsageError
 from fsbarrier.start import preflight
 
@@ -97,10 +97,11 @@ def quoted(text: str) -> str:
 def write(path: Path, text: str) -> None:
     """Write a launcher's file, over an older one of ours; only its owner can read it. Raises UsageError."""
     try:
-        if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace")[:500]:
+        reading.check_may_replace(path)
+        if path.exists() and MARK.encode() not in reading.read_bytes(path, reading.JSON_BYTES)[:500]:
             raise UsageError(
                 f"--output {path}: there is a file that fsbarrier did not write; choose another name"
             )
-        files.write_atomic(path, text.encode())
+        files.write_atomic(path, os.fsencode(text))
     except OSError as error:
         raise UsageError(f"--output {path}: cannot be written: {error.strerror}") from None

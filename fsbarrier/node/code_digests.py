@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.machinery
 import json
 import os
 import shlex
@@ -23,6 +24,8 @@ from fsbarrier.settings.value_types import reward_kinds
 # A file that is longer (weights, or data that a trainer's command names) counts by its length, its beginning and a sample of the rest.
 WHOLE_BYTES = 16 * reading.MIB
 SAMPLES, SAMPLE_BYTES = 64, 64 * 1024
+# What the name of a module's file ends in: source, or compiled.
+MODULES = tuple(importlib.machinery.all_suffixes())
 # Where packages are installed: of those the versions are compared.
 INSTALLED = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
 # The name under which the model stands. Nodes whose models differ are told apart later, as by what else a run cannot go well with.
@@ -103,10 +106,14 @@ def _one_file(named: str | None) -> dict[str, Path]:
 
 
 def _files_below(folder: Path) -> dict[str, Path]:
-    """All files of a model's folder. What begins with a dot is somebody's bookkeeping."""
-    found = dict[str, Path]()
-    for path, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    """All files of a folder, and of those that links in it lead to. What begins with a dot is somebody's bookkeeping."""
+    found, known = dict[str, Path](), set[str]()
+    for path, folders, names in os.walk(folder, followlinks=True):
+        # A link may lead to a folder above it. In the same order everywhere, so that all nodes see the same.
+        real = os.path.realpath(path)
+        folders[:] = [] if real in known else sorted(name for name in folders if not name.startswith("."))
+        names = [] if real in known else names
+        known.add(real)
         for file in (Path(path, name) for name in names if not name.startswith(".")):
             if _is_plain(file):
                 found[file.relative_to(folder).as_posix()] = file
@@ -133,12 +140,13 @@ def _local_sources(file: Path) -> dict[str, Path]:
     folder, found, todo = file.parent, dict[str, Path](), [file]
     while todo:
         path = todo.pop()
-        # The file itself may have any name.
         name = path.relative_to(folder).as_posix() if path != file else ""
         if name not in found:
             found[name] = path
-            for module in _imported(path):
-                todo += _beside(folder, module)
+            # The file itself may have any name.
+            if path == file or path.suffix == ".py":
+                for module in _imported(path):
+                    todo += _beside(folder, module)
     return found
 
 
@@ -163,6 +171,8 @@ def _beside(folder: Path, module: str) -> list[Path]:
     if first == "fsbarrier" or str(folder) in INSTALLED:
         return []
     if _is_plain(folder / first / "__init__.py"):
-        return [path for path in _files_below(folder / first).values() if path.suffix == ".py"]
-    named = folder.joinpath(*module.split(".")).with_suffix(".py")
-    return [path for path in (folder / f"{first}.py", named) if _is_plain(path)]
+        below = _files_below(folder / first).items()
+        return [path for name, path in below if name.endswith(MODULES) and "__pycache__" not in name]
+    stems = (folder / first, folder.joinpath(*module.split(".")))
+    named = (stem.with_name(stem.name + suffix) for stem in stems for suffix in MODULES)
+    return [path for path in named if _is_plain(path)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +14,9 @@ from typing import Protocol
 
 import filelock
 
+from fsbarrier import reading
 from fsbarrier.errors import UsageError
+from fsbarrier.host.mounts import LOCAL, mount_of_resolved
 from fsbarrier.host.private_folder import private_folder
 from fsbarrier.rundir.heartbeats import live_nodes, read_beats
 
@@ -37,21 +41,23 @@ class RankLock:
 
     note: Path
     run_id: str
+    # Of the run, without links.
+    folder: Path
 
     def note_start(self, incarnation: int) -> None:
         """Before this start's first heartbeat. Without the note the next start only takes longer."""
         with contextlib.suppress(OSError):
-            self.note.write_text(self._text(incarnation))
+            self.note.write_text(self._text(incarnation), errors="surrogateescape")
 
     def last_start_was(self, incarnation: int) -> bool:
         """Whether the daemon that held this lock last was this start of the rank."""
         try:
-            return self.note.read_text() == self._text(incarnation)
+            return self.note.read_text(errors="surrogateescape") == self._text(incarnation)
         except OSError:
             return False
 
     def _text(self, incarnation: int) -> str:
-        return f"{self.run_id} {incarnation}"
+        return f"{self.run_id} {incarnation} {self.folder}"
 
 
 @contextmanager
@@ -63,20 +69,23 @@ def hold_rank(record: Ranked, rank: int, watch_s: float) -> Iterator[RankLock]:
     not that start's, this watches it for `watch_s`, in which a living node's heartbeat would be seen to change. If two start at the
     same instant, the one with the lower incarnation ends later, with exit code 6.
     """
-    root = record.log_path
-    name = hashlib.sha256(f"{root.resolve()}:{rank}".encode()).hexdigest()[:16]
-    lock_file = private_folder().path / f"{name}.lock"
+    root, real = record.log_path, record.log_path.resolve()
+    name = hashlib.sha256(f"{real}:{rank}".encode()).hexdigest()[:16]
+    private = private_folder().path
+    lock_file = private / f"{name}.lock"
     lock = filelock.FileLock(lock_file, mode=0o600)
     beat = read_beats(root, rank).get(rank)
     try:
-        lock.acquire(timeout=0)
+        with _folder_lock(private, fcntl.LOCK_SH):
+            lock.acquire(timeout=0)
     except filelock.Timeout:
         who = f"process {beat.pid}" if beat else "another process"
         raise RankTaken(
             f"node {rank} of {root} is already running on this host ({who}); end it first"
         ) from None
     try:
-        held = RankLock(lock_file.with_suffix(".holder"), record.run_id)
+        _remove_locks_of_gone_runs(private)
+        held = RankLock(lock_file.with_suffix(".holder"), record.run_id, real)
         proven = beat is None or held.last_start_was(beat.incarnation)
         if not proven and (alive := live_nodes(root, watch_s, rank)):
             raise RankTaken(
@@ -86,3 +95,58 @@ def hold_rank(record: Ranked, rank: int, watch_s: float) -> Iterator[RankLock]:
         yield held
     finally:
         lock.release()
+
+
+# --- the locks of runs that are gone ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _folder_lock(folder: Path, how: int) -> Iterator[None]:
+    """Shared: a rank's lock is taken. Exclusive: locks are removed, so that nobody takes one whose file has just lost its name."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Some filesystems have no such locks. There nothing is removed.
+        if how == fcntl.LOCK_SH:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, how)
+        else:
+            fcntl.flock(fd, how)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _remove_locks_of_gone_runs(folder: Path) -> None:
+    """Locks that nobody holds, of runs whose directories are gone from this machine's disks. Raises nothing.
+
+    What lies on another mount is never looked for: the mount may hang, or be away for a while.
+    """
+    # Somebody else may be at it.
+    with contextlib.suppress(OSError), _folder_lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        for lock_file in folder.glob("*.lock"):
+            with contextlib.suppress(OSError):
+                if _run_is_gone(lock_file.with_suffix(".holder")):
+                    _remove_unheld(lock_file)
+
+
+def _run_is_gone(note: Path) -> bool:
+    """Raises OSError."""
+    try:
+        words = os.fsdecode(reading.read_bytes(note, 1 << 16)).split(" ", 2)
+    except FileNotFoundError:
+        # Nobody has begun under this lock.
+        return True
+    # Notes of earlier versions do not say where the run is.
+    run = Path(words[2]) if len(words) == 3 else None
+    return run is None or (mount_of_resolved(run).family.category == LOCAL and not os.path.lexists(run))
+
+
+def _remove_unheld(lock_file: Path) -> None:
+    """Raises OSError, also where somebody holds it."""
+    fd = os.open(lock_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file.with_suffix(".holder").unlink(missing_ok=True)
+        lock_file.unlink()
+    finally:
+        os.close(fd)

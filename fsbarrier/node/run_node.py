@@ -11,7 +11,7 @@ from pathlib import Path
 from fsbarrier import files, stack_signal
 from fsbarrier.errors import Fenced, StoreError, UsageError
 from fsbarrier.host.mounts import LOCAL, mount_of
-from fsbarrier.host.own_folder import own_folder
+from fsbarrier.host.own_folder import SHORT_PLACE, own_folder, remove_abandoned
 from fsbarrier.host.private_folder import private_folder
 from fsbarrier.node.daemon import Daemon, starting
 from fsbarrier.node.free_ranks import free_ranks
@@ -70,6 +70,9 @@ def _run_as(
             private = private_folder()
             if private.passed_over:
                 print(f"fsbarrier: warning: {private.passed_over}; using {private.path}", flush=True)
+            # Copies of weights, and sockets, of daemons that were killed: this run may have neither.
+            for shared_place in (IN_MEMORY, SHORT_PLACE):
+                remove_abandoned(shared_place)
             name = f"{record.run_id[-8:]}-n{rank}"
             work_dir = stack.enter_context(own_folder(private.path, name))
             place = place_for_weights(settings, record.log_path)

@@ -364,7 +364,8 @@ def retain(
         wanted = version in spared or folder.name in needed or (every and version % every == 0)
         if not wanted and version < _version(current):
             between()
-            with contextlib.suppress(OSError):
+            # Folders may be nested deeper than Python can follow.
+            with contextlib.suppress(OSError, RecursionError):
                 _remove_version(folder)
                 removed.append(folder)
     return removed

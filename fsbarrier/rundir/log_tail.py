@@ -46,6 +46,7 @@ def last_lines_of_node(paths: RunPaths, rank: int, incarnation: int, lines: int 
         attempts = sorted(ATTEMPT_FOLDER.parse_all(path.name for path in paths.logs.iterdir()), reverse=True)
         folders = [paths.node_logs(attempt, rank) for attempt in attempts if attempt <= incarnation]
         folder = next(folder for folder in folders if folder.is_dir())
+        reading.check_below(paths.root, folder)
         written = {path.stat().st_mtime_ns: path for path in folder.glob("*.log")}
     except (OSError, StopIteration):
         return []

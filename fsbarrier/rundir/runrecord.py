@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import threading
 import time
@@ -42,6 +43,7 @@ SAY_AGAIN_S = 60.0
 # the pauses between two looks at it
 LOOKS = Backoff(0.001, 0.25)
 
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 TEXTS = ("run_id", "created", "created_by", "version", "settings_digest")
 
 
@@ -278,6 +280,9 @@ def decode(data: bytes, log_path: Path) -> RunRecord:
     texts: JsonObject = {name: body.get(name) for name in TEXTS}
     if not all(isinstance(text, str) for text in texts.values()):
         raise _Torn("not a run's record (fields are missing)")
+    # Folders are named after it.
+    if not RUN_ID.fullmatch(texts["run_id"]):
+        raise _Torn("not a run's record (its run_id is no name)")
     if not isinstance(body.get("settings"), dict) or not isinstance(body.get("tasks"), dict):
         raise _Torn("not a run's record (no settings or tasks)")
     try:

@@ -103,6 +103,8 @@ def export(chosen: Exported, target: Path, dtype: str | None) -> None:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = files.temporary_beside(target)
+    if not chosen.digests and chosen.root is not None:
+        _refuse_links(chosen.model, chosen.root)
     try:
         if dtype is None:
             _copy(chosen, staging)
@@ -116,7 +118,8 @@ def export(chosen: Exported, target: Path, dtype: str | None) -> None:
                 for part in ("model/", "trainer/")[: 1 if chosen.trainer is None else 2]:
                     checkpoints.check_nothing_else(chosen.model.parent, part, listed)
             # What a run begins with is as exact as it is.
-            convert(chosen.model, chosen.trainer, staging, DTYPES[dtype], trained=bool(chosen.digests))
+            trained = bool(chosen.digests)
+            convert(chosen.model, chosen.trainer, staging, DTYPES[dtype], root=chosen.root, trained=trained)
         check_whole(staging)
         files.fsync_dir(staging)
         os.rename(staging, target)
@@ -140,23 +143,21 @@ def copy_listed(source: Path, target: Path, digest: FileDigest, root: Path | Non
         )
 
 
+def _refuse_links(model: Path, root: Path) -> None:
+    """For a model below `root` that no manifest lists. Raises ProgramFailed, OSError."""
+    reading.check_below(root, model)
+    for path in model.rglob("*"):
+        if path.is_symlink():
+            raise ProgramFailed(f"{path} is a link, which leads out of the run; it is not exported")
+
+
 def _copy_first_model(chosen: Exported, out: Path) -> None:
     """The run's first model, which no manifest lists. A folder of the user's own may hold links, as the hub's cache does."""
-
-    def refuse_links(folder: str, names: list[str]) -> list[str]:
-        for name in names if chosen.root is not None else ():
-            if (Path(folder) / name).is_symlink():
-                raise ProgramFailed(
-                    f"{Path(folder) / name} is a link, which leads out of the run; it is not exported"
-                )
-        return []
 
     def copy(source: str, target: str) -> None:
         copy_hashed(Path(source), Path(target), chosen.root)
 
-    if chosen.root is not None:
-        reading.check_below(chosen.root, chosen.model)
-    shutil.copytree(chosen.model, out, ignore=refuse_links, copy_function=copy)
+    shutil.copytree(chosen.model, out, copy_function=copy)
 
 
 def check_whole(folder: Path) -> None:

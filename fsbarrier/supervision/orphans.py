@@ -54,11 +54,20 @@ def end_orphans() -> dict[int, int]:
     if not _swept.acquire(blocking=False):
         return hit
     with contextlib.suppress(OSError):
+        _remove_unfinished(private_folder().path)
         for path in sorted(private_folder().path.glob("*.json")):
             # A record may be torn, or of another version.
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 hit |= _end_recorded(path)
     return hit
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Records that a daemon was writing when it was killed."""
+    for path in folder.glob(".*-*.json.*.tmp"):
+        namespace, pid, _ = path.name[1:].split("-", 2)
+        if namespace == _pid_namespace() and pid.isdecimal() and not Path("/proc", pid).exists():
+            path.unlink(missing_ok=True)
 
 
 def _end_recorded(path: Path) -> dict[int, int]:
@@ -109,4 +118,8 @@ def _here() -> dict[str, str]:
 
 
 def _file_name(name: str) -> str:
-    return f"{os.readlink('/proc/self/ns/pid').strip('pid:[]')}-{os.getpid()}-{name}.json"
+    return f"{_pid_namespace()}-{os.getpid()}-{name}.json"
+
+
+def _pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid").strip("pid:[]")

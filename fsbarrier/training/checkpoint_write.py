@@ -252,15 +252,37 @@ def _write_beside(out: Path, version: NewVersion, written: Written) -> None:
         version.model.generation_config.save_pretrained(model)
     for path in sorted(model.glob("*.json")):
         written.digests[f"model/{path.name}"] = digest_of(path)
-    copied = copy_beside(version.beside, model)
+    log_path = out.parent.parent
+    root = log_path if version.beside.is_relative_to(log_path) else None
+    copied = copy_beside(version.beside, model, root)
     written.digests |= {f"model/{name}": digest for name, digest in copied.items()}
 
 
-def copy_beside(source: Path, out: Path) -> dict[str, FileDigest]:
-    """Copy what is no weight and not written anew from one model folder to another; gives what was copied. Raises OSError."""
-    names = [path.name for path in sorted(source.iterdir()) if path.is_file()]
-    chosen = [name for name in names if name not in WRITTEN and not name.endswith(WEIGHTS)]
-    return {name: copy_hashed(source / name, out / name) for name in chosen}
+def copy_beside(source: Path, out: Path, root: Path | None) -> dict[str, FileDigest]:
+    """Copy what is no weight and not written anew from one model folder to another; gives what was copied.
+
+    `root`: of the run in which `source` lies; of a policy version there, what its manifest lists is copied and nothing else. None: a
+    folder of the user's own, which may hold links, as the hub's cache does. Raises OSError, ProgramFailed.
+    """
+    listed: Mapping[str, FileDigest] | None = None
+    if root is not None and (source.parent / checkpoints.MANIFEST).exists():
+        listed = checkpoints.read_manifest(source.parent).files
+    copied = dict[str, FileDigest]()
+    for path in sorted(source.iterdir()):
+        name = path.name
+        if name in WRITTEN or name.endswith(WEIGHTS) or not path.is_file():
+            continue
+        if root is not None and path.is_symlink():
+            continue
+        key = f"{source.name}/{name}"
+        if listed is not None and key not in listed:
+            continue
+        copied[name] = copy_hashed(path, out / name, root)
+        if listed is not None and copied[name] != listed[key]:
+            raise ProgramFailed(
+                f"{path} differs from what {checkpoints.MANIFEST} says: it was changed or damaged"
+            )
+    return copied
 
 
 def _write_part(folder: Path, version: NewVersion, rank: int, world: int, written: Written) -> None:

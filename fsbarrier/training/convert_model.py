@@ -23,10 +23,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def convert(
-    model: Path, trainer: Path | None, out: Path, dtype: torch.dtype, *, trained: bool = True
+    model: Path,
+    trainer: Path | None,
+    out: Path,
+    dtype: torch.dtype,
+    *,
+    root: Path | None = None,
+    trained: bool = True,
 ) -> None:
     """Write the folder `model` anew with its weights in `dtype`. `trainer`: the state that belongs to it; None: there is none.
-    `trained`: whether its trainer had more exact weights than it serves.
+    `root`: of the run in which it lies, where no link is followed. `trained`: whether its trainer had more exact weights than it serves.
 
     Raises OSError, ProgramFailed (a damaged file), UsageError (no exact weights of the whole model are there).
     """
@@ -60,13 +66,13 @@ def convert(
             safetensors_file.write(out / file, tensors)
             weights |= dict.fromkeys(tensors, file)
     checkpoint_write.write_index(out, weights, sum(sizes.values()))
-    config = json.loads(read_bytes(model / "config.json", JSON_BYTES, links=True))
+    config = json.loads(read_bytes(model / "config.json", JSON_BYTES, links=root is None))
     for key in {"dtype", "torch_dtype"} & set(config):
         config[key] = str(dtype).removeprefix("torch.")
     files.write_atomic(out / "config.json", json.dumps(config, indent=2).encode(), durable=True)
-    checkpoint_write.copy_beside(model, out)
+    checkpoint_write.copy_beside(model, out, root)
     if (model / "generation_config.json").exists():
-        copy_hashed(model / "generation_config.json", out / "generation_config.json")
+        copy_hashed(model / "generation_config.json", out / "generation_config.json", root)
 
 
 def _architecture(model: Path) -> PreTrainedModel:

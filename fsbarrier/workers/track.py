@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsbarrier import files
+from fsbarrier import files, reading
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.sources import flatten
@@ -48,7 +48,7 @@ class Progress:
     def read(cls, path: Path) -> Progress:
         """Raises ValueError for a file that is not one: logging everything again would be worse than logging nothing."""
         try:
-            found = json.loads(path.read_bytes())
+            found = json.loads(reading.read_bytes(path, reading.RECORD_BYTES))
             return cls({str(k): int(v) for k, v in found["through"].items()}, {**found["ids"]})
         except FileNotFoundError:
             return cls()
@@ -80,6 +80,8 @@ class OneTracker:
         from accelerate.state import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+        # Trackers write below a folder of their own, and follow links.
+        files.make_dirs_below(self._folder.parent, self._folder / self.name)
         PartialState(cpu=True)
         known = progress.ids.get(self.name)
         tracker = LOGGER_TYPE_TO_CLASS[self.name](**self._arguments(known))
@@ -105,7 +107,6 @@ class OneTracker:
             case "tensorboard":
                 return {"run_name": run, "logging_dir": own}
             case "wandb":
-                os.makedirs(own, exist_ok=True)
                 return {"run_name": self._project, "id": run, "name": run, "resume": "allow", "dir": own}
             case "mlflow":
                 if "MLFLOW_TRACKING_URI" not in os.environ:
