@@ -11,6 +11,11 @@ EXIT_SIGINT = 130
 EXIT_SIGTERM = 143
 
 
+def first_line(error: Exception) -> str:
+    """What another library's error says, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class FsbarrierError(Exception):
     """Base of everything that fsbarrier raises on purpose; `exit_code` is what the command ends with."""
 

@@ -45,7 +45,7 @@ def make_dirs_below(root: Path, folder: Path) -> None:
 
 
 def try_to_make_dirs(path: Path) -> None:
-    """The same without waiting. Raises FileNotFoundError while this mount hides what another node made, OSError."""
+    """`make_dirs` without waiting. Raises FileNotFoundError while this mount hides what another node made, OSError."""
     missing = []
     current = path
     while not current.is_dir():
@@ -216,7 +216,7 @@ def _look(path: Path) -> os.stat_result | None:
 
 
 def _create_in_place(path: Path, data: bytes, durable: bool) -> bool:
-    """The same without hard links. Nobody removes what is torn: a process that only seemed dead may still complete it."""
+    """`create_exclusive` without hard links. Nobody removes a torn file: a process that only seemed dead may still complete it."""
     try:
         fd = open_new(path)
     except OSError as error:
@@ -228,7 +228,7 @@ def _create_in_place(path: Path, data: bytes, durable: bool) -> bool:
 
 
 def _create_as_folder(path: Path, data: bytes, durable: bool) -> bool:
-    """The same without hard links, whole or not at all: a folder that holds the record takes the name in one step.
+    """`create_exclusive` without hard links, whole or not at all: a folder that holds the record takes the name in one step.
 
     A folder cannot be renamed to the name of a file, nor to that of a folder in which something lies. So exactly one process wins, also
     where another host can make hard links. One that dies before that step leaves a temporary name and nothing else.
@@ -329,7 +329,7 @@ def sha256_file(path: Path) -> str:
 
 
 def sha256_open(fd: int, between_reads: Callable[[], None] = lambda: None) -> str:
-    """The same for an open file. Raises OSError, and what `between_reads` raises: so a long check can be ended."""
+    """`sha256_file` of an open file. Raises OSError, and what `between_reads` raises, by which a long check can be ended."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
     while size := retry(lambda: os.readv(fd, [buffer]), errnos=FAILING):
         digest.update(buffer[:size])

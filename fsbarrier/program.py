@@ -85,10 +85,10 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """So many processes of a command stay on each node, with what they have in memory (fsbarrier/supervision/kept_program.py).
+    """On each node this many processes of a command stay alive after it, with their memory (fsbarrier/supervision/kept_program.py).
 
-    `formed`: the name of those that all nodes still have from an earlier command (`Context.kept`), which do this one as their next job;
-    "": a program is started, as ever. Only one program is kept on a node, and none from one generation to the next.
+    `formed`: the name of the processes that all nodes have kept from an earlier command (`Context.kept`), which take this one as their
+    next job; "": a new program is started. A node keeps only one program, and none from one generation to the next.
     """
 
     processes: int
@@ -101,7 +101,7 @@ class ServeWeights:
 
     `threads`: how many they may compute with together, where they compute on a CPU.
     `policy`: the identity of the policy that the run published (`Context.policy_identity`); a folder that holds another is refused.
-    "": whatever the folder holds is served, once its files are what its own manifest says.
+    "": any policy is served, if the folder's files are those of its own manifest.
     """
 
     folder: Path
@@ -135,12 +135,13 @@ class ProbeAddresses:
 
 @dataclass(frozen=True, slots=True)
 class PublishWeights:
-    """Check a policy version's folder, then point the run at it; keep the newest `keep` versions, every `keep_every`-th, and `needed`.
+    """Check a policy version's folder, then point the run at it. Of older versions keep the newest `keep`, every `keep_every`-th, and
+    those that `needed` names.
 
-    `needed`: the folders (None: no folder) of the best policy so far, with what is known of it, and of the one that the trained policy
-    is held against; it becomes a part of the result.
-    `trained_on`: the iteration whose update it is; the trajectories of those that are `keep_trajectories` behind it, or more, are
-    removed (0: none is).
+    `needed` names the folder of the best policy so far, with its reward and version, and that of the reference policy (None: it is the
+    run's first model, which has no such folder). It becomes a part of the result.
+    `trained_on`: the iteration of the update that made this version. Trajectories that are `keep_trajectories` iterations older, or more,
+    are removed (0: none are).
     """
 
     folder: Path
@@ -212,9 +213,9 @@ class PartOnDisk:
 def adopt_parts(
     parts: Sequence[PartOnDisk], wanted: Sequence[int]
 ) -> tuple[list[JsonObject], list[JsonObject]]:
-    """What a decision takes over from parts on disk, each task from the first part that has it: groups to be merged as they are, and
-    groups that need a judgement first. A failure of the reward or the agent never passes for finished work, and a mended reward
-    counts for all."""
+    """What a decision adopts from parts on disk, each task from the first part that has it: (groups to be merged as they are, groups to
+    be judged again). Groups in which the reward or the agent failed are judged again, because that is no finished work, and because a
+    reward function that was mended in the meantime should judge all of them."""
     left = set(wanted)
 
     def take(*, unjudged: bool) -> list[JsonObject]:
@@ -231,7 +232,7 @@ def adopt_parts(
 
 
 def adoption_events(split: str, adopted: Sequence[JsonObject]) -> list[JsonObject]:
-    """What the journal is told of adopted parts, for whoever checks a merged file when the decision itself has been removed."""
+    """A line for the journal with the adopted parts: who checks a merged file later needs it, when the decision has been removed."""
     parts = [{"name": Path(part["path"]).name, "bytes": part["valid_bytes"]} for part in adopted]
     return [{"event": "parts_adopted", "split": split, "parts": parts}] if parts else []
 
@@ -265,7 +266,7 @@ class Context:
     decisions: Mapping[str, Payload]
     python: str
     joins: Mapping[int, Join] = field(default_factory=dict)
-    #: results of all members in an earlier phase of this generation and iteration: phase name -> node rank -> payload
+    #: phase name -> (node rank -> the member's result in that earlier phase of this generation and iteration)
     reports: Callable[[str], Mapping[int, Payload]] = field(default=lambda _: {})
     #: the number of the newest generation, freshly looked up; call it before anything becomes visible to others
     newest: Callable[[], int] = field(default=lambda: 0)
@@ -323,7 +324,7 @@ class Context:
 
     @property
     def best_evaluated(self) -> Payload:
-        """The policy with the best evaluation so far (`checkpoint.best_by`); each publication hands it on to the next."""
+        """The policy with the best evaluation so far (`checkpoint.best_by`), which each publication copies from the one before."""
         published, evaluated = self.latest("weights_publish") or {}, self.decided("eval_rollout")
         before = {name: published[name] for name in BEST if name in published}
         if evaluated is None:
@@ -346,7 +347,7 @@ class Context:
         return self.named_in(self.paths.checkpoints, name) / "model" if name else self.model
 
     def needed_beside(self, folder: Path, policy_version: int) -> Payload:
-        """What stays beside the newest versions once `folder` is published as `policy_version`: see PublishWeights.needed."""
+        """Which older versions must be kept once `folder` is published as `policy_version`: see PublishWeights.needed."""
         best = self.best_evaluated if self.settings.checkpoint.keep_best else {}
         every = self.settings.algorithm.kl_reference_every if self.settings.algorithm.kl_coef else 0
         if not every:

@@ -80,10 +80,10 @@ class Plan:
     without_signal: tuple[int, ...]
     #: tasks left out because those before them are enough
     surplus: tuple[int, ...]
-    #: trajectories of all groups, those left out for the last two reasons included, and their mean reward
+    #: trajectories of all groups, `without_signal` and `surplus` included, and their mean reward
     rolled_out: int
     rolled_out_reward_mean: float | None
-    #: and their other figures
+    #: their other figures (data/tally.py)
     figures: dict[str, float]
 
     @functools.cached_property
@@ -164,14 +164,14 @@ def _refuse_one_name_twice(groups: Iterable[GroupEntry]) -> None:
 
 
 def _left_out(groups: Sequence[GroupEntry], keep: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tasks of all but `keep` groups: of those with signal the last ones, of those without as many as it takes."""
+    """The tasks to drop so that `keep` groups stay, as (with signal, without): the first groups with signal are kept before all others."""
     useful = [group.task_index for group in groups if group.signal]
     others = [group.task_index for group in groups if not group.signal]
     return tuple(useful[keep:]), tuple(others[max(0, keep - len(useful)) :])
 
 
 def merged_metadata(request: MergeRequest, plan: Plan, damaged: Sequence[str]) -> dict[str, object]:
-    """The metadata of the result: those of the request, and what the merge knows itself. Raises UsageError."""
+    """The metadata of the merged file: what the request names, and what came of the merge. Raises UsageError."""
     groups = plan.by_task
     full = {
         **request.metadata,

@@ -23,7 +23,7 @@ class FileState(Enum):
     FINISHED = "finished"
     #: whole so far, but its writer did not finish it
     GROWING = "growing"
-    #: whole up to some byte; what is behind it was being written, and is dropped
+    #: whole up to some byte; what follows was being written when its writer ended, and is dropped
     TORN = "torn"
     #: another file holds the same, or more
     COPY = "copy"
@@ -42,7 +42,7 @@ class FileState(Enum):
 
     @property
     def in_the_way(self) -> bool:
-        """Whether nothing may use such a file."""
+        """Whether `fsbarrier recover` puts such a file aside, because nothing can use it."""
         return self in (
             FileState.OTHER_RUN,
             FileState.FOREIGN,
@@ -151,7 +151,7 @@ def _mark_other_runs(found: list[FoundFile], log_path: Path) -> list[FoundFile]:
 
 
 def _mark_copies(found: list[FoundFile]) -> list[FoundFile]:
-    """Where the filesystem has no links, a finished checkpoint is a copy of its part: take the one that holds most."""
+    """Without hard links a finished checkpoint is a copy of its part: of files with one prefix, use the one that holds most."""
     best: dict[str, FoundFile] = {}
     for item in found:
         if item.mergeable and item.scan and item.scan.prefix:
@@ -182,7 +182,7 @@ def _mark_fallbacks(found: list[FoundFile]) -> list[FoundFile]:
 
 
 def _mark_other_policies(found: list[FoundFile]) -> list[FoundFile]:
-    """What the newest generation rolled out says which policy this iteration is about; what another rolled out is none of it."""
+    """This iteration is about the policy that the newest generation rolled out. Mark the files of any other policy."""
     known = [item for item in found if item.mergeable and "policy" in item.header]
     if not known:
         return found

@@ -1,6 +1,6 @@
-"""What a group's description says of its trajectories beside their rewards, and what becomes of that for a whole iteration.
+"""Counts the trajectories of a group (cut off, failed, how long, parts of the reward), and makes an iteration's figures of these counts.
 
-The description lies beside the group, so that nothing need be unpickled for these figures, and adopted groups count like any others.
+The counts are stored beside each group as JSON, so that the figures need no unpickling, and groups of an earlier generation count too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_PARTS = 20
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the reward: its sum, how many trajectories have it, and how many of those in which the reward failed do."""
+    """One part of the reward: its sum, how many trajectories have it, and how many have it although their reward failed."""
 
     total: float = 0.0
     count: int = 0
@@ -34,10 +34,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Of some trajectories: how many were cut off, in how many the reward or the agent failed, and the lengths of answers in tokens.
+    """The counts of some trajectories; `tokens`, `shortest` and `longest` are lengths of answers in tokens.
 
-    `answers`: how many trajectories the lengths are of; one that failed before anything was sampled has none.
-    `reward_std`: the standard deviation of the rewards that there are (of a sample, ÷ n - 1); None where there are not two.
+    `answers`: how many trajectories have an answer; one that failed before anything was sampled has none.
+    `reward_std`: the standard deviation of the rewards of those that were judged (÷ n - 1); None for fewer than two.
     """
 
     truncated: int = 0
@@ -52,18 +52,18 @@ class Tally:
 
     @classmethod
     def of(cls, trajectories: Iterable[Payload]) -> Self:
-        """Only what is in them as our own programs write it counts; other formats may lack any of it."""
+        """Count these trajectories. A program of the user's own may leave out any field; then it is not counted."""
         truncated = reward_errors = agent_errors = 0
         lengths: list[int] = []
         judged: list[float] = []
         parts: dict[str, Part] = {}
         for one in trajectories:
             metadata, mask, rewards = (one.get(name) for name in ("metadata", "loss_mask", "reward_parts"))
-            told: Mapping[str, Any] = metadata if isinstance(metadata, Mapping) else {}
-            failed = "reward_error" in told
+            notes: Mapping[str, Any] = metadata if isinstance(metadata, Mapping) else {}
+            failed = "reward_error" in notes
             truncated += one.get("finish_reason") == "length"
             reward_errors += failed
-            agent_errors += "agent_error" in told
+            agent_errors += "agent_error" in notes
             if is_judged(one):
                 judged.append(float(one["reward"]))
             if isinstance(mask, array) and len(mask):
@@ -113,7 +113,7 @@ def _deviation(rewards: Sequence[float]) -> float | None:
 
 
 def figures(tallies: Sequence[Tally]) -> dict[str, float]:
-    """For the journal. {} where nothing was counted: an older version wrote all of it."""
+    """An iteration's figures for the journal; shares are from 0 to 1. {} if an older version, which did not count, wrote all groups."""
     if not tallies:
         return {}
     found: dict[str, float] = {
@@ -145,7 +145,7 @@ def figures(tallies: Sequence[Tally]) -> dict[str, float]:
     for name in sorted(parts)[:MOST_PARTS]:
         if parts[name].count:
             found[f"reward_parts/{name}"] = parts[name].total / parts[name].count
-        # The part that failed is the one that is missing.
+        # A reward that failed gave only the parts that had not failed.
         if failed := int(found["reward_errors"]) - parts[name].though_failed:
             found[f"reward_parts/{name}_failed"] = failed
     return found

@@ -1,6 +1,6 @@
-"""What a trajectory is: the fields that are known, with their types and units. Only `REQUIRED` must be there.
+"""What a trajectory is: its fields with their types and units. Only those of `REQUIRED` must be there.
 
-On disk a trajectory is a plain dict. Who brings an own format may leave out what is not required and add fields: they are kept.
+On disk a trajectory is a plain dict. Programs of the user's own may leave out the other fields and add their own, which are kept.
 A trajectory of N tokens has three arrays of length N side by side: `token_ids`, `loss_mask`, `logprobs`.
 """
 
@@ -55,9 +55,10 @@ class Trajectory(Sampled, total=False):
     # --- which task, and which of its group ---
 
     task_id: Required[str]
-    #: the line of the task in its file, from 0; of several sets of held-out tasks (in the order of their names) as if they were one file
+    #: the task's line in its file, from 0. Several sets of held-out tasks are numbered on, in the order of their names, as if all their
+    #: lines stood in one file.
     task_index: int
-    #: the set of held-out tasks that it belongs to; not there where there is one set
+    #: the name of its set of held-out tasks; absent where the run has a single set
     eval_set: str
     #: text, or chat messages
     prompt: str | list[dict[str, str]]
@@ -69,17 +70,17 @@ class Trajectory(Sampled, total=False):
     reward: Required[float]
     #: what the reward was made from, by name
     reward_parts: dict[str, float]
-    #: False where it failed or could not be judged: then it never counts as a success
+    #: False if the trajectory failed or could not be judged: then it never counts as a success
     valid: bool
     #: "stop", "length" (cut off) or "error"
     finish_reason: str
 
     # --- where it comes from ---
 
-    #: which weights sampled it; -1 where that is not known
+    #: how many updates the weights that sampled it had had; -1: not known
     policy_version: Required[int]
     node_rank: Required[int]
-    #: which of that node's engines sampled it, from 0; not there where that is not known
+    #: which of that node's engines sampled it, from 0; absent if not known
     replica: int
     generation: int
     iteration: int
@@ -95,7 +96,7 @@ class Trajectory(Sampled, total=False):
 
 
 def is_judged(trajectory: Mapping[str, Any]) -> bool:
-    """Whether its reward is one: neither the reward nor the agent failed."""
+    """Whether its reward says anything: neither the reward function nor the agent failed."""
     metadata = trajectory.get("metadata")
     return not (isinstance(metadata, Mapping) and {"reward_error", "agent_error"} & metadata.keys())
 

@@ -19,13 +19,13 @@ from fsbarrier.doctor.meeting import Meeting
 from fsbarrier.doctor.messages import Message, pack, read, wait_for
 from fsbarrier.host.mounts import INSTEAD
 
-#: after so long, so many samples do
+#: after this time, this many samples are enough
 ENOUGH_S, ENOUGH = 6.0, 2
-#: what is not seen within half of this, one way, is never seen
+#: a change that takes longer than half of this to be seen counts as never seen
 LONGEST_S = 22.0
 #: how often the nodes tell each other whether they still measure
 TELL_S = 0.2
-#: what is shown sooner than this needs no longer timeouts
+#: a mount that shows changes sooner than this needs no longer timeouts
 FRESH_S = 0.5
 #: above this, barriers are so slow that it is worth a warning
 SLOW_S = 2.0
@@ -72,14 +72,14 @@ CHANNELS = {
     "content": Channel("replaced file seen after", _replace, _replaced, samples=120),
     # As barriers are passed.
     "listing": Channel("new name listed after", _create, _listed),
-    # A name that was looked up in vain before. Nothing in a run waits that way: to know that it is long is enough.
+    # A name that was looked up before it existed. No run waits in this way, so it is enough to know whether it takes long.
     "absent": Channel("absent name found after", _create, _found, samples=30, longest_s=12.0),
 }
 
 
 @dataclass(slots=True)
 class Delays:
-    """Half round trips in seconds, by kind; `given_up`: what the last one had taken when time was over."""
+    """Half round trips in seconds, by kind; `given_up`: how long the last one had lasted when it was given up."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in CHANNELS})
     given_up: dict[str, float] = field(default_factory=dict)

@@ -70,8 +70,8 @@ def shown(seconds: float) -> str:
 
 @dataclass(slots=True)
 class Races:
-    """One node's part: the rounds that it was told it won, errors by name, what each name held in the end, and whether hard links
-    decided."""
+    """One node's part in the races: the rounds that it seemed to win, its errors by name, what each name held in the end, and whether the
+    filesystem has hard links."""
 
     won: list[int] = field(default_factory=list)
     errors: dict[str, int] = field(default_factory=dict)

@@ -19,6 +19,7 @@ import fsbarrier
 from fsbarrier import files
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check, Times
 from fsbarrier.host import accelerators
+from fsbarrier.protocol.wording import gib
 from fsbarrier.retry import FAILING
 
 RACES, RACERS = 40, 4
@@ -189,7 +190,7 @@ def space(path: Path) -> list[Check]:
     """Free bytes and inodes."""
     status = os.statvfs(path)
     free = status.f_bavail * status.f_frsize
-    room = f"{free / 1024**3:.1f} GiB"
+    room = gib(free)
     checks = [Check.enough("free space", free >= MIN_FREE_BYTES, room, "make room before a run")]
     # Filesystems that make inodes as they need them say that they have none.
     if status.f_files:
@@ -208,7 +209,7 @@ def this_node() -> list[Check]:
     if shm.is_dir():
         size = shutil.disk_usage(shm).total
         finding, advice = (
-            f"{size / 1024**3:.1f} GiB",
+            gib(size),
             "NCCL and vLLM want at least 1 GiB (docker: --shm-size)",
         )
         checks.append(Check.enough("shared memory", size >= MIN_SHM_BYTES, finding, advice))

@@ -68,9 +68,9 @@ def _race(folder: Path, me: int, begin: float, round_s: float) -> Races:
         begin + START_S + ROUNDS * round_s,
     )
     for number, path in enumerate(paths):
-        # Now one node is a little early, now another, by up to what the clocks are uncertain.
+        # In each round another node comes a little early, by no more than the clocks are uncertain.
         due = begin + round_s * (number + ((number * (2 * me + 1)) % 16) / 32)
-        # A mount that remembers absences is made to do so, as it would in a run.
+        # Look the name up before it exists: a mount that remembers absences should do so here as it would in a run.
         for absent in paths[:AHEAD] if number == 0 else paths[number + AHEAD - 1 : number + AHEAD]:
             absent.exists()
         pause.wait(max(0.0, min(due, end) - time.monotonic()))
@@ -126,7 +126,7 @@ def judge(findings: Findings) -> Iterator[Check]:
 
 
 def _foreign(parts: Mapping[int, Races]) -> int:
-    """In how many rounds some node reads something else than what the winner wrote. What it cannot read does not count."""
+    """In how many rounds some node reads another record than the winner's. A record that it cannot read does not count."""
     winner = {number: rank for rank, part in parts.items() for number in part.won}
     return sum(
         any(part.names[number] not in ("", f"node-{rank}") for part in parts.values())

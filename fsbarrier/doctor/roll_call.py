@@ -62,14 +62,14 @@ class Lobby:
 
         Raises TooFewNodes past the deadline, UsageError where the nodes contradict each other, OSError.
         """
-        begin, told = time.monotonic(), False
+        begin, announced = time.monotonic(), False
 
         def look() -> dict[str, Visitor] | None:
-            nonlocal told
+            nonlocal announced
             heed_signals()
             here = self._look()
-            if not told and time.monotonic() - begin > TELL_AFTER_S:
-                told = True
+            if not announced and time.monotonic() - begin > TELL_AFTER_S:
+                announced = True
                 say(f"waiting up to {wait_s:g} s for {self._missing(here)}")
             return here if len(here) == self.me.num_nodes else None
 

@@ -71,7 +71,7 @@ class Engine:
     and on this node. `threads`: at most, for computing on a CPU; 0: all that this process may use but one; the environment's
     OMP_NUM_THREADS wins over both. It may be changed before a start.
 
-    Its address and its key stay the same when its server is started again, so that whoever uses it finds it there.
+    Address and key stay the same when the server is started again, so that programs which use it find it there.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class Engine:
     ) -> None:
         self.settings, self.external = settings, external
         self.log_file, self.work_dir, self.python, self.threads = log_file, work_dir, python, threads
-        # A server has a use for no key but its own.
+        # The server needs none of the user's keys.
         self._environ = placement.environment(without_secrets(os.environ, secrets_named))
-        # Whether a server that runs and answers is started again all the same.
+        # The next `ensure` starts the server again even if it answers.
         self.distrusted = False
         self._server: Server | None = None
         self._api_key = secrets.token_urlsafe(24)
@@ -171,7 +171,7 @@ class Engine:
             try:
                 self._start(inspect(folder), policy_version, deadline, cancel)
             except ProgramFailed:
-                # The next `ensure` is to say that it was gone, and not that there never was one.
+                # Keep it, so that the next `ensure` says that the server was gone, and not that there never was one.
                 self._server = server
                 raise
 

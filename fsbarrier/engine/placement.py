@@ -22,10 +22,9 @@ _NOT_OURS = (
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one replica computes. `chosen`: variables that tell it so; `devices`: how many accelerators it has, 0 on a CPU."""
+    """Where one replica computes: the environment variables that tell it so."""
 
     chosen: Mapping[str, str] = field(default_factory=dict)
-    devices: int = 0
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """`environ` as this replica is to see it."""
@@ -53,15 +52,15 @@ def placements(
     if "MIG-" in environ.get("CUDA_VISIBLE_DEVICES", ""):
         if count > 1 and settings.replicas:
             raise UsageError(f"engine.replicas={count}: on a part of a device (MIG) there is one")
-        return [Placement(devices=len(devices))]
+        return [ANYWHERE]
     kind = devices[0].kind
     numbers = [str(device.index) for device in devices if device.kind == kind]
     own = [",".join(numbers[size * number : size * (number + 1)]) for number in range(count)]
     if kind == "nvidia":
         # The numbers are the driver's. CUDA counts otherwise where it is not told to count alike.
         order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        return [Placement({"CUDA_VISIBLE_DEVICES": some, **order}, size) for some in own]
-    return [Placement({"HIP_VISIBLE_DEVICES": some}, size) for some in own]
+        return [Placement({"CUDA_VISIBLE_DEVICES": some, **order}) for some in own]
+    return [Placement({"HIP_VISIBLE_DEVICES": some}) for some in own]
 
 
 def replicas(settings: EngineSettings, accelerators: int) -> int:

@@ -24,7 +24,7 @@ from fsbarrier.host.accelerator_device import Accelerator
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.settings.sections import EngineSettings
 
-# How often a replica is started again while one program uses it. Whatever kills it more often would go on doing so.
+# How often a replica is started again while one program uses it. One that dies more often will not stay up.
 RESTARTS = 2
 # How soon it is seen that a server has ended.
 LOOK_S = 0.25
@@ -127,8 +127,8 @@ class Replicas:
 
 
 class Keeper:
-    """While a program uses the engines, starts again those that die: a thread for each. The program itself gives the work of one that is
-    gone to the others, and finds it at its old address when it is back."""
+    """Starts engines again that die while a program uses them; one thread watches each engine. Meanwhile the program gives the work of a
+    dead engine to the others, and finds it at its old address when it is back."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         # For the journal: what was started again, and what was given up.
@@ -147,7 +147,7 @@ class Keeper:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A start under way is called off: what follows may need the accelerator for itself.
+        # This also ends a start that is under way: what follows may need the accelerator for itself.
         self._over.set()
         for thread in self._threads:
             thread.join()

@@ -42,10 +42,9 @@ IPV6_TABLE = Path("/proc/net/if_inet6")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An address of this host. `kind`: one of KINDS; `interface`: empty where it is not known."""
+    """An address of this host. `kind`: one of KINDS."""
 
     host: str
-    interface: str
     kind: str
 
 
@@ -59,7 +58,7 @@ def addresses() -> list[Address]:
     }
     for host in (*sorted(routed), *_named_addresses()):
         found.setdefault(host, "")
-    listed = [Address(host, interface, kind_of(host, interface, routed)) for host, interface in found.items()]
+    listed = [Address(host, kind_of(host, interface, routed)) for host, interface in found.items()]
     return sorted(listed, key=lambda item: (KINDS.index(item.kind), ":" in item.host))
 
 

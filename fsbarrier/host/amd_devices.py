@@ -117,7 +117,7 @@ def _read(path: Path) -> str:
 
 
 def _of_a_tool() -> list[Accelerator]:
-    """What the first of AMD's programs says that is here and knows a device. They number devices as they lie on the bus."""
+    """The devices by the first of AMD's tools that is installed and lists any. The tools number devices in the order of the bus."""
     if not KFD_DEVICE.exists():
         return []
     tools: list[tuple[list[str], Callable[[str], list[Accelerator]]]] = [
@@ -125,7 +125,7 @@ def _of_a_tool() -> list[Accelerator]:
         (["rocm-smi", "--showmeminfo", "vram", "--json"], of_rocm_smi),
     ]
     for argv, parse in tools:
-        # It is not here, hangs, or says something else than it used to.
+        # The tool is not installed, hangs, or has changed its output.
         with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
             said = subprocess.run(
                 argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=TOOL_S, check=True
@@ -157,7 +157,7 @@ def of_rocm_smi(said: str) -> list[Accelerator]:
 
 
 def _json(said: str) -> Any:
-    """Before it the programs may have warned of something."""
+    """The JSON at the end of a tool's output; warnings may come before it."""
     begin = re.search(r"^\s*([\[{])", said, re.MULTILINE)
     return json.loads(said[begin.start(1) :] if begin else said)
 

@@ -1,6 +1,6 @@
-"""Whether the nodes of a session fit together and have enough for the run, from what each told when it joined.
+"""Whether the nodes of a session fit together and have enough for the run, by what each told when it joined.
 
-Looked at before anything is loaded. What cannot go well is refused, what may go worse is warned of; both are one table.
+The leader checks this before anything is loaded. It refuses what cannot work, and warns of what may go badly, in one table.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from fsbarrier.node.fingerprint import PACKAGES, Fingerprint
 from fsbarrier.planning.cluster_plan import Cluster, Plan, make_plan
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.program import Context
+from fsbarrier.protocol.wording import gib
+from fsbarrier.reading import GIB
 from fsbarrier.settings.sections import Settings
 
-GIB = 1 << 30
 # Below this much a node can hardly log and keep its programs' files, or start a program at all.
 LITTLE_DISK, LITTLE_MEMORY = GIB // 4, GIB // 2
 # So much of an accelerator may be in use by the driver itself.
 IN_USE_BY_NOBODY = GIB
-# As the doctor has it: people compare the nodes' logs by their times.
+# People compare the nodes' logs by their times. The doctor warns of the same difference.
 CLOCKS_S = 5.0
 
 Nodes = Mapping[int, Fingerprint]
@@ -50,7 +51,7 @@ def objections(context: Context) -> list[Objection]:
     hosts = {member.rank: member.host for member in context.members}
     shape = None
     if context.model is not None:
-        # A model whose sizes are not known is not planned for; one that cannot be read is somebody else's to say.
+        # Without its sizes there is no plan for a model. If it cannot be read, its first use will say so.
         with contextlib.suppress(UsageError, ProgramFailed, OSError):
             shape = ModelShape.of_folder(context.model)
     return examine(nodes, hosts, context.settings, shape)
@@ -109,7 +110,7 @@ def _shortages(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Objection]:
     def short(what: str, free: Mapping[int, int], least: int) -> Iterator[Objection]:
         lacking = {rank: amount for rank, amount in free.items() if 0 < amount < least}
         if lacking:
-            text = ", ".join(f"{_name(rank, hosts)}: {_gib(amount)} free" for rank, amount in lacking.items())
+            text = ", ".join(f"{_name(rank, hosts)}: {gib(amount)} free" for rank, amount in lacking.items())
             yield Objection(False, what, text)
 
     yield from short("little memory", {rank: one.memory_free for rank, one in nodes.items()}, LITTLE_MEMORY)
@@ -117,7 +118,7 @@ def _shortages(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Objection]:
         "little local disk", {rank: one.local_disk_free for rank, one in nodes.items()}, LITTLE_DISK
     )
     used = [
-        f"{_name(rank, hosts)}: {_gib(int(taken))} of accelerator {number}"
+        f"{_name(rank, hosts)}: {gib(int(taken))} of accelerator {number}"
         for rank, one in nodes.items()
         for number, (_, _, taken) in enumerate(one.accelerators)
         if int(taken) > IN_USE_BY_NOBODY
@@ -133,7 +134,7 @@ def _shortages(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Objection]:
 def _too_small(
     nodes: Nodes, hosts: Mapping[int, str], settings: Settings, shape: ModelShape
 ) -> Iterator[Objection]:
-    """What the plan needs beside what there is. Its memory is an estimate, so that no run is refused for it."""
+    """Where the plan needs more than there is. The plan's memory is an estimate, so it only warns."""
     plan = make_plan(shape, settings, cluster_of(nodes))
     if plan.cluster.accelerators and settings.manages_engine:
         yield from (Objection(False, "by estimate", problem) for problem in plan.problems)
@@ -148,12 +149,12 @@ def _checkpoint_room(nodes: Nodes, hosts: Mapping[int, str], plan: Plan) -> Iter
     rank, least = min(free.items(), key=lambda item: item[1])
     one = plan.model_bytes + plan.trainer_state_bytes
     if least < plan.kept_bytes:
-        text = f"{_gib(least)} free as {_name(rank, hosts)} sees it; a checkpoint is {_gib(one)}, those kept {_gib(plan.kept_bytes)}"
+        text = f"{gib(least)} free as {_name(rank, hosts)} sees it; a checkpoint is {gib(one)}, those kept {gib(plan.kept_bytes)}"
         yield Objection(least < one, "room for checkpoints", text)
 
 
 def cluster_of(nodes: Nodes) -> Cluster:
-    """The nodes as a plan has them: all like the smallest."""
+    """The machines for a plan, which takes all nodes to be like the smallest."""
     counts = [len(one.accelerators) for one in nodes.values()]
     sizes = [int(size) for one in nodes.values() for _, size, _ in one.accelerators if size]
     hosts = [one.memory_total for one in nodes.values()]
@@ -173,13 +174,9 @@ def _by_value(values: Mapping[int, str], hosts: Mapping[int, str]) -> str:
 
 
 def _accelerators(one: Fingerprint) -> str:
-    kinds = [f"{name} ({_gib(int(size))})" for name, size, _ in one.accelerators]
+    kinds = [f"{name} ({gib(int(size))})" for name, size, _ in one.accelerators]
     return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "none"
 
 
 def _name(rank: int, hosts: Mapping[int, str]) -> str:
     return f"node {rank} ({hosts.get(rank, '?')})"
-
-
-def _gib(amount: int) -> str:
-    return f"{amount / GIB:.1f} GiB"

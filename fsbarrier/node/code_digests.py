@@ -48,8 +48,8 @@ def code_digests(settings: Settings, model: Path | None) -> dict[str, str]:
 
 def one_digest(code: Mapping[str, str]) -> str:
     """Of all of them but the model: only nodes that have the same take part in one run."""
-    told = {name: digest for name, digest in code.items() if name != MODEL}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    compared = {name: digest for name, digest in code.items() if name != MODEL}
+    return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(files: Mapping[str, Path]) -> str:

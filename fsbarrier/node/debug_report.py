@@ -20,6 +20,8 @@ from fsbarrier.host import accelerators
 from fsbarrier.host.identity import host_name
 from fsbarrier.host.memory import free_bytes, host_memory
 from fsbarrier.printable import printable
+from fsbarrier.protocol.wording import gib
+from fsbarrier.reading import GIB
 from fsbarrier.rundir import debug_requests
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.hidden import shown_word
@@ -30,7 +32,6 @@ from fsbarrier.supervision.stacks import stacks_of
 PART_S = 20.0
 # What is read of a command line, and how many open files of one process are named.
 ARGV_BYTES, MOST_FILES = 16 * 1024, 200
-GIB = 1 << 30
 
 
 class DebugReports:
@@ -93,7 +94,7 @@ class DebugReports:
         parts: Mapping[str, Callable[[], Iterator[str]]] = {
             "node": lambda: iter([f"fsbarrier {fsbarrier.__version__} on {host_name()}", self._state()]),
             "processes": lambda: _processes(tree),
-            "stacks": lambda: _stacks(tree),
+            "stacks": lambda: (f"--- {pid}\n{text}" for pid, text in stacks_of(tree).items()),
             "memory": lambda: _memory(self._paths.root),
             "open files": lambda: _open_files(tree, self._paths.root),
             "accelerators": lambda: iter(accelerators.in_use()),
@@ -133,16 +134,11 @@ def _processes(tree: Mapping[int, int]) -> Iterator[str]:
             yield f"{pid}: parent {stat.ppid}, state {stat.state}: {argv}"
 
 
-def _stacks(tree: Mapping[int, int]) -> Iterator[str]:
-    for pid, text in stacks_of(tree).items():
-        yield f"--- {pid}\n{text}"
-
-
 def _memory(log_path: Path) -> Iterator[str]:
     total, free = host_memory()
     yield f"memory: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
     for folder in (Path("/dev/shm"), Path("/tmp"), log_path):
-        yield f"{folder}: {free_bytes(folder) / GIB:.1f} GiB may be written"
+        yield f"{folder}: {gib(free_bytes(folder))} may be written"
 
 
 def _open_files(tree: Mapping[int, int], log_path: Path) -> Iterator[str]:

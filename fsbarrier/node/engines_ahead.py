@@ -39,7 +39,7 @@ Loaded = tuple[Sequence["EngineInfo"], list[dict[str, object]]]
 def begin_ahead(
     workplace: Workplace, record: RunRecord, settings: Settings, program: Program, accelerators: int
 ) -> None:
-    """Have the engines load from now on. Where that cannot be, the phase that needs them says why."""
+    """Have the engines load from now on. If that is not possible, the phase that needs them says why."""
     with contextlib.suppress(OSError, ProgramFailed):
         first = first_policy(record, settings, program, accelerators)
         if first is not None:
@@ -49,7 +49,7 @@ def begin_ahead(
 def first_policy(
     record: RunRecord, settings: Settings, program: Program, accelerators: int
 ) -> ServeWeights | None:
-    """What the engines of a node that starts now are to load; None where they would be in the way, or where that is not known yet.
+    """What the engines of a node that starts now should load; None if they would be in the way, or if that is not known yet.
 
     Raises OSError, ProgramFailed.
     """

@@ -86,17 +86,17 @@ class EventLog:
     def _row_time(self, node: Node, now: float) -> Payload:
         """How long the row took; where there was work, in parts. Without work it was all waiting."""
         seconds = now - self._row_entered
-        told: dict[str, object] = {"seconds": round(seconds, DIGITS)}
+        whole: dict[str, object] = {"seconds": round(seconds, DIGITS)}
         if self._worked is None or node.position is None or node.generation is None:
-            return told
+            return whole
         done_at, work = self._worked
         after_s, row = now - done_at, self._rules.row(node.position, node.generation)
         if row.each is not None and row.leader is not None and node.generation.leader == node.rank:
             # Between its two pieces of work a leader waits for all others.
-            return {**told, **work.within(seconds).fields(), "waited_s": round(after_s, DIGITS)}
+            return {**whole, **work.within(seconds).fields(), "waited_s": round(after_s, DIGITS)}
         daemon_s = max(0.0, seconds - work.seconds - after_s)
         work = replace(work, work_s=work.work_s + daemon_s)
-        return {**told, **work.within(seconds).fields()}
+        return {**whole, **work.within(seconds).fields()}
 
     def close(self) -> None:
         if self._notifier is not None:

@@ -1,4 +1,4 @@
-"""What a node can do and what it has left, as it tells the others when it joins. Nothing heavy is imported, and nothing here fails."""
+"""What a node can do and what room it has, as its join tells the others. Nothing heavy is imported, and nothing here fails."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class Fingerprint:
         )
 
     @classmethod
-    def of(cls, told: Payload) -> Self:
-        """What another node told, which may know fewer things or more."""
-        return cls(**{name: told[name] for name in cls.__slots__ if name in told})
+    def of(cls, fields: Payload) -> Self:
+        """From another node's join. Its version of fsbarrier may have fewer fields, or more."""
+        return cls(**{name: fields[name] for name in cls.__slots__ if name in fields})
 
     def as_json(self) -> JsonObject:
         return asdict(self)
@@ -84,7 +84,7 @@ def _disk_free(path: Path) -> int:
 
 
 def _clock_ahead(folder: Path) -> float:
-    """The filesystem's server stamps the folder with its own time."""
+    """Seconds by which this host's clock is ahead of the file server's, which stamps the folder with its own time."""
     with contextlib.suppress(OSError):
         before = time.time()
         os.utime(folder)

@@ -67,7 +67,7 @@ class Engines(Protocol):
 class Job:
     """One launch of a row's work. The node's loop cancels it and reads its progress; its thread does all else."""
 
-    # For how long it retries what it reads in the shared directory while that fails: as long as the node itself.
+    # For how long it tries again to read the shared directory while that fails: as long as the node itself does.
     outage_s: float = OUTAGE_S
     cancel: threading.Event = field(default_factory=threading.Event)
     progress: Payload = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Job:
     progress_file: Path | None = None
     # What its own thread does in the shared directory; "" while a program or the engine works, which have time-outs of their own.
     doing: str = ""
-    # When it last got on with that.
+    # When it last made progress with that.
     alive_at: float = 0.0
 
     @contextmanager
@@ -88,7 +88,7 @@ class Job:
             self.doing = ""
 
     def live_on(self) -> None:
-        """Called between two pieces of what `using_directory` covers: it got on. Raises Cancelled."""
+        """Called between two steps of what `using_directory` covers, to show that it makes progress. Raises Cancelled."""
         self.stop_if_cancelled()
         self.alive_at = time.monotonic()
 
@@ -144,7 +144,8 @@ class Workplace:
     # Brings what the trainer left of its state on this node to the shared directory.
     state_upload: StateUpload = field(default_factory=StateUpload)
     programs_started: int = 0
-    # Called before a program that hangs is ended, with its job's event of cancelling; gives what is to be said of it.
+    # Called before a program that hangs is ended, with the generation and the job's event of cancelling; gives a text about what the
+    # program did, for the message of the failure.
     program_hangs: Callable[[int, threading.Event], str] = lambda generation, cancel: ""
     # The program whose processes wait for another job.
     kept: KeptProgram | None = None

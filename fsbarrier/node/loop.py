@@ -277,8 +277,8 @@ class NodeLoop:
         failed = fact.status != "done"
         if failed or self._works(*self.node.place):
             work = PhaseTime.of_work(fact.work_s, fact.value).fields()
-            told = {key: fact.value[key] for key in ("error", "exit_code", "log") if key in fact.value}
-            event, fields = ("work_failed", {**work, **told}) if failed else ("work_finished", work)
+            details = {key: fact.value[key] for key in ("error", "exit_code", "log") if key in fact.value}
+            event, fields = ("work_failed", {**work, **details}) if failed else ("work_finished", work)
             self.record(event, self.node, fields)
 
     def _put(self, fact: Fact, *, again: bool = False) -> None:
@@ -371,14 +371,14 @@ class NodeLoop:
         silent = silent_members(members, node.rank, ledger, node.since, now, self.rules.limits.suspect_s)
         self.observer.suspecting = bool(silent)
         for member in members if silent or known else ():
-            told: dict[str, object] = {"suspect": member.rank, "host": member.host}
+            suspect: dict[str, object] = {"suspect": member.rank, "host": member.host}
             if member in silent:
                 if member not in known and ledger.state(member) not in ("finished", "stopped"):
                     known.add(member)
-                    self.record("node_suspected", node, {**told, "silent_s": round(silent[member], 3)})
+                    self.record("node_suspected", node, {**suspect, "silent_s": round(silent[member], 3)})
             elif member in known:
                 known.discard(member)
-                self.record("node_recovered", node, told)
+                self.record("node_recovered", node, suspect)
 
 
 def place(node: Node, position: Position | None, rules: Rules) -> dict[str, object]:

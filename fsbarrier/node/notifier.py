@@ -63,8 +63,8 @@ class Notifier:
             or node.rank != min(set(generation.ranks) - self._lost, default=-1)
         ):
             return
-        told = {"event": name, **self._about, "node_rank": node.rank, **fields}
-        text = without_passwords(json.dumps(told, default=str))
+        message = {"event": name, **self._about, "node_rank": node.rank, **fields}
+        text = without_passwords(json.dumps(message, default=str))
         for most in SHORTER:
             if len(text) > MOST_BYTES:
                 text = json.dumps(_cut(json.loads(text), most))

@@ -1,8 +1,8 @@
 """How a node's loop looks at the shared directory: quickly while something happens, then more and more rarely.
 
-The first looks of a wait follow each other fast, so that a short wait ends in time. After that a look comes when the wait has become
-one per cent longer: what a long wait loses by it is nothing to speak of, and a phase of ten minutes costs the server a look a beat.
-The daemon and a group's member share this; each does its own things between two looks.
+The first looks of a wait follow each other fast, so that a short wait ends in time. After that each look comes when the wait has become
+one per cent longer. So a wait lasts at most one per cent too long, and in a phase of ten minutes a node looks about once a heartbeat.
+The daemon and the members of groups both wait in this way.
 """
 
 from __future__ import annotations

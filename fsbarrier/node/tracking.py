@@ -1,7 +1,7 @@
-"""Has trackers told what each iteration measured (`tracker.names`): starts the program beside the leader, and says what is done.
+"""Starts the program that tells trackers what each iteration measured (`tracker.names`), beside the leader, and says which are done.
 
-Nothing waits for it: the program reads the journals by itself, and a thread starts and ends it. Where it fails, the journal tells it and
-the run goes on.
+The run never waits for that program: it reads the journals by itself, and a thread starts and ends it. If it fails, the journal says so,
+and the run goes on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsbarrier.settings.sections import Settings, TrackerSettings
 from fsbarrier.supervision.secret_variables import without_variables
 from fsbarrier.supervision.supervisor import Child, with_this_package
 
-#: What a launcher says of training processes is about none of them; and it needs no accelerator.
+#: variables about training processes, set by a launcher: the trackers' program is none of these processes
 NOT_FOR_IT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: how often a program that ended by itself is started again in one life of the daemon
 RESTARTS = 3
@@ -160,10 +160,10 @@ class Tracking:
         try:
             with self._problems.open("rb") as stream:
                 stream.seek(self._read)
-                told = stream.read(1 << 16)
+                data = stream.read(1 << 16)
         except FileNotFoundError:
             return
-        whole = told[: told.rfind(b"\n") + 1]
+        whole = data[: data.rfind(b"\n") + 1]
         self._read += len(whole)
         for line in whole.splitlines():
             found = json.loads(line)

@@ -43,7 +43,7 @@ def carry_out(work: Work, context: Context, job: Job, workplace: Workplace) -> R
             return _serve_weights(work, context, job, workplace)
         case ReleaseEngine():
             take_from_ahead(None, job, workplace)
-            # The trainer comes next, and then this node keeps another state.
+            # The trainer comes next, and replaces the state that this node keeps.
             saved = workplace.state_upload.wait(job)
             return {
                 **workplace.engines.release(cancel=job.cancel),
@@ -81,9 +81,9 @@ def _serve_weights(work: ServeWeights, context: Context, job: Job, workplace: Wo
     """Have all of this node's engines serve one policy version. No program begins before they do."""
     began, ahead = time.monotonic(), take_from_ahead(work, job, workplace)
     ahead_s = time.monotonic() - began
-    # Also what was loaded ahead: an engine may have died since, and this is what it says.
+    # Ask even where the policy was loaded ahead: an engine may have died since then.
     infos, lines = load_policy(work, job, workplace)
-    # What was loaded ahead took longer than this phase has waited for it.
+    # The journal tells how long this phase waited, not how long the load took that began before it.
     waited_s = [ahead_s + info.seconds for info in infos]
     if ahead is not None:
         infos = [old if new.action == "kept" else new for old, new in zip(ahead[0], infos, strict=True)]

@@ -77,8 +77,8 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
 
 
 def _environment(argv: Sequence[str], settings: Settings, work_dir: Path) -> Mapping[str, str]:
-    """Ours, less keys. Programs in which no code of the user's runs get none; a reward, an agent or a trainer may have a use for any
-    but those of the run's trackers.
+    """The daemon's environment without keys. A program that runs code of the user's (a reward, an agent, a trainer) may need some of
+    them: it loses only those of the run's trackers.
     """
     name = program_name(argv)
     if name not in NO_SECRETS:
@@ -89,13 +89,14 @@ def _environment(argv: Sequence[str], settings: Settings, work_dir: Path) -> Map
 
 
 def _distrust_engines(result: Path, context: Context, workplace: Workplace) -> None:
-    """Take note of the engines that a failed program's result accuses: this node's own are started again before they are used next.
+    """Note the engines whose log-probabilities a failed program found to differ from the trainer's. This node's own are started again
+    before their next use.
 
-    Each once: whatever is wrong with one after that is not mended by a start, and the program's failure stands.
+    An engine is started again only once: if it still differs after that, another start would not mend it.
     """
     try:
-        told = read_result(result, "")
-        engines = [(int(node), int(replica)) for node, replica in told.get("differing_engines", ())]
+        said = read_result(result, "")
+        engines = [(int(node), int(replica)) for node, replica in said.get("differing_engines", ())]
     except (ProgramFailed, TypeError, ValueError):
         return
     for node, replica in engines:
@@ -114,7 +115,7 @@ def _given_to_kept(
     context: Context,
     workplace: Workplace,
 ) -> KeptProgram:
-    """The program of which processes stay, with `spec` as its job: the one that all nodes have, else a new one on all of them.
+    """A program whose processes stay, with `spec` as its job: the one that all nodes have kept, else a new one.
 
     Raises ProgramFailed, StoreError, NodeUnfit.
     """

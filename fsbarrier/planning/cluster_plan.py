@@ -1,6 +1,6 @@
-"""What a run of given settings comes to on given machines, and whether it can be: the arithmetic behind `fsbarrier plan`. Pure.
+"""How much a run with given settings needs on given machines, and whether they suffice: the arithmetic of `fsbarrier plan`. Pure.
 
-What cannot be is a problem in one line: what is needed, what there is, and the nearest that works.
+If they do not suffice, each problem is one line: what is needed, what there is, and the nearest settings that would work.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from pathlib import Path
 
 from fsbarrier.engine.placement import check_arguments, replicas
 from fsbarrier.errors import UsageError
-from fsbarrier.planning.memory import EXACT, GIB, Shard, UpdateLoad, choose_shard, shards_of
+from fsbarrier.planning.memory import EXACT, Shard, UpdateLoad, choose_shard, shards_of
 from fsbarrier.planning.model_shape import ModelShape
+from fsbarrier.protocol.wording import gib
+from fsbarrier.reading import GIB
 from fsbarrier.settings.sections import Settings, TrainerSettings
 
 # What an engine needs beside weights and cache: activations of one step, graphs, its context.
@@ -93,7 +95,7 @@ class Plan:
 
 
 def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Plan:
-    """Never raises for a combination that cannot be: its `problems` say so."""
+    """The plan. Machines that do not suffice are no error: the plan's `problems` say so."""
     trainer, rollout = settings.trainer, settings.rollout
     engine, cache_tokens, count, problems = _engine(shape, settings, cluster)
     per_node = processes_per_node(trainer, cluster)
@@ -213,7 +215,7 @@ def _engine(
     else:
         budget = int(cluster.memory_bytes * engine.gpu_memory_utilization)
         why = (
-            f"weights of {_gib(parts['weights'])} leave room for {tokens:,} tokens in the {_gib(budget)} that an engine may take, one "
+            f"weights of {gib(parts['weights'])} leave room for {tokens:,} tokens in the {gib(budget)} that an engine may take, one "
             f"sequence has {engine.max_model_len:,} (engine.max_model_len)"
         )
     return (
@@ -264,14 +266,14 @@ def _update_problems(
     how = f"DeepSpeed ZeRO-{load.zero.stage}" if load.zero else f"trainer.shard={shard}"
     why = []
     if load.total > available:
-        parts = ", ".join(f"{name} {_gib(amount)}" for name, amount in load.parts.items() if amount)
+        parts = ", ".join(f"{name} {gib(amount)}" for name, amount in load.parts.items() if amount)
         each = "accelerator" if cluster.accelerators else "process"
         why.append(
-            f"{how}: the update needs {_gib(load.total)} of each {each} ({parts}), there are {_gib(available)}"
+            f"{how}: the update needs {gib(load.total)} of each {each} ({parts}), there are {gib(available)}"
         )
     if _exceeds_host(load, per_node, cluster):
         why.append(
-            f"trainer.offload={load.offload}: needs {_gib(host)} of each node's memory, there are {_gib(cluster.host_bytes)}"
+            f"trainer.offload={load.offload}: needs {gib(host)} of each node's memory, there are {gib(cluster.host_bytes)}"
         )
     nearest = " or ".join(_nearest(settings, shape, cluster)) or "none on machines like these"
     return [f"{'; '.join(why)}; the nearest that works: {nearest}"]
@@ -308,7 +310,7 @@ def _nearest(settings: Settings, shape: ModelShape, cluster: Cluster) -> Iterato
         if changed.total < load.total and not _exceeds_host(changed, per_node, cluster):
             trainer, load, said[name] = change(trainer), changed, words
     else:
-        host = f" ({_gib(load.on_host * per_node)} of each node's memory)" if load.on_host else ""
+        host = f" ({gib(load.on_host * per_node)} of each node's memory)" if load.on_host else ""
         yield " ".join(said.values()) + host
         if said.keys() <= {"shard", "stage"}:
             return
@@ -337,7 +339,3 @@ def _changes(settings: Settings) -> Iterator[tuple[str, str, Change]]:
     yield "tokens", tokens, lambda t: replace(t, max_tokens_per_micro_batch=fewer)
     yield "offload", "trainer.offload=optimizer", lambda t: replace(t, offload="optimizer")
     yield "offload", "trainer.offload=all", lambda t: replace(t, offload="all")
-
-
-def _gib(amount: int) -> str:
-    return f"{amount / GIB:.1f} GiB"

@@ -1,7 +1,7 @@
 """How much memory one process of an update needs, by part, and which way of sharding fits. Pure arithmetic.
 
-An estimate, not a measurement: activations depend on kernels, and allocators leave gaps. What an update really took stands beside it
-in the journal.
+This is an estimate: activations depend on kernels, and allocators leave gaps. The journal has both the estimate and what an update
+really took.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from fsbarrier.planning.model_shape import ModelShape
+from fsbarrier.reading import GIB
 from fsbarrier.settings import deepspeed_config
 from fsbarrier.settings.sections import Settings
 
 Shard = Literal["none", "node", "all"]
 Offload = Literal["none", "optimizer", "all"]
 
-GIB = 1 << 30
 # The context, the communication buffers and the gaps of the allocator on each accelerator.
 OVERHEAD_BYTES = 2 * GIB
 # Master weights, gradients and each of the two moments are in float32.

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from fsbarrier.planning.cluster_plan import Plan
-from fsbarrier.planning.memory import GIB
+from fsbarrier.protocol.wording import gib
+from fsbarrier.reading import GIB, MIB
 
 
 def lines(plan: Plan) -> list[str]:
@@ -76,7 +77,7 @@ def _parts(parts: Mapping[str, int]) -> str:
 
 
 def _size(amount: int) -> str:
-    return f"{amount / GIB:.1f} GiB" if amount >= GIB // 10 else f"{amount / (1 << 20):.1f} MiB"
+    return gib(amount) if amount >= GIB // 10 else f"{amount / MIB:.1f} MiB"
 
 
 def _count(number: int, noun: str) -> str:

@@ -493,8 +493,8 @@ def wait_for_the_lost(at: Situation) -> Step | None:
         back = [at.joiners[m.rank] if m.rank in lost else m for m in at.generation.members]
         return _answer_the_loss(at, back)
     if at.node.trouble_since is None:
-        told = {"lost": lost_as_fields(at, at.gone), "waiting": True}
-        return replace(at.node, trouble_since=at.now), (Note("node_lost", told),)
+        fields = {"lost": lost_as_fields(at, at.gone), "waiting": True}
+        return replace(at.node, trouble_since=at.now), (Note("node_lost", fields),)
     if at.now - at.node.trouble_since < at.rules.limits.rejoin_timeout_s:
         return None
     why = f"{lost_as_text(at, at.gone)}; not back within {at.rules.limits.rejoin_timeout_s:g} s"

@@ -84,8 +84,8 @@ class Judge:
                 f"the judge at {self._client.base_url} does not answer: {described(error)}"
             ) from None
         if response.status_code != 200:
-            told = f"the judge refuses: HTTP {response.status_code}: {refusal_text(response.content)}"
-            raise (_Again if may_pass(response.status_code) else JudgeError)(told)
+            refusal = f"the judge refuses: HTTP {response.status_code}: {refusal_text(response.content)}"
+            raise (_Again if may_pass(response.status_code) else JudgeError)(refusal)
         try:
             return str(response.json()["choices"][0]["message"]["content"])
         except (ValueError, KeyError, IndexError, TypeError):
@@ -111,8 +111,8 @@ class JudgeReward:
             return Score(0.0, error=str(error), seconds=time.monotonic() - started)
         grade, seconds = last_number(said.strip().rpartition("\n")[2]), time.monotonic() - started
         if grade is None or not 0 <= grade <= 1:
-            told = f"the judge gave no number from 0 to 1: {said[-200:]!r}"
-            return Score(0.0, error=told, seconds=seconds)
+            problem = f"the judge gave no number from 0 to 1: {said[-200:]!r}"
+            return Score(0.0, error=problem, seconds=seconds)
         return Score(grade, {"judge": grade}, {"judge": said}, seconds=seconds)
 
     async def close(self) -> None:

@@ -86,8 +86,13 @@ class FunctionReward:
             metadata["messages"] = messages
         more = {} if self.judge is None else {"judge": self.judge}
         if is_verls(self.function):
-            told = (metadata.get("data_source"), response, task.answer, metadata.get("extra_info", metadata))
-            call = partial(self.function, **dict(zip(VERLS_PARAMETERS, told, strict=True)), **more)
+            arguments = (
+                metadata.get("data_source"),
+                response,
+                task.answer,
+                metadata.get("extra_info", metadata),
+            )
+            call = partial(self.function, **dict(zip(VERLS_PARAMETERS, arguments, strict=True)), **more)
         else:
             call = partial(self.function, prompt, response, task.answer, metadata, **more)
         async with self._turn:
@@ -106,8 +111,8 @@ class FunctionReward:
             value = value.get(name)
         reward = _number(value)
         if reward is None:
-            told = f'{self.name}: gave {value!r}, not a finite number or a dict with "reward"'
-            return Score(0.0, error=told)
+            reason = f'{self.name}: gave {value!r}, not a finite number or a dict with "reward"'
+            return Score(0.0, error=reason)
         numbers = {key: number for key, inner in rest.items() if (number := _number(inner)) is not None}
         info = {key: str(inner) for key, inner in rest.items() if key not in numbers}
         return Score(reward, {self.name: reward, **numbers}, info)
@@ -129,12 +134,12 @@ class GroupFunctionReward(FunctionReward):
                 raise ValueError(f"gave {found!r}, not a list of {len(answers)} rewards")
             scores = [self._read(one) for one in found]
         except TimeoutError:
-            told = f"{self.name}: no rewards within {self.timeout_s:g} s (reward.timeout_s)"
-            scores = [Score(0.0, error=told)] * len(answers)
+            reason = f"{self.name}: no rewards within {self.timeout_s:g} s (reward.timeout_s)"
+            scores = [Score(0.0, error=reason)] * len(answers)
         # Whatever the user's code raises.
         except Exception as error:
-            told = f"{self.name}: {described_failure(error, self.file)}"
-            scores = [Score(0.0, error=told)] * len(answers)
+            reason = f"{self.name}: {described_failure(error, self.file)}"
+            scores = [Score(0.0, error=reason)] * len(answers)
         return [replace(score, seconds=time.monotonic() - started) for score in scores]
 
 

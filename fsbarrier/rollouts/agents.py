@@ -4,8 +4,7 @@
 
     async def run(self, task, client) -> Trajectory | None
 
-An agent that raises, or takes too long, makes its trajectory
-invalid and is counted; the others go on.
+If an agent raises or takes too long, its trajectory is invalid and the failure is counted; the others go on.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def load_agent(value: str) -> MakeAgent:
     if not inspect.iscoroutinefunction(run):
         what = "has no method run" if run is None else "its method run is not async"
         raise UsageError(f"{said}: {what}; an agent has `async def run(self, task, client)`")
-    # Where a call would fail, the user learns it now.
+    # Call errors should show now, not in the first episode.
     for what, signature, arguments in (
         ("is made without arguments", inspect.signature(found), ()),
         ("is called as run(task, client)", inspect.signature(run), (None, None, None)),
@@ -110,7 +109,7 @@ class AgentSampler:
                     error = f"not finished within {self.task_timeout_s:g} s (rollout.task_timeout_s)"
                 else:
                     error = described_failure(failure, self.file)
-        # That is no failure of the agent, whatever the agent made of it.
+        # A lost engine is no failure of the agent, even if the agent has caught the error and gone on.
         if client.engine_gone is not None:
             raise client.engine_gone
         return finished(client, returned, error=error, seconds=time.monotonic() - begin)

@@ -1,4 +1,4 @@
-"""A vLLM server's answer to one request: its pieces, or the one that is all of it, are put together into samples, and these into groups."""
+"""Makes samples and groups of a vLLM server's answer to one request, which comes in pieces or as a whole."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Piece:
 
     @classmethod
     def read(cls, choice: JsonObject) -> Self:
-        """Raises KeyError, TypeError or ValueError where the server is no vLLM that tells of tokens."""
+        """Raises KeyError, TypeError or ValueError if the server does not give tokens as vLLM does."""
         token_ids = choice["token_ids"] or []
         logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]] if token_ids else []
         if len(token_ids) != len(logprobs):
@@ -56,7 +56,7 @@ class _Piece:
 
 @dataclass
 class _Growing:
-    """A sample of which pieces have come; `sample` is there with the last one."""
+    """A sample of which some pieces have come; `sample` is None until the last one."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)

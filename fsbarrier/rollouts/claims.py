@@ -1,11 +1,11 @@
 """Which node rolls out which task, settled while the phase runs: shares in lots, each claimed by an exclusive create.
 
-A node claims its own share from the head, a lot just before it needs it. Once that is gone it lists the folder and claims from the
-tail of whoever has most left. Every node cuts every share into the same lots, so a name says it all. The folder belongs to one
-generation and one split; a claim is for ever.
+A node claims the lots of its own share from the first on, each just before it needs it. When its share is used up, it lists the folder
+and claims the last lots of the node that has most left. All nodes cut the shares into the same lots, so a file's name tells which lot
+is claimed. The folder belongs to one generation and one split, and a claim is never given back.
 
-Nothing wrong can come of a claim that goes wrong: the parts say what was really done, the merge takes each task once and names
-what is missing. Two winners waste work, no winner costs another attempt.
+A claim that goes wrong does no harm: the part files say what was really done, and the merge takes each task once and names those that
+are missing. If two nodes win a claim, work is done twice; if none wins, the phase fails and is tried again.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Lot:
 
 
 class Claims:
-    """What one node may still start. `folder` None: its own share and nothing else, without any claim.
+    """The tasks that one node may still start. `folder` None: only those of its own share, and nobody claims anything.
 
-    Meant for one caller at a time; every method may take as long as the shared directory does.
+    For one caller at a time; every method may take as long as the shared directory does.
     """
 
     def __init__(
@@ -126,7 +126,8 @@ class Claims:
             }
             if not left:
                 break
-            # Of several that have as much left, those who run out at the same time choose different ones.
+            # Nodes that run out of tasks together should not all help the same node: where several have equally much left, each
+            # prefers another one.
             owner = max(left, key=lambda rank: (left[rank], -((rank - self.rank) % (1 + max(left)))))
             lot = self._left[owner].pop()
             if self._claim(lot):
@@ -176,8 +177,8 @@ class Claims:
 
 
 def remove_old(folder: Path, rank: int) -> None:
-    """Remove what is left of a phase that every node has left: each node the claims on its own share, the last one the folder."""
-    # Where that fails the folder is not there, or it is left lying: nobody reads it any more.
+    """Clean up after a phase that all nodes have left: each node removes the claims on its own share, the last one the folder."""
+    # If this fails, the folder is gone already, or it stays: nobody reads it any more.
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             owned = LOT.parse(name) or ROUND_DONE.parse(name)

@@ -1,4 +1,4 @@
-"""What a rollout has done so far, counted, and shown in its progress file."""
+"""Counts what a rollout has done so far, and shows it in the progress file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fsbarrier.data.trajectory import Trajectory, is_judged
 from fsbarrier.rollouts.samples import Group
 from fsbarrier.supervision.worker_contract import SHOW_S, Progress
 
-#: what a result tells otherwise, or not at all
+#: counts that a result has under other names, or not at all
 NOT_IN_RESULT = {"groups", "trajectories", "reward_sum", "unjudged", "tokens"}
-#: what people are shown while it is not 0
+#: counts that the progress shows people once they are not 0
 IN_NOTE = ("truncated", "refused", "timed_out", "reward_errors", "agent_errors")
 
 
@@ -32,13 +32,13 @@ class Counts:
     reward_errors: int = 0
     agent_errors: int = 0
     prompt_tokens: int = 0
-    #: that have come, also of groups not finished
+    #: tokens that the engines have sampled, also for groups that are not finished
     tokens: int = 0
     #: of finished groups
     completion_tokens: int = 0
 
     def add(self, group: Group, trajectories: Sequence[Trajectory], late: bool = False) -> None:
-        """A finished group; `late`: its time was over before it was."""
+        """Count a finished group; `late`: it was ended by its time limit."""
         self.groups += 1
         self.trajectories += len(trajectories)
         self.timed_out += late
@@ -71,7 +71,7 @@ class Counts:
 
 
 class CountsProgress:
-    """The progress file, kept up with the counts: written a few times a second at most, and never without the latest.
+    """Writes the counts to the progress file: a few times a second at most, and the last counts always.
 
     `engines`: what each of several engines does.
     """

@@ -1,4 +1,4 @@
-"""Groups that an earlier attempt rolled out and could not judge: they need their rewards, and no new rollout."""
+"""Reads the groups that an earlier attempt rolled out and could not judge: they need only their rewards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EarlierGroups:
         return task in self._parts
 
     def trajectories_of(self, task: int) -> list[Trajectory] | None:
-        """The group of a task; None where it must be rolled out: it cannot be read, or its agent or the engine failed."""
+        """The group of a task. None if it must be rolled out again, because it cannot be read, or the agent or the engine had failed."""
         part = self._parts[task]
         path = Path(part["path"])
         try:

@@ -1,8 +1,8 @@
-"""Ends a rollout phase before its last few groups: once enough groups are durable everywhere, the rest gets some time, then no more.
+"""Ends a rollout phase without its last few groups: once enough groups are on disk on all nodes, the others get `grace_s` more.
 
-Each node says in a file of its own how many of its groups are durable, and reads the others'. The first to have seen enough for
-`grace_s`, on its own clock, leaves the file `cut`; whoever sees that ends too. It does not matter that nodes see it at different
-times: what each node did is in its result, and the leader's decision says what was left out.
+Each node writes into a file of its own how many of its groups are on disk, and reads the other nodes' files. The first node that has
+seen enough for `grace_s`, on its own clock, creates the file `cut`, and every node that sees it ends the phase. The nodes may see it at
+different times: each one's result says what it did, and the leader's decision says what was left out.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class EarlyEnd:
     def report(self, durable: int) -> None:
         """Let the others know how many groups this node has on disk."""
         if durable != self._reported:
-            # Where that fails, the next count tells them as well.
+            # If this fails, the next count will tell them.
             with contextlib.suppress(OSError):
                 files.write_atomic(self._folder / self._own_file, b"%d\n" % durable)
                 self._reported = durable
 
     def reached(self) -> bool:
-        """Whether the phase is to end now, finished or not. What cannot be read now is read at the next look."""
+        """Whether the phase ends now, finished or not. If the folder cannot be read, the next look decides."""
         try:
             return self._reached(os.listdir(self._folder))
         except OSError:

@@ -1,7 +1,8 @@
-"""When the engine has a place for another request. What would only wait in its queue is left for nodes that have run out of tasks.
+"""Holds a request back until the engine has a place for it. In the engine's queue it would only wait, while another node that has run
+out of tasks could do it.
 
-vLLM says at /metrics how many sequences wait to be computed. It says so after a step, so a request that was sent just now is not
-in the number yet. Where it says nothing, everything that `rollout.concurrency` allows is sent.
+vLLM says at /metrics how many sequences wait to be computed. It updates the number after each step, so that it does not count a request
+that was sent just now. If the server gives no number, this program sends all that `rollout.concurrency` allows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ WAITING = ("vllm:num_requests_waiting{", "vllm:num_requests_waiting ")
 SETTLE_S = 0.2
 #: between two looks
 PAUSES = Backoff(0.1, 0.5, factor=2.0)
-#: stands for the number of a server that does not answer now
+#: taken for the number of waiting sequences while the server does not answer
 MANY = 10**9
 #: a server that computes on the CPU is slow to answer
 READ_S = 5.0
@@ -83,7 +84,7 @@ class EngineMetrics:
         await self._client.aclose()
 
     async def count_waiting(self) -> int | None:
-        """None where the server does not say; one that does not answer now has no place."""
+        """The number of waiting sequences: None if the server never says, MANY while it does not answer."""
         try:
             answer = await self._client.get("/metrics")
         except httpx.HTTPError:

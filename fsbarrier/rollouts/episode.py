@@ -13,9 +13,9 @@ from fsbarrier.rollouts.samples import Group, Message, Sample
 
 @dataclass
 class Segment:
-    """One sequence of tokens that only grows. `history`: its messages, the last answer included; `text`: as plain text.
+    """One sequence of tokens, to which each turn appends. `history`: its messages, the last answer included; `text`: as plain text.
 
-    `tools`: those offered in it, as JSON. `busy`: a turn goes on from it just now.
+    `tools`: the tools that the agent offered in it, as JSON. `busy`: a turn that continues it is under way.
     """
 
     token_ids: list[int] = field(default_factory=list)

@@ -25,10 +25,10 @@ async def judged_group(origin: Origin, group: Group, reward: Reward) -> list[Tra
 async def judged_again(
     origin: Origin, task: Task, group: Sequence[Trajectory], reward: Reward
 ) -> list[Trajectory]:
-    """An earlier attempt's group, with a new judgement where there was none; of all where the reward judges groups."""
+    """An earlier attempt's group with new judgements: of the trajectories that had none, or of all if the reward judges whole groups."""
     again = [item for item in group if "reward_error" in item["metadata"]]
     if again and judges_groups(reward):
-        # The agent's own reward, and what failed before there was anything to judge, stay as they are.
+        # Rewards that the agent gave itself stay, and so do trajectories that failed before there was anything to judge.
         again = [item for item in group if _by_the_reward(item)]
     # Only an episode has turns; its reward sees the whole conversation.
     answers = [Answer(item["text"], item["messages"] if "turns" in item else None) for item in again]
@@ -42,7 +42,7 @@ def _by_the_reward(item: Trajectory) -> bool:
 
 def _judged_again(origin: Origin, item: Trajectory, score: Score | None) -> Trajectory:
     metadata = dict(item["metadata"])
-    # It lies in this node's part now.
+    # The trajectory is stored in this node's part now.
     changed: dict[str, object] = {"node_rank": origin.node_rank, "generation": origin.generation}
     sampled_here = item["node_rank"] == origin.node_rank
     if score is not None:
@@ -56,7 +56,7 @@ def _judged_again(origin: Origin, item: Trajectory, score: Score | None) -> Traj
 
 
 def failed_group(origin: Origin, group: Group, samples: int) -> list[Trajectory]:
-    """In the place of samples that there are not: the task is accounted for, and there is nothing to learn from."""
+    """Trajectories in place of the samples of a task that failed: the task counts as done, and an update learns nothing from them."""
     nothing = Sample("", [], [], "error", 0.0, metadata={"error": group.error})
     return [_trajectory(origin, group, number, nothing, Score(0.0)) for number in range(samples)]
 
@@ -77,19 +77,19 @@ def _known_score(sample: Sample) -> Score | None:
 
 
 def _judgement(score: Score, metadata: JsonObject, *, sampled: bool) -> dict[str, object]:
-    """The fields of a trajectory that its judgement decides; `metadata` are its other metadata. `sampled`: nothing failed before."""
-    told = dict(metadata)
+    """The fields of a trajectory that its judgement decides, added to its other `metadata`. `sampled`: nothing failed before the reward."""
+    stored = dict(metadata)
     if score.info:
-        told["reward_info"] = dict(score.info)
+        stored["reward_info"] = dict(score.info)
     if score.error is not None:
-        told["reward_error"] = score.error
+        stored["reward_error"] = score.error
     valid = sampled and score.error is None
     return {
-        # What failed is never a success; what it would have been given stays in `reward_parts`.
+        # A trajectory that failed is never a success. The reward that it would have had stays in `reward_parts`.
         "reward": score.reward if valid else min(0.0, score.reward),
         "reward_parts": dict(score.parts),
         "valid": valid,
-        "metadata": told,
+        "metadata": stored,
     }
 
 

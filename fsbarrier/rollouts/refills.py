@@ -1,9 +1,9 @@
 """Whether a train rollout goes on with another round, because too few groups have rewards that differ (`rollout.max_refills`).
 
-A node that has nothing left to do in a round, its own groups being durable, creates an empty file beside the claims, whose name says
-how many of them have signal, which means that their rewards differ. Once every node's is listed, all count the same names, and so all
-come to the same answer. Nothing is ever replaced or agreed: a node that dies before its file is there ends the generation, and the next
-one adopts the groups.
+When a node has nothing left to do in a round, and its groups are on disk, it creates an empty file beside the claims. The file's name
+says how many of its groups have signal, which means that their rewards differ. Once the files of all nodes are listed, every node adds up
+the same numbers and comes to the same answer. If a node dies before it has created its file, the generation ends, and the next one
+adopts the groups.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Refills:
         self._seen(lambda: files.make_dirs_below(folder.parent, folder))
 
     def report(self, number: int, with_signal: int) -> None:
-        """This node has nothing left to do in round `number`. A program that is started again has said so before, and that stands."""
+        """This node has nothing left to do in round `number`. If an earlier start of this program said so already, that stands."""
         mine = ROUND_DONE.build(self._rank, number, with_signal)
         if all((done.rank, done.round) != (self._rank, number) for done in self._listed()):
             self._seen(lambda: files.create_exclusive(self._folder / mine, b"", durable=False))

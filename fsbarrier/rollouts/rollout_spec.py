@@ -62,7 +62,7 @@ class Assignment:
     expected: Sequence[int]
     #: of more groups the merge keeps so many; None: all
     keep: int | None
-    #: how many of `expected` each round has; None: there is no round that is left out where others were enough
+    #: how many of `expected` each round has; None: all rounds take place, whatever the ones before came to
     rounds: Sequence[int] | None
     #: of each round, how many groups with signal an older generation left
     with_signal: Sequence[int]
@@ -124,7 +124,7 @@ class Assignment:
         )
 
     def remove_old_claims(self) -> None:
-        """This node's part of the claims of the iteration before, in which nobody is any more."""
+        """Remove this node's claims of the iteration before, which all nodes have left."""
         for folder in self.old_claims_folders:
             remove_old(folder, self.origin.node_rank)
 
@@ -142,7 +142,7 @@ class Assignment:
         )
 
     def open_refills(self) -> Refills | None:
-        """Tells whether there is another round; None where all rounds are done whatever comes of them. Raises StoreError."""
+        """Tells whether there is another round; None if all rounds take place in any case. Raises StoreError."""
         if self.rounds is None:
             return None
         assert self.keep is not None

@@ -1,7 +1,7 @@
-"""The rounds of a rollout phase: tasks that are sampled in one way, and begun after those of the round before.
+"""The rounds of a rollout phase. The tasks of a round are sampled in one way, and begun after those of the round before.
 
-Train rollouts have one round, and one more for each refill that may come. An evaluation has one for each set of held-out tasks: each set
-has its task file and its sampling.
+Train rollouts have one round, and another for each refill that may follow. An evaluation has a round for each set of held-out tasks, with
+the task file and the sampling of that set.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsbarrier.rollouts.samples import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round. `tasks`: its tasks on all nodes; `known`: those that this node may come to do, as their file has them."""
+    """One round. `tasks`: the numbers of its tasks on all nodes; `known`: the tasks that this node may come to do."""
 
     tasks: frozenset[int]
     known: Mapping[int, Task]
@@ -32,8 +32,8 @@ class Round:
 
 
 def read_rounds(spec: Payload, within_reach: Collection[int]) -> list[Round]:
-    """What the spec says of each round: `tasks`, `task_file`, `sampling`; of a set of several also its name `eval_set`, and `first`, the
-    number by which the file's first task goes. Raises UsageError."""
+    """The rounds that the spec lists, each with `tasks`, `task_file` and `sampling`; of several sets of held-out tasks also with the set's
+    name, `eval_set`, and `first`, the number of the file's first task. Raises UsageError."""
     here = frozenset(within_reach)
     indices = defaultdict[str, set[int]](set)
     for one in spec["rounds"]:

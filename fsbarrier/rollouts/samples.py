@@ -28,12 +28,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Sample:
-    """One generation: what was sampled, exactly. An end token that was sampled is the last of `token_ids`.
+    """One answer, token for token. If the model sampled an end token, that is the last of `token_ids`.
 
     `logprobs` has a number for each token, under the distribution that was sampled from (vLLM's `processed_logprobs`).
     `seconds`: from the request to its last token. `stop`: the stop string that ended it; its tokens are among `token_ids`, `text` ends
-    before it. An episode of an agent (episode.py) is one too, with more to tell: why it failed
-    (`error`), the reward that the agent gave itself, metadata.
+    before it. An episode of an agent (episode.py) is a Sample too, and also has: why it failed (`error`), the reward that the agent gave
+    itself, and metadata.
     """
 
     text: str
@@ -90,11 +90,11 @@ class EngineGone(ProgramFailed):
 
 
 class EngineDown(EngineGone):
-    """Nobody answers, for now: a server that has ended may be started again."""
+    """The server does not answer now. If it has ended, the daemon may start it again."""
 
 
 class Again(Exception):
-    """A request failed in a way that may pass. `answered`: the server did say something."""
+    """A request failed, and another try may succeed. `answered`: the server answered, with an error."""
 
     def __init__(self, message: str, *, answered: bool) -> None:
         super().__init__(message)

@@ -48,14 +48,14 @@ def openings_tell_all(history: History) -> Iterator[str]:
     """The leader's first fact of an iteration holds, for each row, the last decision that was published before it."""
     for place in history.openings:
         number, record = place[0], history.generations[place[0]][1]
-        told = history.facts[place][record.leader][1].decisions
+        recorded = history.facts[place][record.leader][1].decisions
         latest = {name: (entry["iteration"], entry["value"]) for name, entry in record.decisions.items()}
         start = number, record.start.iteration, record.start.phase
         for earlier in sorted(at for at in history.facts if start <= at < place):
             fact = history.facts[earlier].get(record.leader)
             if fact is not None and fact[1].value:
                 latest[PHASE_NAMES[earlier[2]]] = earlier[1], fact[1].value
-        found = {name: (entry["iteration"], entry["value"]) for name, entry in told.items()}
+        found = {name: (entry["iteration"], entry["value"]) for name, entry in recorded.items()}
         if found != latest:
             yield f"the leader's fact about {place} tells of other decisions than were made"
 

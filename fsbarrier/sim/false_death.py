@@ -23,8 +23,8 @@ def i7_no_false_death(history: History) -> Iterator[str]:
         for lost in event.fields["lost"]:
             incarnation = generation.incarnation_of(lost["node_rank"])
             # This is another node's judgement, which is checked against what that node saw.
-            told = lost["why"].startswith("found by")
-            if told or "no heartbeat" not in lost["why"] or incarnation is None:
+            found_by_another = lost["why"].startswith("found by")
+            if found_by_another or "no heartbeat" not in lost["why"] or incarnation is None:
                 continue
             ended = history.ended.get(_process_of(lost["node_rank"], incarnation, history))
             if ended is not None and ended.time <= event.began:

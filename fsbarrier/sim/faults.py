@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from random import Random
+from typing import NamedTuple
 
 from fsbarrier.errors import UsageError
 from fsbarrier.sim.store import Client, Failure, GarbledRead, Habits
@@ -95,6 +96,16 @@ class Strike:
     step: int = 0
     # the whole host, not only the daemon
     whole: bool = False
+
+
+class Awaited(NamedTuple):
+    """What happens `delay` after node `rank` (None: any) first enters a row."""
+
+    rank: int | None
+    iteration: int
+    phase: int
+    delay: float
+    action: Callable[[], None]
 
 
 def draw_strikes(rng: Random, mix: Collection[str], nodes: int, iterations: int) -> list[Strike]:

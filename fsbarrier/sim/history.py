@@ -172,7 +172,6 @@ class History:
     faults: set[str] = field(default_factory=set)
     # the generations with which a person took the run back
     recovered: set[int] = field(default_factory=set)
-    healed_at: float = 0.0
     stopped_at: float | None = None
     # who still waits at the end, and for what
     stuck: list[str] = field(default_factory=list)

@@ -80,7 +80,7 @@ class Process:
         self._beat_path, self._beats = SimPath(), list[float]()
         self.offset = world.clocks.uniform(0, 1e6) if clocks else 0.0
         self.rate = world.clocks.choice((1.0, 1.0001, 0.9999)) if clocks else 1.0
-        self.observer = Observer(cast(Store, client), PATHS, world.program, world.paces)
+        self.observer: Observer = Observer(cast(Store, client), PATHS, world.program, world.paces)
         self.work = SimWork(world, self)
         join = Join(
             rank,

@@ -26,13 +26,13 @@ from fsbarrier.protocol.state import Exit
 from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim import strikes
-from fsbarrier.sim.faults import Mishap, Strike
+from fsbarrier.sim.faults import Awaited, Mishap, Strike
 from fsbarrier.sim.history import History
 from fsbarrier.sim.invariants import Violation, check
 from fsbarrier.sim.process import Process
 from fsbarrier.sim.setup import Setup
 from fsbarrier.sim.store import Habits
-from fsbarrier.sim.world import Awaited, World
+from fsbarrier.sim.world import World
 
 _WHEN = re.compile(
     r"when (?:node (\d+)|any) enters (\w+)(?: of iteration (\d+))?(?:, ([\d.]+) s later)?: (.+)"

@@ -30,7 +30,6 @@ def heal(world: World) -> None:
         world.at(old_until, partial(heal, world))
         return
     world.healed = True
-    world.history.healed_at = world.now
     world.end_s = world.now + world.settle_s
     world.say("all faults stop")
     world.mishap_rate = world.garbling.rate = world.stale_handles.rate = 0.0

@@ -23,16 +23,16 @@ class Line(NamedTuple):
 
 def transcript(history: History, *, every_row: bool = False) -> str:
     """The whole story. `every_row`: each row on a line of its own, also where nothing else happens in between."""
-    told: list[Line] = []
+    lines: list[Line] = []
     said = iter([*history.said, None])
     following = next(said)
     for number, line in enumerate([*_events(history.events), None]):
         while following is not None and (line is None or following.after <= number):
-            told.append(Line(following.time, following.mark, following.text))
+            lines.append(Line(following.time, following.mark, following.text))
             following = next(said)
         if line is not None and line.text:
-            told.append(line)
-    return "\n".join(_rendered(told if every_row else _joined(told))) + "\n"
+            lines.append(line)
+    return "\n".join(_rendered(lines if every_row else _joined(lines))) + "\n"
 
 
 def violations(found: Iterable[Violation]) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from random import Random
-from typing import NamedTuple
 
 from fsbarrier.protocol.facts import Record
 from fsbarrier.protocol.state import Node, Part, Rules
@@ -21,7 +20,7 @@ from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.damage import written
 from fsbarrier.sim.disk import Disk, File, SimPath
-from fsbarrier.sim.faults import Trouble
+from fsbarrier.sim.faults import Awaited, Trouble
 from fsbarrier.sim.history import Asked, Ended, History, Removed, Said, Write, row_of
 from fsbarrier.sim.process import BLIND, JOINING, POLL_S, Process, usual_paces
 from fsbarrier.sim.settings import CommandLines
@@ -38,16 +37,6 @@ NEVER_S = float("inf")
 Action = Callable[[], None]
 
 
-class Awaited(NamedTuple):
-    """What happens `delay` after node `rank` (None: any) first enters a row."""
-
-    rank: int | None
-    iteration: int
-    phase: int
-    delay: float
-    action: Action
-
-
 #: what a schedule draws its phases from
 PHASES: tuple[RlPhase, ...] = ("both", "both", "both", "rollout", "update")
 
@@ -57,16 +46,44 @@ class World:
 
     def __init__(self, seed: int, setup: Setup) -> None:
         self.setup, self.rng, self.healed = setup, Random(seed), not setup.mix
-        self.clocks = Random(f"clocks {seed}")
+        self.clocks, dice = Random(f"clocks {seed}"), Random(f"world {seed}")
         self.now = 0.0
-        rng, mix = self.rng, setup.mix
+        self._draw_rules(seed, dice)
+        self._draw_disk(seed, dice)
+        self.paces = usual_paces(self.settings, self.beat_s, self.watchers)
+        self.artifacts = Artifacts()
+        if self.rules.slice == "update":
+            self.artifacts.given = {str(PATHS.merged("train", i + 1)) for i in range(setup.iterations)}
+        self.command_lines = CommandLines(seed, self.history)
+        self.processes: list[Process] = []
+        self.clients: dict[str, tuple[Client, Trouble]] = {}
+        # where each rank is started now
+        self.hosts = [f"host{rank}" for rank in range(setup.nodes)]
+        # what each rank is started with: the digest of its code
+        self.codes = [""] * setup.nodes
+        self._draw_faults(seed, dice)
+        # how many starts are due
+        self.starting = 0
+        # Ranks of which the next start claims exactly one incarnation.
+        self.claiming: set[int] = set()
+        # Some process has ended, maybe the last one.
+        self.ending = False
+        # A row may take as long as a listing is old, and a few are done again.
+        self.settle_s = (SETTLE_S + 30 * self.habits.listing_s) * setup.iterations
+        # when everything must have ended
+        self.end_s = NEVER_S if setup.mix else self.settle_s
+        # In the order of time. It is so short that a heap would not be faster.
+        self._agenda: list[tuple[float, int, Action]] = []
+        self._order = 0
+
+    def _draw_rules(self, seed: int, dice: Random) -> None:
+        """How the run is started: its settings, and the rules by which its nodes act."""
+        rng, setup = self.rng, self.setup
         policy = setup.policy or rng.choice(("shrink", "shrink", "shrink", "shrink", "wait", "wait", "abort"))
         phases: RlPhase = rng.choice(PHASES) if setup.phases is None else setup.phases
         self.program = program()
-        first, last = self.program.span(phases)
         self.watchers = setup.watchers or (1, 2, 8, 8)[seed % 4]
         self.beat_s = setup.beat_s or (BEAT_S, 3.0, 4.0)[seed % 3]
-        dice = Random(f"world {seed}")
         limits = draw_limits(setup, dice, Random(f"last call {seed}"))
         self.rules = Rules(
             self.program,
@@ -78,6 +95,10 @@ class World:
             settings=START_SETTINGS,
         )
         self.settings = settings(setup.nodes, phases)
+
+    def _draw_disk(self, seed: int, dice: Random) -> None:
+        """The shared directory, how late it shows things, and the history of what happens on it."""
+        rng, setup, mix = self.rng, self.setup, self.setup.mix
         drawn, coarse = faults.draw_habits(rng, mix)
         links = "nolinks" not in mix or rng.random() < 0.7
         if drawn.listing_s == OLD_S and Random(f"listings {seed}").random() < 0.2:
@@ -89,22 +110,16 @@ class World:
         self.disk = Disk(coarse_s=coarse, order=order, exclusive=exclusive, links=links, encode=in_bytes)
         self.disk.watch = self._written
         self.disk.watch_removal, self.disk.watch_missed = self._removed, self._missed
-        self.paces = usual_paces(self.settings, self.beat_s, self.watchers)
-        self.artifacts = Artifacts()
-        if phases == "update":
-            self.artifacts.given = {str(PATHS.merged("train", i + 1)) for i in range(setup.iterations)}
         blind_s = BLIND * self.beat_s
         hidden_s = self.habits.oldest_s + self.habits.absence_s + blind_s
         caches = self.habits != Habits() or bool(coarse)
+        first, last = self.program.span(self.rules.slice)
         self.history = History(first, last, setup.limits.dead_s, blind_s, hidden_s, caches)
-        self.command_lines = CommandLines(seed, self.history)
         self.history.tasks = {"train": self.settings.rollout.tasks, "test": self.settings.eval.tasks}
-        self.processes: list[Process] = []
-        self.clients: dict[str, tuple[Client, Trouble]] = {}
-        # where each rank is started now
-        self.hosts = [f"host{rank}" for rank in range(setup.nodes)]
-        # what each rank is started with: the digest of its code
-        self.codes = [""] * setup.nodes
+
+    def _draw_faults(self, seed: int, dice: Random) -> None:
+        """What goes wrong, and when."""
+        rng, setup, mix = self.rng, self.setup, self.setup.mix
         self.strikes = faults.draw_strikes(rng, mix, setup.nodes, setup.iterations)
         self.announcing = Random(f"announcing {seed}")
         self.mishap_rate = rng.choice((0.0, 0.0, 0.01, 0.05)) if mix else 0.0
@@ -126,30 +141,11 @@ class World:
         self.slow_checks = bool(mix) and dice.random() < 0.5
         # (rank, phase) -> how often its program is still to fail there
         self.failures: dict[tuple[int, str], int] = {}
-        self.awaited: list[Awaited] = [
-            Awaited(
-                strike.rank,
-                strike.iteration,
-                strike.phase,
-                strike.delay,
-                partial(strikes.strike, self, strike),
-            )
-            for strike in self.strikes
-            if strike.iteration
+        self.awaited = [
+            Awaited(s.rank, s.iteration, s.phase, s.delay, partial(strikes.strike, self, s))
+            for s in self.strikes
+            if s.iteration
         ]
-        # how many starts are due
-        self.starting = 0
-        # Ranks of which the next start claims exactly one incarnation.
-        self.claiming: set[int] = set()
-        # Some process has ended, maybe the last one.
-        self.ending = False
-        # A row may take as long as a listing is old, and a few are done again.
-        self.settle_s = (SETTLE_S + 30 * self.habits.listing_s) * setup.iterations
-        # when everything must have ended
-        self.end_s = NEVER_S if mix else self.settle_s
-        # In the order of time. It is so short that a heap would not be faster.
-        self._agenda: list[tuple[float, int, Action]] = []
-        self._order = 0
 
     # --- time ---
 

@@ -130,7 +130,7 @@ def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, 
         phase=program.rows[first],
         decisions={},
         python=sys.executable,
-        joins={rank: _pretended_join(rank) for rank in ranks},
+        joins={r: Join(r, 1, f"node-{r}", 0, f"host-{r}", (f"ADDRESS-OF-NODE-{r}",)) for r in ranks},
     )
     for row in program.rows[first : last + 1]:
         context = replace(context, phase=row)
@@ -138,7 +138,7 @@ def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, 
         reports = {rank: expected(work) for rank, own in works.items() for work in own}
         if row.leader:
             # As in a run, the leader's work comes after the others' and sees their results.
-            work = row.leader(replace(context, reports=partial(_reports, reports)))
+            work = row.leader(replace(context, reports=partial(_the_same, reports)))
             works[0].append(work)
             reports[0] = {**reports.get(0, {}), **expected(work)}
         for rank, own in works.items():
@@ -149,11 +149,7 @@ def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, 
             context = replace(context, decisions={**context.decisions, **decided})
 
 
-def _pretended_join(rank: int) -> Join:
-    return Join(rank, 1, f"node-{rank}", 0, f"host-{rank}", (f"ADDRESS-OF-NODE-{rank}",))
-
-
-def _reports(reports: Mapping[int, Payload], phase_name: str) -> Mapping[int, Payload]:
+def _the_same(reports: Mapping[int, Payload], phase_name: str) -> Mapping[int, Payload]:
     return reports
 
 

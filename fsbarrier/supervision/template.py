@@ -2,12 +2,13 @@
 
     daemon -> guards -> template -> outer guard -> inner guard -> program
 
-A program that is started so is as any other: it has guards, a session, a log, an environment and a process of its own, and nothing of
-an earlier one is in its memory. What it saves is starting Python and importing, which takes longer than most of our programs work.
+Such a program is like any other: it has guards, a session, a log, an environment and a process of its own, and nothing of an earlier
+program is in its memory. It only saves the start of Python and the imports, which take longer than most of our programs work.
 
-* Nothing but imports has happened in the template. One that has a thread after them forks nothing, since locks of that thread might be
-  held for ever in the new process; then it ends, and programs are started anew.
-* It ends with the daemon, as every program under guards, and its programs with it. One that was killed is started again.
+* The template does nothing but import. If that starts a thread, the template ends without forking anything, and programs are started anew:
+  a lock that the thread holds at the fork would be held for ever in the new process.
+* The template ends with the daemon, as every program under guards does, and its programs end with it. If it is killed, the daemon starts
+  it again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fsbarrier.supervision import private_socket
 from fsbarrier.supervision.guard import BecomeProgram, guard_program
 from fsbarrier.supervision.supervisor import START_S, Child, with_this_package
 
-# One that ends so often without having forked anything would go on doing so.
+# After so many templates in a row that ended before they forked anything, no other one is tried.
 STARTS = 3
 
 # --- the daemon's side ---
@@ -71,18 +72,18 @@ class Template:
     """The template of one daemon. Any thread may call."""
 
     def __init__(self, modules: Sequence[str], *, work_dir: Path, log_file: Path) -> None:
-        """`modules`: those that can be started from it, as `python -m MODULE`; where there is none, nothing is ever started from it."""
+        """`modules`: what it can fork, as `python -m MODULE` would start it. Without any, there is no template."""
         self._modules, self._path, self._log_file = tuple(modules), work_dir / "template", log_file
         self._environ = with_this_package(os.environ)
         self._lock = threading.Lock()
         self._starts = 0
         self._child: Child | None = None
         self._listener: socket.socket | None = None
-        # There once it has imported everything.
+        # None until the template has imported everything.
         self._connection: socket.socket | None = None
 
     def load(self) -> None:
-        """Start it, so that it is ready when it is needed; nothing where it runs. A failure shows in its log, and costs only time."""
+        """Start it ahead of time, if it does not run. A failure shows in its log; programs then take longer to start."""
         with self._lock:
             self._load()
 
@@ -91,7 +92,7 @@ class Template:
     ) -> ForkedGuard | None:
         """The outer guard of a program that is about to come over `lifeline`; None where it has to be started anew."""
         known = argv[0] == sys.executable and argv[1] == "-m" and argv[2] in self._modules
-        # Libraries read some variables while they are imported.
+        # Libraries read some variables while they are imported, and the template has imported them with its own.
         if not known or env != self._environ:
             return None
         with self._lock:
@@ -99,7 +100,7 @@ class Template:
             try:
                 return self._ask(lifeline, log_fd)
             except (OSError, ValueError):
-                # It has ended or hangs. What it may have forked ends with it.
+                # The template has ended or hangs. A guard that it may have forked ends with it.
                 self._stop()
                 return None
 
@@ -126,7 +127,7 @@ class Template:
     def _ask(self, lifeline: socket.socket, log_fd: int) -> ForkedGuard | None:
         """Raises OSError, ValueError."""
         if self._connection is None and self._listener is not None:
-            # It imports for some seconds. Whoever cannot wait starts anew.
+            # The template imports for some seconds. A program that comes sooner is started without it.
             with contextlib.suppress(BlockingIOError):
                 self._connection, _ = self._listener.accept()
         if self._connection is None:
@@ -161,7 +162,7 @@ def main(path: Path, modules: Sequence[str]) -> None:
     end_pools()
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         sys.exit(f"{threads} threads after the imports: programs are started anew")
-    # Not counted again in each new process, which would copy the memory that they share.
+    # The garbage collector leaves frozen objects alone. Else it would write to them in each new process, and so copy the shared memory.
     gc.collect()
     gc.freeze()
     with private_socket.connect(path) as connection:
@@ -196,7 +197,7 @@ def serve(connection: socket.socket) -> None:
                 be_guard(me, *fds)
             for given in fds:
                 os.close(given)
-            # Only we can reap it, so this is the right process whatever has become of it.
+            # Until we reap the child nobody else can get its pid, so the pidfd is the child's even if it has ended already.
             pidfd = os.pidfd_open(pid)
             socket.send_fds(connection, [b"%d" % pid], [pidfd])
             guards[pidfd] = pid

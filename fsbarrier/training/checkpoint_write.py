@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fsbarrier import files
-from fsbarrier.errors import ProgramFailed
+from fsbarrier.errors import ProgramFailed, first_line
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.hashed_file import FileDigest, HashedFile, copy_hashed, digest_of
 from fsbarrier.training import safetensors_file
@@ -112,7 +112,7 @@ def _together(out: Path, act: Callable[[], T]) -> list[T]:
         failed = str(error)
     except (OSError, RuntimeError, SafetensorError) as error:
         # Each library says in its own way that a disk is full.
-        failed = f"{out}: cannot be saved: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        failed = f"{out}: cannot be saved: {first_line(error)}"
     results = gather((failed, done))
     for reason, _ in results:
         if reason:

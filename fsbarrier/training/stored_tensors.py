@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fsbarrier.errors import ProgramFailed
+from fsbarrier.errors import ProgramFailed, first_line
 from fsbarrier.training.safetensors_file import TYPES, bytes_of, rows_of_a_block
 from fsbarrier.training.slices import Box, FlatPart, local_part
 
@@ -157,6 +157,4 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, LookupError, ValueError) as error:
-        raise ProgramFailed(
-            f"{path} cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}"
-        ) from None
+        raise ProgramFailed(f"{path} cannot be read: {first_line(error)}") from None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fsbarrier.errors import ProgramFailed
+from fsbarrier.errors import ProgramFailed, first_line
 
 
 def load_tensors(path: Path, what: str) -> dict[str, Any]:
@@ -18,8 +18,7 @@ def load_tensors(path: Path, what: str) -> dict[str, Any]:
         raise ProgramFailed(f"{path} is no {what}: {error.strerror or error}") from None
     except Exception as error:
         # On damaged bytes the unpickler fails in every way there is.
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ProgramFailed(f"{path} is no {what}: {first}") from None
+        raise ProgramFailed(f"{path} is no {what}: {first_line(error)}") from None
     if not isinstance(content, dict):
         raise ProgramFailed(f"{path} is no {what}: it holds a {type(content).__name__}")
     return content

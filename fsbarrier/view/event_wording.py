@@ -150,7 +150,7 @@ def _rolled_out(event: Event) -> str:
 
 def _evaluated(event: Event) -> str:
     reward = amount(event.number("reward_mean"))
-    unjudged = f" ({told})" if (told := _unjudged(event)) else ""
+    unjudged = f" ({failed})" if (failed := _unjudged(event)) else ""
     when = "at the end" if event.fields.get("final") is True else f"iteration {event.iteration}"
     sets = [
         f"{name.removesuffix('/reward')} {amount(event.number(name))}"

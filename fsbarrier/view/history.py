@@ -1,6 +1,6 @@
 """What a run's journals tell besides times: rewards, updates, who was lost, what failed, how it ended. Pure.
 
-Several nodes report the same thing (a lost node, a new generation); the history keeps it once.
+Several nodes report the same event (a lost node, a new generation). The history keeps one of these reports.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class Ending:
 
 @dataclass
 class History:
-    """Takes events in, in any order between journals, and keeps what people ask about."""
+    """Takes in the events of all journals, in any order between journals, and keeps what people ask about."""
 
     losses: list[Loss] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     endings: dict[int, Ending] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
-    #: (iteration, name of the event) -> the report that counts: the newest of the newest generation
+    #: (iteration, name of the event) -> the newest report of the newest generation, which is the one that counts
     _results: dict[tuple[int, str], Event] = field(default_factory=dict)
     _silent_since: dict[tuple[int, int], float] = field(default_factory=dict)
     _last_report: dict[tuple[object, ...], float] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class History:
             del self.events[:-MAX_EVENTS]
 
     def newest_events(self, most: int = MAX_EVENTS) -> list[Event]:
-        """All but the frequent events, each thing once, in the order of the writers' wall clocks."""
+        """All but the frequent events, each once, in the order of the writers' wall clocks."""
         return sorted(self.events[-most:], key=lambda event: event.at)
 
     def rewards(self) -> list[Rewards]:
@@ -106,15 +106,15 @@ class History:
         return [one for one in found if one.train is not None or one.test is not None]
 
     def results(self) -> dict[int, list[Event]]:
-        """iteration -> what its phases reported, the report that counts of each kind."""
+        """iteration -> the newest report of each kind from its phases."""
         found: dict[int, list[Event]] = {}
         for (iteration, _), event in sorted(self._results.items()):
             found.setdefault(iteration, []).append(event)
         return found
 
     def reports(self, name: str) -> dict[int, Event]:
-        """iteration -> the event of this name that counts. The evaluation of the last policy belongs to the iteration that would begin
-        with it."""
+        """iteration -> the newest event of this name. The evaluation of a session's last policy counts for the iteration that would begin
+        with that policy."""
         return {key[0]: event for key, event in sorted(self._results.items()) if key[1] == name}
 
     def _rewards(self, iteration: int) -> Rewards:
@@ -127,7 +127,7 @@ class History:
         return Rewards(iteration)
 
     def _take_result(self, event: Event) -> None:
-        # The last policy of a session is evaluated at the end of its last iteration, as the next one would begin with it.
+        # A session evaluates its last policy at the end of its last iteration; see `reports`.
         iteration = event.iteration + (event.fields.get("final") is True)
         key = (iteration, event.name)
         old = self._results.get(key)

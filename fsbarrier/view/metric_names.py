@@ -72,12 +72,12 @@ NO_MEASURES = frozenset({"mono_s", "node_rank", "incarnation", "generation", "it
 
 def metrics(events: Iterable[Event], time: IterationTime | None, like: str) -> dict[str, float]:
     """The figures of one iteration, from what its phases told, by the names of `like`."""
-    told: dict[str, Mapping[str, object]] = {event.name: event.fields for event in events}
+    fields_of: dict[str, Mapping[str, object]] = {event.name: event.fields for event in events}
     if time is not None:
         phases = {name: seconds for (_, name), seconds in time.phases.items()}
-        told["times"] = {**phases, "seconds": time.seconds, "coordination_s": time.coordination_s}
+        fields_of["times"] = {**phases, "seconds": time.seconds, "coordination_s": time.coordination_s}
     found: dict[str, float] = {}
-    for event, fields in told.items():
+    for event, fields in fields_of.items():
         known = NAMES[like].get(event, {})
         for name, value in fields.items():
             number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -125,8 +125,10 @@ def _unjudged(reader: RunReader, width: int) -> list[Text]:
     counts = {
         name: sum(event.integer(f"{name}_errors") or 0 for event in events) for name in ("reward", "agent")
     }
-    told = ", ".join(f"the {name} failed for {count} trajectories" for name, count in counts.items() if count)
-    return wrapped(("not judged ", ""), told, "red", width, most=2) if told else []
+    failures = ", ".join(
+        f"the {name} failed for {count} trajectories" for name, count in counts.items() if count
+    )
+    return wrapped(("not judged ", ""), failures, "red", width, most=2) if failures else []
 
 
 def _phases(finished: Sequence[IterationTime], width: int) -> Table:

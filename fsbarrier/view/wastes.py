@@ -13,7 +13,7 @@ from fsbarrier.rundir.phase_time import PhaseTime
 from fsbarrier.view.amounts import percent, ranks
 from fsbarrier.view.timings import CUT_SHORT, PASSED, Row, Span
 
-#: what costs less of the time is not worth a sentence
+#: a cause that costs a smaller share of the time gets no sentence
 LEAST = 0.01
 
 
@@ -61,7 +61,7 @@ def _what(cause: Cause) -> str:
 
 
 def wastes(spans: Iterable[Span], rows: Iterable[Row], most: int = 3) -> list[Waste]:
-    """What cost most time that was no work, the largest first. Spans whose row is not among `rows` count for nothing."""
+    """What cost most time beside work, the largest first. Spans whose row is not among `rows` are left out."""
     known = {(row.generation, row.iteration, row.phase): row for row in rows}
     whole: dict[int, float] = defaultdict(float)
     lost: dict[Cause, dict[int, float]] = defaultdict(lambda: defaultdict(float))

@@ -48,7 +48,7 @@ SEQUENCES_PER_REQUEST = 128
 SPARE_CONNECTIONS = 4
 #: groups that may be sampled but not yet on disk, in units of `rollout.concurrency`
 BACKLOG = 4
-#: So many prompts refused in a row from the start: it is not the prompts.
+#: If the engine refuses so many prompts from the start, something else than the prompts is wrong.
 ALL_REFUSED = 8
 
 
@@ -75,11 +75,11 @@ class Rollout:
             timeout_s=settings.reward.timeout_s,
             judge=settings.judge,
         )
-        # Those of the round under way are the last.
+        # One for each round that was begun; the last one belongs to the round under way.
         self.claims = [assignment.open_claims(self.rounds[0].tasks)]
         self.early_end, self.ended_early = assignment.open_early_end(), False
         self.refills = assignment.open_refills()
-        # The rounds that are done whatever comes of them.
+        # The rounds that take place whatever the others come to: a refill may not.
         self.certain = self.rounds if self.refills is None else self.rounds[:1]
         self.pool = EnginePool(
             servers,
@@ -88,8 +88,8 @@ class Rollout:
             # The daemon starts an engine again that dies, and ends this program where it cannot.
             patience_s=settings.engine.start_timeout_s,
         )
-        # Whether the engines were seen to answer.
-        self.looked = False
+        # Whether some engine was seen to answer.
+        self.engine_answered = False
         # Trajectories of tasks that were claimed.
         self.begun = 0
         # Trajectories of the part file that an earlier start of this program could not judge.
@@ -119,7 +119,7 @@ class Rollout:
             try:
                 await self._until_the_end(writer, appending)
             finally:
-                # What is judged is not lost, also where the phase ends early. A group that cannot be written has failed already.
+                # Groups that are judged are written, also when the phase ends early. One that cannot be written has raised already.
                 with suppress(FsbarrierError):
                     await appending.rest()
                 self.progress.close()
@@ -167,21 +167,21 @@ class Rollout:
             await asyncio.sleep(early_end.pause_s)
 
     async def _fill(self, writer: ShardWriter, appending: SharedFlush) -> None:
-        # An earlier start was cut off between finishing its file and its result.
+        # An earlier start was ended after it had finished its file, and before it wrote its result.
         if writer.finished:
             return
-        there = {group.task_index for group in writer.groups}
+        on_disk = {group.task_index for group in writer.groups}
         self.unjudged_before = sum(group.unjudged for group in writer.groups)
         async with self.pool, self.agents or nullcontext():
             try:
                 async with asyncio.TaskGroup() as tasks:
                     for number in range(len(self.rounds)):
                         if self.refills is None:
-                            await self._begin_round(number, appending, there, tasks)
+                            await self._begin_round(number, appending, on_disk, tasks)
                             continue
                         # What the round came to decides about the next one.
                         async with asyncio.TaskGroup() as of_this_round:
-                            await self._begin_round(number, appending, there, of_this_round)
+                            await self._begin_round(number, appending, on_disk, of_this_round)
                         if not await self._another_after(number, self.refills, writer):
                             break
             except BaseExceptionGroup as group:
@@ -190,17 +190,17 @@ class Rollout:
             raise ProgramFailed("the engine refused every prompt; the messages are above")
 
     async def _begin_round(
-        self, number: int, appending: SharedFlush, there: set[int], tasks: asyncio.TaskGroup
+        self, number: int, appending: SharedFlush, on_disk: set[int], tasks: asyncio.TaskGroup
     ) -> None:
         """Returns once every task of round `number` is begun, here or elsewhere."""
         one = self.rounds[number]
         if number:
             self.claims.append(await asyncio.to_thread(self.assignment.open_claims, one.tasks, number))
         queue: deque[Task] = deque()
-        while batch := await self._next_batch(number, queue, there):
-            if not self.looked:
+        while batch := await self._next_batch(number, queue, on_disk):
+            if not self.engine_answered:
                 await self.pool.look()
-                self.looked = True
+                self.engine_answered = True
             place = Place(self.pool, len(batch) * one.samples, one.sampling)
             tasks.create_task(self._sample(place, batch, appending, tasks))
 
@@ -213,7 +213,7 @@ class Rollout:
             another = await asyncio.to_thread(refills.another_after, number)
             if another is not None:
                 return another
-            # Waiting for nodes that still sample is progress: whoever hangs is found on its own node.
+            # Waiting for nodes that still sample counts as progress: a program that hangs is found on its own node.
             self.progress.write()
             await asyncio.sleep(pause_s)
         raise AssertionError
@@ -234,7 +234,7 @@ class Rollout:
         own = self.assignment.tasks
         return sum(one.samples * sum(task in one.tasks for task in own) for one in self.certain[number:])
 
-    async def _next_batch(self, number: int, queue: deque[Task], there: set[int]) -> list[Task]:
+    async def _next_batch(self, number: int, queue: deque[Task], on_disk: set[int]) -> list[Task]:
         """The prompts of the next request of round `number`, once an engine has a place for them; claimed no sooner. [] when the
         round has none left."""
         claims, one = self.claims[-1], self.rounds[number]
@@ -245,7 +245,7 @@ class Rollout:
             await self.unwritten.acquire()
             await self.slots.acquire()
         while len(queue) < per_request and (lot := await asyncio.to_thread(claims.take)):
-            queue += [one.known[index] for index in lot if index not in there]
+            queue += [one.known[index] for index in lot if index not in on_disk]
             self.begun += len(lot) * one.samples
         self.progress.total = self.begun + claims.own_left * one.samples + self._left_from(number + 1)
         # The last ones are spread over all engines.
@@ -277,8 +277,8 @@ class Rollout:
             del under_way[group.task.index]
             place.finished(place.sampling.samples)
             self.slots.release()
-            told = replace(group, replica=place.replica)
-            tasks.create_task(self._judge_and_append(told, appending, late, earlier, place.sampling.samples))
+            group = replace(group, replica=place.replica)
+            tasks.create_task(self._judge_and_append(group, appending, late, earlier, place.sampling.samples))
 
         for task in (one for one in batch if one.index in self.earlier_groups):
             if earlier := await asyncio.to_thread(self.earlier_groups.trajectories_of, task.index):
