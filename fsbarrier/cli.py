@@ -27,7 +27,7 @@ COMMANDS = {
     "jobs": "the jobs of a pool; their logs; stop one",
     "status": "where a run is, and how each node is doing",
     "runs": "the runs in a folder, one line each",
-    "top": "the same, live",
+    "top": "a run, live",
     "logs": "the nodes' logs, last lines or as they come",
     "debug": "what every node's processes do at this moment, in one archive",
     "stop": "end a run on all its nodes, from any machine that sees it",

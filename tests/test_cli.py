@@ -246,6 +246,13 @@ def test_a_dry_run_shows_settings_and_commands_and_leaves_nothing(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_of_a_worker_needs_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of one node would be shown, which is none of this worker's."""
+    words = ["run", "--log-path", str(tmp_path / "run"), "--worker", "2", "--dry-run"]
+    assert main(words) == 2
+    assert f"--worker 2: there is no run in {tmp_path}/run yet" in capsys.readouterr().err
+
+
 def test_a_dry_run_as_json(tmp_path: Path) -> None:
     shown = call("run", "--dry-run", "--json", "--num-nodes", "2", "--log-path", "run", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
