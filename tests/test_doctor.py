@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -298,6 +299,18 @@ def test_mistakes_are_one_line(
 
 def pretend(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(examine, "mount_of", lambda path: Mount(kind, "elsewhere", ("rw",)))
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_directory_that_takes_no_files_is_one_line(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(number, os.strerror(number), f"{path}/.fsbarrier-doctor-1")
+
+    monkeypatch.setattr(examine, "alone", refuse)
+    assert cli.main(["doctor", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"fsbarrier: error: {tmp_path}: not writable ({os.strerror(number)})\n"
 
 
 def test_a_start_on_an_object_store_is_refused_and_makes_nothing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 from pathlib import Path
@@ -75,9 +76,9 @@ def main(args: argparse.Namespace) -> int:
             else:
                 known = rank.value if rank else None
                 report = examine.together(args.path, count, known, args.wait, flags.say, interruption)
-    except PermissionError as error:
-        raise UsageError(f"{args.path}: not writable ({error.strerror})") from None
     except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UsageError(f"{args.path}: not writable ({error.strerror})") from None
         raise StoreError(f"{args.path}: {error}") from None
     if args.json:
         print(json.dumps(report.as_json(), indent=2))
