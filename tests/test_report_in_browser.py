@@ -47,7 +47,9 @@ frame.onload = () => {
     width, scrolled: page.documentElement.scrollWidth, dark: background(page.body) < .2,
     headings: all("h2").map((h) => h.textContent),
     outside: all("main > *").filter((e) => box(e).right > width + 1 || box(e).left < -1).map((e) => e.tagName),
-    newest: all(".chart svg").map((svg) => box(svg).right - box(svg.parentElement).right),
+    newest: all(".newest svg").map((svg) => box(svg).right - box(svg.parentElement).right),
+    others: all(".chart:not(.newest) svg").map((svg) => box(svg).left - box(svg.parentElement).left),
+    values: all(".newest .again").filter((e) => box(e).width && box(e).right < width).length,
     heights: all("section").map((e) => box(e).height),
     overlapping: all("section").filter((e, i, s) => i && box(s[i - 1]).bottom > box(e).top + 1).length,
     faint: all("p, td, th, h1, h2, summary, small, li, pre, .chart text:not(.inside)")
@@ -100,8 +102,11 @@ def test_the_report_fits_and_can_be_read(page: str, tmp_path: Path, width: int, 
         found["headings"]
     )
     assert found["outside"] == [] and found["overlapping"] == 0
-    # A chart that is wider than the screen shows its right end, where the newest iteration is.
+    # A chart of iterations that is wider than the screen shows its right end, where the newest one is, with the values of its lines.
     assert found["newest"] and all(abs(beyond) <= 1 for beyond in found["newest"])
+    assert (found["values"] > 6) is (width < 720)
+    # Any other shows its left end, where the names of the nodes are.
+    assert found["others"] and all(abs(beyond) <= 1 for beyond in found["others"])
     assert all(height > 40 for height in found["heights"])
     assert found["faint"] == []
     assert found["letters"] >= 12

@@ -35,5 +35,7 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
     return f'<ul class="legend">{listed}</ul>'
 
 
-def chart(svg: str) -> str:
-    return f'<div class="scroll chart">{svg}</div>' if svg else ""
+def chart(svg: str, *, newest: bool = False) -> str:
+    """A chart in a box that scrolls on a narrower screen. `newest`: its right end is seen first, where the newest iterations are."""
+    style = "scroll chart newest" if newest else "scroll chart"
+    return f'<div class="{style}">{svg}</div>' if svg else ""

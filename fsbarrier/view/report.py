@@ -161,7 +161,7 @@ def _rewards(status: RunStatus, reader: RunReader) -> str:
     figures = table(("iteration", "policy version", "train", "held-out", "trajectories"), body)
     return (
         legend((one.style, one.name) for one in curves)
-        + chart(line_chart(curves, "iteration", _changes(reader)))
+        + chart(line_chart(curves, "iteration", _changes(reader)), newest=True)
         + f"<details><summary>figures</summary>{figures}</details>"
     )
 
@@ -198,7 +198,7 @@ def _times(finished: Sequence[IterationTime]) -> str:
         if len(finished) > BARS
         else ""
     )
-    return hidden + legend(entries) + chart(stacked_bars(bars, "iteration"))
+    return hidden + legend(entries) + chart(stacked_bars(bars, "iteration"), newest=True)
 
 
 def _parts(reader: RunReader, finished: Sequence[IterationTime]) -> str:

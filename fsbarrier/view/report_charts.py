@@ -84,7 +84,8 @@ def line_chart(series: Sequence[Series], x_name: str, marks: Mapping[int, str] |
     def y_of(y: float) -> float:
         return TOP + (y_ticks[-1] - y) / (y_ticks[-1] - y_ticks[0]) * (height - TOP - BOTTOM)
 
-    body = _grid(y_ticks, y_of, [f"{value:g}" for value in y_ticks])
+    labels = [f"{value:g}" for value in y_ticks]
+    body = _grid(y_ticks, y_of, labels)
     whole = [x for x in ticks(x_low, x_high, 10) if x == int(x) and x_low <= x <= x_high]
     body += [_text(x_of(x), height - BOTTOM + 16, f"{x:g}", "middle") for x in whole]
     body.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 3, x_name, "middle"))
@@ -94,6 +95,7 @@ def line_chart(series: Sequence[Series], x_name: str, marks: Mapping[int, str] |
             body.append(f'<line class="mark" {at}><title>{escape(f"{x_name} {x}: {what}")}</title></line>')
     for one in series:
         body += _curve(one, [(x_of(x), y_of(y)) for x, y in one.points])
+    body += _again_at_the_right(y_ticks, y_of, labels)
     names = " and ".join(one.name for one in series if one.points)
     return _svg(body, height, f"{names} by {x_name}")
 
@@ -125,7 +127,8 @@ def stacked_bars(bars: Sequence[tuple[str, Sequence[Part]]], x_name: str) -> str
     def y_of(y: float) -> float:
         return height - BOTTOM - y * scale
 
-    body = _grid(y_ticks, y_of, [_seconds(value) for value in y_ticks])
+    labels = [_seconds(value) for value in y_ticks]
+    body = _grid(y_ticks, y_of, labels)
     every = max(1, math.ceil(len(bars) / 20))
     for number, (label, parts) in enumerate(bars):
         x, top = LEFT + slot * (number + 0.5) - wide / 2, 0.0
@@ -137,6 +140,7 @@ def stacked_bars(bars: Sequence[tuple[str, Sequence[Part]]], x_name: str) -> str
         if number % every == 0:
             body.append(_text(x + wide / 2, height - BOTTOM + 16, label, "middle"))
     body.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 3, x_name, "middle"))
+    body += _again_at_the_right(y_ticks, y_of, labels)
     return _svg(body, height, f"seconds by {x_name} and phase")
 
 
@@ -191,6 +195,14 @@ def _grid(values: Sequence[float], y_of: Callable[[float], float], labels: Seque
         found.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         found.append(_text(LEFT - 6, y + 4, label, "end"))
     return found
+
+
+def _again_at_the_right(
+    values: Sequence[float], y_of: Callable[[float], float], labels: Sequence[str]
+) -> list[str]:
+    """The labels of `_grid` above their lines' right ends, for a screen that shows only that part. To be drawn last, over everything."""
+    places = [(max(y_of(value) - 3, TOP), label) for value, label in zip(values, labels, strict=True)]
+    return [_text(WIDTH - RIGHT, y, label, "end", "again") for y, label in places]
 
 
 def _seconds(value: float) -> str:

@@ -1,6 +1,7 @@
 """The style sheet of the report: one palette for light, one for dark; readable from a phone's width on.
 
-A chart that is wider than the page is shown from its right end, where the newest iterations are (`direction` of its box).
+A chart of iterations that is wider than the page is shown from its right end, where the newest ones are (`direction` of its box). There the
+values of its lines stand once more, since those at its left end are out of sight.
 """
 
 STYLE = """
@@ -29,7 +30,9 @@ small{color:var(--muted);font-size:12px;display:block}
 .problems{list-style:none;margin:14px 0;padding:10px 14px;border-left:4px solid var(--bad);background:var(--card);overflow-wrap:anywhere}
 .problems .said{color:var(--muted);font-family:ui-monospace,monospace;font-size:12px;padding-left:14px}
 .scroll{overflow-x:auto}
-.chart{direction:rtl}
+.newest{direction:rtl}
+svg text.again{display:none;fill:var(--fg);stroke:var(--card);stroke-width:3px;paint-order:stroke}
+@media (max-width:720px){.newest svg text.again{display:inline}}
 .chart svg{direction:ltr;min-width:680px;width:100%;height:auto;display:block}
 svg text{fill:var(--muted);font:11px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 svg text.inside{fill:var(--inside)}
