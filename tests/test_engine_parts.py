@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +19,10 @@ from fsbarrier.engine import command as engine_command
 from fsbarrier.engine import log as engine_log
 from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable, normal_url
 from fsbarrier.engine.command import Plan
+from fsbarrier.engine.engine import Engine
 from fsbarrier.engine.model import inspect
 from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.host.own_folder import PREFIX, remove_abandoned
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.workers.vllm_server import KeyGuard
 
@@ -310,3 +313,19 @@ def test_a_refusal_before_the_body_is_read_is_heard(tmp_path: Path) -> None:
         with pytest.raises(Refused, match="401"):
             EngineClient(f"unix:{path}", "key").call("POST", "/x", {"body": "x" * (8 << 20)}, timeout_s=30)
         thread.join()
+
+
+def test_where_a_path_is_too_long_for_a_socket_there_is_a_folder_that_ends_with_its_owner(
+    tmp_path: Path,
+) -> None:
+    work = tmp_path / ("long" * 25)
+    work.mkdir()
+    engine = Engine(resolve([], {}, cross_checks=False).engine, log_file=work / "vllm.log", work_dir=work)
+    folder = engine._short_socket().parent
+    assert folder == engine._short_socket().parent != work
+    assert folder.name.startswith(PREFIX) and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    # A start beside it leaves it alone.
+    remove_abandoned(folder.parent)
+    assert folder.is_dir()
+    engine.stop()
+    assert not folder.exists() and engine._socket.parent == work

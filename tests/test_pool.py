@@ -240,6 +240,23 @@ def test_logs_are_read_by_their_names_alone(pool: PoolDirectory, capsys: pytest.
     assert "ten" in ten and "\x1b" not in ten
 
 
+@pytest.mark.parametrize("planted", ["logs", "logs/job-000001"])
+def test_logs_behind_a_link_are_not_the_pools(
+    pool: PoolDirectory, tmp_path: Path, planted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outside = tmp_path / "outside" / "job-000001"
+    outside.mkdir(parents=True)
+    (outside / "node_0.log").write_text("a canary\n")
+    pool.submit(job())
+    link = pool.root / planted
+    if link.exists():
+        link.rmdir()
+    link.symlink_to(outside.parent if planted == "logs" else outside)
+    assert main(["jobs", "logs", str(pool.root), "1"]) == StoreError.exit_code
+    said = capsys.readouterr()
+    assert "it is a link, and leads out of the pool" in said.err and "canary" not in said.out
+
+
 @pytest.mark.parametrize("name", [".", "decisions", "stops", "ended", "logs", "runs"])
 def test_so_is_one_in_which_others_may_write_one_folder(
     pool: PoolDirectory, capsys: pytest.CaptureFixture[str], name: str

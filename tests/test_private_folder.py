@@ -11,7 +11,9 @@ import pytest
 from cluster import Cluster
 from other_user import UID, needs_root
 
+from fsbarrier.host.own_folder import PREFIX, SHORT_PLACE
 from fsbarrier.host.private_folder import private_folder
+from fsbarrier.node.run_node import IN_MEMORY
 
 
 @pytest.fixture
@@ -84,3 +86,16 @@ def test_another_user_cannot_block_a_rank(tmp_path: Path) -> None:
         assert cluster.wait() == {0: 0}, cluster.said(0)
         assert f"{temporary}/fsbarrier-0 belongs to user {UID}" in cluster.said(0)
     assert not list((temporary / "fsbarrier-0").iterdir())
+
+
+def test_a_start_clears_away_the_folders_of_killed_daemons_wherever_they_lie(tmp_path: Path) -> None:
+    """Also where it makes none itself: a folder for sockets, a copy of weights in memory."""
+    places = [place for place in (SHORT_PLACE, IN_MEMORY) if os.access(place, os.W_OK)]
+    left = [Path(tempfile.mkdtemp(prefix=PREFIX, dir=place)) for place in places]
+    for folder in left:
+        (folder / "file").touch()
+    with Cluster(tmp_path, 1, "--iterations", "1", program="ping") as cluster:
+        cluster.env[0] = {"TMPDIR": str(tmp_path)}
+        cluster.start()
+        assert cluster.wait() == {0: 0}, cluster.said(0)
+    assert not [folder for folder in left if folder.exists()]

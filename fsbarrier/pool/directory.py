@@ -125,6 +125,9 @@ class PoolDirectory:
 
     def logged(self, job: int) -> list[int]:
         """The node ranks of a job that have printed something."""
+        for folder in (self._logs(job).parent, self._logs(job)):
+            if folder.is_symlink():
+                raise StoreError(f"{folder}: it is a link, and leads out of the pool")
         return sorted(LOG.parse_all(PosixStore().names(self._logs(job))))
 
     def _logs(self, job: int) -> Path:
