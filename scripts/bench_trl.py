@@ -4,7 +4,8 @@
     python scripts/bench_trl.py --trl-python /tmp/trl/bin/python --seeds 0,1,2 --nodes 1,3
 
 TRL has an environment of its own, since its pins are not ours. The demonstration (`run.sh --demo`) for nine iterations: 128 tasks of 16
-samples, 4 minibatches of 512 twice. TRL samples with transformers' own `generate`, in one process on all cores; fsbarrier starts its
+samples, 4 minibatches of 512 twice. Or, with `--real-model FOLDER` (made by scripts/real_model.py), SmolLM2-135M-Instruct that learns to
+add and subtract, for `--iterations`. TRL samples with transformers' own `generate`, in one process on all cores; fsbarrier starts its
 nodes on the same cores. Prints, as the mean over the seeds: seconds until a held-out evaluation reached the goal, seconds from the
 command to the first sampled token, an iteration by part (the first one apart, since it pays for what stays), and the most memory of all
 processes together (each shared page counted once). docs/benchmarks.md says what came of it.
@@ -26,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
@@ -35,7 +37,30 @@ from fsbarrier.rundir.journal import JournalReader, journal_files  # noqa: E402
 from fsbarrier.supervision.processes import below  # noqa: E402
 from fsbarrier.view.timings import PASSED, Span, read_spans  # noqa: E402
 
-ITERATIONS, EVAL_TASKS = 9, 256
+DEMO: dict[str, Any] = {
+    **demo_tasks.DEMO_SETTINGS,
+    "iterations": 9,
+    "eval_interval": 1,
+}
+REAL_MODEL: dict[str, Any] = {
+    "iterations": 30,
+    "eval_interval": 5,
+    "eval.tasks": 80,
+    "eval.temperature": 0.0,
+    "reward.kind": "numeric",
+    "rollout.tasks": 16,
+    "rollout.samples": 8,
+    "rollout.temperature": 0.7,
+    "rollout.max_tokens": 32,
+    "engine.max_model_len": 160,
+    "engine.dtype": "bfloat16",
+    "trainer.dtype": "bfloat16",
+    "trainer.epochs": 1,
+    "trainer.minibatch": 64,
+    "trainer.max_tokens_per_micro_batch": 2048,
+    "optimizer.lr": 2e-5,
+    "optimizer.warmup_steps": 2,
+}
 PARTS = (
     "rollout",
     "scoring, merge, preparation",
@@ -121,19 +146,23 @@ def run_watched(command: list[str], log: Path) -> tuple[float, float]:
 # --- TRL --------------------------------------------------------------------------------------------------------------------
 
 
-def trl(python: Path, task: Path, folder: Path, seed: int, goal: float) -> Race:
-    demo = demo_tasks.DEMO_SETTINGS
+def trl(python: Path, task: Path, folder: Path, run: dict[str, Any], goal: float) -> Race:
     settings = {
-        "seed": seed,
-        "tasks": demo["rollout.tasks"],
-        "samples": demo["rollout.samples"],
-        "minibatch": demo["trainer.minibatch"],
-        "epochs": demo["trainer.epochs"],
-        "max_tokens": demo["rollout.max_tokens"],
-        "lr": demo["optimizer.lr"],
-        "warmup_steps": demo["optimizer.warmup_steps"],
-        "iterations": ITERATIONS,
-        "eval_tasks": EVAL_TASKS,
+        "seed": run["rollout.seed"],
+        "tasks": run["rollout.tasks"],
+        "samples": run["rollout.samples"],
+        "minibatch": run["trainer.minibatch"],
+        "epochs": run["trainer.epochs"],
+        "max_tokens": run["rollout.max_tokens"],
+        "temperature": run["rollout.temperature"],
+        "reward": run["reward.kind"],
+        "bf16": run["trainer.dtype"] == "bfloat16",
+        "lr": run["optimizer.lr"],
+        "warmup_steps": run["optimizer.warmup_steps"],
+        "iterations": run["iterations"],
+        "eval_tasks": run["eval.tasks"],
+        "eval_interval": run["eval_interval"],
+        "eval_temperature": run["eval.temperature"],
     }
     load, log = os.getloadavg()[0], folder / "trl.log"
     script = str(REPO / "scripts" / "trl_trainer.py")
@@ -143,7 +172,7 @@ def trl(python: Path, task: Path, folder: Path, seed: int, goal: float) -> Race:
     told = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"event"')]
     evaluated = [one for one in told if one["event"] == "evaluated"]
     starts = [one["mono_s"] for one in told if one["event"] == "rollout_began"]
-    ends = [one["mono_s"] for one in evaluated[1:]]
+    ends = [*starts[1:], next(one["mono_s"] for one in told if one["event"] == "done")]
     parts: dict[str, list[float]] = defaultdict(list)
     ready = [one for one in told if one["event"] == "batch_ready"]
     updated = [one["mono_s"] for one in told if one["event"] == "updated"]
@@ -152,10 +181,11 @@ def trl(python: Path, task: Path, folder: Path, seed: int, goal: float) -> Race:
         parts["rollout"].append(ready[n]["generate_s"])
         parts["scoring, merge, preparation"].append(ready[n]["mono_s"] - starts[n] - ready[n]["generate_s"])
         parts["the update itself"].append(updated[n] - ready[n]["mono_s"])
-        parts["evaluation"].append(evaluated[n + 1]["seconds"])
+    in_first = sum(updated[0] < one["mono_s"] < ends[0] for one in evaluated)
+    parts["evaluation"] = [sum(one["seconds"] for one in evaluated[1 + in_first :]) / (len(starts) - 1)]
     return Race(
         "TRL, one process",
-        seed,
+        run["rollout.seed"],
         startup_s=starts[0] - began,
         first_iteration_s=ends[0] - starts[0],
         iteration_s=(ends[-1] - ends[0]) / (len(ends) - 1),
@@ -170,17 +200,11 @@ def trl(python: Path, task: Path, folder: Path, seed: int, goal: float) -> Race:
 # --- fsbarrier --------------------------------------------------------------------------------------------------------------
 
 
-def fsbarrier(nodes: int, task: Path, folder: Path, seed: int, goal: float) -> Race:
+def fsbarrier(nodes: int, task: Path, folder: Path, run: dict[str, Any], goal: float) -> Race:
     log_path = folder / f"run-{nodes}"
-    settings = {
-        **demo_tasks.DEMO_SETTINGS,
-        "iterations": ITERATIONS,
-        "eval.tasks": EVAL_TASKS,
-        "rollout.seed": seed,
-    }
     given = ["--data-path", str(task), "--model", str(task / "model"), "--log-path", str(log_path)]
-    words = [f"{name}={value}" for name, value in settings.items() if name != "iterations"]
-    iterations = ["--iterations", str(ITERATIONS)]
+    words = [f"{name}={value}" for name, value in run.items() if name != "iterations"]
+    iterations = ["--iterations", str(run["iterations"])]
     command = [sys.executable, "-P", "-m", "fsbarrier", "launch", "local", "--nodes", str(nodes)]
     load = os.getloadavg()[0]
     began, peak = run_watched([*command, *given, *iterations, *words], folder / f"fsbarrier-{nodes}.log")
@@ -198,10 +222,10 @@ def fsbarrier(nodes: int, task: Path, folder: Path, seed: int, goal: float) -> R
     ended = max(span.ended_s for span in leader)
     return Race(
         f"fsbarrier, {nodes} node{'s' if nodes > 1 else ''}",
-        seed,
+        run["rollout.seed"],
         startup_s=startup_s,
         first_iteration_s=first_end - began - startup_s,
-        iteration_s=(ended - first_end) / (ITERATIONS - 1),
+        iteration_s=(ended - first_end) / (run["iterations"] - 1),
         parts=parts_of([span for span in leader if span.iteration > 1]),
         goal_s=next((at for at, reward in rewards if reward >= goal), None),
         held_out=[reward for _, reward in rewards],
@@ -242,6 +266,7 @@ def table(races: list[Race], goal: float) -> str:
     for part in PARTS:
         row(f"- {part}", [[one.parts.get(part) for one in own] for own in tools])
     row(f"to a held-out {goal:g}", [[one.goal_s for one in own] for own in tools])
+    row("held-out at the start", [[one.held_out[0] for one in own] for own in tools])
     row("held-out at the end", [[one.held_out[-1] for one in own] for own in tools])
     row("peak memory, GB", [[one.peak_gb for one in own] for own in tools])
     row("load of the machine before", [[one.load for one in own] for own in tools])
@@ -266,6 +291,13 @@ def spread(values: list[float], of: int) -> str:
     return text if len(values) == of else f"{text}, {len(values)} of {of}"
 
 
+def make_demo(folder: Path, seed: int) -> Path:
+    """The demonstration's model and tasks."""
+    make = [sys.executable, "-m", "fsbarrier.workers.demo_model", "--out", str(folder), "--seed", str(seed)]
+    subprocess.run(make, check=True, cwd=REPO)
+    return folder
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -278,19 +310,24 @@ def main() -> int:
         "--nodes", default="1,3", help="fsbarrier's nodes on this machine, comma-separated; default 1,3"
     )
     parser.add_argument("--goal", type=float, default=0.8, help="held-out reward to reach; default 0.8")
+    parser.add_argument(
+        "--real-model", type=Path, help="what scripts/real_model.py made, instead of the demo"
+    )
+    parser.add_argument("--iterations", type=int, help="default: 9 of the demo, 30 of a real model")
     parser.add_argument("--out", type=Path, help="where the runs go; default: a new temporary folder")
     args = parser.parse_args()
     folder = args.out or Path(tempfile.mkdtemp(prefix="fsbarrier-race-"))
+    settings = {**(REAL_MODEL if args.real_model else DEMO)}
+    settings["iterations"] = args.iterations or settings["iterations"]
     races: list[Race] = []
     for seed in map(int, args.seeds.split(",")):
         here = folder / f"seed-{seed}"
         here.mkdir(parents=True)
-        task = folder / f"task-{seed}"
-        make = [sys.executable, "-m", "fsbarrier.workers.demo_model", "--out", str(task), "--seed", str(seed)]
-        subprocess.run(make, check=True, cwd=REPO)
-        races.append(trl(args.trl_python, task, here, seed, args.goal))
+        task = args.real_model or make_demo(folder / f"task-{seed}", seed)
+        run = {**settings, "rollout.seed": seed}
+        races.append(trl(args.trl_python, task, here, run, args.goal))
         for nodes in map(int, args.nodes.split(",")):
-            races.append(fsbarrier(nodes, task, here, seed, args.goal))
+            races.append(fsbarrier(nodes, task, here, run, args.goal))
         (folder / "races.json").write_text(json.dumps([asdict(race) for race in races], indent=1))
         print(table(races, args.goal), flush=True)
     print(f"the runs are in {folder}")

