@@ -94,28 +94,38 @@ def open_new(path: Path, more_flags: int = 0) -> int:
 def open_append(path: Path) -> int:
     """A descriptor that writes at the end of `path`, which is created with the run's file mode if need be. Raises OSError.
 
-    A file with a second name (a hard link) may be anybody's, or belong to a snapshot of the run: it is left as it is under that name,
-    and `path` begins anew.
+    A file with a second name (a hard link) may belong to a snapshot of the run, or be anybody's. It is left as it is under that name.
+    `path` goes on with a copy of it, if the same people may read both, and else begins anew.
     """
     try:
         return open_new(path, os.O_APPEND)
     except OSError as error:
         # It is there already, or was created although an error came back.
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             raise error from None
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, fd)
+        found = os.fstat(fd)
+        reading.check_plain(found, path)
+        if found.st_nlink <= 1:
+            stack.pop_all()
+            return fd
+        if (found.st_uid, stat.S_IMODE(found.st_mode)) != (os.geteuid(), _modes["file"]):
+            os.unlink(path)
+            return open_new(path, os.O_APPEND)
+        temporary = temporary_beside(path)
+        own = open_new(temporary, os.O_APPEND)
+        stack.callback(os.close, own)
         try:
-            found = os.fstat(fd)
-            reading.check_plain(found, path)
+            with open(fd, "rb", closefd=False) as source, open(own, "ab", closefd=False) as copy:
+                shutil.copyfileobj(source, copy)
         except OSError:
-            os.close(fd)
+            os.unlink(temporary)
             raise
-    if found.st_nlink <= 1:
-        return fd
-    os.close(fd)
-    os.unlink(path)
-    return open_new(path, os.O_APPEND)
+        rename(temporary, path)
+        return os.dup(own)
 
 
 def temporary_beside(path: Path) -> Path:

@@ -56,6 +56,18 @@ def test_what_is_written_goes_to_a_file_of_the_runs_own(run: Path, outside: Path
         assert path.read_bytes() == b"line\n" and path.stat().st_nlink == 1
 
 
+def test_a_journal_goes_on_after_a_snapshot_of_hard_links(run: Path, tmp_path: Path) -> None:
+    for line in (b"before\n", b"after\n"):
+        fd = files.open_append(run / "journal")
+        os.write(fd, line)
+        os.close(fd)
+        if line == b"before\n":
+            os.link(run / "journal", tmp_path / "snapshot")
+    assert (run / "journal").read_bytes() == b"before\nafter\n"
+    assert (tmp_path / "snapshot").read_bytes() == b"before\n"
+    assert [path.name for path in run.iterdir()] == ["journal"]
+
+
 @pytest.mark.parametrize("plant", [as_fifo, as_link])
 def test_a_mark_waits_for_no_reader_and_follows_no_link(run: Path, outside: Path, plant: object) -> None:
     plant(run / "outside") if plant is as_fifo else (run / "outside").symlink_to(outside)  # type: ignore[operator]
