@@ -92,8 +92,6 @@ def test_a_start_clears_away_the_folders_of_killed_daemons_wherever_they_lie(tmp
     """Also where it makes none itself: a folder for sockets, a copy of weights in memory."""
     places = [place for place in (SHORT_PLACE, IN_MEMORY) if os.access(place, os.W_OK)]
     left = [Path(tempfile.mkdtemp(prefix=PREFIX, dir=place)) for place in places]
-    for folder in left:
-        (folder / "file").touch()
     with Cluster(tmp_path, 1, "--iterations", "1", program="ping") as cluster:
         cluster.env[0] = {"TMPDIR": str(tmp_path)}
         cluster.start()
