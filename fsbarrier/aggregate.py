@@ -218,7 +218,9 @@ def work(spec_file: Path) -> int:
         success = spec.get("success")
         evaluated = {} if success is None else figures(iter_trajectories(Path(report.out)), success)
         told = {**asdict(report), **report.figures, **evaluated}
-        del told["figures"]
+        # The phase knows the file by name, and only another merge of the same groups has a use for their fingerprint.
+        for name in ("figures", "out", "fingerprint"):
+            del told[name]
         files.write_atomic(Path(spec["result"]), json.dumps(told).encode())
         return 0
     except FsbarrierError as error:

@@ -42,6 +42,9 @@ Fields = Mapping[str, object]
 
 #: Texts of a decision are written up to so many letters, and its other values up to so many.
 MOST_TEXT, MOST_LIST = 400, 100
+#: Values of a decision that say nothing, and the names of those that went into the row's `phase_finished`.
+EMPTY: tuple[object, ...] = (None, "", [], {}, ())
+TIMES = frozenset({"engine_s", "start_s", "load_s", "save_s"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,9 +312,14 @@ def rounded(value: object) -> object:
 
 
 def summary(value: Payload, lines: Sequence[Payload]) -> dict[str, object]:
-    """A decision as the journal shows it: without what the row's other `lines` there say, and long lists and texts as their size."""
+    """A decision as the journal shows it: without what is empty, or stands in the row's other `lines` there or its `phase_finished`,
+    and long lists and texts as their size."""
     told = {(name, v) for line in lines for name, v in line.items() if isinstance(v, Hashable)}
-    rest = {k: v for k, v in value.items() if not isinstance(v, Hashable) or (k, v) not in told}
+    rest = {
+        name: v
+        for name, v in value.items()
+        if v not in EMPTY and name not in TIMES and not (isinstance(v, Hashable) and (name, v) in told)
+    }
     return {
         k: v
         if len(str(v)) <= (MOST_TEXT if isinstance(v, str) else MOST_LIST)
