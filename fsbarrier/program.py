@@ -41,7 +41,7 @@ PHASE_NAMES = (
     "iteration_end",
 )
 #: what a publication says of the best policy so far
-BEST = ("best_reward", "best_policy_version", "best_folder")
+BEST = ("best_reward", "best_policy_version", "best_folder", "best_measured")
 #: and of the version that the trained policy is held against
 REFERENCE = "reference_folder"
 #: what `--rl-phase` may run alone
@@ -324,19 +324,25 @@ class Context:
 
     @property
     def best_evaluated(self) -> Payload:
-        """The policy with the best evaluation so far (`checkpoint.best_by`), which each publication copies from the one before."""
+        """The policy with the best evaluation so far (`checkpoint.best_by`), which each publication copies from the one before.
+
+        `best_measured` names the figure and how it was sampled. Figures of two ways cannot be compared: after a change of the
+        settings the best one is looked for anew.
+        """
         published, evaluated = self.latest("weights_publish") or {}, self.decided("eval_rollout")
         before = {name: published[name] for name in BEST if name in published}
         if evaluated is None:
             # The session before may have ended with its evaluation.
             final = self.latest("iteration_end") or {}
             evaluated = final if final.get("policy_version") == self.policy_version else {}
-        reward = evaluated.get(self.settings.checkpoint.best_by)
-        if reward is None or reward <= before.get("best_reward", -math.inf):
+        figure = self.settings.checkpoint.best_by
+        reward, measured = evaluated.get(figure), f"{figure} {evaluated.get('sampled_how', '')}"
+        comparable = before.get("best_measured", measured) == measured
+        if reward is None or (comparable and reward <= before.get("best_reward", -math.inf)):
             return before
         # The run's first model has no folder among the checkpoints.
         folder = Path(published["folder"]).name if published else None
-        return dict(zip(BEST, (reward, self.policy_version, folder), strict=True))
+        return dict(zip(BEST, (reward, self.policy_version, folder, measured), strict=True))
 
     @property
     def reference(self) -> Path | None:

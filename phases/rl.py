@@ -231,7 +231,9 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
         "cut_off": cut_off,
         "groups_cut_off": len(cut_off),
         "groups_taken_over": sum(report.get("taken_over", 0) for report in reports.values()),
-        **({"earlier": earlier_merges(ctx)} if split == "train" else {}),
+        **(
+            {"earlier": earlier_merges(ctx)} if split == "train" else {"sampled_how": sampled_how(ctx, split)}
+        ),
         **({"rounds": begun} if "rounds" in assigned else {}),
         **event,
     }

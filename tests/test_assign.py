@@ -252,6 +252,34 @@ def test_the_best_policy_is_best_by_the_figure_that_was_chosen(
 
 
 @pytest.mark.parametrize(
+    ("measured", "figure", "best"),
+    [
+        ("reward_mean abc", "reward_mean", (0.7, 1)),
+        # It was sampled otherwise, or is another figure: 0.7 was not better than 0.6.
+        ("reward_mean def", "reward_mean", (0.6, 2)),
+        ("pass_at_8 abc", "reward_mean", (0.6, 2)),
+        # This evaluation has no such figure to be compared.
+        ("reward_mean abc", "pass_at_8", (0.7, 1)),
+    ],
+)
+def test_only_figures_of_one_kind_are_compared(measured: str, figure: str, best: tuple[float, int]) -> None:
+    published = {"policy_version": 2, "folder": "/run/checkpoints/policy-000002.g0001"}
+    published |= {
+        "best_reward": 0.7,
+        "best_policy_version": 1,
+        "best_folder": None,
+        "best_measured": measured,
+    }
+    decisions = {
+        "weights_publish": {"iteration": 2, "value": published},
+        "eval_rollout": {"iteration": 3, "value": {"reward_mean": 0.6, "sampled_how": "abc"}},
+    }
+    settings = Settings(checkpoint=CheckpointSettings(best_by=figure))
+    found = context(settings=settings, decisions=decisions).best_evaluated
+    assert (found["best_reward"], found["best_policy_version"]) == best
+
+
+@pytest.mark.parametrize(
     ("until", "rl_phase", "interval", "evaluated"),
     [
         (3, "both", 7, True),

@@ -11,6 +11,7 @@ from cluster import FAST, Cluster
 
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
+from fsbarrier.node.daemon import make_rules
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.work_runner import WorkRunner
@@ -184,6 +185,63 @@ def test_what_is_not_safe_is_refused_with_the_reason(run: Path, words: list[str]
         with pytest.raises(UsageError) as caught:
             start(run, *words, **who)
         assert message in str(caught.value)
+
+
+@pytest.fixture
+def with_sets(tmp_path: Path) -> Path:
+    words = ("eval.sets.aime.samples=8", "eval.sets.gsm.file=test.jsonl", "checkpoint.best_by=aime/pass_at_8")
+    start(tmp_path / "run", "program=ping", *words, master=True)
+    return tmp_path / "run"
+
+
+def test_a_set_of_held_out_tasks_changes_in_all_but_its_file(with_sets: Path) -> None:
+    words = ("eval.sets.aime.samples=16", "eval.sets.gsm.tasks=50", "eval.sets.gsm.file=test.jsonl")
+    found = start(with_sets, *words, master=True)
+    assert found.stated == {"eval.sets.aime.samples": 16, "eval.sets.gsm.tasks": 50}
+    assert {name: (one.samples, one.tasks) for name, one in found.settings.eval_sets.items()} == {
+        "aime": (16, 0),
+        "gsm": (1, 50),
+    }
+    # From the next iteration on; the other set stays as it is, and so does what nobody has named.
+    changed = Revision(2, 5, {"eval.sets.aime.samples": 16}, {"eval.sets.aime.samples": 8})
+    recorded = found.record.settings
+    assert settings_in(recorded, (changed,), 4) == recorded
+    assert settings_in(recorded, (changed,), 5).eval.sets["aime"].samples == 16
+    assert settings_in(recorded, (changed,), 5).eval.sets["gsm"] == recorded.eval.sets["gsm"]
+    # Whoever decides of revisions knows each value by its name.
+    record(with_sets, 1, changed)
+    assert start(with_sets, "eval.sets.aime.samples=8", master=True).stated == {"eval.sets.aime.samples": 8}
+    assert make_rules(recorded, load_program("ping")).settings["eval.sets.aime.samples"] == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["eval.sets.gsm.file=other.jsonl"],
+            "cannot change, for the run's record names the sets and their task",
+        ),
+        (
+            ["eval.sets.math.samples=4"],
+            "this run has no set math (its sets are aime, gsm), and sets cannot be added",
+        ),
+        (["eval.sets.math.file=math.jsonl"], "begin another run from this one's policy (init_from="),
+        (["eval.sets.aime.samples=4"], "checkpoint.best_by=aime/pass_at_8: no evaluation has this figure"),
+        (["eval.sets.aime.samples=0"], "eval.sets.aime.samples: must be 1 or more"),
+    ],
+)
+def test_what_is_not_safe_with_a_set_is_refused_with_the_reason(
+    with_sets: Path, words: list[str], message: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        start(with_sets, *words, master=True)
+    assert message in str(caught.value)
+
+
+def test_a_record_that_names_a_set_that_there_is_not_changes_nothing(with_sets: Path) -> None:
+    settings = start(with_sets, master=True).settings
+    forged = Revision(2, 1, {"eval.sets.math.samples": 4, "eval.sets.aime.file": "evil"}, {})
+    assert settings_in(settings, (forged,), 1) == settings
 
 
 def test_the_number_of_nodes_changes_with_their_weights(run: Path) -> None:

@@ -335,7 +335,7 @@ def make_rules(settings: Settings, program: Program) -> Rules:
             outage_s=coordination.outage_s,
             last_call_s=coordination.last_call_s,
         ),
-        settings={name: look_up(recorded, name) for name in names_that_change()},
+        settings={name: look_up(recorded, name) for name in names_that_change(settings)},
     )
 
 

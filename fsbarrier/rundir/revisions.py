@@ -16,7 +16,7 @@ from fsbarrier.rundir.names import GENERATION
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
 from fsbarrier.settings.section import AT_ONCE, NEXT_ITERATION, Changes
-from fsbarrier.settings.sections import Settings, changes_of
+from fsbarrier.settings.sections import Settings, changes_of, names_that_change
 
 MAY_CHANGE = (NEXT_ITERATION, AT_ONCE)
 
@@ -47,7 +47,11 @@ def can_hold(settings: Settings, record: Join | Generation) -> bool:
 
 
 def _with(settings: Settings, values: Payload, kinds: Sequence[Changes]) -> Settings:
-    return settings.with_values({name: value for name, value in values.items() if changes_of(name) in kinds})
+    if not values:
+        return settings
+    there = set(names_that_change(settings))
+    chosen = {name: value for name, value in values.items() if name in there and changes_of(name) in kinds}
+    return settings.with_values(chosen)
 
 
 def newest_revisions(paths: RunPaths) -> tuple[Revision, ...]:

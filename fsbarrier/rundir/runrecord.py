@@ -33,7 +33,7 @@ from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.section import AT_ONCE, EACH_START, NEXT_ITERATION
 from fsbarrier.settings.sections import Settings, changes_of, fixed_because
-from fsbarrier.settings.sources import ChosenValue
+from fsbarrier.settings.sources import ChosenValue, set_in
 
 SCHEMA = 1
 # A record is linked into place whole, so a mount that shows it torn for longer than this is broken.
@@ -308,6 +308,13 @@ def stated_changes(
     ours, theirs, found = settings.as_json(), record.settings.as_json(), {}
     for key, item in chosen.items():
         kind, value, recorded = changes_of(key), look_up(ours, key), look_up(theirs, key)
+        own_set, sets = set_in(key), record.settings.eval.sets
+        if own_set and own_set not in sets:
+            there = f"its sets are {', '.join(sorted(sets))}" if sets else "it has none, only eval.*"
+            raise UsageError(
+                f"{item.written(shown(value))}: this run has no set {own_set} ({there}), and sets cannot be added, for "
+                f"{fixed_because(key)}; drop it or begin another run from this one's policy (init_from={_shown(record.log_path)})"
+            )
         if kind in (NEXT_ITERATION, AT_ONCE):
             found[key] = value
         elif kind is not EACH_START and value != recorded:

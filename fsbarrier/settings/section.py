@@ -79,8 +79,12 @@ class Section:
                 raise KeyError(name)
             if dot:
                 inner = changed.get(first, getattr(self, first))
-                assert isinstance(inner, Section)
-                changed[first] = inner.with_values({rest: value})
+                if isinstance(inner, Section):
+                    changed[first] = inner.with_values({rest: value})
+                elif isinstance(inner, Mapping):
+                    # A table of sections by names of the user's own.
+                    own, _, leaf = rest.partition(".")
+                    changed[first] = {**inner, own: inner[own].with_values({leaf: value})}
             else:
                 changed[name] = tuple(value) if isinstance(value, list) else value
         return replace(self, **changed)  # type: ignore[type-var]

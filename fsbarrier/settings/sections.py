@@ -24,6 +24,7 @@ from fsbarrier.settings.section import (
     setting,
     table_of,
 )
+from fsbarrier.settings.sources import SET_NAME, SETS, known_as
 from fsbarrier.settings.value_types import (
     Betas,
     Bounds,
@@ -142,19 +143,21 @@ class EvalSet(Section):
         "Its task file, an absolute path or one in the data path; none: NAME.jsonl or NAME.parquet there.",
     )
     tasks: CountOrZero | None = setting(
-        None, "Its tasks, always the same ones, 0: all; none: as `eval.tasks`."
+        None, "Its tasks, always the same ones, 0: all; none: as `eval.tasks`.", NEXT_ITERATION
     )
-    samples: Count | None = setting(None, "Trajectories a task; none: as `eval.samples`.")
+    samples: Count | None = setting(None, "Trajectories a task; none: as `eval.samples`.", NEXT_ITERATION)
     temperature: NotNegative | None = setting(
-        None, "Sampling temperature, 0: greedy; none: as `eval.temperature`."
+        None, "Sampling temperature, 0: greedy; none: as `eval.temperature`.", NEXT_ITERATION
     )
-    top_p: Fraction | None = setting(None, "Nucleus sampling; none: as `eval.top_p`.")
+    top_p: Fraction | None = setting(None, "Nucleus sampling; none: as `eval.top_p`.", NEXT_ITERATION)
     top_k: Annotated[int, Bounds(ge=-1)] | None = setting(
-        None, "Sample among the k likeliest tokens, -1: all; none: as `eval.top_k`."
+        None, "Sample among the k likeliest tokens, -1: all; none: as `eval.top_k`.", NEXT_ITERATION
     )
-    max_tokens: Count | None = setting(None, "Most tokens in one turn; none: as `eval.max_tokens`.")
+    max_tokens: Count | None = setting(
+        None, "Most tokens in one turn; none: as `eval.max_tokens`.", NEXT_ITERATION
+    )
     success: float | None = setting(
-        None, "From this reward on a trajectory counts as solved; none: as `eval.success`."
+        None, "From this reward on a trajectory counts as solved; none: as `eval.success`.", NEXT_ITERATION
     )
 
 
@@ -162,7 +165,7 @@ class EvalSet(Section):
 class EvalSettings(Section):
     """Evaluation on held-out tasks (phases 5-6, and of the last policy 13)."""
 
-    FIXED_BECAUSE = "the run's record names the task files of its sets"
+    FIXED_BECAUSE = "the run's record names the sets and their task files"
 
     tasks: CountOrZero = setting(0, "Test tasks an evaluation, always the same ones; 0: all.", NEXT_ITERATION)
     samples: Count = setting(1, "Trajectories a test task.", NEXT_ITERATION)
@@ -706,7 +709,7 @@ class Settings(Section):
 
 def changes_of(name: str) -> Changes:
     """Whether and when the setting with this dotted name may change."""
-    return _changes().get(name, Changes.NEVER)
+    return _changes().get(known_as(name), Changes.NEVER)
 
 
 def fixed_because(name: str) -> str:
@@ -715,9 +718,12 @@ def fixed_because(name: str) -> str:
     return section.FIXED_BECAUSE
 
 
-def names_that_change() -> list[str]:
-    """The settings that a later start of node 0 may change, by their dotted names."""
-    return [name for name, kind in _changes().items() if kind in (NEXT_ITERATION, AT_ONCE)]
+def names_that_change(settings: Settings) -> list[str]:
+    """The settings that a later start of node 0 may change, by their dotted names; `settings`: whose sets of held-out tasks there are."""
+    names = [name for name, kind in _changes().items() if kind in (NEXT_ITERATION, AT_ONCE)]
+    one_each = [name.removeprefix(SET_NAME) for name in names if name.startswith(SET_NAME)]
+    of_sets = [f"{SETS}.{own}{leaf}" for own in settings.eval.sets for leaf in one_each]
+    return [*(name for name in names if not name.startswith(SET_NAME)), *of_sets]
 
 
 @cache
@@ -730,7 +736,8 @@ def _changes() -> dict[str, Changes]:
             found |= {f"{item.name}.{one.name}": one.metadata["changes"] for one in inside}
         else:
             found[item.name] = item.metadata["changes"]
-    return found
+    of_a_set = fields(EvalSet)
+    return found | {f"{SET_NAME}.{one.name}": one.metadata["changes"] for one in of_a_set}
 
 
 def sections() -> dict[str, type[Section]]:

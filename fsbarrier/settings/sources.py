@@ -51,6 +51,11 @@ def known_as(key: str) -> str:
     return f"{SET_NAME}.{leaf}" if dot else SETS
 
 
+def set_in(key: str) -> str:
+    """The name of the set of held-out tasks that a setting belongs to; "" for any other setting."""
+    return key.split(".")[2] if known_as(key).startswith(SET_NAME) else ""
+
+
 @dataclass(frozen=True, slots=True)
 class ChosenValue:
     """One value that somebody chose: the dotted name, the value, and how to name its source in a message."""
