@@ -94,6 +94,12 @@ def test_what_differs_or_is_too_little_is_told_by_its_weight(
         assert not any(each.refused for each in found(NODE, other, NODE, rl_phase="rollout"))
 
 
+def test_the_package_of_an_optimizer_is_compared_where_the_run_uses_it() -> None:
+    one = only(NODE, with_packages(torchao="0.18.0"), NODE, **{"optimizer.kind": "adamw_8bit"})
+    assert (one.what, one.found) == ("torchao differs", "node 1 (b): 0.18.0; the others: not installed")
+    assert found(NODE, with_packages(torchao="0.18.0"), NODE) == []
+
+
 def test_another_model_is_refused_also_where_nothing_is_trained() -> None:
     mine, other = (replace(NODE, code={"model": digest * 32, "reward.kind": digest}) for digest in "ab")
     one = only(mine, other, mine, rl_phase="rollout")

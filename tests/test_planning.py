@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fsbarrier.cli import main
 from fsbarrier.errors import UsageError
 from fsbarrier.planning import plan_text
 from fsbarrier.planning.cluster_plan import Cluster, Plan, make_plan
-from fsbarrier.planning.memory import GIB, UpdateLoad, Zero, choose_shard
+from fsbarrier.planning.memory import GIB, STEP_EAGER, UpdateLoad, Zero, choose_shard
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.settings.resolve import resolve
 
@@ -117,6 +118,12 @@ def test_moments_of_eight_bits_are_counted() -> None:
         UpdateLoad.whole(shape, settings, element=2, accelerated=True).parts["moments"]
         == 2 * shape.parameters
     )
+    # In a step both moments of one tensor, the largest being the embedding, are in float32.
+    whole = UpdateLoad.whole(shape, settings, element=4, accelerated=False)
+    small = replace(whole, tokens=16, logits=16)
+    assert small.parts["moments"] == 2 * shape.parameters + STEP_EAGER * 152064 * 3584
+    assert small.parts["gathered"] == 0 and "activations" not in small.parts
+    assert replace(small, shards=4).parts["moments"] * 4 == small.parts["moments"]
 
 
 def test_an_update_takes_what_training_in_mixed_precision_takes() -> None:

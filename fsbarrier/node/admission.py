@@ -6,7 +6,7 @@ The leader checks this before anything is loaded. It refuses what cannot work, a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsbarrier.errors import ProgramFailed, UsageError
@@ -62,7 +62,9 @@ def examine(
 ) -> list[Objection]:
     """What is wrong, the worst first. `shape`: of the run's model, None for a program without one, or where it is not known."""
     found = [*_expected(nodes, hosts, settings)]
-    found += _differences(nodes, hosts, updates=shape is not None and settings.rl_phase != "rollout")
+    updates = shape is not None and settings.rl_phase != "rollout"
+    needed = [name for name in PACKAGES if name != "torchao" or settings.optimizer.kind == "adamw_8bit"]
+    found += _differences(nodes, hosts, needed, updates=updates)
     found += _shortages(nodes, hosts)
     if shape is not None:
         found += _too_small(nodes, hosts, settings, shape)
@@ -85,7 +87,9 @@ def _expected(nodes: Nodes, hosts: Mapping[int, str], settings: Settings) -> Ite
     yield Objection(True, f"--expect-gpus {wanted}", f"there are {there}: {', '.join(lacking)}")
 
 
-def _differences(nodes: Nodes, hosts: Mapping[int, str], *, updates: bool) -> Iterator[Objection]:
+def _differences(
+    nodes: Nodes, hosts: Mapping[int, str], packages: Sequence[str], *, updates: bool
+) -> Iterator[Objection]:
     def differ(what: str, values: Mapping[int, str], refused: bool = False) -> Iterator[Objection]:
         if len(set(values.values())) > 1:
             yield Objection(refused, f"{what} differs", _by_value(values, hosts))
@@ -95,7 +99,7 @@ def _differences(nodes: Nodes, hosts: Mapping[int, str], *, updates: bool) -> It
     # Other code is refused by the protocol itself (Join.digest).
     models = {rank: str(one.code.get(MODEL) or "none")[:12] for rank, one in nodes.items()}
     yield from differ("the model", models, refused=True)
-    for name in PACKAGES:
+    for name in packages:
         versions = {rank: str(one.packages.get(name) or "not installed") for rank, one in nodes.items()}
         # Processes of one update speak to each other through torch, whose minor versions need not understand each other.
         minors = {".".join(text.split(".")[:2]) for text in versions.values()}

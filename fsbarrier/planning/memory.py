@@ -22,6 +22,9 @@ Offload = Literal["none", "optimizer", "all"]
 OVERHEAD_BYTES = 2 * GIB
 # Master weights, gradients and each of the two moments are in float32.
 EXACT = 4
+# With moments of eight bits a step has both of one tensor in float32, and on a CPU, where it is not compiled, indices of eight bytes into
+# the table of values beside them: 71 bytes were measured there. Compiled it was not measured: twice the moments.
+STEP_EAGER, STEP_COMPILED = 72, 4 * EXACT
 # Logits are computed in float32, and their gradient with them.
 LOGITS_COPIES = 2
 # A sharded update holds two units at a time in the type it computes in, one of which it fetches ahead, and the gradient of one
@@ -75,6 +78,8 @@ class UpdateLoad:
     zero: Zero | None = None
     #: bytes that the two moments of a number take
     moments: int = 2 * EXACT
+    #: bytes that a step of the optimizer takes for each number of the tensor that it is at
+    stepping: int = 0
 
     @classmethod
     def whole(cls, shape: ModelShape, settings: Settings, *, element: int, accelerated: bool) -> Self:
@@ -83,6 +88,7 @@ class UpdateLoad:
         # A trajectory that is longer than a micro-batch is alone in it.
         tokens = max(settings.engine.max_model_len, trainer.max_tokens_per_micro_batch)
         checkpointing = trainer.gradient_checkpointing
+        eight_bit = settings.optimizer.kind == "adamw_8bit"
         return cls(
             shape,
             shards=1,
@@ -94,7 +100,8 @@ class UpdateLoad:
             offload=trainer.offload,
             reference=settings.algorithm.kl_coef > 0,
             zero=Zero.of_file(trainer.deepspeed) if trainer.backend == "deepspeed" else None,
-            moments=2 if settings.optimizer.kind == "adamw_8bit" else 2 * EXACT,
+            moments=2 if eight_bit else 2 * EXACT,
+            stepping=(STEP_COMPILED if accelerated else STEP_EAGER) if eight_bit else 0,
         )
 
     @property
@@ -121,6 +128,11 @@ class UpdateLoad:
         if self.offload == "optimizer" and self.zero is None:
             # PyTorch's optimizer steps on the accelerator: all moments are there then, and what the backward pass needed no longer is.
             moments = 2 * self.trained * EXACT // self.shards
+            yield {**held, "gathered": 0, "moments": moments, "overhead": OVERHEAD_BYTES}
+        if self.stepping:
+            # Moments of eight bits are made float32 for the step, of one tensor after the other.
+            tensor = min(self.shape.largest_tensor, self.trained) // self.shards
+            moments = held["moments"] + tensor * self.stepping
             yield {**held, "gathered": 0, "moments": moments, "overhead": OVERHEAD_BYTES}
         if self.reference:
             # Before the first step the other policy is read, without gradients, and let go again.

@@ -51,6 +51,11 @@ class ModelShape:
         """The most parameters that a sharded update gathers at once: a layer, the embedding or the head."""
         return max(self.block, self.embedding)
 
+    @property
+    def largest_tensor(self) -> int:
+        """The most parameters that one tensor has; experts may share one."""
+        return self.hidden * max(self.vocabulary, self.feed_forward)
+
     @classmethod
     def of_config(cls, config: Config) -> Self:
         """Raises UsageError naming what the configuration lacks."""
