@@ -26,7 +26,7 @@ PHASES = 14
 LAST = PHASES - 1
 #: what is read of a journal's line: journals of thousands of iterations are long
 READ = ("event", "generation", "iteration", "phase", "node_rank", "incarnation", "mono_s")
-READ_TOO = ("leader", "members", "final", "split", "parts", "iterations", "waits")
+READ_TOO = ("leader", "members", "final", "split", "parts", "iterations")
 PART = re.compile(r"_rank_(\d+)\.checkpoint\.g(\d+)i(\d+)\.part$")
 Place = tuple[int, int, int]
 
@@ -113,23 +113,6 @@ def placed(journals: dict[str, list[dict[str, Any]]], event: str) -> Iterator[tu
         yield from ((place(line), line) for line in lines if line["event"] == event)
 
 
-def passed(journals: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Where a node passed a phase, and the line that says so: of one in which it only waited, the next one's begin may be that."""
-    for lines in journals.values():
-        waits_in: Place | None = None
-        for line in lines:
-            at, event = place(line), line["event"]
-            if event == "phase_finished":
-                yield at, line
-                waits_in = None if waits_in == at else waits_in
-            elif waits_in is not None and event in ("phase_started", "iteration_finished"):
-                if waits_in[0] == at[0]:
-                    yield waits_in, line
-                waits_in = None
-            if event == "phase_started":
-                waits_in = at if line.get("waits") else None
-
-
 # --- who led, and in which order ----------------------------------------------------------------------------------------------
 
 
@@ -156,17 +139,15 @@ def order_of_phases(lines: list[dict[str, Any]]) -> Iterator[str]:
     """One node's phases only go forward, one after the other within a generation; it leaves only where it is."""
     at: Place | None = None
     left: Place | None = None
-    # The last row in which it had nothing to do: only the leader tells the end of such a row.
-    waited: Place | None = None
     for line in lines:
         if line["event"] == "phase_started":
             now = place(line)
             if at is not None and now <= at:
                 yield f"{now} after {at}"
             following = at is not None and (at[0], at[1] + at[2] // LAST, (at[2] + 1) % PHASES)
-            if at is not None and now[0] == at[0] and (now != following or at not in (left, waited)):
+            if at is not None and now[0] == at[0] and (now != following or left != at):
                 yield f"{now} follows {at}, of which {left} was finished last"
-            at, waited = now, now if line.get("waits") else waited
+            at = now
         elif line["event"] == "phase_finished":
             left = place(line)
             if left != at:
@@ -182,7 +163,7 @@ def barriers(
         if line["node_rank"] in entered[at]:
             yield f"node {line['node_rank']} entered {at} twice"
         entered[at][line["node_rank"]] = line["mono_s"]
-    for at, line in passed(journals):
+    for at, line in placed(journals, "phase_finished"):
         members = {member["rank"] for member in generations.get(at[0], {"members": []})["members"]}
         late = {rank for rank in members if entered[at].get(rank, float("inf")) > line["mono_s"]}
         if late:
@@ -193,15 +174,15 @@ def whole_iterations(
     generations: dict[int, dict[str, Any]], journals: dict[str, list[dict[str, Any]]]
 ) -> Iterator[str]:
     """Every iteration that was finished went through all its phases, each of them in its last generation or in one before."""
-    phases: dict[int, set[int]] = collections.defaultdict(set)
-    for (_, iteration, phase), _line in passed(journals):
-        phases[iteration].add(phase)
+    passed: dict[int, set[int]] = collections.defaultdict(set)
+    for (_, iteration, phase), _line in placed(journals, "phase_finished"):
+        passed[iteration].add(phase)
     finished = {line["iteration"] for _, line in placed(journals, "iteration_finished")}
     if finished and sorted(finished) != list(range(1, max(finished) + 1)):
         yield f"these iterations were finished: {sorted(finished)}"
     for iteration in finished:
-        if phases[iteration] != set(range(PHASES)):
-            yield f"iteration {iteration} was finished with the phases {sorted(phases[iteration])}"
+        if passed[iteration] != set(range(PHASES)):
+            yield f"iteration {iteration} was finished with the phases {sorted(passed[iteration])}"
 
 
 # --- what was made ------------------------------------------------------------------------------------------------------------
@@ -242,7 +223,7 @@ def merged_files(
     journals: dict[str, list[dict[str, Any]]],
 ) -> Iterator[str]:
     """Each task exactly once in every merged file; nothing in it of an older generation that was not adopted by name."""
-    aggregated = {at[1] for at, _ in passed(journals) if at[2] == 4}
+    aggregated = {at[1] for at, _ in placed(journals, "phase_finished") if at[2] == 4}
     # The last policy's file has the number of the iteration that would begin with it.
     evaluated = {at[1] + bool(event.get("final")) for at, event in placed(journals, "evaluated")}
     # Clean-up goes from the oldest on. A leader that is killed meanwhile does not say of all files that they are gone.

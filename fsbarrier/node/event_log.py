@@ -33,7 +33,6 @@ class EventLog:
         self._row_entered = time.monotonic()
         # When the work in the row under way was done, and how long its parts took; None: it is not done, or there is none.
         self._worked: tuple[float, PhaseTime] | None = None
-        self._only_waits = False
         self.console = Console()
         command = record.settings.notify.command
         self._tracking = Tracking(record, work_dir, log_file.with_name("trackers.log"))
@@ -43,12 +42,7 @@ class EventLog:
     def write(self, event: str, node: Node, fields: Payload) -> None:
         """Record an event of `node`. Raises OSError where the journal cannot be written."""
         now = time.monotonic()
-        if event == "phase_started":
-            self._row_entered, self._worked, self._only_waits = now, None, bool(fields.get("waits"))
-        elif event == "phase_finished" and self._only_waits and not _leads(node):
-            # The next row's `phase_started` says it. With many nodes these lines would be most of what journals take.
-            return
-        elif event == "work_finished" and self._worked is None:
+        if event == "work_finished" and self._worked is None:
             # `phase_finished` will say it. If the others take long, the loop says it again, and then it is written at once.
             self._worked = now, PhaseTime.read(fields)
             return
@@ -75,7 +69,9 @@ class EventLog:
 
     def _own_fields(self, event: str, node: Node, fields: Payload, now: float) -> Payload:
         """What only the daemon can add to an event: how long a row took, and the last log lines of a lost node."""
-        if event == "phase_finished":
+        if event == "phase_started":
+            self._row_entered, self._worked = now, None
+        elif event == "phase_finished":
             return self._row_time(node, now)
         elif event == "work_finished" and self._worked is not None:
             return {"waited_s": round(now - self._worked[0], DIGITS)}
@@ -95,7 +91,7 @@ class EventLog:
             return whole
         done_at, work = self._worked
         after_s, row = now - done_at, self._rules.row(node.position, node.generation)
-        if row.each is not None and row.leader is not None and _leads(node):
+        if row.each is not None and row.leader is not None and node.generation.leader == node.rank:
             # Between its two pieces of work a leader waits for all others.
             return {**whole, **work.within(seconds).fields(), "waited_s": round(after_s, DIGITS)}
         daemon_s = max(0.0, seconds - work.seconds - after_s)
@@ -109,7 +105,3 @@ class EventLog:
         os.close(self._log)
         if self._journal is not None:
             self._journal.close()
-
-
-def _leads(node: Node) -> bool:
-    return node.generation is not None and node.generation.leader == node.rank

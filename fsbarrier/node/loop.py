@@ -262,17 +262,15 @@ class NodeLoop:
 
     def _publish(self, fact: Fact, now: float) -> None:
         node, events = self.node, fact.value.get("events", ())
-        if "events" in fact.value:
+        if events:
             fact = replace(fact, value={name: one for name, one in fact.value.items() if name != "events"})
         self._put(fact)
         self._said, self._repeat_s, self._repeat_at = fact, REPEAT_S, now + REPEAT_S
         self._note_work(fact)
         for line in events:
             self.record(line["event"], node, {k: v for k, v in line.items() if k != "event"})
-        if fact.status == "done" and node.place[0].leader == node.rank:
-            decision = summary(fact.value, events)
-            if decision:
-                self.record("decision", node, {"value": decision})
+        if fact.value and fact.status == "done" and node.place[0].leader == node.rank:
+            self.record("decision", node, {"value": summary(fact.value, events)})
 
     def _note_work(self, fact: Fact) -> None:
         """Say how long the work took, if there was any, or why it failed."""

@@ -91,14 +91,10 @@ class SpanReader:
                 ended_s=event.mono_s,
                 done_s=event.mono_s if event.waits else None,
             )
-            if span is None:
-                return None
-            # Within a generation, whoever enters a row has passed the one before it.
-            same, later = event.generation == span.generation, event.row > span.row
-            return _passed(span, event) if same and later else span.ended(event.mono_s, CUT_SHORT)
+            return span.ended(event.mono_s, CUT_SHORT) if span else None
         if span is None:
             return None
-        if event.name in ("phase_finished", "iteration_finished") and event.row == span.row:
+        if event.name == "phase_finished" and event.row == span.row:
             self.open = None
             return _passed(span, event)
         if event.name in ("generation_started", "left_generation", "node_ended"):
@@ -110,7 +106,7 @@ class SpanReader:
 
 
 def _passed(span: Span, event: Event) -> Span:
-    """The span of a row that its `phase_finished` ends; or, where a node only waited, what it did next."""
+    """The span of a row that its `phase_finished` ends."""
     seconds, time, done_s = max(0.0, event.mono_s - span.began_s), span.time, span.done_s
     if event.number("wait_s") is not None:
         time = PhaseTime.read(event.fields)
