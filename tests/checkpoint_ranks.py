@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
@@ -382,13 +383,16 @@ def stages(folder: Path, draw: random.Random, number: int) -> None:
         assert not any(in_ranks(world, store, lambda rank: go_on(after, rank)))
 
 
-def die_at(module: ModuleType, name: str, when: str) -> None:
-    """End this process by SIGKILL where it calls a function."""
-    real = getattr(module, name)
+def die_at(module: ModuleType | type, name: str, when: str, call_number: int = 1) -> None:
+    """End this process by SIGKILL where it calls a function, before or after that call."""
+    real, calls = getattr(module, name), itertools.count(1)
 
     def call(*args: object, **kwargs: object) -> object:
-        if when == "after":
-            real(*args, **kwargs)
+        last = next(calls) == call_number
+        if when == "after" or not last:
+            result = real(*args, **kwargs)
+            if not last:
+                return result
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("a process lives on after SIGKILL")
 
@@ -415,26 +419,49 @@ def count_calls(told: Path, dies_at: int) -> None:
 
 
 def damage(folder: Path, draw: random.Random, number: int) -> None:
-    """A file that is cut off, or in which one bit is another, is refused by name or was of no account."""
-    beside, out = beside_of(folder), folder / "v1"
+    """A file that is cut off, changed in one bit, lost, another version's, or one too many is refused by name or was of no account.
+    Another version beside it is as good as before."""
+    beside, out, other = beside_of(folder), folder / "v1", folder / "v2"
     if not out.exists():
-        wrote = in_ranks(3, folder / "store", lambda rank: save(out, "all", rank, 3, torch.bfloat16, beside))
-        assert not any(wrote), wrote
+        for version, dtype in ((out, torch.bfloat16), (other, torch.float32)):
+            wrote = in_ranks(
+                *(3, folder / "store"),
+                lambda rank, version=version, dtype=dtype: save(version, "all", rank, 3, dtype, beside),
+            )
+            assert not any(wrote), wrote
     path = draw.choice(sorted(one for one in out.rglob("*") if one.is_file()))
     whole = path.read_bytes()
-    at, cut = draw.randrange(len(whole)), draw.random() < 0.5
+    how, at = draw.choice(("cut", "changed", "lost", "exchanged", "added")), draw.randrange(len(whole))
     flipped = bytes([whole[at] ^ (1 << draw.randrange(8))])
-    path.write_bytes(whole[:at] if cut else whole[:at] + flipped + whole[at + 1 :])
-    print(f"{number}: {path.name}, {'cut' if cut else 'changed'} at {at} of {len(whole)}", flush=True)
+    touched = path
+    match how:
+        case "cut":
+            path.write_bytes(whole[:at])
+        case "changed":
+            path.write_bytes(whole[:at] + flipped + whole[at + 1 :])
+        case "lost":
+            path.unlink()
+        case "exchanged":
+            path.write_bytes((other / path.relative_to(out)).read_bytes())
+        case "added":
+            touched = path.with_name(f"added-{path.name}")
+            touched.write_bytes(whole)
+    print(f"{number}: {path.name}, {how} at {at} of {len(whole)}", flush=True)
     try:
-        checkpoints.verify(out)
+        manifest = checkpoints.verify(out)
+        for part in ("model/", "trainer/"):
+            checkpoints.check_nothing_else(out, part, manifest.files)
     except ProgramFailed as error:
-        assert path.name in str(error) or path.name == checkpoints.MANIFEST, error
+        assert touched.name in str(error) or path.name == checkpoints.MANIFEST, error
     else:
-        # A manifest that is another has to be one that says the same.
-        assert path.name == checkpoints.MANIFEST and not cut
+        # Both versions have the same small files, and another manifest has to be one that says the same.
+        harmless = (how == "exchanged" and touched.read_bytes() == whole) or touched.parent == out
+        assert harmless and (how in ("changed", "added") or touched.read_bytes() == whole), how
     if path.parent.name == "trainer":
         refuse_or_be_right(out, path)
+    checkpoints.verify(other)
+    if touched != path:
+        touched.unlink()
     path.write_bytes(whole)
 
 

@@ -130,6 +130,14 @@ def test_when_the_version_itself_is_damaged_no_copy_hides_it(model: Path, place:
         checked_weights(model, Job(), place)
 
 
+def test_a_file_of_weights_beside_the_published_ones_is_not_loaded(model: Path, place: Workplace) -> None:
+    """Whoever loads the folder would take it for a part of the policy."""
+    place.weights = None
+    (model / "model.safetensors").write_bytes(b"o")
+    with pytest.raises(ProgramFailed, match=r"model\.safetensors is not listed in MANIFEST"):
+        checked_weights(model, Job(), place)
+
+
 def replaced_as_a_whole(model: Path) -> str:
     """The identity of the policy that was published there; another run's is in its place now, and its manifest agrees with it."""
     published = checkpoints.identity(VERSION, checkpoints.read_manifest(model.parent).digest)

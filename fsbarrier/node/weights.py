@@ -31,7 +31,7 @@ def checked_weights(
             why_not = job.patiently(partial(copies.confirm, model, job.live_on))
         if copies is None or why_not:
             # The engines then read it from the page cache.
-            job.patiently(partial(checkpoints.verify, model.parent, f"{model.name}/", job.live_on))
+            job.patiently(partial(_check_all, model, job))
             workplace.checked_model = model
     folder = model if copies is None else copies.nearest(model)
     fields = {
@@ -41,3 +41,10 @@ def checked_weights(
         "note": why_not,
     }
     return folder, [{"event": "weights_checked", **fields}]
+
+
+def _check_all(model: Path, job: Job) -> None:
+    """Read the model's folder. A loader takes every file of weights that lies there, so there may be none but those of the manifest."""
+    version, part = model.parent, f"{model.name}/"
+    manifest = checkpoints.verify(version, part, job.live_on)
+    checkpoints.check_nothing_else(version, part, manifest.files)

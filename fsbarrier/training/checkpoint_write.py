@@ -48,6 +48,8 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 WRITTEN = frozenset({"config.json", "generation_config.json"})
 INDEX = "model.safetensors.index.json"
 FOLDERS = ("model", "trainer")
+# In a model's folder: the adapters that were merged into its weights.
+ADAPTER = "adapter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ def _write(out: Path, version: NewVersion, rank: int, world: int) -> Written:
     written = Written()
     _write_weights(out, version, rank, world, written)
     if version.adapters is not None:
-        _write_adapters(out / "model" / "adapter", version.model, version.adapters, rank, written)
+        _write_adapters(out / "model" / ADAPTER, version.model, version.adapters, rank, written)
     if rank == 0:
         _write_beside(out, version, written)
     began = time.monotonic()

@@ -16,6 +16,7 @@ from fsbarrier.errors import UsageError
 from fsbarrier.reading import JSON_BYTES, read_bytes
 from fsbarrier.rundir.hashed_file import copy_hashed
 from fsbarrier.training import checkpoint_write, safetensors_file
+from fsbarrier.training.checkpoint_write import ADAPTER
 from fsbarrier.training.stored_tensors import StoredTensors
 from fsbarrier.training.trainer_state import WEIGHT, Layout
 
@@ -71,6 +72,11 @@ def convert(
         config[key] = str(dtype).removeprefix("torch.")
     files.write_atomic(out / "config.json", json.dumps(config, indent=2).encode(), durable=True)
     checkpoint_write.copy_beside(model, out, root)
+    if (adapter := model / ADAPTER).is_dir():
+        # It is exact already.
+        files.make_dirs(out / ADAPTER)
+        for path in adapter.iterdir():
+            copy_hashed(path, out / ADAPTER / path.name, root)
     if (model / "generation_config.json").exists():
         copy_hashed(model / "generation_config.json", out / "generation_config.json", root)
 
