@@ -1,10 +1,11 @@
 """The same batch trained on by 1 to 4 processes on 1 to 3 nodes, sharded in every way, in any micro-batches: always the same update.
 
 `python parallel_updates.py FOLDER CASE...`, a case like `2x1:node:3`: 2 nodes of 1 process each, trainer.shard=node, 3 trajectories a
-micro-batch (`20t`: 20 tokens); after it `bf16`: in bfloat16; `zero1` and so on: with DeepSpeed; `lora`: adapters alone. `tied` among
-the cases: of a model whose output head is its embedding. Each process is forked, so that torch is imported once. It fails where a case
-is not within 1e-6 of one process alone, where a second run differs from the first in a single bit, or where the log-probabilities
-computed beforehand are not exactly those that are then trained with.
+micro-batch (`20t`: 20 tokens); after it `bf16`: in bfloat16; `zero1` and so on: with DeepSpeed; `lora`: adapters alone; `clip`: its
+gradients are clipped; `steps`: three optimizer steps, not one. `tied` among the cases: of a model whose output head is its embedding.
+Each process is forked, so that torch is imported once. It fails where a case is not within 1e-6 of one process alone, where a second
+run differs from the first in a single bit, or where the log-probabilities computed beforehand are not exactly those that are then
+trained with.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ TOLERANCE = {"float32": (1e-6, 1e-6, 1e-5), "bfloat16": (0.05, 0.5, 0.5)}
 # A number of a gradient is clear where it is at least this part of the largest.
 CLEAR = 1e-3
 ALONE = "1x1:none:24"
+# What also changes what one process alone would make of the batch.
+CHANGES = ("lora", "clip", "steps")
+# Far below what these gradients have.
+CLIP = 1e-3
 # Every term that a loss can have, divided by what only the whole minibatch knows.
 ALGORITHM = {
     "aggregation": "seq-mean-token-mean",
@@ -70,7 +75,8 @@ class Case:
         self.offload = next((one for one in more if one in ("optimizer", "all")), "none")
         self.zero = next((int(one[-1]) for one in more if one.startswith("zero")), None)
         self.checkpointing = "checkpointing" in more
-        self.lora = "lora" in more
+        self.lora, self.clip, self.steps = (one in more for one in CHANGES)
+        self.alone = ":".join([ALONE, *(one for one in CHANGES if one in more)])
 
     def run(self, folder: Path) -> dict[str, Any]:
         """Train with it; gives what the first process found."""
@@ -116,11 +122,14 @@ class Case:
         nested["trainer"] |= trainer_settings
         nested["algorithm"] |= ALGORITHM
         nested["lora"]["rank"] = 4 if self.lora else 0
+        nested["optimizer"]["grad_clip"] = CLIP if self.clip else 1e3
         return Bench(folder, nested).settings
 
     def update(self, folder: Path, *, recompute: bool = False) -> dict[str, Any]:
         chosen = self.settings(folder)
         batch = TrainingBatch.load(folder / "batch")
+        if self.steps:
+            batch = dataclasses.replace(batch, steps=list(batch.steps[0].split(9)))
         # As an update's program does: adapters begin at random.
         torch.manual_seed(1)
         trainer = Trainer.load(
@@ -224,12 +233,12 @@ def import_before_forking(cases: list[str]) -> None:
 def main(folder: Path, cases: list[str]) -> None:
     import_before_forking(cases)
     make_batch(folder, tied="tied" in cases)
-    alone_in: dict[bool, dict[str, Any]] = {}
+    alone_in: dict[str, dict[str, Any]] = {}
     for text in (one for one in cases if one != "tied"):
         case = Case(text)
-        if case.lora not in alone_in:
-            alone_in[case.lora] = Case(ALONE + ":lora" * case.lora).run(folder)
-        alone = alone_in[case.lora]
+        if case.alone not in alone_in:
+            alone_in[case.alone] = Case(case.alone).run(folder)
+        alone = alone_in[case.alone]
         before, gradient = flat(alone["before"]), flat(alone["moments"])
         change = flat(alone["weights"]) - before
         clear = gradient.abs() > CLEAR * gradient.abs().max()
@@ -244,9 +253,13 @@ def main(folder: Path, cases: list[str]) -> None:
             f"{text}: {found['layout']}: {apart[0]:.1e} of the gradient, {apart[1]:.1e} of the change of those weights that have a "
             f"clear one, {apart[2]:.1e} of the change of all"
         )
+        assert abs(found["grad_norm"] / alone["grad_norm"] - 1) < 10 * TOLERANCE[case.dtype][0], text
+        assert not case.clip or found["grad_norm"] > 10 * CLIP
         # Advantages are centred, so that the sum over all tokens is nearly nothing.
         assert abs(found["loss"] - alone["loss"]) < 100 * TOLERANCE[case.dtype][0], f"{text}: {found['loss']}"
-        assert all(one < most for one, most in zip(apart, TOLERANCE[case.dtype], strict=True)), text
+        # What steps round differently adds up.
+        allowed = [most * (3 if case.steps else 1) for most in TOLERANCE[case.dtype]]
+        assert all(one < most for one, most in zip(apart, allowed, strict=True)), text
 
 
 if __name__ == "__main__":

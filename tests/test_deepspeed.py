@@ -181,7 +181,7 @@ def test_parts_that_are_cut_anywhere_are_read_by_any_others(
 
 @pytest.mark.torch
 def test_zero_makes_the_same_update(tmp_path: Path) -> None:
-    run_script("parallel_updates.py", tmp_path, "1x2:auto:3:zero2")
+    run_script("parallel_updates.py", tmp_path, "1x2:auto:3:zero2:clip:steps", "2x1:auto:5:zero3:clip:steps")
 
 
 @pytest.mark.torch
@@ -226,15 +226,15 @@ def test_any_state_goes_on_in_any_stage(tmp_path: Path, first: str) -> None:
 def test_zero_makes_the_same_update_in_every_way(tmp_path: Path, stage: int) -> None:
     cases = [
         f"{place}:auto:{size}:zero{stage}"
-        for place in ("1x1", "1x2", "1x3", "2x1", "2x2")
-        for size in (1, 4, 7)
+        for place in ("1x1", "1x2", "1x3", "1x4", "2x1", "2x2", "3x1")
+        for size in (1, 4, 7, "20t")
     ]
     offloads = ("optimizer", "all") if stage == 3 else ("optimizer",)
-    cases += [f"1x2:auto:4:zero{stage}:{more}" for more in ("bf16", "checkpointing", *offloads)]
+    extras = ("bf16", "checkpointing", "clip", "steps", "clip:steps", *offloads)
+    cases += [f"{place}:auto:4:zero{stage}:{more}" for place in ("1x2", "2x2") for more in extras]
     run_script("parallel_updates.py", tmp_path / "untied", *cases)
-    run_script(
-        "parallel_updates.py", tmp_path / "tied", "tied", f"1x2:auto:4:zero{stage}", f"1x3:auto:4:zero{stage}"
-    )
+    tied = [f"{place}:auto:4:zero{stage}" for place in ("1x2", "1x3", "2x2", "3x1")]
+    run_script("parallel_updates.py", tmp_path / "tied", "tied", *tied, f"2x2:auto:4:zero{stage}:clip:steps")
 
 
 @pytest.mark.torch

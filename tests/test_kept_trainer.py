@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 from cluster import all_gone
-from trainer_bench import Bench, bench
+from trainer_bench import Bench, bench, run_script
 
 from fsbarrier.node import work_kinds
 from fsbarrier.node.job import Job, Workplace
@@ -43,7 +44,7 @@ class Trainer:
             grace_s=0.0,
         )
 
-    def update(self) -> dict[str, Any]:
+    def update(self, generation: int = 1, processes: int = 2) -> dict[str, Any]:
         before, self.version = self.version, self.version + 1
         known = checkpoints.read_manifest(self.work.folder / f"v{before}").digest if before else ""
         spec = self.work.update_spec(
@@ -54,15 +55,16 @@ class Trainer:
         )
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
-        argv += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--max-restarts", "0"]
+        argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1"]
+        argv += ["--nproc-per-node", str(processes), "--master-addr", "127.0.0.1"]
+        argv += ["--master-port", str(port), "--max-restarts", "0"]
         argv += ["-m", "fsbarrier.workers.update", "--spec", "{spec}"]
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        keep = Keep(2, self.place.kept_in(1))
+        keep = Keep(processes, self.place.kept_in(generation))
         command = Command(tuple(argv), "update.log", spec=spec, env=env, keep=keep)
         fields = {
             "phase": SimpleNamespace(name="update"),
-            "generation": 1,
+            "generation": generation,
             "iteration": self.version,
             "node_rank": 0,
             "settings": self.work.settings,
@@ -106,12 +108,22 @@ def test_a_hundred_updates_take_no_more_memory_than_ten(tmp_path: Path) -> None:
         trainer.place.end_kept()
 
 
-@pytest.mark.timeout(1800)
-def test_whichever_of_its_processes_is_killed_the_next_update_begins_where_the_run_stands(
-    tmp_path: Path,
-) -> None:
-    work = bench(tmp_path, algorithm__max_logprob_gap=1e9)
+def deepspeed(folder: Path, backend: str = "deepspeed") -> Bench:
+    file = folder / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    work = bench(folder, algorithm__max_logprob_gap=1e9)
+    if backend == "deepspeed":
+        work.nested["trainer"] |= {"backend": "deepspeed", "deepspeed": str(file)}
     work.prepare()
+    return work
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("backend", ["torch", "deepspeed"])
+def test_whichever_of_its_processes_is_killed_the_next_update_begins_where_the_run_stands(
+    tmp_path: Path, backend: str
+) -> None:
+    work = deepspeed(tmp_path, backend)
     trainer = Trainer(work)
     try:
         for which in range(4):
@@ -119,8 +131,48 @@ def test_whichever_of_its_processes_is_killed_the_next_update_begins_where_the_r
             assert trainer.update()["went_on"] is True
             tree = trainer.tree()
             assert len(tree) == 4, "inner guard, torchrun, two processes"
+            assert trainer.place.kept is not None
             os.kill(sorted(tree)[which], signal.SIGKILL)
-            assert all_gone(tree, 60.0)
+            # Whoever looks before the guard has told of it gives it an update, which then fails.
+            assert trainer.place.kept.child.wait(60.0) is not None and all_gone(tree, 60.0)
         assert trainer.update()["policy_version"] == 9
     finally:
         trainer.place.end_kept()
+
+
+@pytest.mark.timeout(1800)
+def test_deepspeed_s_processes_go_on_in_their_own_generation_alone(tmp_path: Path) -> None:
+    """A restart, other processes or another learning rate begin a generation. What comes of it all is what processes make that are formed
+    anew for each update, to the last bit."""
+
+    def last_version(folder: Path, *, keep: bool) -> dict[str, bytes]:
+        folder.mkdir()
+        work = deepspeed(folder)
+        trainer, went_on = Trainer(work), []
+
+        def update(generation: int, processes: int = 2) -> None:
+            if not keep:
+                trainer.place.end_kept()
+            went_on.append(trainer.update(generation, processes)["went_on"])
+
+        try:
+            for generation in (1, 1, 2, 2):
+                update(generation)
+            update(3, processes=3)
+            work.nested["optimizer"]["lr"] = 5e-4
+            update(4)
+            update(4)
+        finally:
+            trainer.place.end_kept()
+        assert went_on == [keep and number in (1, 3, 6) for number in range(7)]
+        out = work.folder / f"v{trainer.version}"
+        return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*.safetensors")}
+
+    kept = last_version(tmp_path / "kept", keep=True)
+    assert kept and kept == last_version(tmp_path / "anew", keep=False)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", ["1x2:none:5", "2x1:all:5", "1x2:node:5", "1x2:all:5:bf16"])
+def test_processes_that_stay_make_the_updates_of_those_that_load_anew(tmp_path: Path, case: str) -> None:
+    run_script("kept_updates.py", tmp_path, case, f"{case}:lora")

@@ -15,14 +15,18 @@ from fsbarrier.planning.memory import UpdateLoad
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.settings.sections import TrainerSettings
 
-PLACES = ("1x1", "1x2", "2x1", "1x3", "3x1", "1x4", "2x2")
+PLACES = ("1x1", "1x2", "2x1", "1x3", "3x1", "1x4", "2x2", "4x1")
 MIB = 1 << 20
 
 pytestmark = pytest.mark.torch
 
 
 def test_the_update_is_the_same_replicated_and_sharded(tmp_path: Path) -> None:
-    run_script("parallel_updates.py", tmp_path, "2x1:none:3", "2x2:node:5", "3x1:all:1")
+    run_script(
+        "parallel_updates.py",
+        tmp_path,
+        *(f"{case}:clip:steps" for case in ("2x1:none:3", "2x2:node:5", "3x1:all:1")),
+    )
 
 
 @pytest.mark.slow
@@ -38,10 +42,11 @@ def test_the_update_is_the_same_in_every_way(tmp_path: Path, shard: str) -> None
         tmp_path / "untied",
         *cases,
         *bf16,
-        f"1x2:{shard}:4:optimizer",
-        f"1x2:{shard}:4:all",
+        *(f"1x2:{shard}:4:{more}" for more in ("optimizer", "all", "clip", "steps", "checkpointing")),
+        f"2x2:{shard}:4:clip:steps",
     )
-    run_script("parallel_updates.py", tmp_path / "tied", "tied", f"1x3:{shard}:4", f"2x2:{shard}:4")
+    tied = [f"{place}:{shard}:4" for place in ("1x3", "2x2")]
+    run_script("parallel_updates.py", tmp_path / "tied", "tied", *tied, f"2x2:{shard}:4:clip:steps")
 
 
 @pytest.mark.slow
@@ -51,6 +56,8 @@ def test_adapters_and_budgets_of_tokens_make_the_same_update_on_one_two_and_thre
 ) -> None:
     cases = [f"1x{world}:{shard}:20t" for world in (1, 2, 3) for shard in ("none", "all")]
     more = [f"1x2:{shard}:9t:lora:bf16" for shard in ("none", "all")]
+    more += [f"2x2:{shard}:4:lora" for shard in ("none", "node", "all")]
+    more += ["2x2:node:4:lora:clip:steps"]
     run_script("parallel_updates.py", tmp_path, *cases, *(f"{case}:lora" for case in cases), *more)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, all_gone, leftovers, rolled_out_twice
+from cluster import REPO, Cluster, all_gone, leftovers, rolled_out_twice
 
 from fsbarrier.program import PHASE_NAMES
+from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import load
 
@@ -61,6 +64,60 @@ def test_a_node_dies_in_the_real_thing(tmp_path: Path, victim: int, phase: int) 
         assert len(load(paths.merged("train", 1))["trajectories"]) == 24 * 8
         published = [e for e in events if e["event"] == "weights_published"]
         assert [(e["node_rank"], e["policy_version"]) for e in published] == [(1 - victim, 1)]
+        assert leftovers(cluster.log_path) == []
+
+
+#: Python runs it in each process of the node: the one that trains waits for its end when it has left its copy of the new weights.
+WAITS_AFTER_ITS_COPY = """
+import os, signal, sys
+from pathlib import Path
+if "-m" in sys.orig_argv and sys.orig_argv[sys.orig_argv.index("-m") + 1] == "fsbarrier.workers.update":
+    from fsbarrier.training.node_copy import NodeCopy
+    write = NodeCopy.write
+    def write_and_wait(self, *args):
+        write(self, *args)
+        Path(os.environ["FSBARRIER_TEST_COPIED"]).touch()
+        signal.pause()
+    NodeCopy.write = write_and_wait
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_node_dies_between_its_copy_of_the_weights_and_the_commit(tmp_path: Path, victim: int) -> None:
+    """Its copy goes with it, and what the other serves in the end is what a committed version holds."""
+    quick = ("coordination.beat_s=1", "coordination.suspect_s=4", "coordination.dead_s=10")
+    copies, site, copied = tmp_path / "copies", tmp_path / "site", tmp_path / "copied"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(WAITS_AFTER_ITS_COPY)
+    own = (f"checkpoint.weights_dir={copies}",)
+    with Cluster(tmp_path, 2, "--iterations", "1", *SMALL, *quick, *own, program="rl") as cluster:
+        cluster.env[victim] = {"PYTHONPATH": f"{site}:{REPO}", "FSBARRIER_TEST_COPIED": str(copied)}
+        cluster.start()
+        end, pause = time.monotonic() + 600, threading.Event()
+        while not copied.exists():
+            assert time.monotonic() < end, cluster.said(victim)
+            pause.wait(0.05)
+        paths = RunPaths(cluster.log_path)
+        (unchecked,) = {path.parents[1].stem for path in copies.glob("*/*.unchecked/model/*.safetensors")}
+        first = paths.checkpoints / unchecked
+        assert not (first / checkpoints.MANIFEST).exists()
+        tree = cluster.tree(victim)
+        cluster.kill(victim)
+        assert all_gone(tree, 5.0)
+        assert cluster.wait(1 - victim, deadline_s=400) == {1 - victim: 0}, cluster.said(1 - victim)
+        assert not (first / checkpoints.MANIFEST).exists()
+        served = paths.served_model.resolve().parent
+        assert served != first and checkpoints.verify(served).policy_version == 1
+        events = [e for e in cluster.events() if "weights_from" in e]
+        loaded = [(e["node_rank"], e["serving"], e["weights_from"]) for e in events]
+        assert (1 - victim, 1, "node") in loaded and all(rank != victim for rank, *_ in loaded)
+        # The next daemon that makes a copy here removes what the dead one has left.
+        (left,) = copies.iterdir()
+        assert [path.name for path in left.iterdir()] == [f"{first.name}.unchecked"]
         assert leftovers(cluster.log_path) == []
 
 

@@ -197,7 +197,9 @@ class Bench:
         }
         return Trainer.load(Processes(self.settings.trainer), self.settings, **place)
 
-    def torchrun(self, *specs: dict[str, Any], processes: int = 1) -> list[tuple[subprocess.Popen[str], str]]:
+    def torchrun(
+        self, *specs: dict[str, Any], processes: int = 1, program: str = "fsbarrier.workers.update"
+    ) -> list[tuple[subprocess.Popen[str], str]]:
         """One update under real torchrun, one node a spec, `processes` each; gives the ended torchruns and what they said."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -208,8 +210,8 @@ class Bench:
             argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(specs))]
             argv += ["--node-rank", str(node), "--nproc-per-node", str(processes)]
             argv += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--max-restarts", "0"]
-            argv += ["-m", "fsbarrier.workers.update", "--spec", str(path)]
-            env = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+            argv += ["-m", program, "--spec", str(path)]
+            env = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'tests'}", "OMP_NUM_THREADS": "1"}
             env.pop("MASTER_ADDR", None)
             started.append(
                 subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
