@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 from core_builders import MERGE, OPEN, ROLL_OUT, RULES, at_row
 
-from fsbarrier.node import event_log
+from fsbarrier.node import event_log, tracking
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.journal import rounded, summary
 from fsbarrier.settings.resolve import resolve
+from fsbarrier.supervision.supervisor import Child
 
 
 class Clock:
@@ -30,10 +32,10 @@ class Clock:
 class Log:
     """An event log whose clock the test moves."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
         self.clock = Clock()
         monkeypatch.setattr(event_log, "time", self.clock)
-        settings = resolve((), {"program": "toy", "num_nodes": 3}, cross_checks=False)
+        settings = resolve((), {"program": "toy", "num_nodes": 3, **more}, cross_checks=False)
         self.record = runrecord.new(folder, settings, tasks={}, model=None)
         self.log = event_log.EventLog(self.record, RULES, folder / "daemon.log", folder)
 
@@ -112,6 +114,21 @@ def test_frequent_events_say_an_incarnation_that_is_not_the_file_s(log: Log) -> 
     log.at(100.0, "phase_started", node)
     log.at(105.0, "phase_started", replace(node, incarnation=2))
     assert [line.get("incarnation") for line in log.lines()] == [1, None, 2]
+
+
+def test_trackers_that_hang_are_ended_with_the_node_and_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Child.start
+    hang = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(tracking.Child, "start", lambda command, **more: start(hang, **more))
+    monkeypatch.setattr(tracking, "LAST_S", 1.0)
+    log = Log(tmp_path, monkeypatch, tracker={"names": ["tensorboard"]})
+    log.at(100.0, "generation_started", at_row(0, OPEN))
+    log.log.close()
+    last = log.lines()[-1]
+    said = "had not told everything after 1 s, and was ended; the next start tells the rest"
+    assert (last["event"], last["why"]) == ("tracker_failed", said)
 
 
 def test_a_decision_is_told_without_what_another_line_says() -> None:

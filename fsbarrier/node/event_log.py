@@ -33,6 +33,7 @@ class EventLog:
         self._row_entered = time.monotonic()
         # When the work in the row under way was done, and how long its parts took; None: it is not done, or there is none.
         self._worked: tuple[float, PhaseTime] | None = None
+        self._last_node: Node | None = None
         self.console = Console()
         command = record.settings.notify.command
         self._tracking = Tracking(record, work_dir, log_file.with_name("trackers.log"))
@@ -63,9 +64,13 @@ class EventLog:
             with contextlib.suppress(OSError):
                 os.write(self._log, text.encode(errors="surrogateescape"))
             self.console.say(text)
+        self._last_node = node
         if event != "tracker_failed":
-            for trouble in self._tracking.troubles():
-                self.write("tracker_failed", node, trouble)
+            self._write_troubles(node)
+
+    def _write_troubles(self, node: Node) -> None:
+        for trouble in self._tracking.troubles():
+            self.write("tracker_failed", node, trouble)
 
     def _own_fields(self, event: str, node: Node, fields: Payload, now: float) -> Payload:
         """What only the daemon can add to an event: how long a row took, and the last log lines of a lost node."""
@@ -102,6 +107,10 @@ class EventLog:
         if self._notifier is not None:
             self._notifier.close()
         self._tracking.close()
+        if self._last_node is not None:
+            # The run is over: where the journal cannot be written any more, that ends nothing.
+            with contextlib.suppress(OSError):
+                self._write_troubles(self._last_node)
         os.close(self._log)
         if self._journal is not None:
             self._journal.close()

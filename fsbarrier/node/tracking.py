@@ -151,7 +151,9 @@ class Tracking:
         with contextlib.suppress(OSError):
             self._say("end")
         try:
-            child.wait(self._last_s)
+            if child.wait(self._last_s) is None:
+                why = f"had not told everything after {self._last_s:.0f} s, and was ended; the next start tells the rest"
+                self._troubles.put({"tracker": "", "why": why})
         finally:
             child.stop(grace_s=1.0)
             self._tell_troubles()
