@@ -154,6 +154,16 @@ def write_in_place(path: Path, data: bytes) -> None:
     _fill(fd, data, durable=False)
 
 
+def remove_tree(folder: Path | str, dir_fd: int | None = None) -> None:
+    """Remove a folder and all in it; no link is followed. Raises OSError, also for folders nested deeper than Python can follow."""
+    try:
+        shutil.rmtree(folder, dir_fd=dir_fd)
+    except RecursionError:
+        raise OSError(
+            errno.ENAMETOOLONG, "its folders are nested too deep to be removed", str(folder)
+        ) from None
+
+
 def rename(temporary: Path, path: Path) -> None:
     """Give what was made under a name of `temporary_beside` its final name. If that fails, nothing is left. Raises OSError."""
     try:

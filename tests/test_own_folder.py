@@ -9,10 +9,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from deep_folders import nest
+from deep_folders import nested
 from other_user import UID, needs_root
 
+from fsbarrier import files
 from fsbarrier.host.own_folder import PREFIX, own_folder, remove_abandoned
+from fsbarrier.rundir.record_store import PosixStore
 
 
 def test_one_that_is_removed_before_it_is_locked_is_made_again(
@@ -78,6 +80,12 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
 
 
 def test_one_that_is_nested_too_deep_stops_nobody(tmp_path: Path) -> None:
-    nest(tmp_path / f"{PREFIX}old-x")
-    with own_folder(tmp_path, "mine") as folder:
+    with nested(tmp_path / f"{PREFIX}old-x"), own_folder(tmp_path, "mine") as folder:
         assert folder.is_dir()
+
+
+def test_a_tree_too_deep_is_an_error_of_the_filesystem(tmp_path: Path) -> None:
+    """What removes old records or policy versions goes on after those; no other error may end a daemon that meets such a tree."""
+    for remove in (files.remove_tree, PosixStore().remove_dir):
+        with nested(tmp_path / "deep"), pytest.raises(OSError, match="too deep to be removed"):
+            remove(tmp_path / "deep")

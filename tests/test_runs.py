@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from deep_folders import nest
+from deep_folders import nested
 from fake_run import FakeRun, long_run
 
 from fsbarrier.cli import main
@@ -58,6 +58,6 @@ def test_folders_that_are_nested_too_deep_cost_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = long_run(tmp_path / "runs" / "deep", 1)
-    nest(run.log_path / "nested")
-    assert main(["runs", str(tmp_path / "runs")]) == 0
+    with nested(run.log_path / "nested"):
+        assert main(["runs", str(tmp_path / "runs")]) == 0
     assert "deep is left out: its folders are nested too deep" in capsys.readouterr().err

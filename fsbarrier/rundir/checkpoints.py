@@ -279,7 +279,7 @@ def publish_link(log_path: Path, folder: Path, last_look: Callable[[], None] = l
             old = served.with_name(f".{served.name}.{secrets.token_hex(6)}.old")
             os.rename(served, old)
             os.rename(temporary, served)
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
         else:
             os.replace(temporary, served)
     except BaseException:
@@ -305,12 +305,12 @@ def _link_or_copy_folder(folder: Path, name: Path) -> None:
 
 
 def _remove(link_or_folder: Path) -> None:
-    """Remove what was not published. If that fails it is left lying: its name begins with a dot, so readers skip it."""
+    """Remove what is not published, or no more. If that fails it is left lying: its name begins with a dot, so readers skip it."""
     with contextlib.suppress(OSError):
         if link_or_folder.is_symlink():
             link_or_folder.unlink()
         elif link_or_folder.is_dir():
-            shutil.rmtree(link_or_folder)
+            files.remove_tree(link_or_folder)
 
 
 def _refuse_to_go_back(log_path: Path, folder: Path) -> None:
@@ -364,8 +364,7 @@ def retain(
         wanted = version in spared or folder.name in needed or (every and version % every == 0)
         if not wanted and version < _version(current):
             between()
-            # Folders may be nested deeper than Python can follow.
-            with contextlib.suppress(OSError, RecursionError):
+            with contextlib.suppress(OSError):
                 _remove_version(folder)
                 removed.append(folder)
     return removed
@@ -377,7 +376,7 @@ def _remove_version(folder: Path) -> None:
         # First the manifest, so that a half-removed folder does not look complete.
         os.unlink(MANIFEST, dir_fd=fd)
     with reading.folder_below(folder.parent.parent, folder.parent) as parent:
-        shutil.rmtree(folder.name, dir_fd=parent)
+        files.remove_tree(folder.name, parent)
 
 
 def _state_in(folder: Path) -> str | None:

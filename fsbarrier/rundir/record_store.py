@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 from pathlib import Path
 from typing import Protocol
 
@@ -122,7 +121,7 @@ class PosixStore:
             # Without hard links it may be a folder (`files.create_exclusive`).
             if not path.is_dir():
                 raise
-            shutil.rmtree(path)
+            files.remove_tree(path)
 
     def remove_dir(self, path: Path) -> None:
         try:
@@ -131,7 +130,7 @@ class PosixStore:
             return
         except OSError:
             # It is not empty: a process that was killed left a temporary file.
-            shutil.rmtree(path)
+            files.remove_tree(path)
 
     def is_there_now(self, directory: Path) -> bool:
         # Only the server can create a file, so unlike a look this is never answered from a cache.
