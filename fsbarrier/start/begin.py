@@ -129,9 +129,10 @@ def _find_record(asked: _Asked, rank: ranks.Choice | None) -> RunRecord | None:
         raise UsageError(f"--resume: no run in {log_path} to go on with (no run.json); drop it to begin one")
     # Of nodes that take any rank, one that knows how many there are makes the record.
     waits = "num_nodes" not in asked.chosen if request.any_rank else rank is not None and rank.value > 0
-    if waits and request.worker is not None and request.dry_run:
+    if waits and request.worker is not None and request.dry_run and "num_nodes" not in asked.chosen:
         raise UsageError(
-            f"--worker {request.worker}: there is no run in {log_path} yet; what a worker does stands in the record that node 0 makes"
+            f"--worker {request.worker}: there is no run in {log_path} yet, whose record would say what a worker does; "
+            "with --num-nodes it is shown without"
         )
     if not waits or request.dry_run:
         return None

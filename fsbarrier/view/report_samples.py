@@ -52,7 +52,7 @@ def _split(paths: RunPaths, split: str, newest: int, seed: str) -> str:
 
 def choose(merged: Path, lot: random.Random) -> list[tuple[str, Trajectory]]:
     """(which, trajectory) of a merged file: of the group with the highest mean reward its best, of that with the lowest its
-    worst, and any one. Reads three groups at most. Raises StoreError, FormatError.
+    worst, and any other one. Reads three groups at most. Raises StoreError, FormatError.
     """
     groups = [
         group
@@ -65,11 +65,12 @@ def choose(merged: Path, lot: random.Random) -> list[tuple[str, Trajectory]]:
     with reading(merged) as fd:
         best = max(_judged(fd, by_mean[-1]), key=_reward)
         worst = min(_judged(fd, by_mean[0]), key=_reward)
-        anyone = lot.choice(_judged(fd, lot.choice(groups)))
-    chosen: list[tuple[str, Trajectory]] = []
-    for name, trajectory in (("best", best), ("worst", worst), ("drawn by lot", anyone)):
-        if all(_key(trajectory) != _key(other) for _, other in chosen):
-            chosen.append((name, trajectory))
+        chosen = [("best", best)]
+        if _key(worst) != _key(best):
+            chosen.append(("worst", worst))
+        shown = {_key(one) for _, one in chosen}
+        if others := [one for one in _judged(fd, lot.choice(groups)) if _key(one) not in shown]:
+            chosen.append(("drawn by lot", lot.choice(others)))
     return chosen
 
 
