@@ -76,7 +76,8 @@ def _open_to_group(directory: Path) -> None:
     # Whoever may write beside it could put a link there meanwhile.
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        os.fchmod(fd, _modes["dir"])
+        # What is made in a folder of a shared group may be meant to belong to that group.
+        os.fchmod(fd, _modes["dir"] | os.fstat(fd).st_mode & stat.S_ISGID)
     finally:
         os.close(fd)
 

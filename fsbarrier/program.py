@@ -336,8 +336,11 @@ class Context:
             final = self.latest("iteration_end") or {}
             evaluated = final if final.get("policy_version") == self.policy_version else {}
         figure = self.settings.checkpoint.best_by
-        reward, measured = evaluated.get(figure), f"{figure} {evaluated.get('sampled_how', '')}"
-        comparable = before.get("best_measured", measured) == measured
+        reward, how = evaluated.get(figure), str(evaluated.get("sampled_how", ""))
+        measured = f"{figure} {how}"
+        before_figure, _, before_how = before.get("best_measured", measured).partition(" ")
+        # Older versions did not say how they sampled.
+        comparable = before_figure == figure and (before_how == how or not (before_how and how))
         if reward is None or (comparable and reward <= before.get("best_reward", -math.inf)):
             return before
         # The run's first model has no folder among the checkpoints.

@@ -127,7 +127,7 @@ def test_trackers_that_hang_are_ended_with_the_node_and_told_of(
     log.at(100.0, "generation_started", at_row(0, OPEN))
     log.log.close()
     last = log.lines()[-1]
-    said = "had not told everything after 1 s, and was ended; the next start tells the rest"
+    said = "had not told everything after 1 s, and was ended; a start that goes on tells the rest"
     assert (last["event"], last["why"]) == ("tracker_failed", said)
 
 

@@ -294,6 +294,22 @@ def test_a_new_policy_version_takes_over_no_link_of_a_first_model_in_the_run(tmp
         assert copied == (["tokenizer.json"] if root else ["more.txt", "tokenizer.json"])
 
 
+@pytest.mark.torch
+def test_links_are_taken_over_from_a_model_of_the_users_own_below_the_run_too(tmp_path: Path) -> None:
+    """As the hub's cache has them; without its tokenizer no engine could load the next policy version."""
+    from fsbarrier.training.checkpoint_write import _made_below
+
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    out = run / "checkpoints" / "policy-000002.g0001"
+    assert _made_below(run / "hub" / "snapshots" / "main", out) is None
+    assert _made_below(run / "first_policy" / "model", out) == run
+    # The checkpoints may be a link to a larger disk.
+    disk.mkdir()
+    run.mkdir()
+    (run / "checkpoints").symlink_to(disk)
+    assert _made_below(run / "checkpoints" / "policy-000001.g0001" / "model", out) == run / "checkpoints"
+
+
 def test_no_password_of_a_hubs_address_is_shown(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -211,6 +211,9 @@ def test_a_set_of_held_out_tasks_changes_in_all_but_its_file(with_sets: Path) ->
     # Whoever decides of revisions knows each value by its name.
     record(with_sets, 1, changed)
     assert start(with_sets, "eval.sets.aime.samples=8", master=True).stated == {"eval.sets.aime.samples": 8}
+    # A table says the same, and an empty one that there is such a set.
+    table = start(with_sets, "eval.sets.aime={samples=8}", "eval.sets.gsm={}", master=True)
+    assert table.stated == {"eval.sets.aime.samples": 8}
     assert make_rules(recorded, load_program("ping")).settings["eval.sets.aime.samples"] == 8
 
 

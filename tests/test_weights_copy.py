@@ -133,6 +133,11 @@ def test_when_the_version_itself_is_damaged_no_copy_hides_it(model: Path, place:
 def test_a_file_of_weights_beside_the_published_ones_is_not_loaded(model: Path, place: Workplace) -> None:
     """Whoever loads the folder would take it for a part of the policy."""
     place.weights = None
+    # No engine loads these.
+    (model / "runs").mkdir()
+    (model / "README.md").write_text("notes")
+    assert checked_weights(model, Job(), place)[0] == model
+    place.checked_model = None
     (model / "model.safetensors").write_bytes(b"o")
     with pytest.raises(ProgramFailed, match=r"model\.safetensors is not listed in MANIFEST"):
         checked_weights(model, Job(), place)

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fsbarrier.host.mounts import LOCAL, mount_of
+
 PREFIX = "fsbarrier-own-"
 #: for sockets, whose paths must be short
 SHORT_PLACE = Path("/tmp")
@@ -52,7 +54,16 @@ def _make_and_lock(base: Path, name: str) -> tuple[Path, int] | None:
 
 
 def remove_abandoned(base: Path) -> None:
-    """Remove the folders in `base` whose owners, processes of this user, are dead. Raises nothing."""
+    """Remove the folders in `base` whose owners, processes of this user, are dead. Raises nothing.
+
+    Locks on folders hold on one machine alone: where others may see `base` too, nothing is removed.
+    """
+    with contextlib.suppress(OSError):
+        if mount_of(base).family.category == LOCAL:
+            _remove_unheld(base)
+
+
+def _remove_unheld(base: Path) -> None:
     for folder in base.glob(f"{PREFIX}*"):
         # One that is in use cannot be locked. A folder may be nested deeper than Python can follow.
         with contextlib.suppress(OSError, RecursionError):

@@ -132,8 +132,7 @@ class Tracking:
         if self._child is None or self._running is None:
             return
         if (code := self._child.poll()) is not None:
-            last = " | ".join(self._child.last_log_lines(2))
-            self._troubles.put({"tracker": "", "why": f"the program ended with exit code {code}: {last}"})
+            self._troubles.put({"tracker": "", "why": _ended(self._child, code)})
             self._ended += 1
             if self._ended > RESTARTS:
                 self._child = None
@@ -151,9 +150,13 @@ class Tracking:
         with contextlib.suppress(OSError):
             self._say("end")
         try:
-            if child.wait(self._last_s) is None:
-                why = f"had not told everything after {self._last_s:.0f} s, and was ended; the next start tells the rest"
+            code = child.wait(self._last_s)
+            if code is None:
+                rest = "a start that goes on tells the rest"
+                why = f"had not told everything after {self._last_s:.0f} s, and was ended; {rest}"
                 self._troubles.put({"tracker": "", "why": why})
+            elif code != 0:
+                self._troubles.put({"tracker": "", "why": _ended(child, code)})
         finally:
             child.stop(grace_s=1.0)
             self._tell_troubles()
@@ -171,3 +174,7 @@ class Tracking:
             found = json.loads(line)
             if isinstance(found, Mapping):
                 self._troubles.put({"tracker": str(found.get("tracker")), "why": str(found.get("why"))})
+
+
+def _ended(child: Child, code: int) -> str:
+    return f"the program ended with exit code {code}: {' | '.join(child.last_log_lines(2))}"

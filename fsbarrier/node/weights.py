@@ -6,8 +6,12 @@ import time
 from functools import partial
 from pathlib import Path
 
+from fsbarrier.errors import ProgramFailed
 from fsbarrier.node.job import Job, Result, Workplace
 from fsbarrier.rundir import checkpoints
+
+#: what people leave beside weights and no engine reads
+NOT_LOADED = (".md", ".log")
 
 
 def checked_weights(
@@ -23,10 +27,12 @@ def checked_weights(
         job.patiently(partial(checkpoints.check_identity, model.parent, policy))
     if copies is not None and (here := copies.nearest(model)) != model:
         return here, []
-    if model == workplace.checked_model or not (model.parent / checkpoints.MANIFEST).exists():
+    if model == workplace.checked_model:
         return model, []
     began, why_not = time.monotonic(), ""
     with job.using_directory(f"checking {version}"):
+        if not job.patiently((model.parent / checkpoints.MANIFEST).exists):
+            return model, []
         if copies is not None:
             why_not = job.patiently(partial(copies.confirm, model, job.live_on))
         if copies is None or why_not:
@@ -44,7 +50,12 @@ def checked_weights(
 
 
 def _check_all(model: Path, job: Job) -> None:
-    """Read the model's folder. A loader takes every file of weights that lies there, so there may be none but those of the manifest."""
+    """Read the model's folder. An engine may load any file that lies there, so there is none but those of the manifest."""
     version, part = model.parent, f"{model.name}/"
     manifest = checkpoints.verify(version, part, job.live_on)
-    checkpoints.check_nothing_else(version, part, manifest.files)
+    for path in sorted(model.iterdir()):
+        harmless = path.is_dir() or path.name.startswith(".") or path.suffix in NOT_LOADED
+        if not harmless and f"{part}{path.name}" not in manifest.files:
+            raise ProgramFailed(
+                f"{path} is not listed in {checkpoints.MANIFEST}, and an engine might load it; move it away"
+            )

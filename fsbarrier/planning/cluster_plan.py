@@ -110,7 +110,8 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Plan:
     serving = EXACT if load.element == EXACT else 2
     exact_copy = 0 if serving == EXACT else EXACT
     model = shape.parameters * serving
-    groups = min(rollout.tasks, rollout.concurrency * count * cluster.nodes)
+    drawn = math.ceil(rollout.tasks * rollout.oversample)
+    groups = min(drawn, rollout.concurrency * count * cluster.nodes)
     state = load.trained * (2 * EXACT + exact_copy)
     return Plan(
         cluster=cluster,
@@ -119,11 +120,11 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Plan:
         tensor_parallel_size=settings.engine.tensor_parallel_size,
         groups_in_flight=groups,
         sequences_in_flight=groups * rollout.samples,
-        idle_engines=max(0, count * cluster.nodes - rollout.tasks),
+        idle_engines=max(0, count * cluster.nodes - drawn),
         engine=engine,
         cache_tokens=cache_tokens,
         world=world,
-        idle_processes=max(0, world - trainer.minibatch),
+        idle_processes=max(0, world - min(trainer.minibatch, trajectories)),
         shard=shard,
         shards=load.shards,
         zero_stage=load.zero.stage if load.zero else None,

@@ -15,9 +15,10 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import TypedDict
 
@@ -33,7 +34,7 @@ from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.section import AT_ONCE, EACH_START, NEXT_ITERATION
 from fsbarrier.settings.sections import Settings, changes_of, fixed_because
-from fsbarrier.settings.sources import ChosenValue, set_in
+from fsbarrier.settings.sources import SETS, ChosenValue, set_in
 
 SCHEMA = 1
 # A record is linked into place whole, so a mount that shows it torn for longer than this is broken.
@@ -306,15 +307,19 @@ def stated_changes(
     values and why it stays as it is, for the first that may not change and that the record contradicts.
     """
     ours, theirs, found = settings.as_json(), record.settings.as_json(), {}
-    for key, item in chosen.items():
+    sets = record.settings.eval.sets
+    for key, item in chain.from_iterable(map(_stated, chosen.values())):
         kind, value, recorded = changes_of(key), look_up(ours, key), look_up(theirs, key)
-        own_set, sets = set_in(key), record.settings.eval.sets
+        own_set = set_in(key)
         if own_set and own_set not in sets:
             there = f"its sets are {', '.join(sorted(sets))}" if sets else "it has none, only eval.*"
             raise UsageError(
                 f"{item.written(shown(value))}: this run has no set {own_set} ({there}), and sets cannot be added, for "
                 f"{fixed_because(key)}; drop it or begin another run from this one's policy (init_from={_shown(record.log_path)})"
             )
+        if own_set and key == f"{SETS}.{own_set}":
+            # A table without any value says that there is this set, and no more.
+            continue
         if kind in (NEXT_ITERATION, AT_ONCE):
             found[key] = value
         elif kind is not EACH_START and value != recorded:
@@ -324,6 +329,15 @@ def stated_changes(
                 f"drop {'the flag' if item.is_flag else 'it'} or use another --log-path"
             )
     return found
+
+
+def _stated(item: ChosenValue) -> Iterator[tuple[str, ChosenValue]]:
+    """The settings that somebody chose with `item`, by name: with the table of a set, or of several sets, each that stands in it."""
+    if isinstance(item.value, Mapping) and item.value and (item.key == SETS or set_in(item.key)):
+        for name, value in item.value.items():
+            yield from _stated(ChosenValue(f"{item.key}.{name}", value, f"{item.source}.{name}"))
+    else:
+        yield item.key, item
 
 
 def check_tasks(record: RunRecord) -> None:

@@ -53,7 +53,7 @@ def known_as(key: str) -> str:
 
 def set_in(key: str) -> str:
     """The name of the set of held-out tasks that a setting belongs to; "" for any other setting."""
-    return key.split(".")[2] if known_as(key).startswith(SET_NAME) else ""
+    return key.removeprefix(f"{SETS}.").partition(".")[0] if key.startswith(f"{SETS}.") else ""
 
 
 @dataclass(frozen=True, slots=True)

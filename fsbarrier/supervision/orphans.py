@@ -65,7 +65,7 @@ def end_orphans() -> dict[int, int]:
 def _remove_unfinished(folder: Path) -> None:
     """Records that a daemon was writing when it was killed."""
     for path in folder.glob(".*-*.json.*.tmp"):
-        namespace, pid, _ = path.name[1:].split("-", 2)
+        namespace, pid, *_ = path.name[1:].split("-", 2)
         if namespace == _pid_namespace() and pid.isdecimal() and not Path("/proc", pid).exists():
             path.unlink(missing_ok=True)
 

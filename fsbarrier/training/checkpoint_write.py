@@ -31,6 +31,7 @@ from fsbarrier import files
 from fsbarrier.errors import ProgramFailed, first_line
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.hashed_file import FileDigest, HashedFile, copy_hashed, digest_of
+from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.training import safetensors_file
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.node_copy import NodeCopy
@@ -254,10 +255,17 @@ def _write_beside(out: Path, version: NewVersion, written: Written) -> None:
         version.model.generation_config.save_pretrained(model)
     for path in sorted(model.glob("*.json")):
         written.digests[f"model/{path.name}"] = digest_of(path)
-    log_path = out.parent.parent
-    root = log_path if version.beside.is_relative_to(log_path) else None
-    copied = copy_beside(version.beside, model, root)
+    copied = copy_beside(version.beside, model, _made_below(version.beside, out))
     written.digests |= {f"model/{name}": digest for name, digest in copied.items()}
+
+
+def _made_below(beside: Path, out: Path) -> Path | None:
+    """The folder of the run below which the run itself made the model folder `beside`; None: it is the user's own, wherever it lies."""
+    if beside.parent.parent == out.parent:
+        # Which may be a link to a larger disk.
+        return out.parent
+    log_path = out.parent.parent
+    return log_path if beside.is_relative_to(RunPaths(log_path).first_policy) else None
 
 
 def copy_beside(source: Path, out: Path, root: Path | None) -> dict[str, FileDigest]:

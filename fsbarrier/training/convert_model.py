@@ -14,6 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from fsbarrier import files
 from fsbarrier.errors import UsageError
 from fsbarrier.reading import JSON_BYTES, read_bytes
+from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.hashed_file import copy_hashed
 from fsbarrier.training import checkpoint_write, safetensors_file
 from fsbarrier.training.checkpoint_write import ADAPTER
@@ -75,8 +76,12 @@ def convert(
     if (adapter := model / ADAPTER).is_dir():
         # It is exact already.
         files.make_dirs(out / ADAPTER)
-        for path in adapter.iterdir():
-            copy_hashed(path, out / ADAPTER / path.name, root)
+        listed = None
+        if root is not None and (model.parent / checkpoints.MANIFEST).exists():
+            listed = checkpoints.read_manifest(model.parent).files
+        for path in sorted(adapter.iterdir()):
+            if path.is_file() and (listed is None or f"{model.name}/{ADAPTER}/{path.name}" in listed):
+                copy_hashed(path, out / ADAPTER / path.name, root)
     if (model / "generation_config.json").exists():
         copy_hashed(model / "generation_config.json", out / "generation_config.json", root)
 
