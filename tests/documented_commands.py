@@ -30,6 +30,18 @@ NOT_EXECUTED = {
     ".venv/bin/python scripts/real_model.py": "needs the model that was downloaded",
     "python -m pytest": "these files are a part of the suite",
 }
+#: The command lines that are executed as they stand: on which page ("": on any) and how they begin. By it each of these tests of
+#: test_documented_commands.py picks its lines, so a line that no entry picks is executed nowhere.
+AS_THEY_STAND = {
+    "test_plan": [("", "fsbarrier plan")],
+    "test_check_sh": [("", "./scripts/check.sh")],
+    "test_the_commands_of_operating_and_of_trajectories": [
+        ("docs/operating.md", "fsbarrier"),
+        ("docs/trajectories.md", "fsbarrier"),
+    ],
+    "test_the_commands_of_a_pool": [("docs/launching.md", "fsbarrier")],
+    "test_the_demo": [("README.md", "./run.sh --demo")],
+}
 #: Commands that begin a run. The everyday suite executes them as dry runs.
 STARTS = {"run", "launch"}
 
@@ -73,7 +85,9 @@ def blocks_of(page: Path) -> Iterator[Block]:
         r"^(<!-- tested -->\n)?( *)```(\w*)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL
     ):
         line = text.count("\n", 0, match.start(2)) + 1
-        yield Block(page, line, match[3], match[4], bool(match[1]))
+        # test_docs.py runs no other blocks.
+        tested = bool(match[1]) and not match[2] and match[3] == "bash"
+        yield Block(page, line, match[3], match[4], tested)
 
 
 def all_blocks() -> list[Block]:
@@ -101,7 +115,8 @@ def own_command(line: str) -> list[str] | None:
 def way(block: Block, line: str) -> str:
     """How this line is executed; "" if nothing executes it and nothing says why.
 
-    "itself": as it is written. "dry run": with `--dry-run`. "another test", "not executed": see the lists above.
+    "itself": as it is written, in a block that is tested or by AS_THEY_STAND. "dry run": with `--dry-run`. "another test", "not executed":
+    see the lists above.
     """
     if block.tested:
         return "itself"
@@ -109,9 +124,13 @@ def way(block: Block, line: str) -> str:
         return "not executed"
     if listed(line, IN_ANOTHER_TEST):
         return "another test"
-    if line.startswith("./scripts/check.sh"):
-        return "itself"
     command = own_command(line)
-    if not command:
-        return ""
-    return "dry run" if command[0] in STARTS and "--demo" not in command else "itself"
+    if command and command[0] in STARTS and "--demo" not in command:
+        return "dry run"
+    return "itself" if any(is_picked(block, line, test) for test in AS_THEY_STAND) else ""
+
+
+def is_picked(block: Block, line: str, test: str) -> bool:
+    """Whether this test, one of AS_THEY_STAND, executes this line."""
+    page = block.page.relative_to(ROOT).as_posix()
+    return any(where in ("", page) and listed(line, {start: ""}) for where, start in AS_THEY_STAND[test])

@@ -19,12 +19,14 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 from documented_commands import (
+    AS_THEY_STAND,
     IN_ANOTHER_TEST,
     NO_COMMANDS,
     NOT_EXECUTED,
     TYPED,
     Block,
     all_blocks,
+    is_picked,
     listed,
     own_command,
     way,
@@ -40,15 +42,12 @@ BLOCKS = all_blocks()
 LINES = [(block, line) for block in BLOCKS for line in block.command_lines()]
 
 
-def lines_of(how: str, *pages: str, name: str = "") -> list[object]:
-    """The command lines that are executed this way, for pytest; of these pages and of this command of fsbarrier's, where named."""
+def lines_of(how: str, test: str = "") -> list[object]:
+    """The command lines that are executed this way, for pytest; those that this test of AS_THEY_STAND picks, where it is named."""
     return [
         pytest.param(line, id=f"{block.place} {line.split()[0]}")
         for block, line in LINES
-        if way(block, line) == how
-        and not block.tested
-        and (not pages or block.page.name in pages)
-        and (not name or (own_command(line) or [""])[0] == name)
+        if way(block, line) == how and not block.tested and (not test or is_picked(block, line, test))
     ]
 
 
@@ -59,6 +58,12 @@ def test_each_command_line_is_executed_or_says_why_not() -> None:
     left = [f"{block.place}: {line}" for block, line in LINES if not way(block, line)]
     assert not left, "\n".join(left)
     assert len(LINES) > 100
+
+
+@pytest.mark.parametrize("name", AS_THEY_STAND)
+def test_what_picks_lines_is_a_test_and_finds_some(name: str) -> None:
+    assert callable(globals().get(name))
+    assert lines_of("itself", name)
 
 
 def test_each_code_block_says_what_it_is() -> None:
@@ -100,8 +105,12 @@ def missing_of(line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "ways"),
     [
+        (
+            "```bash\nfsbarrier debug --no-such-flag\n./run.sh --lora --demo\n./scripts/check.shell\n```",
+            ["", "", ""],
+        ),
         ("```bash\n./run.sh --master  # node 0\nFOO=1 ./run.sh ... --worker 1\n```", ["dry run", "dry run"]),
-        ("```bash\nfsbarrier status \\\n  --json\n./run.sh --demo\n```", ["itself", "itself"]),
+        ("```bash\nfsbarrier plan \\\n  --json\n./run.sh --demo\n```", ["itself", "itself"]),
         ("```bash\ncurl https://example.org | sh\nfsbarriers\n```", ["", ""]),
         ("<!-- tested -->\n```bash\ncurl x\n```", ["itself"]),
         ("```text\n$ fsbarrier plan --model x\noutput\n```", ["itself"]),
@@ -279,7 +288,7 @@ def test_dry_run(
 # --- as they stand ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("line", lines_of("itself", name="plan"))
+@pytest.mark.parametrize("line", lines_of("itself", "test_plan"))
 def test_plan(
     line: str, scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -293,7 +302,7 @@ def test_plan(
     assert all(printed == text for text in shown), printed
 
 
-@pytest.mark.parametrize("line", sorted({line for _, line in LINES if line.startswith("./scripts/check.sh")}))
+@pytest.mark.parametrize("line", lines_of("itself", "test_check_sh"))
 def test_check_sh(line: str, scene: Scene, tmp_path: Path) -> None:
     """What it would start: a stand-in for Python writes it down. pytest's own words are pytest's."""
     tools = tmp_path / "venv" / "bin"
@@ -325,7 +334,7 @@ def test_the_commands_of_operating_and_of_trajectories(tmp_path: Path) -> None:
         (scene.clone / "some" / "merged" / "file").symlink_to(
             cluster.log_path / "train_trajectories" / "train_trajectories.pt.iteration5"
         )
-        for param in lines_of("itself", "operating.md", "trajectories.md"):
+        for param in lines_of("itself", "test_the_commands_of_operating_and_of_trajectories"):
             (line,) = param.values  # type: ignore[attr-defined]
             if line.startswith("fsbarrier top"):
                 stack.enter_context(scene.lasting(line))
@@ -347,7 +356,7 @@ def test_the_commands_of_a_pool(tmp_path: Path) -> None:
     """With two machines in the pool, which is what the job asks for."""
     scene = Scene(tmp_path)
     with contextlib.ExitStack() as stack:
-        for param in lines_of("itself", "launching.md"):
+        for param in lines_of("itself", "test_the_commands_of_a_pool"):
             (line,) = param.values  # type: ignore[attr-defined]
             if line.startswith("fsbarrier daemon"):
                 for _ in range(2):
@@ -372,7 +381,7 @@ def wait_for_first_lines(pool: Path) -> None:
 @pytest.mark.torch
 def test_the_demo(tmp_path: Path) -> None:
     """`./run.sh --demo` as the README has it, with a run directory of its own."""
-    ((line,),) = [param.values for param in lines_of("itself", "README.md", name="run")]  # type: ignore[attr-defined]
+    ((line,),) = [param.values for param in lines_of("itself", "test_the_demo")]  # type: ignore[attr-defined]
     scene = Scene(tmp_path)
     output = scene.output_of(line)
     rewards = [float(reward) for reward in re.findall(r"held-out reward (\d\.\d+)", output)]
