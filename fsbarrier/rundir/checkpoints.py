@@ -256,15 +256,11 @@ def check_nothing_else(folder: Path, part: str, listed: Iterable[str]) -> None:
         there = sorted(f"{part}{name}" for name in os.listdir(fd) if not name.startswith("."))
     known = {f"{part}{name.removeprefix(part).partition('/')[0]}" for name in listed if name.startswith(part)}
     for name in there:
-        # An empty folder, which a manifest cannot list, is nothing to load.
-        if name not in known and not _is_empty_folder(folder / name):
-            raise ProgramFailed(
-                f"{folder / name} is not listed in {MANIFEST}: it is no part of this policy version"
-            )
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink() and not os.listdir(path)
+        path = folder / name
+        # Nothing is in it, and no manifest can list it.
+        empty = path.is_dir() and not path.is_symlink() and not os.listdir(path)
+        if name not in known and not empty:
+            raise ProgramFailed(f"{path} is not listed in {MANIFEST}: it is no part of this policy version")
 
 
 def publish_link(log_path: Path, folder: Path, last_look: Callable[[], None] = lambda: None) -> Path:
