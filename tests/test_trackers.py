@@ -196,7 +196,10 @@ def test_every_iteration_is_told_once_whoever_leads(tmp_path: Path) -> None:
 @pytest.mark.torch
 def test_accelerate_itself_takes_what_it_is_told(tmp_path: Path) -> None:
     """Its Trackio tracker, with a stand-in for Trackio alone: what each of accelerate's trackers is made with is checked nowhere else."""
-    log_path = long_run(tmp_path / "run", 2, lose_at=None).log_path
+    run = long_run(tmp_path / "run", 2, lose_at=None)
+    # What closes a session: its last policy is evaluated at the end of its last iteration.
+    run.line(0, "evaluated", (2, 13, 0), reward_mean=0.625, policy_version=2, final=True)
+    log_path = run.log_path
     (tmp_path / "trackio.py").write_text(
         "import json, os\n"
         "class Run:\n"
@@ -215,6 +218,7 @@ def test_accelerate_itself_takes_what_it_is_told(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
     assert [line["step"] for line in heard(tmp_path)] == [1, 2]
     assert all("critic/score/mean" in line for line in heard(tmp_path))
+    assert [line.get("last_policy/val-core/reward/mean") for line in heard(tmp_path)] == [None, 0.625]
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "sparse"])

@@ -68,6 +68,8 @@ NAMES: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
 }
 #: where an event stands, or what is no measure
 NO_MEASURES = frozenset({"mono_s", "node_rank", "incarnation", "generation", "iteration", "phase", "seconds"})
+#: before the names of what the last policy of a session was evaluated to
+LAST_POLICY = "last_policy/"
 
 
 def metrics(events: Iterable[Event], time: IterationTime | None, like: str) -> dict[str, float]:
@@ -84,6 +86,13 @@ def metrics(events: Iterable[Event], time: IterationTime | None, like: str) -> d
             if number and (name not in NO_MEASURES or event == "times"):
                 found |= dict.fromkeys(known.get(name, (_own_name(event, name),)), float(str(value)))
     return found
+
+
+def last_policy_metrics(events: Iterable[Event], like: str) -> dict[str, float]:
+    """What a session's last policy was evaluated to, if `events` have it: under names of their own, since the iteration that begins
+    with this policy measures it again under the usual ones, should the run go on."""
+    of_last = [event for event in events if event.fields.get("final") is True]
+    return {LAST_POLICY + name: value for name, value in metrics(of_last, None, like).items()}
 
 
 def _own_name(event: str, name: str) -> str:

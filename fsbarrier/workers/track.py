@@ -24,7 +24,7 @@ from fsbarrier import files, reading
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.sources import flatten
-from fsbarrier.view.metric_names import metrics
+from fsbarrier.view.metric_names import last_policy_metrics, metrics
 from fsbarrier.view.report_data import csv_table
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import REPORT_BYTES, status_of
@@ -163,6 +163,9 @@ class Tracking:
             known = self._progress.through.get(one.name, 0)
             for number in sorted(n for n in {*times, *results} if known < n <= iteration):
                 values = metrics(results.get(number, ()), times.get(number), self._like)
+                if number == iteration:
+                    # The evaluation that closes a session counts for the iteration after its last one.
+                    values |= last_policy_metrics(results.get(number + 1, ()), self._like)
                 if not self._logged(one, values, number):
                     break
                 self._progress.through[one.name] = number
