@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import REPO, leftovers
@@ -117,6 +118,26 @@ def test_a_job_that_is_stopped_in_the_queue_is_over() -> None:
     facts = replace(facts, decisions={1: end})
     assert (facts.state(1), facts.state(2)) == ("stopped", "queued")
     assert decides(facts, {0}) == placed(2, r0=0)
+
+
+class Counted(dict[int, Decision]):
+    """Decisions that count how often somebody goes through all of them."""
+
+    walks = 0
+
+    def items(self) -> Any:
+        self.walks += 1
+        return super().items()
+
+
+def test_a_look_at_a_pool_with_a_long_history_goes_through_its_decisions_once() -> None:
+    over = Counted()
+    for number in range(1, 51):
+        over |= {2 * number - 1: placed(number, r0=0), 2 * number: Decision(number, exit_code=0)}
+    facts = Facts(jobs={number: job() for number in range(1, 52)}, decisions=over)
+    assert decides(facts, {0}) == placed(51, r0=0)
+    assert list(facts.open_placements()) == []
+    assert over.walks == 1
 
 
 # --- the directory --------------------------------------------------------------------------------------------------------

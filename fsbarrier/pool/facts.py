@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 # What a job came to where no node of it ran: it was stopped in the queue.
 STOPPED = 143
@@ -76,7 +77,7 @@ class Placement:
     by: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Facts:
     """All that lies in the pool's directory. `ended`: a placement's exit code, as its node reported it."""
 
@@ -85,19 +86,26 @@ class Facts:
     stops: Collection[int] = ()
     ended: Mapping[Placement, int] = field(default_factory=dict)
 
+    @cached_property
+    def _decided(self) -> Mapping[int, Sequence[tuple[int, Decision]]]:
+        """Each job's decisions with their numbers, in order. Every node asks for all jobs twice a second, and after some weeks there are
+        thousands: to go through all decisions for each of them would keep a core busy."""
+        found: dict[int, list[tuple[int, Decision]]] = {}
+        for by, decision in sorted(self.decisions.items()):
+            found.setdefault(decision.job, []).append((by, decision))
+        return found
+
     def placements(self, job: int) -> Mapping[int, Placement]:
         """Who runs each node rank of a job now."""
-        found: dict[int, Placement] = {}
-        for by, decision in sorted(self.decisions.items()):
-            if decision.job == job:
-                for rank, node in decision.ranks.items():
-                    found[int(rank)] = Placement(job, int(rank), node, by)
-        return found
+        return {
+            int(rank): Placement(job, int(rank), node, by)
+            for by, decision in self._decided.get(job, ())
+            for rank, node in decision.ranks.items()
+        }
 
     def over(self, job: int) -> Decision | None:
         """The decision that ended a job."""
-        ends = (d for _, d in sorted(self.decisions.items()) if d.job == job and d.exit_code is not None)
-        return next(ends, None)
+        return next((one for _, one in self._decided.get(job, ()) if one.exit_code is not None), None)
 
     def state(self, job: int) -> str:
         end = self.over(job)
