@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import ErrorDetails
@@ -91,222 +91,176 @@ def _shown(value: object) -> str:
 
 def check(settings: Settings, chosen: Mapping[str, ChosenValue]) -> None:
     """What must hold between settings. Raises UsageError in the words of whoever chose them, for the first rule that is broken."""
-    checks = _Checks(settings, chosen)
-    checks.of_the_run()
-    checks.of_the_trainer()
-    checks.of_the_rollouts()
-    checks.of_rewards_and_evaluations()
-    checks.of_the_algorithm()
+    for rules in (_run, _trainer, _rollouts, _rewards_and_evaluations, _algorithm):
+        for broken in rules(settings, partial(_as_chosen, settings, chosen)):
+            raise UsageError(broken)
 
 
-@dataclass(frozen=True, slots=True)
-class _Checks:
-    """The rules between the settings of one run, and how each setting was chosen."""
+#: a setting with its value, as whoever chose it wrote it
+AsChosen = Callable[[str], str]
 
-    settings: Settings
-    chosen: Mapping[str, ChosenValue]
 
-    def require(self, holds: bool, message: str) -> None:
-        if not holds:
-            raise UsageError(message)
+def _as_chosen(settings: Settings, chosen: Mapping[str, ChosenValue], key: str) -> str:
+    value: Any = settings
+    for part in key.split("."):
+        value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+    if isinstance(value, tuple):
+        value = ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in value)
+    return chosen[key].written(value) if key in chosen else f"{key}={value}"
 
-    def as_chosen(self, key: str) -> str:
-        """A setting with its value, as whoever chose it wrote it."""
-        value: Any = self.settings
-        for part in key.split("."):
-            value = value[part] if isinstance(value, Mapping) else getattr(value, part)
-        if isinstance(value, tuple):
-            value = ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in value)
-        return self.chosen[key].written(value) if key in self.chosen else f"{key}={value}"
 
-    @property
-    def learns(self) -> bool:
-        """Whether the run updates a policy by its rollouts."""
-        return self.settings.rl_phase != "rollout" and self.settings.program not in ("toy", "ping")
+# --- the rules: each group gives a line for every one that is broken ----------------------------------------------------------
 
-    def of_the_run(self) -> None:
-        """Nodes, phases, and the timing of heartbeats."""
-        s, c = self.settings, self.settings.coordination
-        weights = len(s.rank_weights)
-        self.require(
-            weights == s.num_nodes,
-            f"{self.as_chosen('rank_weights')}: {counted(weights, 'weight')} for "
-            f"{counted(s.num_nodes, 'node')} ({self.as_chosen('num_nodes')}); give one positive weight a node",
+
+def _run(s: Settings, named: AsChosen) -> Iterator[str]:
+    """Nodes, phases, and the timing of heartbeats."""
+    c, weights = s.coordination, len(s.rank_weights)
+    if weights != s.num_nodes:
+        yield (
+            f"{named('rank_weights')}: {counted(weights, 'weight')} for {counted(s.num_nodes, 'node')} "
+            f"({named('num_nodes')}); give one positive weight a node"
         )
-        self.require(
-            s.min_nodes <= s.num_nodes,
-            f"{self.as_chosen('min_nodes')}: more than the run has nodes ({self.as_chosen('num_nodes')})",
+    if s.min_nodes > s.num_nodes:
+        yield f"{named('min_nodes')}: more than the run has nodes ({named('num_nodes')})"
+    if s.rollout_split is not None and s.rl_phase != "rollout":
+        yield f"{named('rollout_split')}: only with --rl-phase rollout (this run: {named('rl_phase')})"
+    if s.rollout_split == "eval-only" and s.eval_interval == 0:
+        yield f"{named('eval_interval')}: evaluates nothing, and {named('rollout_split')} does nothing else"
+    if s.init_optimizer and s.init_from is None:
+        yield f"{named('init_optimizer')}: only with init_from, which names the run that has the state"
+    if s.init_optimizer and s.trainer.command is not None:
+        yield f"{named('init_optimizer')}: not with trainer.command; a trainer of your own keeps a state of its own form"
+    if c.beat_s >= c.suspect_s:
+        yield f"{named('coordination.beat_s')}: must be below {named('coordination.suspect_s')}"
+    if c.suspect_s >= c.dead_s:
+        yield f"{named('coordination.suspect_s')}: must be below {named('coordination.dead_s')}"
+
+
+def _trainer(s: Settings, named: AsChosen) -> Iterator[str]:
+    """Lengths of sequences, and what a trainer can do."""
+    trainer, deepspeed = s.trainer, s.trainer.backend == "deepspeed"
+    for key, tokens in answer_lengths(s):
+        if tokens >= s.engine.max_model_len:
+            yield f"{named(key)}: leaves no room for a prompt in {named('engine.max_model_len')}"
+    if trainer.micro_batch is not None and trainer.micro_batch > trainer.minibatch:
+        yield f"{named('trainer.micro_batch')}: must not be above {named('trainer.minibatch')}"
+    if trainer.attention == "flash_attention_2" and trainer.dtype == "float32":
+        yield f"{named('trainer.attention')}: computes in bfloat16 only, not in {named('trainer.dtype')}"
+    if trainer.deepspeed is not None and not deepspeed:
+        yield (
+            f"{named('trainer.deepspeed')}: only with trainer.backend=deepspeed (this run: {named('trainer.backend')})"
         )
-        self.require(
-            s.rollout_split is None or s.rl_phase == "rollout",
-            f"{self.as_chosen('rollout_split')}: only with --rl-phase rollout (this run: {self.as_chosen('rl_phase')})",
+    if s.optimizer.kind == "adamw_8bit":
+        others = {
+            "trainer.backend": deepspeed,
+            "trainer.offload": trainer.offload != "none",
+            "trainer.command": trainer.command is not None,
+        }
+        for key in (key for key, chosen in others.items() if chosen):
+            yield f"{named('optimizer.kind')}: not with {named(key)}; leave out one of the two"
+    if deepspeed and trainer.shard not in ("auto", "all"):
+        yield (
+            f"{named('trainer.shard')}: with {named('trainer.backend')} zero_optimization.stage in trainer.deepspeed says what is "
+            "sharded, over all processes; leave it out"
         )
-        self.require(
-            s.rollout_split != "eval-only" or s.eval_interval > 0,
-            f"{self.as_chosen('eval_interval')}: evaluates nothing, and {self.as_chosen('rollout_split')} does nothing else",
-        )
-        self.require(
-            not s.init_optimizer or s.init_from is not None,
-            f"{self.as_chosen('init_optimizer')}: only with init_from, which names the run that has the state",
-        )
-        self.require(
-            not s.init_optimizer or s.trainer.command is None,
-            f"{self.as_chosen('init_optimizer')}: not with trainer.command; a trainer of your own keeps a state of its own form",
-        )
-        self.require(
-            c.beat_s < c.suspect_s,
-            f"{self.as_chosen('coordination.beat_s')}: must be below {self.as_chosen('coordination.suspect_s')}",
-        )
-        self.require(
-            c.suspect_s < c.dead_s,
-            f"{self.as_chosen('coordination.suspect_s')}: must be below {self.as_chosen('coordination.dead_s')}",
+    if deepspeed and s.lora.rank:
+        yield (
+            f"{named('lora.rank')}: not with {named('trainer.backend')}; adapters are small, so trainer.backend=torch trains them"
         )
 
-    def of_the_trainer(self) -> None:
-        """Lengths of sequences, and what a trainer can do."""
-        s = self.settings
-        for key, tokens in (
-            ("rollout.max_tokens", s.rollout.max_tokens),
-            ("eval.max_tokens", s.eval.max_tokens or 0),
-            *((f"eval.sets.{name}.max_tokens", one.max_tokens or 0) for name, one in s.eval.sets.items()),
-        ):
-            self.require(
-                tokens < s.engine.max_model_len,
-                f"{self.as_chosen(key)}: leaves no room for a prompt in {self.as_chosen('engine.max_model_len')}",
+
+def answer_lengths(settings: Settings) -> Iterator[tuple[str, int]]:
+    """Each setting that says how long answers may be, by its dotted name; 0 where it follows another one."""
+    yield "rollout.max_tokens", settings.rollout.max_tokens
+    yield "eval.max_tokens", settings.eval.max_tokens or 0
+    for name, one in settings.eval.sets.items():
+        yield f"eval.sets.{name}.max_tokens", one.max_tokens or 0
+
+
+def _learns(s: Settings) -> bool:
+    """Whether the run updates a policy by its rollouts."""
+    return s.rl_phase != "rollout" and s.program not in ("toy", "ping")
+
+
+def _rollouts(s: Settings, named: AsChosen) -> Iterator[str]:
+    """What an update needs of the rollouts that it learns from."""
+    if s.update.trajectories is not None and s.rl_phase != "update":
+        yield f"{named('update.trajectories')}: only with --rl-phase update (this run: {named('rl_phase')})"
+    if _learns(s) and s.rollout.temperature <= 0:
+        yield (
+            f"{named('rollout.temperature')}: greedy samples of a task are all alike; an update needs more than 0"
+        )
+    compares = s.algorithm.loss != "rft" and s.algorithm.advantage != "reinforce_plus_plus"
+    if _learns(s) and compares and s.rollout.samples == 1:
+        yield f"{named('rollout.samples')}: {named('algorithm.loss')} compares the samples of a task; give 2 or more"
+    for word in s.rollout.chat_template_kwargs:
+        if "=" not in word or not word.partition("=")[0].isidentifier():
+            yield f"{named('rollout.chat_template_kwargs')}: {word!r} is no name=value"
+
+
+def _rewards_and_evaluations(s: Settings, named: AsChosen) -> Iterator[str]:
+    """Rewards and their weights, the sets of held-out tasks, the figure by which the best policy is chosen."""
+    weights, rewards = len(s.reward.weights), len(reward_kinds(s.reward.kind))
+    if weights not in (0, rewards):
+        yield (
+            f"{named('reward.weights')}: {counted(weights, 'weight')} for {counted(rewards, 'reward')} ({named('reward.kind')})"
+        )
+    if "train" in s.eval.sets:
+        yield "eval.sets.train: a set of held-out tasks needs another name; that of the training tasks is train"
+    for name, one in s.eval_sets.items():
+        where = f"eval.sets.{name}" if s.eval.sets else "eval"
+        if one.temperature == 0 and one.samples != 1:
+            yield (
+                f"{where}.samples={one.samples}: all samples of a task are the same at {where}.temperature=0; give 1, or a temperature"
             )
-        self.require(
-            s.trainer.micro_batch is None or s.trainer.micro_batch <= s.trainer.minibatch,
-            f"{self.as_chosen('trainer.micro_batch')}: must not be above {self.as_chosen('trainer.minibatch')}",
-        )
-        self.require(
-            s.trainer.attention != "flash_attention_2" or s.trainer.dtype != "float32",
-            f"{self.as_chosen('trainer.attention')}: computes in bfloat16 only, not in {self.as_chosen('trainer.dtype')}",
-        )
-        self.require(
-            s.trainer.deepspeed is None or s.trainer.backend == "deepspeed",
-            f"{self.as_chosen('trainer.deepspeed')}: only with trainer.backend=deepspeed (this run: {self.as_chosen('trainer.backend')})",
-        )
-        if s.optimizer.kind == "adamw_8bit":
-            for key, other in (
-                ("trainer.backend", s.trainer.backend == "deepspeed"),
-                ("trainer.offload", s.trainer.offload != "none"),
-                ("trainer.command", s.trainer.command is not None),
-            ):
-                self.require(
-                    not other,
-                    f"{self.as_chosen('optimizer.kind')}: not with {self.as_chosen(key)}; leave out one of the two",
-                )
-        if s.trainer.backend == "deepspeed":
-            self.require(
-                s.trainer.shard in ("auto", "all"),
-                f"{self.as_chosen('trainer.shard')}: with {self.as_chosen('trainer.backend')} zero_optimization.stage in "
-                "trainer.deepspeed says what is sharded, over all processes; leave it out",
-            )
-            self.require(
-                not s.lora.rank,
-                f"{self.as_chosen('lora.rank')}: not with {self.as_chosen('trainer.backend')}; adapters are small, so "
-                "trainer.backend=torch trains them",
-            )
+    yield from _best_by(s, named)
 
-    def of_the_rollouts(self) -> None:
-        """What an update needs of the rollouts that it learns from."""
-        s = self.settings
-        self.require(
-            s.update.trajectories is None or s.rl_phase == "update",
-            f"{self.as_chosen('update.trajectories')}: only with --rl-phase update (this run: {self.as_chosen('rl_phase')})",
-        )
-        self.require(
-            not self.learns or s.rollout.temperature > 0,
-            f"{self.as_chosen('rollout.temperature')}: greedy samples of a task are all alike; an update needs more than 0",
-        )
-        compares = s.algorithm.loss != "rft" and s.algorithm.advantage != "reinforce_plus_plus"
-        self.require(
-            not self.learns or not compares or s.rollout.samples > 1,
-            f"{self.as_chosen('rollout.samples')}: {self.as_chosen('algorithm.loss')} compares the samples of a task; give 2 or more",
-        )
-        for word in s.rollout.chat_template_kwargs:
-            self.require(
-                word.partition("=")[0].isidentifier() and "=" in word,
-                f"{self.as_chosen('rollout.chat_template_kwargs')}: {word!r} is no name=value",
-            )
 
-    def of_rewards_and_evaluations(self) -> None:
-        """Rewards and their weights, the sets of held-out tasks, the figure by which the best policy is chosen."""
-        s = self.settings
-        self.require(
-            len(s.reward.weights) in (0, len(reward_kinds(s.reward.kind))),
-            f"{self.as_chosen('reward.weights')}: {counted(len(s.reward.weights), 'weight')} for "
-            f"{counted(len(reward_kinds(s.reward.kind)), 'reward')} ({self.as_chosen('reward.kind')})",
+def _best_by(s: Settings, named: AsChosen) -> Iterator[str]:
+    """`checkpoint.best_by` names a figure that the evaluations will have."""
+    figure, sets = s.checkpoint.best_by, s.eval.sets
+    if figure == "reward_mean":
+        return
+    names = names_of_figures(s.eval.samples)
+    if sets:
+        figures = {name: ("reward", *names_of_figures(one.samples or 1)) for name, one in s.eval_sets.items()}
+        names = [f"{name}/{one}" for name, known in figures.items() for one in known]
+    by_source = tuple(f"{name}/reward/" for name in sets) or "reward/"
+    if figure not in names and not figure.startswith(by_source):
+        yield (
+            f"{named('checkpoint.best_by')}: no evaluation has this figure; there are {', '.join(['reward_mean', *names])}, "
+            f"and the mean reward of a source ({'SET/' if sets else ''}reward/SOURCE)"
         )
-        self.require(
-            "train" not in s.eval.sets,
-            "eval.sets.train: a set of held-out tasks needs another name; that of the training tasks is train",
-        )
-        for name, one in s.eval_sets.items():
-            where = f"eval.sets.{name}" if s.eval.sets else "eval"
-            self.require(
-                one.temperature != 0 or one.samples == 1,
-                f"{where}.samples={one.samples}: all samples of a task are the same at {where}.temperature=0; give 1, or a temperature",
-            )
-        self._check_best_by()
 
-    def of_the_algorithm(self) -> None:
-        """The learning rate over time, the loss, and how rollouts must be sampled for it."""
-        s, o = self.settings, self.settings.optimizer
-        self.require(
-            o.schedule == "constant" or o.decay_steps is not None,
-            f"{self.as_chosen('optimizer.schedule')}: give optimizer.decay_steps, the step at which the learning rate is at its lowest",
-        )
-        self.require(
-            o.decay_steps is None or o.decay_steps > o.warmup_steps,
-            f"{self.as_chosen('optimizer.decay_steps')}: must be above {self.as_chosen('optimizer.warmup_steps')}",
-        )
-        self.require(
-            s.algorithm.mismatch == "none" or s.algorithm.old_logprobs != "engine",
-            f"{self.as_chosen('algorithm.mismatch')}: corrects the engine's log-probabilities by the trainer's, and with "
-            f"{self.as_chosen('algorithm.old_logprobs')} there are none",
-        )
-        self.require(
-            not s.rollout.max_refills or s.rollout.completion_threshold == 1,
-            f"{self.as_chosen('rollout.completion_threshold')}: with {self.as_chosen('rollout.max_refills')} a round ends when "
-            "all of it is done, since what it came to decides about the next one; give rollout.max_refills=0 or leave out "
-            "rollout.completion_threshold",
-        )
-        self.require(
-            s.algorithm.overlong_buffer is None or s.algorithm.overlong_buffer <= s.rollout.max_tokens,
-            f"{self.as_chosen('algorithm.overlong_buffer')}: must not be above {self.as_chosen('rollout.max_tokens')}",
-        )
-        # The engine's log-probabilities are of the cut-off distribution, the trainer's of the whole one: their ratio would be no ratio of
-        # two policies, and below 1 from the start.
-        for key, cut_off in (
-            ("rollout.top_p", s.rollout.top_p < 1),
-            ("rollout.top_k", s.rollout.top_k > 0),
-        ):
-            self.require(
-                not (self.learns and cut_off and s.algorithm.loss != "rft"),
-                f"{self.as_chosen(key)}: train rollouts for {self.as_chosen('algorithm.loss')} must be sampled from the whole "
-                f"distribution, else the update is biased; for evaluations there is {key.replace('rollout', 'eval')}",
-            )
 
-    def _check_best_by(self) -> None:
-        """`checkpoint.best_by` names a figure that the evaluations will have."""
-        s = self.settings
-        figure, sets = s.checkpoint.best_by, s.eval.sets
-        if figure == "reward_mean":
-            return
-        if sets:
-            names = [
-                f"{name}/{one}"
-                for name, chosen in s.eval_sets.items()
-                for one in ("reward", *names_of_figures(chosen.samples or 1))
-            ]
-        else:
-            names = names_of_figures(s.eval.samples)
-        by_source = tuple(f"{name}/reward/" for name in sets) or "reward/"
-        self.require(
-            figure in names or figure.startswith(by_source),
-            f"{self.as_chosen('checkpoint.best_by')}: no evaluation has this figure; there are "
-            f"{', '.join(['reward_mean', *names])}, and the mean reward of a source ({'SET/' if sets else ''}reward/SOURCE)",
+def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
+    """The learning rate over time, the loss, and how rollouts must be sampled for it."""
+    o, a = s.optimizer, s.algorithm
+    if o.schedule != "constant" and o.decay_steps is None:
+        yield (
+            f"{named('optimizer.schedule')}: give optimizer.decay_steps, the step at which the learning rate is at its lowest"
+        )
+    if o.decay_steps is not None and o.decay_steps <= o.warmup_steps:
+        yield f"{named('optimizer.decay_steps')}: must be above {named('optimizer.warmup_steps')}"
+    if a.mismatch != "none" and a.old_logprobs == "engine":
+        yield (
+            f"{named('algorithm.mismatch')}: corrects the engine's log-probabilities by the trainer's, and with "
+            f"{named('algorithm.old_logprobs')} there are none"
+        )
+    if s.rollout.max_refills and s.rollout.completion_threshold != 1:
+        yield (
+            f"{named('rollout.completion_threshold')}: with {named('rollout.max_refills')} a round ends when all of it is done, "
+            "since what it came to decides about the next one; give rollout.max_refills=0 or leave out rollout.completion_threshold"
+        )
+    if a.overlong_buffer is not None and a.overlong_buffer > s.rollout.max_tokens:
+        yield f"{named('algorithm.overlong_buffer')}: must not be above {named('rollout.max_tokens')}"
+    # The engine's log-probabilities are of the cut-off distribution, the trainer's of the whole one: their ratio would be no ratio of
+    # two policies, and below 1 from the start.
+    cut_off = {"rollout.top_p": s.rollout.top_p < 1, "rollout.top_k": s.rollout.top_k > 0}
+    for key in (key for key, cuts in cut_off.items() if cuts and _learns(s) and a.loss != "rft"):
+        yield (
+            f"{named(key)}: train rollouts for {named('algorithm.loss')} must be sampled from the whole distribution, else the "
+            f"update is biased; for evaluations there is {key.replace('rollout', 'eval')}"
         )
 
 

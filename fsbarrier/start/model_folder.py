@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.errors import UsageError
+from fsbarrier.settings.checks import answer_lengths
 from fsbarrier.start.preflight import absolute
 
 if TYPE_CHECKING:
@@ -80,11 +81,7 @@ def check_lengths(folder: Path, settings: Settings) -> None:
     from fsbarrier.engine.model import max_positions
 
     most = max_positions(json.loads((folder / "config.json").read_bytes()))
-    for key, tokens in (
-        ("rollout.max_tokens", settings.rollout.max_tokens),
-        ("eval.max_tokens", settings.eval.max_tokens or 0),
-        *((f"eval.sets.{name}.max_tokens", one.max_tokens or 0) for name, one in settings.eval.sets.items()),
-    ):
+    for key, tokens in answer_lengths(settings):
         if most is not None and tokens >= most:
             raise UsageError(
                 f"{key}={tokens}: leaves no room for a prompt, since the model has {most} positions "
