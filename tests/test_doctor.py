@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -353,7 +354,7 @@ def test_a_mount_without_any_exclusive_create_is_refused(
 
 def test_a_slow_filesystem_is_asked_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "ENOUGH_S", 0.0)
-    assert "1 races of 4 processes" in probes.exclusive_create(tmp_path).finding
+    assert "1 races of 4 threads" in probes.exclusive_create(tmp_path).finding
     assert probes.replacement(tmp_path).finding == "1 replacements, each read back whole"
     assert all("median" in check.finding for check in probes.latencies(tmp_path))
 
@@ -361,7 +362,9 @@ def test_a_slow_filesystem_is_asked_less_often(tmp_path: Path, monkeypatch: pyte
 def test_a_create_that_does_not_come_back_is_said_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probes, "_RACER", "import signal; print('ready', flush=True); signal.pause()")
-    monkeypatch.setattr(probes, "CHILD_S", 0.2)
+    answers = threading.Event()
+    monkeypatch.setattr(probes.files, "create_exclusive", lambda *args, **kwargs: answers.wait())
+    monkeypatch.setattr(probes, "HANGS_S", 0.2)
     check = probes.exclusive_create(tmp_path)
+    answers.set()
     assert check.level == "refused" and "did not come back within 0.2 s" in check.finding

@@ -43,7 +43,9 @@ def short(path: Path, *, write: bool = True) -> Report:
     checks = mount_options.judge(mount)
     if write and not _refused(checks):
         with _scratch(there) as scratch:
-            checks += _tried(probes.quick_races(scratch), scratch, replacements=8, samples=4)
+            checks += _tried(
+                probes.exclusive_create(scratch, racers=2, rounds=16), scratch, replacements=8, samples=4
+            )
     return _presumed(path, mount, checks)
 
 

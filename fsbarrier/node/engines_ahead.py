@@ -129,7 +129,7 @@ def load_policy(work: ServeWeights, job: Job, workplace: Workplace) -> Loaded:
     def show(ready: int) -> None:
         job.progress = {"note": f"{serving}, {ready} ready"}
 
-    infos = workplace.engines.ensure(
+    infos = workplace.own_engines.ensure(
         folder, work.policy_version, threads=work.threads, cancel=job.cancel, show=show
     )
     return infos, checked

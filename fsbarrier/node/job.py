@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fsbarrier.errors import StoreError
 from fsbarrier.node.state_upload import StateUpload
@@ -23,8 +23,7 @@ from fsbarrier.supervision.template import Template
 from fsbarrier.supervision.worker_contract import read_progress
 
 if TYPE_CHECKING:
-    from fsbarrier.engine.engine import EngineInfo
-    from fsbarrier.engine.replicas import Keeper
+    from fsbarrier.engine.replicas import Replicas
     from fsbarrier.node.engines_ahead import EnginesAhead
 
 T = TypeVar("T")
@@ -39,28 +38,6 @@ class NodeUnfit(StoreError):
 
 class Cancelled(Exception):
     """The job was cancelled; nobody waits for its report."""
-
-
-class Engines(Protocol):
-    """What a node needs of its local engines (fsbarrier/engine/replicas.py)."""
-
-    def ensure(
-        self,
-        weights: Path,
-        policy_version: int,
-        *,
-        threads: int,
-        cancel: threading.Event,
-        show: Callable[[int], None],
-    ) -> Sequence[EngineInfo]: ...
-
-    def kept_alive(self) -> Keeper: ...
-
-    def distrust(self, replica: int) -> None: ...
-
-    def release(self, *, cancel: threading.Event) -> Payload: ...
-
-    def stop(self) -> None: ...
 
 
 @dataclass
@@ -118,7 +95,8 @@ class Job:
 class Workplace:
     """What all jobs of this node share: its engines, its programs' template, its folders, and what one job leaves for a later one."""
 
-    engines: Engines
+    # None: the program has no model.
+    engines: Replicas | None
     template: Template
     work_dir: Path
     log_dir: Path
@@ -149,6 +127,13 @@ class Workplace:
     program_hangs: Callable[[int, threading.Event], str] = lambda generation, cancel: ""
     # The program whose processes wait for another job.
     kept: KeptProgram | None = None
+
+    @property
+    def own_engines(self) -> Replicas:
+        """Raises StoreError where the program has none."""
+        if self.engines is None:
+            raise StoreError("this program has no engine")
+        return self.engines
 
     def kept_in(self, generation: int) -> str:
         """The name of the program that is kept here, if it is of this generation and lives; any other is ended. Raises StillRunning."""

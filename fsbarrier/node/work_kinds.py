@@ -45,10 +45,8 @@ def carry_out(work: Work, context: Context, job: Job, workplace: Workplace) -> R
             take_from_ahead(None, job, workplace)
             # The trainer comes next, and replaces the state that this node keeps.
             saved = workplace.state_upload.wait(job)
-            return {
-                **workplace.engines.release(cancel=job.cancel),
-                **({"events": saved} if saved else {}),
-            }
+            released = workplace.engines.release(cancel=job.cancel) if workplace.engines else {}
+            return {**released, **({"events": saved} if saved else {})}
         case OpenRendezvous(loopback):
             workplace.close_rendezvous()
             workplace.rendezvous = listen(loopback=loopback)

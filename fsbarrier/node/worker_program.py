@@ -64,7 +64,7 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
         program = Child.start(argv, env=env, log_file=log_file, name=name, template=workplace.template)
     else:
         program = _given_to_kept(work.keep, own.spec, argv, env, log_file, context, workplace)
-    with workplace.engines.kept_alive() if uses_engines else nullcontext() as keeper:
+    with workplace.own_engines.kept_alive() if uses_engines else nullcontext() as keeper:
         code = _watch(program, context, job, workplace, keeper)
     if code != 0:
         _distrust_engines(own.result, context, workplace)
@@ -103,7 +103,7 @@ def _distrust_engines(result: Path, context: Context, workplace: Workplace) -> N
         if (node, replica) not in workplace.distrusted:
             workplace.distrusted[node, replica] = context.iteration
             if node == context.node_rank:
-                workplace.engines.distrust(replica)
+                workplace.own_engines.distrust(replica)
 
 
 def _given_to_kept(
