@@ -12,9 +12,9 @@ import os
 import signal
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Self, TypedDict
 
 import torch
 
@@ -32,7 +32,7 @@ from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes
-from fsbarrier.training.resume import Held, begin, go_on
+from fsbarrier.training.resume import Beginning, Held, begin, go_on
 from fsbarrier.training.slices import gather
 from fsbarrier.training.trainer import Trainer, update_load
 
@@ -108,91 +108,36 @@ class Updates:
 
     def _update(self, spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, object] | None:
         """This process's part of the update; the result from one process of each node."""
-        settings = smaller(settings, spec["attempt"])
-        processes = Processes(settings.trainer)
-        batch = TrainingBatch.load(Path(spec["batch"]))
-        started = time.monotonic()
-        torch.manual_seed(spec["new_policy_version"])
-        node = NodeState.of(settings.checkpoint, spec["run_id"], spec["node_rank"], processes)
-        place = spec["weights_dir"]
-        copy = None if place is None else NodeCopy(WeightsCopy(Path(place)), node.ranks)
-        model = Path(spec["model"])
-        trainer_state = None if spec["trainer_state"] is None else Path(spec["trainer_state"])
-        start = go_on(self._held, spec["policy"], model, trainer_state)
+        update = Update.of(spec, smaller(settings, spec["attempt"]))
+        start = update.go_on(self._held)
         went_on = start is not None
         # From here on it is another policy. If it is not the one to be trained, its memory is free for that.
         self._held = None
-        start = start or begin(
-            processes,
-            settings,
-            node,
-            copy,
-            model=model,
-            trainer_state=trainer_state,
-            policy=spec["policy"],
-            policy_version=spec["policy_version"],
-            first_model=Path(spec["first_model"]),
-        )
+        start = start or update.begin()
         loaded = time.monotonic()
-        trainer, out, version = start.trainer, Path(spec["out"]), spec["new_policy_version"]
-        last = spec["iteration"] == settings.iterations
-        together = settings.rl_phase == "both"
-        on_node = save_plan.choose(
-            *(trainer, settings.checkpoint, node, out, version), last=last, rollouts_follow=together
-        )
-        steps = len(batch.steps)
-
-        def show(step: int) -> None:
-            if processes.speaks_for_its_node:
-                progress.show(step, steps, "steps", last=step == steps)
-
-        # The rollouts were not made by a policy that was gone back to.
-        totals = Sums()
-        if not start.went_back:
-            if spec["reference"]:
-                reference = Path(spec["reference"])
-                batch = with_reference(reference, trainer.layout, processes, batch, settings)
-            batch = with_old(trainer, batch, settings)
-            totals = train(trainer, batch, settings, start.model, show)
-        if processes.is_main:
-            progress.show(steps, steps, "steps", last=True, note="saving")
+        on_node = update.place_of_state(start.trainer)
+        totals = update.train(start, progress)
         trained = time.monotonic()
-        worked_s = trainer.pace.worked_s + trained - started
-        trainer.pace = replace(trainer.pace, worked_s=0.0 if on_node and on_node.follows else worked_s)
-        new = trainer.save(
-            out,
-            model_folder=start.model,
-            policy_version=version,
-            on_node=on_node,
-            state_in=start.state_in,
-            copy=copy,
-        )
-        saved = time.monotonic()
-        self._held = Held(trainer, new)
+        new = update.save(start, on_node, trained)
+        times = {
+            "load_s": loaded - update.started,
+            "work_s": trained - loaded,
+            "save_s": time.monotonic() - trained,
+        }
+        self._held = Held(start.trainer, new)
         self._watch_memory(went_on=went_on)
-        peak = processes.peak_memory_bytes()
-        if not processes.speaks_for_its_node:
+        peak = update.processes.peak_memory_bytes()
+        if not update.processes.speaks_for_its_node:
             return None
-        node.forget_before(version - 1)
+        update.node.forget_before(spec["new_policy_version"] - 1)
         return {
-            "out": spec["out"],
-            "policy_version": spec["new_policy_version"],
-            **metrics(totals, batch),
-            **({"optimizer_steps": 0} if start.went_back else {}),
+            **update.result(start, totals),
             "trainer_state": "shared" if on_node is None else "follows" if on_node.follows else "nodes",
-            "seconds": round(time.monotonic() - started, 3),
+            "seconds": round(time.monotonic() - update.started, 3),
             # With what was in memory since the update before.
             "went_on": went_on,
-            "load_s": round(loaded - started, 3),
-            "work_s": round(trained - loaded, 3),
-            "save_s": round(saved - trained, 3),
-            "max_tokens_per_micro_batch": settings.trainer.max_tokens_per_micro_batch,
-            "device": str(processes.device),
-            # Of one process, as fsbarrier/planning/ has it and as it was: the host's memory on a CPU.
-            "memory_estimate_gb": estimated_memory_gb(start.model, settings, trainer),
+            **{name: round(seconds, 3) for name, seconds in times.items()},
             "memory_peak_gb": round(peak / 1e9, 3),
-            "distributed": trainer.layout.words(processes),
-            "note": start.went_back or ("" if batch.steps else NO_SIGNAL),
         }
 
     def _watch_memory(self, *, went_on: bool) -> None:
@@ -202,6 +147,109 @@ class Updates:
             self._steady_bytes = here
         grows = self._steady_bytes and here > GROWN * self._steady_bytes + SLACK_BYTES
         self._grows = any(gather(bool(grows)))
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one update works with on this process: `begin` or `go_on`, `place_of_state`, `train`, `save`, in this order."""
+
+    spec: UpdateSpec
+    settings: Settings
+    processes: Processes
+    batch: TrainingBatch
+    node: NodeState
+    #: this node's copy of the new weights; None: there is none
+    copy: NodeCopy | None
+    started: float
+
+    @classmethod
+    def of(cls, spec: UpdateSpec, settings: Settings) -> Self:
+        """Form the process group, and read the batch."""
+        processes = Processes(settings.trainer)
+        batch = TrainingBatch.load(Path(spec["batch"]))
+        started = time.monotonic()
+        torch.manual_seed(spec["new_policy_version"])
+        node = NodeState.of(settings.checkpoint, spec["run_id"], spec["node_rank"], processes)
+        place = spec["weights_dir"]
+        copy = None if place is None else NodeCopy(WeightsCopy(Path(place)), node.ranks)
+        return cls(spec, settings, processes, batch, node, copy, started)
+
+    @property
+    def trainer_state(self) -> Path | None:
+        return None if self.spec["trainer_state"] is None else Path(self.spec["trainer_state"])
+
+    def go_on(self, held: Held | None) -> Beginning | None:
+        """With what is in memory since the update before, if that is the policy to be trained on all processes."""
+        return go_on(held, self.spec["policy"], Path(self.spec["model"]), self.trainer_state)
+
+    def begin(self) -> Beginning:
+        """With what is on disk."""
+        return begin(
+            *(self.processes, self.settings, self.node, self.copy),
+            model=Path(self.spec["model"]),
+            trainer_state=self.trainer_state,
+            policy=self.spec["policy"],
+            policy_version=self.spec["policy_version"],
+            first_model=Path(self.spec["first_model"]),
+        )
+
+    def place_of_state(self, trainer: Trainer) -> NodeState | None:
+        """Where the nodes keep the new trainer state; None: in the shared directory. Raises ProgramFailed where that lacks room."""
+        return save_plan.choose(
+            *(trainer, self.settings.checkpoint, self.node),
+            *(Path(self.spec["out"]), self.spec["new_policy_version"]),
+            last=self.spec["iteration"] == self.settings.iterations,
+            rollouts_follow=self.settings.rl_phase == "both",
+        )
+
+    def train(self, start: Beginning, progress: Progress) -> Sums:
+        """Take the batch's steps. None is taken where the policy was gone back to: it has not made these rollouts."""
+        steps, processes, totals = len(self.batch.steps), self.processes, Sums()
+
+        def show(step: int) -> None:
+            if processes.speaks_for_its_node:
+                progress.show(step, steps, "steps", last=step == steps)
+
+        if not start.went_back:
+            batch, trainer = self.batch, start.trainer
+            if self.spec["reference"]:
+                reference = Path(self.spec["reference"])
+                batch = with_reference(reference, trainer.layout, processes, batch, self.settings)
+            batch = with_old(trainer, batch, self.settings)
+            totals = train(trainer, batch, self.settings, start.model, show)
+        if processes.is_main:
+            progress.show(steps, steps, "steps", last=True, note="saving")
+        return totals
+
+    def save(self, start: Beginning, on_node: NodeState | None, trained: float) -> str:
+        """Save this process's part of the new version; gives the new policy's identity. `trained`: when the last step was done."""
+        trainer = start.trainer
+        worked_s = trainer.pace.worked_s + trained - self.started
+        trainer.pace = replace(trainer.pace, worked_s=0.0 if on_node and on_node.follows else worked_s)
+        return trainer.save(
+            Path(self.spec["out"]),
+            model_folder=start.model,
+            policy_version=self.spec["new_policy_version"],
+            on_node=on_node,
+            state_in=start.state_in,
+            copy=self.copy,
+        )
+
+    def result(self, start: Beginning, totals: Sums) -> dict[str, object]:
+        """What the node tells of the update, beside its times."""
+        trainer = start.trainer
+        return {
+            "out": self.spec["out"],
+            "policy_version": self.spec["new_policy_version"],
+            **metrics(totals, self.batch),
+            **({"optimizer_steps": 0} if start.went_back else {}),
+            "max_tokens_per_micro_batch": self.settings.trainer.max_tokens_per_micro_batch,
+            "device": str(self.processes.device),
+            # Of one process, as fsbarrier/planning/ has it; `memory_peak_gb` is what it was: the host's memory on a CPU.
+            "memory_estimate_gb": estimated_memory_gb(start.model, self.settings, trainer),
+            "distributed": trainer.layout.words(self.processes),
+            "note": start.went_back or ("" if self.batch.steps else NO_SIGNAL),
+        }
 
 
 def main(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, object] | None:
