@@ -11,27 +11,28 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
-from fsbarrier import files, run_command
+from fsbarrier import run_command
 from fsbarrier.data import rankfiles
 from fsbarrier.data.merge import AggregateReport, OnProgress, Progress, merge
 from fsbarrier.data.mergeplan import MergeRequest, Part, missing_text
 from fsbarrier.data.mergeranks import RanksMerged, RanksRequest, merge_ranks
 from fsbarrier.data.rankfiles import FoundFile
 from fsbarrier.data.shardreader import iter_trajectories, load
-from fsbarrier.errors import EXIT_INTERNAL, FsbarrierError, StoreError, UsageError
+from fsbarrier.errors import UsageError
 from fsbarrier.printable import printable
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.evaluation import figures
 from fsbarrier.run_command import Command
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.supervision import signals, worker_contract
+from fsbarrier.settings.sections import Settings
+from fsbarrier.supervision import worker_contract
 
 __all__ = ["AggregateReport", "Part", "Progress", "aggregate", "iter_trajectories", "load"]
 
@@ -208,32 +209,18 @@ def _print_outcome(split: str, merged: RanksMerged) -> None:
 # --- the worker -------------------------------------------------------------------------------------------------------
 
 
-def work(spec_file: Path) -> int:
-    """Merge as the spec says, write the report as its result; gives the exit code."""
-    # On SIGTERM, end by an exception, so that no half-written file stays behind.
-    signal.signal(signal.SIGTERM, signals.end)
-    try:
-        spec = json.loads(spec_file.read_text())
-        report = merge(MergeRequest.from_spec(spec), _progress_file(Path(spec["progress"])))
-        success = spec.get("success")
-        evaluated = {} if success is None else figures(iter_trajectories(Path(report.out)), success)
-        told = {**asdict(report), **report.figures, **evaluated}
-        # The phase knows the file by name, and only another merge of the same groups has a use for their fingerprint.
-        for name in ("figures", "out", "fingerprint"):
-            del told[name]
-        files.write_atomic(Path(spec["result"]), json.dumps(told).encode())
-        return 0
-    except FsbarrierError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code if isinstance(error, StoreError) else EXIT_INTERNAL
-    except OSError as error:
-        print(f"{error.filename or spec_file}: {error.strerror or error}", file=sys.stderr)
-        return StoreError.exit_code
+def work(spec: JsonObject, settings: Settings, progress: worker_contract.Progress) -> dict[str, object]:
+    """Merge as the spec says; gives the report."""
+    report = merge(MergeRequest.from_spec(spec), _shown_in(progress))
+    success = spec.get("success")
+    evaluated = {} if success is None else figures(iter_trajectories(Path(report.out)), success)
+    result = {**asdict(report), **report.figures, **evaluated}
+    # The phase knows the file by name, and only another merge of the same groups has a use for their fingerprint.
+    return {name: value for name, value in result.items() if name not in ("figures", "out", "fingerprint")}
 
 
-def _progress_file(path: Path) -> OnProgress:
-    """Writes how far the merge is, a few times a second at most."""
-    shown = worker_contract.Progress(path)
+def _shown_in(shown: worker_contract.Progress) -> OnProgress:
+    """Shows how far the merge is, a few times a second at most."""
 
     def show(progress: Progress) -> None:
         shown.show(
@@ -250,7 +237,7 @@ def _progress_file(path: Path) -> OnProgress:
 def command_line(words: Sequence[str]) -> int:
     """`python -m fsbarrier.aggregate`, either way; gives the exit code."""
     if words and words[0] == "--spec":
-        return work(Path(words[1]))
+        return worker_contract.run_worker(work)
     # The command `fsbarrier aggregate`, which this module is.
     return run_command.run("aggregate", words, lambda name: cast(Command, sys.modules[__name__]))
 

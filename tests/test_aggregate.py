@@ -11,6 +11,7 @@ import random
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tracemalloc
@@ -347,32 +348,42 @@ def test_leftovers_of_killed_merges_are_removed(tmp_path: Path, three: list[Path
 
 def spec_file(folder: Path, parts: list[Path], out: Path, expected: Any, **more: Any) -> Path:
     records = [{"path": str(path), "valid_bytes": None, "tasks": None} for path in parts]
-    spec = {"parts": records, "out": str(out), "expected": expected, "metadata": {"run_id": "r"}, **more}
+    spec = {
+        "parts": records,
+        "out": str(out),
+        "expected": expected,
+        "metadata": {"run_id": "r"},
+        "settings": {},
+        **more,
+    }
     spec |= {"result": str(folder / "result.json"), "progress": str(folder / "progress.json")}
     (folder / "spec.json").write_text(json.dumps(spec))
     return folder / "spec.json"
 
 
-def test_the_worker_writes_its_result(tmp_path: Path, three: list[Path]) -> None:
-    spec = spec_file(tmp_path, three, tmp_path / "merged", list(range(9)))
-    with mock.patch("signal.signal"):
-        assert command_line(["--spec", str(spec)]) == 0
+def worker(spec: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fsbarrier.aggregate", "--spec", str(spec)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_the_worker_writes_its_result(tmp_path: Path, three: list[Path], group: bool) -> None:
+    settings = {"shared_group": group}
+    spec = spec_file(tmp_path, three, tmp_path / "merged", list(range(9)), settings=settings)
+    done = worker(spec)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["trajectories"], result["missing"], result["already_done"]) == (18, [], False)
-    assert result["bytes"] == (tmp_path / "merged").stat().st_size
+    found = (tmp_path / "merged").stat()
+    assert result["bytes"] == found.st_size
+    assert stat.S_IMODE(found.st_mode) == (0o660 if group else 0o600), "as every other file of the run"
     progress = json.loads((tmp_path / "progress.json").read_text())
     assert (progress["done"], progress["total"], progress["unit"]) == (18, 18, "trajectories")
 
 
 def test_the_worker_fails_with_one_line(tmp_path: Path, three: list[Path]) -> None:
-    spec = spec_file(tmp_path, three, tmp_path / "merged", list(range(11)))
-    done = subprocess.run(
-        [sys.executable, "-m", "fsbarrier.aggregate", "--spec", str(spec)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (1, "")
+    done = worker(spec_file(tmp_path, three, tmp_path / "merged", list(range(11))))
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "merged: 2 tasks are missing (9-10). To merge without them: --allow-partial\n"
     assert not (tmp_path / "result.json").exists()
 
@@ -392,10 +403,10 @@ def test_an_ended_worker_leaves_the_old_result(
         "def stuck(progress):\n"
         "    print('copying', flush=True)\n"
         "    sys.stdin.read()\n"
-        "aggregate._progress_file = lambda path: stuck\n"
-        "sys.exit(aggregate.command_line(['--spec', sys.argv[1]]))\n"
+        "aggregate._shown_in = lambda shown: stuck\n"
+        "sys.exit(aggregate.command_line(sys.argv[1:]))\n"
     )
-    command = [sys.executable, "-c", program, str(spec)]
+    command = [sys.executable, "-c", program, "--spec", str(spec)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from itertools import combinations
@@ -86,6 +85,8 @@ def test_a_merged_evaluation_has_them_in_its_result(tmp_path: Path) -> None:
     from trainer_bench import write_groups
 
     from fsbarrier.aggregate import work
+    from fsbarrier.settings.sections import Settings
+    from fsbarrier.supervision.worker_contract import Progress
 
     groups = [
         [
@@ -101,14 +102,9 @@ def test_a_merged_evaluation_has_them_in_its_result(tmp_path: Path) -> None:
         "expected": [0, 1],
         "metadata": {},
         "success": {"": 1.0},
-        "result": str(tmp_path / "result"),
-        "progress": str(tmp_path / "progress"),
     }
-    (tmp_path / "spec").write_text(json.dumps(spec))
-    assert work(tmp_path / "spec") == 0
-    result = json.loads((tmp_path / "result").read_text())
+    result = work(spec, Settings(), Progress(None))
     assert (result["reward_mean"], result["pass_at_2"], result["reward/s"]) == (0.25, 0.5, 0.25)
     # Train rollouts have none of them.
-    (tmp_path / "spec").write_text(json.dumps({**spec, "success": None, "out": str(tmp_path / "train")}))
-    assert work(tmp_path / "spec") == 0
-    assert "pass_at_2" not in json.loads((tmp_path / "result").read_text())
+    spec |= {"success": None, "out": str(tmp_path / "train")}
+    assert "pass_at_2" not in work(spec, Settings(), Progress(None))

@@ -79,11 +79,16 @@ def test_the_policy_that_is_asked_for(
     assert [path.name for path in to.parent.iterdir()] == ["out"]
 
 
-def test_where_model_pt_is_a_copy(run: Path, tmp_path: Path) -> None:
-    RunPaths(run).served_model.unlink()
-    RunPaths(run).served_model.mkdir()
+@pytest.mark.parametrize(
+    ("version", "content"), [("policy-000001.g0001", "one"), ("policy-000002.g0002", "two")]
+)
+def test_where_model_pt_is_a_copy(run: Path, tmp_path: Path, version: str, content: str) -> None:
+    served = RunPaths(run).served_model
+    served.unlink()
+    served.mkdir()
+    (served / checkpoints.COPIED_FROM).write_text(version)
     assert export(run, tmp_path / "out") == 0
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights("two")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights(content)
 
 
 def test_a_trainer_state_counts_once_the_nodes_have_brought_all_of_it(run: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,7 @@ def beat(record: RunRecord, incarnation: int, counter: int, state: str = "runnin
 def test_a_daemon_in_another_container_of_this_host_is_left_alone(
     record: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with hold_rank(record, 2, FOREVER_S) as lock:
+    with hold_rank(record.log_path, record.run_id, 2, FOREVER_S) as lock:
         lock.note_start(1)
         ended = threading.Event()
 
@@ -64,7 +63,7 @@ def test_a_daemon_in_another_container_of_this_host_is_left_alone(
         in_container(monkeypatch, tmp_path / "two")
         try:
             with pytest.raises(UsageError, match=rf"already running on {host_name()}, process 1"):
-                hold_rank(record, 2, FOREVER_S).__enter__()
+                hold_rank(record.log_path, record.run_id, 2, FOREVER_S).__enter__()
         finally:
             ended.set()
             thread.join()
@@ -72,18 +71,18 @@ def test_a_daemon_in_another_container_of_this_host_is_left_alone(
 
 def test_what_held_this_lock_last_is_dead_and_not_watched(record: RunRecord) -> None:
     """Only that start of the rank: after any other one, this node looks whether its heartbeat moves."""
-    with hold_rank(record, 2, FOREVER_S) as lock:
+    with hold_rank(record.log_path, record.run_id, 2, FOREVER_S) as lock:
         lock.note_start(3)
         beat(record, 3, 1)
         with pytest.raises(UsageError, match="already running on this host"):
-            hold_rank(record, 2, FOREVER_S).__enter__()
-    with hold_rank(record, 2, FOREVER_S):
+            hold_rank(record.log_path, record.run_id, 2, FOREVER_S).__enter__()
+    with hold_rank(record.log_path, record.run_id, 2, FOREVER_S):
         pass
     beat(record, 4, 1, "left")
-    with hold_rank(record, 2, FOREVER_S):
+    with hold_rank(record.log_path, record.run_id, 2, FOREVER_S):
         pass
     beat(record, 5, 1)
-    with hold_rank(record, 2, 0.1):
+    with hold_rank(record.log_path, record.run_id, 2, 0.1):
         pass
 
 
@@ -99,10 +98,10 @@ def test_a_killed_node_starts_again_at_once(tmp_path: Path) -> None:
 
 
 def test_a_start_of_another_run_in_the_same_directory_proves_nothing(record: RunRecord) -> None:
-    with hold_rank(record, 2, FOREVER_S) as lock:
+    with hold_rank(record.log_path, record.run_id, 2, FOREVER_S) as lock:
         lock.note_start(3)
         assert lock.last_start_was(3)
-    with hold_rank(replace(record, run_id="another"), 2, FOREVER_S) as lock:
+    with hold_rank(record.log_path, "another", 2, FOREVER_S) as lock:
         assert not lock.last_start_was(3)
 
 
@@ -111,7 +110,7 @@ def test_a_start_of_another_run_in_the_same_directory_proves_nothing(record: Run
 
 def started(record: RunRecord, rank: int, incarnation: int = 1) -> None:
     """A node that was, and left its lock and its note."""
-    with hold_rank(record, rank, FOREVER_S) as lock:
+    with hold_rank(record.log_path, record.run_id, rank, FOREVER_S) as lock:
         lock.note_start(incarnation)
 
 
@@ -133,19 +132,22 @@ def gone(record: RunRecord, tmp_path: Path) -> RunRecord:
 def test_a_start_removes_the_locks_of_runs_that_are_gone(record: RunRecord, gone: RunRecord) -> None:
     started(record, 3, 7)
     assert sorted(path.suffix for path in private_folder().path.iterdir()) == [".holder", ".lock"]
-    with hold_rank(record, 4, FOREVER_S), hold_rank(record, 3, FOREVER_S) as lock:
+    with (
+        hold_rank(record.log_path, record.run_id, 4, FOREVER_S),
+        hold_rank(record.log_path, record.run_id, 3, FOREVER_S) as lock,
+    ):
         assert lock.last_start_was(7)
 
 
 def test_the_lock_of_a_gone_run_that_is_held_stays(record: RunRecord, gone: RunRecord) -> None:
     gone.paths.beats.mkdir(parents=True)
-    with hold_rank(gone, 1, FOREVER_S) as lock:
+    with hold_rank(gone.log_path, gone.run_id, 1, FOREVER_S) as lock:
         lock.note_start(2)
         shutil.rmtree(gone.log_path)
         started(record, 2)
         assert lock.last_start_was(2)
         with pytest.raises(UsageError, match="already running on this host"):
-            hold_rank(gone, 1, FOREVER_S).__enter__()
+            hold_rank(gone.log_path, gone.run_id, 1, FOREVER_S).__enter__()
 
 
 def test_what_lies_on_a_mount_that_may_be_away_is_not_looked_for(
@@ -180,7 +182,7 @@ def test_nobody_takes_a_lock_that_is_being_removed(record: RunRecord, gone: RunR
     def hold() -> None:
         try:
             while not ended.is_set():
-                with contextlib.suppress(UsageError), hold_rank(gone, 1, 0.0):
+                with contextlib.suppress(UsageError), hold_rank(gone.log_path, gone.run_id, 1, 0.0):
                     held[0] += 1
                     most[0] = max(most[0], held[0])
                     held[0] -= 1

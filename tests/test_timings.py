@@ -9,7 +9,7 @@ import pytest
 
 from fsbarrier.rundir.journal import Event, number, parse
 from fsbarrier.rundir.phase_time import PhaseTime
-from fsbarrier.view.timings import CUT_SHORT, OPEN, PASSED, iteration_times, phase_totals, read_spans, rows
+from fsbarrier.view.timings import CUT_SHORT, OPEN, PASSED, iteration_times, read_spans, rows, together
 
 BEGIN = datetime(2026, 3, 1, tzinfo=UTC)
 NAMES = {0: "iteration_start", 2: "train_rollout", 13: "iteration_end"}
@@ -114,7 +114,7 @@ def test_rows_of_an_iteration_add_up_to_its_time() -> None:
     assert one.share == pytest.approx(0.03 / 4.53)
     assert sum(one.phases.values()) == pytest.approx(one.seconds)
     assert sum(one.work.values()) + one.coordination_s == pytest.approx(one.seconds)
-    assert phase_totals([one, two])[2, "train_rollout"] == pytest.approx(2 * 0.61)
+    assert together([one, two]).phases[2, "train_rollout"] == pytest.approx(2 * 0.61)
 
 
 def test_hosts_are_compared_by_their_wall_clocks_and_said_to_be() -> None:
@@ -190,7 +190,7 @@ def test_rows_that_one_member_never_reported_still_count_once_another_passed() -
 
 
 def test_nothing_comes_of_nothing() -> None:
-    assert rows([]) == [] and iteration_times([]) == [] and phase_totals([]) == {}
+    assert rows([]) == [] and iteration_times([]) == [] and together([]).phases == {}
 
 
 @pytest.mark.parametrize(

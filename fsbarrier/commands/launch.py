@@ -175,27 +175,16 @@ def _slurm(args: argparse.Namespace) -> int:
     return 0
 
 
-def _kubernetes(args: argparse.Namespace) -> int:
-    from fsbarrier.launchers import kubernetes
+def _in_containers(args: argparse.Namespace) -> int:
+    from fsbarrier.launchers import dstack, kubernetes, skypilot
 
-    return _in_containers(args, kubernetes.job_file)
-
-
-def _skypilot(args: argparse.Namespace) -> int:
-    from fsbarrier.launchers import skypilot
-
-    if args.gpus_per_node not in (None, "0") and not args.accelerator:
+    if args.place == "skypilot" and args.gpus_per_node not in (None, "0") and not args.accelerator:
         raise UsageError("launch skypilot: --gpus-per-node needs --accelerator NAME, such as H100")
-    return _in_containers(args, partial(skypilot.task_file, accelerator=args.accelerator or ""))
-
-
-def _dstack(args: argparse.Namespace) -> int:
-    from fsbarrier.launchers import dstack
-
-    return _in_containers(args, dstack.task_file)
-
-
-def _in_containers(args: argparse.Namespace, file_of: Callable[[Job, Machine], str]) -> int:
+    file_of: dict[str, Callable[[Job, Machine], str]] = {
+        "kubernetes": kubernetes.job_file,
+        "skypilot": partial(skypilot.task_file, accelerator=args.accelerator or ""),
+        "dstack": dstack.task_file,
+    }
     needed = {
         "--image": (args.image, "the container image that has fsbarrier in it"),
         "--volume": (args.volume, "the storage that all nodes share"),
@@ -207,7 +196,7 @@ def _in_containers(args: argparse.Namespace, file_of: Callable[[Job, Machine], s
     machine = Machine(image=args.image, volume=args.volume, mount=args.mount or "/shared")
     job = _job(args, _nodes(args), args.log_path)
     check_below_mount(job, machine, "--log-path")
-    path = _written(args, file_of(job, machine), f"{job.name}.{args.place}.yaml")
+    path = _written(args, file_of[args.place](job, machine), f"{job.name}.{args.place}.yaml")
     if path is not None:
         print(f"written: {path}; its first line says how to start it")
     return 0
@@ -227,7 +216,5 @@ PLACES: dict[str, Callable[[argparse.Namespace], int]] = {
     "local": _local,
     "ssh": _ssh,
     "slurm": _slurm,
-    "kubernetes": _kubernetes,
-    "skypilot": _skypilot,
-    "dstack": _dstack,
+    **dict.fromkeys(CONTAINERS, _in_containers),
 }

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import filelock
 
@@ -19,16 +18,6 @@ from fsbarrier.errors import UsageError
 from fsbarrier.host.mounts import LOCAL, mount_of_resolved
 from fsbarrier.host.private_folder import private_folder
 from fsbarrier.rundir.heartbeats import live_nodes, read_beats
-
-
-class Ranked(Protocol):
-    """What has nodes with ranks: a run, or a pool of nodes."""
-
-    @property
-    def log_path(self) -> Path: ...
-
-    @property
-    def run_id(self) -> str: ...
 
 
 class RankTaken(UsageError):
@@ -61,15 +50,17 @@ class RankLock:
 
 
 @contextmanager
-def hold_rank(record: Ranked, rank: int, watch_s: float) -> Iterator[RankLock]:
+def hold_rank(root: Path, run_id: str, rank: int, watch_s: float) -> Iterator[RankLock]:
     """While this lasts, this process is the only daemon of `rank` in reach of a lock. Raises RankTaken, OSError.
+
+    `root`: of a run, or of a pool of nodes, which has ranks too.
 
     The lock lies in this user's private folder of this machine. Another host has another one, and so has a second container on this
     host, whatever its host name. So the lock proves only that the start which held it last has ended. If the rank's last heartbeat is
     not that start's, this watches it for `watch_s`, in which a living node's heartbeat would be seen to change. If two start at the
     same instant, the one with the lower incarnation ends later, with exit code 6.
     """
-    root, real = record.log_path, record.log_path.resolve()
+    real = root.resolve()
     name = hashlib.sha256(f"{real}:{rank}".encode()).hexdigest()[:16]
     private = private_folder().path
     lock_file = private / f"{name}.lock"
@@ -85,7 +76,7 @@ def hold_rank(record: Ranked, rank: int, watch_s: float) -> Iterator[RankLock]:
         ) from None
     try:
         _remove_locks_of_gone_runs(private)
-        held = RankLock(lock_file.with_suffix(".holder"), record.run_id, real)
+        held = RankLock(lock_file.with_suffix(".holder"), run_id, real)
         proven = beat is None or held.last_start_was(beat.incarnation)
         if not proven and (alive := live_nodes(root, watch_s, rank)):
             raise RankTaken(

@@ -66,7 +66,9 @@ def _run_as(
 ) -> int:
     with ExitStack() as stack:
         with starting(record):
-            lock = stack.enter_context(hold_rank(record, rank, settings.coordination.suspect_s))
+            lock = stack.enter_context(
+                hold_rank(record.log_path, record.run_id, rank, settings.coordination.suspect_s)
+            )
             private = private_folder()
             if private.passed_over:
                 print(f"fsbarrier: warning: {private.passed_over}; using {private.path}", flush=True)

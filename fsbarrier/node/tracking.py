@@ -12,7 +12,8 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from fsbarrier import files
@@ -43,7 +44,8 @@ class Tracking:
             work_dir / f"trackers.{name}" for name in ("spec", "wanted", "problems")
         )
         self._read = 0
-        self._orders: queue.SimpleQueue[tuple[str, Settings | int | None]] = queue.SimpleQueue()
+        # What the thread does next; None: end.
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._child: Child | None = None
         self._running: TrackerSettings | None = None
@@ -60,10 +62,13 @@ class Tracking:
             return
         if event == "generation_started":
             settings = present(self._record.settings, generation.revisions)
-            leads = generation.leader == node.rank
-            self._order("run", settings if leads and settings.tracker.names else None)
+            wanted = settings if generation.leader == node.rank and settings.tracker.names else None
+            if wanted is not None and self._thread is None:
+                self._thread = threading.Thread(target=self._follow, name="trackers", daemon=True)
+                self._thread.start()
+            self._order(partial(self._run, wanted))
         elif event == "iteration_finished" and node.position is not None:
-            self._order("iteration", node.position.iteration)
+            self._order(partial(self._bring, node.position.iteration))
 
     def troubles(self) -> Iterator[Payload]:
         """What has gone wrong since the last call, for the journal."""
@@ -72,34 +77,26 @@ class Tracking:
 
     def close(self) -> None:
         """Let the last iterations be told, for a while, and end the program."""
+        self._order(None)
         if self._thread is not None:
-            self._order("end", None)
             self._thread.join(self._last_s + LAST_S)
 
-    def _order(self, what: str, about: Settings | int | None) -> None:
-        if self._thread is None:
-            if what != "run" or about is None:
-                return
-            self._thread = threading.Thread(target=self._follow, name="trackers", daemon=True)
-            self._thread.start()
-        self._orders.put((what, about))
+    def _order(self, order: Callable[[], None] | None) -> None:
+        if self._thread is not None:
+            self._orders.put(order)
 
     # --- in the thread ---
 
     def _follow(self) -> None:
         while True:
-            what, about = self._orders.get()
+            order = self._orders.get()
             # Whatever fails, the run goes on.
             try:
-                if what == "run":
-                    self._run(about if isinstance(about, Settings) else None)
-                elif what == "iteration" and isinstance(about, int):
-                    self._bring(about)
-                else:
-                    self._stop()
-                    return
+                (order or self._stop)()
             except (ProgramFailed, StoreError, OSError) as error:
                 self._troubles.put({"tracker": "", "why": str(error)})
+            if order is None:
+                return
 
     def _run(self, settings: Settings | None) -> None:
         """Have the program run with these settings; None: not here."""

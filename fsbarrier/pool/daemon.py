@@ -68,7 +68,7 @@ def _membership(pool: PoolDirectory, dead_s: float) -> Iterator[tuple[StartName,
             join = Join(start.rank, start.incarnation, host_name(), os.getpid(), boot_id())
             with ExitStack() as stack:
                 try:
-                    lock = stack.enter_context(hold_rank(pool, start.rank, dead_s / 2))
+                    lock = stack.enter_context(hold_rank(pool.root, "pool", start.rank, dead_s / 2))
                 except RankTaken:
                     continue
                 if store.create(pool.paths.join(start.rank, start.incarnation), join):

@@ -43,15 +43,9 @@ class PoolDirectory:
     """Reads and writes the records; each is read once. Everything may raise OSError; what cannot be read raises StoreError."""
 
     root: Path
-    # What a lock on a node's number is known by (node/rank_lock.py).
-    run_id: str = "pool"
     _jobs: dict[int, Job] = field(default_factory=dict)
     _decisions: dict[int, Decision] = field(default_factory=dict)
     _ended: dict[Placement, int] = field(default_factory=dict)
-
-    @property
-    def log_path(self) -> Path:
-        return self.root
 
     @property
     def paths(self) -> RunPaths:

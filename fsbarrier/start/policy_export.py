@@ -14,7 +14,6 @@ from fsbarrier.engine import model as model_folder
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed
-from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord
 
 # A file of weights whose name says how many there are.
@@ -38,7 +37,8 @@ def find(record: RunRecord, wanted: int | None) -> Exported:
 
     Raises UsageError where the run has no such version, ProgramFailed for one that is not whole.
     """
-    served = served_folder(record.log_path)
+    made = checkpoints.served_policy(record.log_path)
+    served = record.paths.checkpoint(made.number, made.generation) if made else None
     there = checkpoints.versions(record.log_path)
     folders = [folder for version, folder in there if version == wanted] if wanted is not None else [served]
     complete = [
@@ -78,22 +78,6 @@ def first_model(record: RunRecord) -> Exported | None:
     model = Path(record.model)
     root = record.log_path if model.is_relative_to(record.log_path) else None
     return Exported(0, model, root=root)
-
-
-def served_folder(log_path: Path) -> Path | None:
-    """The policy version that the run points at; the newest complete one where it holds a copy instead of a link."""
-    served = RunPaths(log_path).served_model
-    if served.is_symlink():
-        target = Path(os.path.normpath(served.parent / os.readlink(served)))
-        return (
-            target.parent
-            if target.name == "model" and target.parent.parent == RunPaths(log_path).checkpoints
-            else None
-        )
-    complete = [
-        folder for _, folder in checkpoints.versions(log_path) if (folder / checkpoints.MANIFEST).is_file()
-    ]
-    return complete[-1] if complete else None
 
 
 def export(chosen: Exported, target: Path, dtype: str | None) -> None:

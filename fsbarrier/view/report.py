@@ -23,7 +23,7 @@ from fsbarrier.view.report_style import STYLE
 from fsbarrier.view.report_timelines import timelines
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
-from fsbarrier.view.timings import IterationTime, phase_totals, rows, total_time
+from fsbarrier.view.timings import IterationTime, rows, together
 from fsbarrier.view.wastes import parts_by_iteration, parts_by_phase, wastes
 
 #: How much is shown at most, of the newest: iterations as bars, events.
@@ -115,7 +115,7 @@ def _tiles(status: RunStatus, finished: Sequence[IterationTime], reader: RunRead
             first = f"{amount(values[0])} → " if len(values) > 1 else ""
             tiles.append((name, f"{first}{amount(values[-1])}", f"best {amount(max(values))}"))
     if finished:
-        total, count = total_time(finished), len(finished)
+        total, count = together(finished), len(finished)
         tiles.append(("an iteration", duration(total.seconds / count), f"mean of {count}"))
         clocks = "by one clock" if total.exact else "by the hosts' wall clocks"
         note = f"{duration(total.coordination_s / count)} an iteration, {clocks}"
@@ -186,10 +186,10 @@ def _times(finished: Sequence[IterationTime]) -> str:
         parts = [Part(f"p{index}", name, seconds) for (index, name), seconds in one.work.items()]
         parts.append(Part("coordination", "coordination", one.coordination_s))
         bars.append((str(one.iteration), parts))
-    total = total_time(shown)
+    total = together(shown)
     entries = [
         (f"p{index}", f"{name} {duration(seconds / len(shown))}")
-        for (index, name), seconds in phase_totals(shown, work_only=True).items()
+        for (index, name), seconds in total.work.items()
         if seconds >= LEAST_SHARE * total.seconds
     ]
     entries.append(("coordination", f"coordination {duration(total.coordination_s / len(shown))}"))
@@ -242,7 +242,7 @@ def _coordination(finished: Sequence[IterationTime]) -> str:
         ),
     )
     about = ""
-    if not total_time(finished).exact:
+    if not together(finished).exact:
         about = " The nodes run on several hosts, so this is as exact as their wall clocks agree."
     return (
         "<p>From the moment when the last node is done with its work to the moment when the last node has begun "

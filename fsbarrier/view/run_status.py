@@ -15,7 +15,7 @@ from fsbarrier.view.history import Rewards
 from fsbarrier.view.node_status import ALIVE, WATCHED_BEATS, NodeStatus, PhaseAt, beat_s, node_status
 from fsbarrier.view.problems import problems
 from fsbarrier.view.run_reader import RunReader
-from fsbarrier.view.timings import IterationTime, phase_totals
+from fsbarrier.view.timings import IterationTime, together
 
 #: While heartbeats are watched, the seconds between two looks.
 LOOK_S = 0.05
@@ -68,7 +68,7 @@ class RunStatus:
         """What `fsbarrier status --json` prints."""
         body = asdict(self)
         del body["times"]
-        totals = phase_totals(self.finished_times[-1:])
+        totals = together(self.finished_times[-1:]).phases
         body["phases_s"] = {name: round(seconds, 6) for (_, name), seconds in totals.items()}
         body["coordination"] = [
             {

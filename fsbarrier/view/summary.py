@@ -25,7 +25,7 @@ from fsbarrier.view.terminal_lines import (
     problem_lines,
     wrapped,
 )
-from fsbarrier.view.timings import IterationTime, phase_totals, total_time
+from fsbarrier.view.timings import IterationTime, together
 
 #: How many of the newest iterations and events are listed.
 NEWEST = 12
@@ -83,7 +83,7 @@ def _sections(status: RunStatus, reader: RunReader, width: int) -> Iterator[Rend
 def _headline(status: RunStatus, finished: Sequence[IterationTime]) -> Text:
     # Of a long run only the newest part of the journals is read.
     newest = "the newest " if finished and finished[0].iteration > 1 else ""
-    took = f" in {duration(total_time(finished).seconds)}" if finished else ""
+    took = f" in {duration(together(finished).seconds)}" if finished else ""
     nodes = counted(status.num_nodes, "node")
     code = f"  exit code {status.exit_code}" if status.exit_code else ""
     return line(
@@ -133,7 +133,7 @@ def _unjudged(reader: RunReader, width: int) -> list[Text]:
 
 def _phases(finished: Sequence[IterationTime], width: int) -> Table:
     """Seconds a phase took in the mean of the iterations, with bars."""
-    totals = phase_totals(finished)
+    totals = together(finished).phases
     whole = sum(totals.values()) or 1.0
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     table.add_column(justify="right", style="dim", width=2)
@@ -157,7 +157,7 @@ def _phases(finished: Sequence[IterationTime], width: int) -> Table:
 
 
 def _coordination(finished: Sequence[IterationTime], width: int) -> list[Text]:
-    total = total_time(finished)
+    total = together(finished)
     mean = duration(total.coordination_s / len(finished))
     about = "" if total.exact else " (by the hosts' wall clocks)"
     cut = f"; {duration(total.cut_short_s)} in phases that were cut short" if total.cut_short_s else ""

@@ -267,36 +267,22 @@ def iteration_times(run_rows: Iterable[Row], last_phase: int | None = None) -> l
     return found
 
 
-def phase_totals(
-    iterations: Iterable[IterationTime], *, work_only: bool = False
-) -> dict[tuple[int, str], float]:
-    """(index, name) -> seconds in that phase, over all the iterations; `work_only`: without coordination."""
-    totals: dict[tuple[int, str], float] = defaultdict(float)
+def together(iterations: Sequence[IterationTime]) -> IterationTime:
+    """Several iterations as one, each of their times added up; `iteration` and `began_at` are those of the first."""
+    phases: dict[tuple[int, str], float] = defaultdict(float)
+    work: dict[tuple[int, str], float] = defaultdict(float)
     for one in iterations:
-        for phase, seconds in (one.work if work_only else one.phases).items():
-            totals[phase] += seconds
-    return dict(sorted(totals.items()))
-
-
-@dataclass(frozen=True, slots=True)
-class TotalTime:
-    """Several iterations together. Seconds; `exact`: all times are of one clock."""
-
-    seconds: float
-    coordination_s: float
-    cut_short_s: float
-    exact: bool
-
-    @property
-    def share(self) -> float:
-        """Coordination's share, 0 to 1."""
-        return self.coordination_s / self.seconds if self.seconds > 0 else 0.0
-
-
-def total_time(iterations: Sequence[IterationTime]) -> TotalTime:
-    return TotalTime(
+        for phase, seconds in one.phases.items():
+            phases[phase] += seconds
+            work[phase] += one.work[phase]
+    return IterationTime(
+        iteration=min((one.iteration for one in iterations), default=0),
+        began_at=min((one.began_at for one in iterations), default=0.0),
         seconds=sum(one.seconds for one in iterations),
         coordination_s=sum(one.coordination_s for one in iterations),
         cut_short_s=sum(one.cut_short_s for one in iterations),
+        phases=dict(sorted(phases.items())),
+        work=dict(sorted(work.items())),
+        complete=all(one.complete for one in iterations),
         exact=all(one.exact for one in iterations),
     )
