@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
-from fsbarrier import run_command
+from fsbarrier import files, run_command
 from fsbarrier.data import rankfiles
 from fsbarrier.data.merge import AggregateReport, OnProgress, Progress, merge
 from fsbarrier.data.mergeplan import MergeRequest, Part, missing_text
@@ -29,6 +29,7 @@ from fsbarrier.printable import printable
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.evaluation import figures
 from fsbarrier.run_command import Command
+from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
@@ -91,6 +92,8 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--iteration {args.iteration}: not a number of an iteration")
     if not log_path.is_dir():
         raise UsageError(f"--log-path {log_path}: no such directory")
+    if runrecord.exists(log_path):
+        files.set_shared_group(runrecord.load(log_path).settings.shared_group)
     chosen = [args.split] if args.split else list(SPLITS)
     found = {split: rankfiles.find(log_path, split, args.iteration) for split in chosen}
     found = {split: items for split, items in found.items() if items}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -17,9 +18,10 @@ from typing import Any
 import pytest
 from cluster import REPO, leftovers
 
+from fsbarrier import files
 from fsbarrier.cli import main
 from fsbarrier.errors import StoreError
-from fsbarrier.pool.directory import PoolDirectory
+from fsbarrier.pool.directory import JOB, PoolDirectory, existing
 from fsbarrier.pool.facts import Decision, Facts, Job, Placement, next_decision
 from fsbarrier.rundir.names import START, StartName
 from fsbarrier.rundir.paths import RunPaths
@@ -148,6 +150,17 @@ def pool(tmp_path: Path) -> PoolDirectory:
     made = PoolDirectory(tmp_path / "pool")
     made.make(shared_group=False)
     return made
+
+
+def test_what_is_submitted_is_open_to_whom_the_pool_is(tmp_path: Path) -> None:
+    for shared, mode in ((True, 0o660), (False, 0o600)):
+        root = tmp_path / str(shared)
+        PoolDirectory(root).make(shared_group=shared)
+        # Another process, which knows only the directory.
+        files.set_shared_group(False)
+        number = existing(root).submit(job())
+        files.set_shared_group(False)
+        assert stat.S_IMODE((root / "jobs" / JOB.build(number)).stat().st_mode) == mode
 
 
 def test_of_two_that_decide_one_does(pool: PoolDirectory) -> None:

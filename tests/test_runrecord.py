@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from hypothesis import given as hypothesis_given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from fsbarrier import cli, files
 from fsbarrier.errors import TooFewNodes, UsageError
 from fsbarrier.files import sha256_file
 from fsbarrier.rundir import runrecord
@@ -295,3 +297,27 @@ def test_a_run_has_a_name_that_folders_may_have(tmp_path: Path, run_id: str) -> 
     runrecord.publish(replace(make(tmp_path), run_id=run_id))
     with pytest.raises(UsageError, match="its run_id is no name"):
         runrecord.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "written"),
+    [
+        (["stop"], "coordination/stops/000001.json"),
+        (["debug"], "coordination/stops/debug-000001.json"),
+        (["report", "--no-samples"], "report.html"),
+        (["recover", "--iteration", "1"], "quarantine"),
+    ],
+)
+def test_what_a_command_writes_into_a_shared_run_is_open_to_the_group(
+    tmp_path: Path, words: list[str], written: str
+) -> None:
+    """Its nodes may be another member's."""
+    files.set_shared_group(True)
+    paths = runrecord.publish(make(tmp_path / "run", "shared_group=true")).paths
+    files.make_dirs(paths.trajectories("train"))
+    paths.rank_checkpoint("train", 1, 0).write_bytes(b"of nobody")
+    # The command is a process of its own.
+    files.set_shared_group(False)
+    assert cli.main([words[0], "--log-path", str(tmp_path / "run"), *words[1:]]) == 0
+    files.set_shared_group(False)
+    assert stat.S_IMODE((tmp_path / "run" / written).stat().st_mode) in (0o660, 0o770)

@@ -9,8 +9,6 @@ from fsbarrier.commands import flags
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.printable import printable
 from fsbarrier.rundir import debug_requests
-from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.runrecord import load
 from fsbarrier.start import preflight
 
 SUMMARY = "Collect the stacks of all nodes' processes, their memory, open files, accelerators and logs in one archive. No run is changed."
@@ -25,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    log_path = flags.find_log_path(args)
-    record, paths = load(log_path), RunPaths(log_path)
+    record = flags.find_run(args)
+    paths = record.paths
     try:
         key = debug_requests.request(paths)
         out = preflight.absolute(args.out) if args.out else paths.debug_archive(key)

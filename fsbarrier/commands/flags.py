@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from fsbarrier import files
+from fsbarrier.rundir.runrecord import RunRecord, load
 from fsbarrier.settings.sources import FLAGS, ChosenValue, with_range_of_nodes
 from fsbarrier.start import preflight
 
@@ -103,6 +105,13 @@ def add_log_path(parser: argparse.ArgumentParser) -> None:
 def find_log_path(args: argparse.Namespace) -> Path:
     """The run directory that a command is about; it need not exist."""
     return preflight.absolute(args.log_path) if args.log_path else preflight.default_log_path(os.environ)
+
+
+def find_run(args: argparse.Namespace) -> RunRecord:
+    """The run that a command is about. What the command writes there is open to whom the run is. Raises UsageError, StoreError."""
+    record = load(find_log_path(args))
+    files.set_shared_group(record.settings.shared_group)
+    return record
 
 
 def whole_number(text: str) -> int:

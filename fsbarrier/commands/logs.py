@@ -15,7 +15,6 @@ from fsbarrier.errors import UsageError
 from fsbarrier.rundir.log_tail import fit_for_terminal
 from fsbarrier.rundir.names import ATTEMPT_FOLDER, NODE_FOLDER
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.runrecord import load
 
 SUMMARY = "Show the last lines of the nodes' logs (each node's newest start), or follow them."
 EXAMPLE = """fsbarrier logs --node 2 --file vllm -n 100
@@ -59,8 +58,7 @@ class Log:
 
 
 def main(args: argparse.Namespace) -> int:
-    log_path = flags.find_log_path(args)
-    load(log_path)
+    log_path = flags.find_run(args).log_path
     if args.first_error:
         return _first_error(log_path)
     logs = find(log_path, node=args.node, attempt=args.attempt, name=args.file)

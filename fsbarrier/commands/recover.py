@@ -16,7 +16,7 @@ from fsbarrier.maintenance import recovery
 from fsbarrier.maintenance.superseding import needed, record_generation
 from fsbarrier.printable import printable
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.rundir import heartbeats, runrecord
+from fsbarrier.rundir import heartbeats
 from fsbarrier.rundir.names import SPLITS
 
 SUMMARY = "after a disaster: show what each rank left, keep what is valid, merge on request"
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    log_path = flags.find_log_path(args)
-    record = runrecord.load(log_path)
+    record = flags.find_run(args)
+    log_path = record.log_path
     if args.iteration < 1:
         raise UsageError(f"--iteration {args.iteration}: iterations count from 1")
     if args.allow_partial and not args.aggregate:

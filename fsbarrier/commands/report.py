@@ -49,6 +49,7 @@ def main(args: argparse.Namespace) -> int:
 
     log_path = flags.find_log_path(args)
     reader, status = look_once(log_path)
+    files.set_shared_group(reader.record.settings.shared_group)
     texts = {}
     if args.csv:
         texts["--csv"] = (args.csv, report_data.csv_table(reader, status))

@@ -8,7 +8,6 @@ from fsbarrier.commands import flags
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.printable import printable
 from fsbarrier.rundir.heartbeats import live_nodes
-from fsbarrier.rundir.runrecord import load
 from fsbarrier.rundir.stop_requests import request_stop
 from fsbarrier.view.amounts import ranks
 
@@ -24,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    log_path = flags.find_log_path(args)
-    record = load(log_path)
+    record = flags.find_run(args)
+    log_path = record.log_path
     try:
         request_stop(log_path, now=args.now)
     except PermissionError:

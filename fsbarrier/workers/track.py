@@ -143,6 +143,7 @@ class Tracking:
 
     def __init__(self, spec: dict[str, Any], say: Any) -> None:
         self._reader = RunReader(Path(spec["log_path"]), newest_bytes=REPORT_BYTES)
+        files.set_shared_group(self._reader.record.settings.shared_group)
         self._folder = RunPaths(Path(spec["log_path"])).trackers
         self._like, self._say = str(spec["names_like"]), say
         files.make_dirs(self._folder)
