@@ -419,7 +419,7 @@ class Context:
 
     def worker(self, name: str, log: str, **fields: object) -> Command:
         """A command that runs `fsbarrier.workers.<name>` with a spec of the identity and `fields`."""
-        argv = (self.python, "-m", f"fsbarrier.workers.{name}", "--spec", "{spec}")
+        argv = (self.python, "-P", "-m", f"fsbarrier.workers.{name}", "--spec", "{spec}")
         return Command(argv, log, spec={**self.identity(), **fields})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -37,7 +38,7 @@ _shown: set[str] = set()
 
 
 def load_named(setting: str, value: str) -> object:
-    """What `value` ("path/file.py:name") names; files beside it can be imported by it. `setting` is for messages.
+    """What `value` ("path/file.py:name") names; it can import files beside it and below the current directory. `setting` is for messages.
 
     Raises UsageError where the file is missing, fails while it is loaded, or does not define the name.
     """
@@ -45,9 +46,8 @@ def load_named(setting: str, value: str) -> object:
     file, said = Path(path), f"{setting}={value}"
     if not path or not file.is_file():
         raise UsageError(f"{said}: there is no file {path or value}")
-    folder = str(file.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
+    # Behind the libraries: a random.py of the user's must not pass for theirs.
+    sys.path += [folder for folder in (str(file.resolve().parent), os.getcwd()) if folder not in sys.path]
     try:
         module = load_file(file, f"fsbarrier_user_{setting.replace('.', '_')}")
     # Whatever the user's code raises.

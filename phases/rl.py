@@ -238,7 +238,7 @@ def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in:
         **event,
     }
     command = Command(
-        (ctx.python, "-m", "fsbarrier.aggregate", "--spec", "{spec}"),
+        (ctx.python, "-P", "-m", "fsbarrier.aggregate", "--spec", "{spec}"),
         "aggregate.log",
         spec={
             **ctx.identity(),
@@ -463,7 +463,7 @@ def update(ctx: Context) -> Work:
         )
     processes = trainer.processes_per_node or max(1, ctx.accelerators)
     argv = (
-        *(ctx.python, "-m", "fsbarrier.workers.torchrun"),
+        *(ctx.python, "-P", "-m", "fsbarrier.workers.torchrun"),
         *("--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(processes)),
         *("--master-addr", address, "--master-port", str(port)),
         *("--max-restarts", "0", "--rdzv-conf", f"timeout={trainer.timeout_s:.0f}"),

@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def start(module: str, template: Template | None, folder: Path) -> Child:
-    argv = [sys.executable, "-m", module, "--help"]
+    argv = [sys.executable, "-P", "-m", module, "--help"]
     env = with_this_package(os.environ)
     return Child.start(argv, env=env, log_file=folder / "log", name=module, template=template)
 

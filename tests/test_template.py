@@ -73,7 +73,7 @@ def start(template: Template, tmp_path: Path) -> Iterator[Start]:
     children: list[Child] = []
 
     def start(module: str, *args: str, **env: str) -> Child:
-        argv = [sys.executable, "-m", module, *args]
+        argv = [sys.executable, "-P", "-m", module, *args]
         environ = with_this_package(os.environ) | env
         del environ["PYTEST_CURRENT_TEST"]
         child = Child.start(argv, env=environ, log_file=tmp_path / "log", name=module, template=template)
@@ -161,7 +161,7 @@ def test_modules_that_start_a_thread_are_not_forked(tmp_path: Path, start: Start
     assert template._child is not None and template._child.wait(DEADLINE_S) == 1
     assert "2 threads after the imports: programs are started anew" in (tmp_path / "threads.log").read_text()
     child = Child.start(
-        [sys.executable, "-m", "threads"],
+        [sys.executable, "-P", "-m", "threads"],
         env=with_this_package(os.environ),
         log_file=tmp_path / "log",
         name="threads",
@@ -230,7 +230,7 @@ folder = Path(sys.argv[2])
 template = Template(("tree",), work_dir=folder, log_file=folder / "template.log")
 template.load()
 select.select([template._listener], [], [])
-argv = [sys.executable, "-m", "tree", *sys.argv[3:]]
+argv = [sys.executable, "-P", "-m", "tree", *sys.argv[3:]]
 child = Child.start(argv, env=with_this_package(os.environ), log_file=folder / "log", name="tree", template=template)
 assert isinstance(child._guard, ForkedGuard)
 sys.stdin.readline()

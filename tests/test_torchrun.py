@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fsbarrier.host.rendezvous import listen, listen_on, port_of
+from fsbarrier.supervision.supervisor import own_program
 
 HERE = Path(__file__).resolve().parent
 
@@ -23,24 +23,19 @@ def test_a_socket_on_one_address_is_not_reached_on_another() -> None:
 
 
 @pytest.mark.torch
-def test_the_store_listens_on_the_chosen_address_alone() -> None:
+def test_the_store_listens_on_the_chosen_address_alone(tmp_path: Path) -> None:
+    """And no process of it takes a file in the current directory for a library."""
+    (tmp_path / "random.py").write_text("raise RuntimeError('this is not the library')")
     with listen(loopback=True) as held:
         port = port_of(held)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(HERE.parent)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env["PYTHONPATH"] = f"{HERE.parent}:{HERE}"
     nodes = []
     for rank in range(2):
-        command = [
-            sys.executable,
-            "-m",
-            "fsbarrier.workers.torchrun",
-            "--nnodes",
-            "2",
-            "--node-rank",
-            str(rank),
-        ]
+        command = own_program("fsbarrier.workers.torchrun", "--nnodes", "2", "--node-rank", str(rank))
         command += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        command += ["--max-restarts", "0", str(HERE / "listening_child.py")]
-        nodes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env))
+        command += ["--max-restarts", "0", "-m", "listening_child"]
+        nodes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=tmp_path))
     said = [node.communicate(timeout=240)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0]
     (line,) = [line for text in said for line in text.splitlines() if line.startswith("{")]

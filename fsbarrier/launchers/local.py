@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -68,7 +67,7 @@ def run_all(
 
 def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child]) -> Path:
     """Start the daemons, each into `children` at once, so that whatever happens they can be stopped. Gives their logs' folder."""
-    from fsbarrier.supervision.supervisor import Child
+    from fsbarrier.supervision.supervisor import Child, own_program, with_this_package
 
     record, settings = start.record, start.settings
     logs = record.paths.logs / f"launch_{datetime.now(UTC):%Y%m%dT%H%M%S}Z_{os.getpid()}"
@@ -83,12 +82,13 @@ def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child])
         f"{key}={'none' if value is None else json.dumps(value)}" for key, value in start.stated.items()
     ]
     more = [f"num_nodes={settings.num_nodes}"] if "num_nodes" in start.stated else []
-    python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
     for rank in range(settings.num_nodes):
         which = ["--master", *changes] if rank == 0 else ["--worker", str(rank), *more]
         words = [*which, "--log-path", str(record.log_path), *choices]
-        command, log = [*python, "-m", "fsbarrier", "run", *words], logs / f"node_{rank}.log"
-        children[rank] = Child.start(command, env=environ, log_file=log, name=f"node {rank}")
+        command, log = own_program("fsbarrier", "run", *words), logs / f"node_{rank}.log"
+        children[rank] = Child.start(
+            command, env=with_this_package(environ), log_file=log, name=f"node {rank}"
+        )
     return logs
 
 

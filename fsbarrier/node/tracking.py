@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -24,7 +23,7 @@ from fsbarrier.rundir.revisions import present
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.sections import Settings, TrackerSettings
 from fsbarrier.supervision.secret_variables import without_variables
-from fsbarrier.supervision.supervisor import Child, with_this_package
+from fsbarrier.supervision.supervisor import Child, own_program, with_this_package
 
 #: variables about training processes, set by a launcher: the trackers' program is none of these processes
 NOT_FOR_IT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -116,7 +115,7 @@ class Tracking:
         named = (settings.judge.api_key_env, settings.engine.api_key_env, *NOT_FOR_IT)
         env = without_variables(os.environ, named) | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
         self._child = Child.start(
-            [sys.executable, "-P", "-m", "fsbarrier.workers.track", *map(str, words)],
+            own_program("fsbarrier.workers.track", *map(str, words)),
             env=with_this_package(env),
             log_file=self._log_file,
             name="trackers",

@@ -7,7 +7,6 @@ Every daemon may decide; so that they do not race, only the lowest living number
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from fsbarrier.rundir.names import GENERATION, START, StartName
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.start import ranks
-from fsbarrier.supervision.supervisor import Child, StartFailed
+from fsbarrier.supervision.supervisor import Child, StartFailed, own_program, with_this_package
 
 Say = Callable[[str], None]
 # Between two looks at the pool, at most.
@@ -161,7 +160,6 @@ class _Node:
 
     def _start(self, one: Placement, job: Job) -> None:
         self.say(f"job {one.job} ({job.name}): this is its node {one.rank}")
-        python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
         if one.rank == 0:
             words = ["--master", "--num-nodes", str(job.nodes), "--log-path", job.log_path, *job.words]
         else:
@@ -170,8 +168,8 @@ class _Node:
         self._serves = one
         try:
             self._child = Child.start(
-                [*python, "-m", "fsbarrier", "run", *words],
-                env=environ,
+                own_program("fsbarrier", "run", *words),
+                env=with_this_package(environ),
                 cwd=job.folder,
                 log_file=self.pool.log(one.job, one.rank),
                 name=f"job {one.job}, node {one.rank}, on {host_name()}",

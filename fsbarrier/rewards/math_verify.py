@@ -61,7 +61,7 @@ class MathReward:
 
     async def _start(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "fsbarrier.rewards.math_verify_process"),
+            *(sys.executable, "-P", "-m", "fsbarrier.rewards.math_verify_process"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=1 << 20,

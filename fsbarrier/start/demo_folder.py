@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from fsbarrier import files
 from fsbarrier.data import demo_tasks
 from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.supervision.supervisor import own_program, with_this_package
 
 
 def make(target: Path, cache: Path, say: Callable[[str], None]) -> None:
@@ -39,8 +39,8 @@ def _make(folder: Path) -> None:
     except OSError as error:
         raise UsageError(f"{folder.parent}: cannot be made: {error.strerror or error}") from None
     # Run it in the foreground, so that the user sees its progress bar and Ctrl-C reaches it.
-    python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
-    code = subprocess.run([*python, "-m", "fsbarrier.workers.demo_model", "--out", str(folder)]).returncode
+    command = own_program("fsbarrier.workers.demo_model", "--out", str(folder))
+    code = subprocess.run(command, env=with_this_package(os.environ)).returncode
     if code < 0:
         raise (
             KeyboardInterrupt

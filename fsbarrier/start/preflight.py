@@ -24,6 +24,7 @@ from fsbarrier.errors import UsageError
 from fsbarrier.host.mounts import mount_of
 from fsbarrier.settings.sources import ChosenValue, nearest
 from fsbarrier.settings.value_types import reward_kinds
+from fsbarrier.supervision.supervisor import own_program, with_this_package
 
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
@@ -221,10 +222,15 @@ def try_user_code(settings: Settings) -> None:
     named += [f"agent={agent}"] if agent else []
     if not named:
         return
-    command = [sys.executable, "-m", "fsbarrier.rollouts.try_user_code", *named]
+    command = own_program("fsbarrier.rollouts.try_user_code", *named)
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TRY_CODE_S
+            command,
+            env=with_this_package(os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TRY_CODE_S,
         )
     except subprocess.TimeoutExpired:
         raise UsageError(

@@ -269,6 +269,12 @@ class Child:
         self._socket.close()
 
 
+def own_program(*words: str) -> list[str]:
+    """A command that runs a module of this package: its name, then what it is told. -P: a file of the user's in the current directory,
+    random.py say, must not pass for a library's."""
+    return [sys.executable, "-P", "-m", *words]
+
+
 def with_this_package(environ: Mapping[str, str]) -> dict[str, str]:
     """An environment for a Python program that is to import this very fsbarrier, wherever it runs; its output is not held back, and it
     tells its stacks when it is asked."""

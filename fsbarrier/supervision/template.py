@@ -34,7 +34,7 @@ from fsbarrier import stack_signal
 from fsbarrier.errors import FsbarrierError
 from fsbarrier.supervision import private_socket
 from fsbarrier.supervision.guard import BecomeProgram, guard_program
-from fsbarrier.supervision.supervisor import START_S, Child, with_this_package
+from fsbarrier.supervision.supervisor import START_S, Child, own_program, with_this_package
 
 # After so many templates in a row that ended before they forked anything, no other one is tried.
 STARTS = 3
@@ -91,7 +91,7 @@ class Template:
         self, argv: Sequence[str], env: Mapping[str, str], lifeline: socket.socket, log_fd: int
     ) -> ForkedGuard | None:
         """The outer guard of a program that is about to come over `lifeline`; None where it has to be started anew."""
-        known = argv[0] == sys.executable and argv[1] == "-m" and argv[2] in self._modules
+        known = [*argv[:3]] == own_program() and argv[3] in self._modules
         # Libraries read some variables while they are imported, and the template has imported them with its own.
         if not known or env != self._environ:
             return None
@@ -116,7 +116,7 @@ class Template:
         if self._child is not None or self._starts >= STARTS or not self._modules:
             return
         self._starts += 1
-        command = [sys.executable, "-m", __name__, str(self._path), *self._modules]
+        command = own_program(__name__, str(self._path), *self._modules)
         try:
             self._path.unlink(missing_ok=True)
             self._listener = private_socket.listen(self._path)
@@ -222,7 +222,7 @@ def be_guard(template: int, lifeline: int, log: int) -> NoReturn:
 
 
 def run(argv: Sequence[bytes], env: Mapping[bytes, bytes]) -> NoReturn:
-    """What Python does with `python -m MODULE ...`, once it has started: this process is the program now."""
+    """What Python does with `python -P -m MODULE ...`, once it has started: this process is the program now."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
             # That by which the folder was listed is closed already.
@@ -238,9 +238,10 @@ def run(argv: Sequence[bytes], env: Mapping[bytes, bytes]) -> NoReturn:
     if numpy := sys.modules.get("numpy"):
         # All programs would draw the same numbers. Python's own generator is seeded anew by each fork.
         numpy.random.seed()
-    sys.argv = ["-m", *map(os.fsdecode, argv[3:])]
+    _, _, _, module, *words = map(os.fsdecode, argv)
+    sys.argv = ["-m", *words]
     try:
-        runpy.run_module(os.fsdecode(argv[2]), run_name="__main__", alter_sys=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as ended:
         code = exit_code(ended)

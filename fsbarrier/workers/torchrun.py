@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import sys
 
@@ -49,6 +50,8 @@ class OneAddress(static_tcp_rendezvous.StaticTCPRendezvous):
 
 
 if __name__ == "__main__":
+    # For the processes that it starts, as `-P` for this one: a random.py in the current directory must not pass for Python's.
+    os.environ["PYTHONSAFEPATH"] = "1"
     # torchrun makes its rendezvous by this name.
     static_tcp_rendezvous.StaticTCPRendezvous = OneAddress
     sys.exit(main())
