@@ -24,7 +24,6 @@ ROOMS = ("protocol", "node", "group")
 EDGES = (
     "node/admission.py",
     "node/code_digests.py",
-    "node/console.py",
     "node/debug_report.py",
     "node/context_maker.py",
     "node/daemon.py",

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from fsbarrier.doctor import delays, examine
-from fsbarrier.doctor.interruption import Interruption
-from fsbarrier.doctor.meeting import FOLDER, Meeting
+from fsbarrier.doctor.meeting import FOLDER, Interruption, Meeting
 from fsbarrier.doctor.messages import pack
 from fsbarrier.doctor.roll_call import Visitor
 from fsbarrier.errors import StoreError, TooFewNodes

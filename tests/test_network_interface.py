@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsbarrier.host.addresses import ipv6_addresses, own_address
-from fsbarrier.host.network_interface import VARIABLES, interface_of, name_interface
+from fsbarrier.host.addresses import VARIABLES, interface_of, ipv6_addresses, name_interface, own_address
 
 
 def test_loopback_is_found_by_its_addresses() -> None:

@@ -15,7 +15,8 @@ from fsbarrier.errors import UsageError
 SUMMARY = "Measure barriers on this machine: N daemons of the program ping, N scripts that fsbarrier.join, N bare directory scans."
 EXAMPLE = "fsbarrier bench --nodes 3 --path /shared/scratch"
 PHASES = 14
-# If bare scans took so many times as long before as after, or the other way round, other work has disturbed what was measured between.
+# Bare scans are measured before and after everything else. If one of the two took this many times as long as the other, other work has
+# disturbed the figures between them.
 DISTURBED = 1.5
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from fsbarrier.commands import flags
 from fsbarrier.doctor import examine
 from fsbarrier.doctor.findings import Level, Report
-from fsbarrier.doctor.interruption import Interruption
+from fsbarrier.doctor.meeting import Interruption
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.start import ranks
 from fsbarrier.supervision.signals import ENDING, handled

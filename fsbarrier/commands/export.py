@@ -22,7 +22,7 @@ SUMMARY = (
     "as JSON lines or parquet."
 )
 EXAMPLE = "fsbarrier export ./my-model --policy-version 6; fsbarrier export ./five.parquet --iteration 5"
-# What a file of data ends in, and no model folder: whoever names such a target expects a table.
+# Who names a target that ends like this expects a table in that format. There is none, and a folder of that name would surprise.
 DATA_SUFFIXES = (
     ".csv",
     ".tsv",

@@ -22,8 +22,8 @@ EXAMPLE = """fsbarrier logs --node 2 --file vllm -n 100
 
 #: While following, the seconds between two looks for new lines and new files.
 LOOK_S = 0.5
-#: Bytes that are read at a time, and of one log at once. A line of which more is shown than this is cut.
-BLOCK, MOST, LONGEST = 1 << 20, 64 << 20, 64 << 10
+#: How many bytes are read at a time, how many of one log at once, and how much is shown of a line.
+BLOCK_BYTES, MOST_BYTES, LINE_BYTES = 1 << 20, 64 << 20, 64 << 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +95,7 @@ def find(log_path: Path, *, node: int | None, attempt: int | None, name: str | N
     """The logs that are asked for, of the newest start of each node that has any, by node and name."""
     found = []
     for path in RunPaths(log_path).logs.glob("*/*/*.log"):
-        # What lies behind a link is not this run's.
+        # A link leads out of the run: the logs behind it are somebody else's.
         if path.parent.is_symlink() or path.parent.parent.is_symlink():
             continue
         log_attempt = ATTEMPT_FOLDER.parse(path.parent.parent.name)
@@ -121,8 +121,8 @@ def last_lines(path: Path, count: int) -> tuple[list[str], int]:
         with reading.open_stream(path) as stream:
             begin = end = stream.seek(0, os.SEEK_END)
             blocks, newlines = deque[bytes](), 0
-            while begin > max(0, end - MOST) and newlines <= count:
-                size = min(BLOCK, begin)
+            while begin > max(0, end - MOST_BYTES) and newlines <= count:
+                size = min(BLOCK_BYTES, begin)
                 begin -= size
                 stream.seek(begin)
                 blocks.appendleft(stream.read(size))
@@ -144,13 +144,13 @@ def new_lines(path: Path, offset: int) -> tuple[list[str], int]:
                 # Somebody cut the log.
                 offset = 0
             stream.seek(offset)
-            data = stream.read(MOST)
+            data = stream.read(MOST_BYTES)
     except OSError:
         return [], offset
-    if len(data) == MOST and b"\n" not in data:
-        # No line is so long; what comes next is the end of it.
-        data = data[:LONGEST] + b"\n"
-        return [_decoded(data[:-1])], offset + MOST
+    if len(data) == MOST_BYTES and b"\n" not in data:
+        # One line that is longer than all that is read at once: show its beginning, and go on behind what was read.
+        data = data[:LINE_BYTES] + b"\n"
+        return [_decoded(data[:-1])], offset + MOST_BYTES
     whole, newline, _ = data.rpartition(b"\n")
     return [_decoded(line) for line in whole.split(b"\n")] if newline else [], offset + len(whole) + len(
         newline
@@ -158,7 +158,7 @@ def new_lines(path: Path, offset: int) -> tuple[list[str], int]:
 
 
 def _decoded(line: bytes) -> str:
-    if len(line) > LONGEST:
+    if len(line) > LINE_BYTES:
         # Of a progress bar only the last state is shown, so what counts is at the end.
-        return f"({len(line) - LONGEST} bytes) ... {fit_for_terminal(line[-LONGEST:].decode('utf-8', errors='replace'))}"
+        return f"({len(line) - LINE_BYTES} bytes) ... {fit_for_terminal(line[-LINE_BYTES:].decode('utf-8', errors='replace'))}"
     return fit_for_terminal(line.decode("utf-8", errors="replace"))

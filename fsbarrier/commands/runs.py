@@ -21,7 +21,7 @@ from fsbarrier.view.run_status import read_status
 
 SUMMARY = "List the runs in a folder: state, iteration, reward, size, last activity. Looks for one and a half beats whether they live."
 EXAMPLE = "fsbarrier runs runs"
-#: So many runs are looked at side by side: it is waiting, not work.
+#: How many runs are looked at side by side. Looking at one is mostly waiting for heartbeats.
 AT_ONCE = 16
 
 
@@ -58,7 +58,7 @@ class Summary:
 def main(args: argparse.Namespace) -> int:
     folder = preflight.absolute(args.folder) if args.folder else preflight.default_log_path(os.environ).parent
     try:
-        # A folder of another user is as good as not there.
+        # A folder that this user may not enter counts as no run.
         found = sorted(path for path in folder.iterdir() if os.path.lexists(RunPaths(path).record))
     except OSError as error:
         raise UsageError(f"runs {folder}: {error.strerror}") from None

@@ -12,8 +12,7 @@ from fsbarrier import files
 from fsbarrier.doctor import delays, mount_options, probes, races, readers, verdict
 from fsbarrier.doctor.connections import Door, opened, reached
 from fsbarrier.doctor.findings import OK, REFUSED, About, Check, NodeFindings, Report
-from fsbarrier.doctor.interruption import Interruption
-from fsbarrier.doctor.meeting import Meeting
+from fsbarrier.doctor.meeting import Interruption, Meeting
 from fsbarrier.doctor.messages import Message
 from fsbarrier.errors import StoreError, TooFewNodes
 from fsbarrier.host.addresses import candidate_addresses

@@ -12,11 +12,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
-from fsbarrier.doctor.interruption import Interruption
 from fsbarrier.doctor.messages import Message, wait_for
 from fsbarrier.doctor.roll_call import LINGER_S, Lobby, Visitor, visitor_of
 from fsbarrier.errors import BarrierTimeout, PeerLost, TooFewNodes
@@ -33,6 +33,38 @@ LEFTOVER_S = 5.0
 #: how long the leader gives the others to go (one whose mount lists old names hears the last word some seconds later), and how long a
 #: folder may take to vanish that others still write to
 BYE_S, REMOVE_S = 15.0, 12.0
+
+
+class Interruption:
+    """Its `handle` is the handler of signals; they end the command by a SystemExit with their exit code.
+
+    The first one is only noted, and raised where the doctor calls `heed`: its threads are at work, and an exception out of nowhere
+    can break the joining of one. Inside `at_once`, where it only waits, it is raised on the spot; so is a second signal, anywhere.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[int] = []
+        self._at_once = False
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        self._noted.append(number)
+        if self._at_once or len(self._noted) > 1:
+            self.heed()
+
+    def heed(self) -> None:
+        """Raise SystemExit if a signal has come."""
+        if self._noted:
+            raise SystemExit(128 + self._noted[0])
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Let a signal interrupt what is done inside."""
+        self._at_once = True
+        try:
+            self.heed()
+            yield
+        finally:
+            self._at_once = False
 
 
 class Meeting:

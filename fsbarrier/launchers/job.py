@@ -54,7 +54,7 @@ def commands_here(chosen: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]
     if chosen is None and clone is not None and (clone / "run.sh").is_file():
         stop: tuple[str, ...] = (str(clone / ".venv" / "bin" / "fsbarrier"), "stop")
         if os.environ.get("FSBARRIER_VENV"):
-            # An environment that is not this clone's has this clone's code only by its path.
+            # This environment is not the clone's own. It finds the clone's code only through PYTHONPATH.
             stop = ("env", f"PYTHONPATH={clone}", sys.executable, "-P", "-m", "fsbarrier", "stop")
         return (str(clone / "run.sh"),), stop
     fsbarrier = [sys.executable, "-P", "-m", "fsbarrier"] if chosen is None else split("--fsbarrier", chosen)

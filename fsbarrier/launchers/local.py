@@ -32,7 +32,7 @@ def run_all(
     """Check everything, make or find the run's record, then run all its nodes here; one exit code for all."""
     from fsbarrier.start import begin, ranks
 
-    # What a launcher said is about this process, and about none of the nodes that it starts.
+    # A launcher's variables say which node *this process* is. The nodes that it starts must not take them for theirs.
     environ = {name: value for name, value in os.environ.items() if name not in ranks.VARIABLES}
     request = begin.Request(
         chosen=chosen,
@@ -77,7 +77,8 @@ def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child])
         choices += ["--rollout-split", settings.rollout_split]
     if settings.expect_gpus:
         choices += ["--expect-gpus", str(settings.expect_gpus)]
-    # Node 0 changes the run's settings, and the others take them from the run. But a node beyond the old number must know the new one.
+    # Only node 0 is told which settings change: the others take them from the run. But a node whose rank is beyond the old number of
+    # nodes would be refused, so all are told the new number.
     changes = [
         f"{key}={'none' if value is None else json.dumps(value)}" for key, value in start.stated.items()
     ]
@@ -101,7 +102,7 @@ def _follow(log_path: Path, children: Mapping[int, Child], say: Say) -> dict[int
     stop_all({rank: child for rank, child in children.items() if rank not in codes})
     ended_by_itself = len(codes) == len(children)
     for rank, code in codes.items():
-        # Only its own output says why a daemon refused or crashed; the journal does not know.
+        # Why a daemon refused to start, or crashed, is only in its own output, and not in the journal.
         if code in (EXIT_INTERNAL, UsageError.exit_code) or (code and not ended_by_itself):
             say(f"node {rank}: {' | '.join(children[rank].last_log_lines(1))}")
     _print_summary(log_path)

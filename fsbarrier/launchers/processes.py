@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 #: A daemon needs a second or two to end its own programs. After this many seconds it is killed.
 GRACE_S = 15.0
-#: Of several exit codes, the first in this list is nearest to the cause: too few nodes, say, is mostly the result of another failure.
+#: The nodes may end with several exit codes. The one that comes first here is shown, since it is nearest to the cause: "too few nodes",
+#: for example, mostly follows from another failure.
 _NEAREST_CAUSE = (2, 4, 3, 1, 5, 6)
 
 

@@ -67,7 +67,7 @@ def read_hosts(text: str | None, file: Path | None) -> tuple[str, ...]:
         hosts = [host.strip() for host in (text or "").split(",")]
     hosts = [host for host in hosts if host]
     for host in hosts:
-        # Somebody's ssh configuration may hand a host's name to a shell.
+        # A host's name reaches a shell if the user's ssh configuration says so (ProxyCommand, Match exec).
         if not re.fullmatch(r"[A-Za-z0-9_\[][A-Za-z0-9_.:%@/+\[\]-]*", host) or "@-" in host:
             raise UsageError(f"--hosts: {host!r} is not a host; one is HOST or USER@HOST")
     if not hosts:
@@ -138,7 +138,7 @@ def _follow(children: Mapping[int, Child], hosts: Sequence[str], shown: Path, sa
             for line in lines:
                 if connected:
                     print(fit_for_terminal(line), flush=True)
-                # What stands before it is the command.
+                # The lines before this one are about the connection and the command, and no output of the node.
                 connected = connected or line == CONNECTED
     return codes
 

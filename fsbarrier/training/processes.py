@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsbarrier.host.network_interface import name_interface
+from fsbarrier.host.addresses import name_interface
 from fsbarrier.settings.sections import TrainerSettings
 
 

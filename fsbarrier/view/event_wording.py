@@ -11,14 +11,14 @@ from fsbarrier.rundir.journal import Event, lost_nodes
 from fsbarrier.view.amounts import amount, clock_time, duration, one_line
 from fsbarrier.view.phase_names import LONG
 
-#: phases shorter than this, in seconds, end without a line
+#: The end of a phase that took fewer seconds than this gets no line.
 WORTH_S = 1.0
-#: the beginning of the reason of a generation that tries a failed program again
+#: A generation whose reason begins like this tries a failed program again. What follows is how the program failed.
 AGAIN = "again: "
 
 
 def event_text(event: Event) -> str | None:
-    """An event in plain words, one line; None where it is not worth a line."""
+    """An event in plain words, in one line. None for an event that only scripts read, or that says nothing new."""
     wording = WORDING.get(event.name)
     text = wording(event) if wording is not None else None
     return one_line(text) if text else None
@@ -31,7 +31,7 @@ def event_line(event: Event) -> str | None:
 
 
 def log_lines(event: Event) -> list[str]:
-    """What a daemon prints and logs of an event: its line, and below a bad one the evidence; [] where it is not worth any."""
+    """The lines that a daemon prints and logs about an event: the event in words, and the evidence below bad news. May be none."""
     line = event_line(event)
     return [line, *(f"  | {printable(detail)}" for detail in _evidence(event))] if line else []
 

@@ -13,9 +13,9 @@ from fsbarrier.view.event_wording import event_line, log_lines
 
 #: Events of all nodes that are shown: those within so many seconds of the failure, and at most so many on each side.
 AROUND_S, AROUND = 10.0, 8
-#: Of the program's log: lines before the first one that looks like an error, and from it on.
+#: How many lines of the program's log are shown before the first line that looks like an error, and from that line on.
 BEFORE, AFTER = 5, 30
-#: So much of the end of a log is searched.
+#: How much of a log is searched, at its end.
 SEARCHED_BYTES = 16 << 20
 # Where a program's trouble begins. Python's traceback, an exception's last line, what CUDA, NCCL and the kernel print.
 _ERROR = re.compile(
@@ -32,7 +32,7 @@ def first_error(events: Sequence[Event], logs: Path) -> list[str]:
     if failed is None:
         return []
     shown = [event for event in events if abs(event.at - failed.at) <= AROUND_S and event_line(event)]
-    # Each node tells of the same loss; the first one is the event itself.
+    # Every node reports the same loss. The first report is the failure itself, and is not repeated among what came before it.
     before = [event for event in shown if event.at <= failed.at and event is not failed][-AROUND:]
     after = [event for event in shown if event.at > failed.at][:AROUND]
     lines = ["the first failure:", *_indented(log_lines(failed))]

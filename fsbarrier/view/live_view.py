@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks at the run.
 FRAME_S = 0.25
-#: In seconds. An event that was older when the view began is not shown. The same event again within this time is another node's
-#: report of it.
+#: In seconds. When the view begins, it shows no event that is older than this. If the same event comes again within this time, another
+#: node has reported it, and it is not shown twice.
 RECENT_S = 10.0
 ENDED = frozenset({"finished", "stopped", "broken"})
-#: An end counts only after so many seconds: for a moment, a session that begins anew still looks like the one that ended.
+#: The view ends when the run has looked ended for so many seconds. At the start of a new session the run still looks ended for a moment.
 LASTING_S = 1.0
 
 #: Shows the run as it is now, and the events that are new.
@@ -118,11 +118,11 @@ def _plain(console: Console, since: float) -> Iterator[Show]:
     def show(status: RunStatus, fresh: Sequence[Event]) -> None:
         for event in fresh:
             text, line = event_text(event), event_line(event)
-            # All nodes go through all phases, so the leader's reports are enough.
+            # Every node reports every phase. The leader's reports are enough.
             of_another = event.name.startswith(("phase_", "iteration_")) and event.node_rank != status.leader
             if text is None or line is None or event.at < since or of_another:
                 continue
-            # Two reports of one silent node differ in how long it was silent.
+            # Two nodes that report the same silent node have seen it silent for different times, so their texts differ.
             key = (event.generation, event.name if event.name == "node_suspected" else text)
             before = printed.get(key)
             printed[key] = event.at
@@ -145,7 +145,8 @@ def frame(status: RunStatus, reader: RunReader, width: int, height: int) -> Rend
     troubles = [*lines.waiting_line(status), *lines.problem_lines(status, width, 5)]
     rewards = lines.reward_lines(status.rewards, width, lines.reward_so_far(status))
     results = [*rewards, *lines.time_line(status.times, width)]
-    # The events get the lines that the table leaves, and all else comes before the table. 3: its head, and two rules.
+    # Everything else has its lines first, then the table of nodes, and the events get what is left. The 3 lines: the table's head and two
+    # rules.
     fixed = len(top) + len(troubles) + len(results) + 3
     table_rows = max(2, min(len(status.nodes), height - fixed - 4))
     most = table_rows if table_rows < len(status.nodes) else None

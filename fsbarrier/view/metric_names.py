@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from fsbarrier.rundir.journal import Event
 from fsbarrier.view.timings import IterationTime
 
-#: of each naming: event -> its field -> the names that it gets
+#: naming -> event -> field of the event -> the names under which trackers are told it
 NAMES: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "trl": {
         "rolled_out": {
@@ -66,7 +66,7 @@ NAMES: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         },
     },
 }
-#: where an event stands, or what is no measure
+#: fields that say where an event happened, or when: they measure nothing
 NO_MEASURES = frozenset({"mono_s", "node_rank", "incarnation", "generation", "iteration", "phase", "seconds"})
 #: before the names of what the last policy of a session was evaluated to
 LAST_POLICY = "last_policy/"
@@ -96,7 +96,7 @@ def last_policy_metrics(events: Iterable[Event], like: str) -> dict[str, float]:
 
 
 def _own_name(event: str, name: str) -> str:
-    """A part of the reward is called as in TRL by both: `reward_parts/style` is `rewards/style/mean`."""
+    """Both namings call a part of the reward as TRL does: `reward_parts/style` becomes `rewards/style/mean`."""
     part = name.removeprefix("reward_parts/")
     if event == "rolled_out" and part != name and not part.endswith("_failed"):
         return f"rewards/{part}/mean"

@@ -1,5 +1,6 @@
-"""One node as seen from outside. It lives if its heartbeat moves while we look or, on this host, if its process is there. The clocks of
-two hosts are never compared for it.
+"""One node as seen from outside. A node lives if its heartbeat changes while we look at it or, on this host, if its process is there.
+
+No clock of one host is compared with another host's.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from fsbarrier.view.terminal_lines import STATE_STYLE, bar, line
 BAR_CELLS = (3, 30)
 #: Cells that are kept for the bar when it is decided what else fits beside it.
 KEPT_FOR_BAR = 6
-#: If not all nodes fit, those in these states come first.
+#: If the table has no room for all nodes, nodes in these states are shown first, in this order.
 TROUBLED_FIRST = {"lost": 0, "suspected": 0, "broken": 0, "left": 1, "absent": 1, "joining": 1}
 
 

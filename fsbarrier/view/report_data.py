@@ -82,7 +82,7 @@ def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
 
 
 def column(phase: str) -> str:
-    """A phase's name, which came from a journal, as one that no spreadsheet takes for a formula and no metric ends in."""
+    """A phase's name as the name of a column or a metric. It came from a journal: a spreadsheet might take it for a formula."""
     return re.sub(r"\W", "_", phase, flags=re.ASCII)
 
 

@@ -77,7 +77,7 @@ def _lanes(spans: Sequence[Span], losses: Sequence[Loss], one_clock: bool) -> tu
             if here and before:
                 last = blocks[before[-1]]
                 gone = last.end if loss.seen_at is None else max(last.end, loss.seen_at - began_at)
-                # The journal of a killed node ends with its last event, a little before the node's end.
+                # A killed node's journal ends with its last event. The node lived on for a moment, so its last block is drawn on.
                 if last.cut:
                     done = gone if last.done >= last.end else last.done
                     blocks[before[-1]] = replace(last, done=done, end=gone)

@@ -37,9 +37,10 @@ LEAST_BYTES = 12_000
 class RunReader:
     """Everything that is known of one run. Making one raises UsageError where there is no run that can be read.
 
-    `keep`: of how many newest iterations the phases' times are kept; None: of all that was read. `newest_bytes`: of the journals that
-    are there at the first look, so much is read whole, all together; None: all. `all_pasts`: of what is before that, each journal's
-    rare events are taken in; otherwise only those of the leader's starts, which tell each result and each loss too.
+    `keep`: the times of so many newest iterations are kept; None: of all that was read. `newest_bytes`: of the journals that are there
+    at the first look, the newest so many bytes (of all journals together) are read whole; None: all. From what is older only rare events
+    are taken (losses, results, failures): `all_pasts` says whether from every journal, or only from those of the leader's starts, which
+    have each result and each loss too.
     """
 
     log_path: Path
@@ -74,7 +75,7 @@ class RunReader:
     _journals: dict[str, tuple[JournalReader, SpanReader]] = field(default_factory=dict)
     _spans: list[Span] = field(default_factory=list)
     _times: list[IterationTime] | None = None
-    #: the first iteration of which no journal was shortened, and the journals that were and have been asked for it
+    #: From this iteration on every journal was read whole; and the shortened journals that have been considered for that.
     _whole_from: int = 0
     _begun: set[str] = field(default_factory=set)
     _arrivals: dict[tuple[int, int, int], dict[int, Event]] = field(default_factory=dict)
@@ -222,7 +223,7 @@ class RunReader:
 
     def _read_journals(self) -> list[Event]:
         fresh: deque[Event] = deque(maxlen=MAX_EVENTS)
-        # Read in a fixed order, because of several nodes' reports of one thing the first one counts.
+        # Several nodes report the same thing and the first report counts, so the order must always be the same.
         starts = {name: names.JOURNAL.parse(name) for name in sorted(self._store.names(self.paths.events))}
         journals = {name: start for name, start in starts.items() if start is not None}
         for name, start in journals.items():
@@ -231,7 +232,7 @@ class RunReader:
             journal, spans = self._journals[name]
             for event in journal.read():
                 if journal.shortened and event.name in FREQUENT and name not in self._begun:
-                    # What was left out began in this iteration at the latest.
+                    # What was left out of this journal may reach into this iteration. The next one is whole.
                     self._whole_from = max(self._whole_from, event.iteration + 1)
                     self._begun.add(name)
                 self._take(event, spans)
@@ -240,7 +241,7 @@ class RunReader:
         return sorted(fresh, key=lambda event: event.at)
 
     def _journal(self, name: str, start: names.StartName, journals: int) -> JournalReader:
-        # If the node's join cannot be read, take its clock for one that no other node shares.
+        # The node's join names its clock. While that cannot be read, nobody else's times are compared with this node's.
         clock = self._clocks.get(start) or f"journal {name}"
         most = None if self.newest_bytes is None else max(LEAST_BYTES, self.newest_bytes // journals)
         leads = self.newest is not None and start.rank == self.newest.leader

@@ -81,7 +81,7 @@ def _sections(status: RunStatus, reader: RunReader, width: int) -> Iterator[Rend
 
 
 def _headline(status: RunStatus, finished: Sequence[IterationTime]) -> Text:
-    # Of a long run only the newest part of the journals is read.
+    # Only the newest part of a long run's journals was read, and the headline says so.
     newest = "the newest " if finished and finished[0].iteration > 1 else ""
     took = f" in {duration(together(finished).seconds)}" if finished else ""
     nodes = counted(status.num_nodes, "node")
@@ -119,7 +119,7 @@ def _rewards(status: RunStatus, finished: Sequence[IterationTime]) -> Table:
 
 
 def _unjudged(reader: RunReader, width: int) -> list[Text]:
-    """How many trajectories have no reward because it, or the agent, failed. They count for no mean, so nothing else shows them."""
+    """How many trajectories have no reward, because the reward function or the agent failed. No mean counts them: only this shows them."""
     history = reader.history
     events = [*history.reports("rolled_out").values(), *history.reports("evaluated").values()]
     counts = {

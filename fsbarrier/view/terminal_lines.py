@@ -1,6 +1,6 @@
 """What the terminal shows of a run besides the table of its nodes: header, problems, reward curves, times, events. As rich texts.
 
-Everything is built to a given width, one line a thing, nothing wraps; what came from files is stripped of control characters.
+Each text is one line that is cut at the given width. Control characters in what came from files are removed.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def waiting_line(status: RunStatus) -> list[Text]:
 
 
 def problem_lines(status: RunStatus, width: int, most: int) -> list[Text]:
-    """What a person should know, the worst first, in at most `most` lines; what a program wrote last is indented."""
+    """What a person should know, the worst first, in at most `most` lines. The last lines of a failed program are indented."""
     style = "bold red" if status.state == "broken" else "yellow"
     found: list[Text] = []
     for problem in status.problems:
