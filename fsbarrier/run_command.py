@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -37,6 +38,7 @@ class Command(Protocol):
 def run(name: str, arguments: Sequence[str], find_command: Callable[[str], Command]) -> int:
     """Run the command `name`; gives the exit code. Never raises, save for a second Ctrl-C."""
     args: argparse.Namespace | None = None
+    _open_missing_streams()
     try:
         command = find_command(name)
         args = parse(command, name, arguments)
@@ -53,13 +55,22 @@ def run(name: str, arguments: Sequence[str], find_command: Callable[[str], Comma
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in FAILING:
+        if isinstance(error, OSError) and error.errno in (*FAILING, errno.ENOSPC, errno.EDQUOT):
             print(error_text(StoreError(f"the filesystem failed: {error}")), file=sys.stderr)
             return StoreError.exit_code
         where = save_traceback(args)
         what = one_line(f"{type(error).__name__}: {error}")
         print(f"fsbarrier: internal error: {what} (traceback: {where})", file=sys.stderr)
         return EXIT_INTERNAL
+
+
+def _open_missing_streams() -> None:
+    """Where this process was started with stdin, stdout or stderr closed, the next file that it opens would have that number, and get
+    what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
 
 
 def error_text(error: FsbarrierError) -> str:

@@ -358,3 +358,25 @@ def test_logs_finds_the_newest_start_of_each_node(tmp_path: Path) -> None:
     assert found(name="update") == [(2, 9, "update")]
     assert found(name="daemon.log", node=1) == [(1, 1, "daemon")]
     assert found(node=7) == []
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "says"),
+    [
+        (">&-", 0, ""),
+        (">&- 2>&- <&-", 0, ""),
+        (">/dev/full", 3, "fsbarrier: error: the filesystem failed: [Errno 28] No space left on device\n"),
+    ],
+)
+def test_output_that_goes_nowhere(tmp_path: Path, redirection: str, code: int, says: str) -> None:
+    """What a file would get that has the number of a closed stdout is not what is printed."""
+    line = f'exec "$0" -P -m fsbarrier runs "$1" {redirection}'
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        ["bash", "-c", line, sys.executable, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (code, says)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -184,7 +185,10 @@ def _happened(reader: RunReader, width: int) -> list[Text]:
 def _files(status: RunStatus) -> Iterator[Text]:
     for name, path in status.files.items():
         yield line((f"{FILES.get(name, name.replace('_', ' ')):<16}", "dim"), one_line(_typed(path)))
-    yield line((f"{'report':<16}", "dim"), f"fsbarrier report --log-path {one_line(_typed(status.log_path))}")
+    yield line(
+        (f"{'report':<16}", "dim"),
+        f"fsbarrier report --log-path {one_line(shlex.quote(_typed(status.log_path)))}",
+    )
 
 
 def _typed(path: str) -> str:
