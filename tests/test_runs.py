@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from deep_folders import nested
 from fake_run import FakeRun, long_run
 
 from fsbarrier.cli import main
+from fsbarrier.view.listing import print_listing
 
 QUICK = {"coordination.beat_s": 0.05}
 
@@ -61,3 +63,23 @@ def test_folders_that_are_nested_too_deep_cost_one_line(
     with nested(run.log_path / "nested"):
         assert main(["runs", str(tmp_path / "runs")]) == 0
     assert "deep is left out: its folders are nested too deep" in capsys.readouterr().err
+
+
+def test_on_a_narrow_terminal_only_the_names_of_runs_are_shortened(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("run", "state", "last activity")
+    rows = [("a-run-with-a-name-that-is-rather-long", "finished", "15 min ago"), ("b", "failed", "3 d ago")]
+
+    def printed() -> list[str]:
+        print_listing(names, rows, right=("last activity",), shortened="run", styles={})
+        return capsys.readouterr().out.splitlines()
+
+    assert printed()[1].split() == ["a-run-with-a-name-that-is-rather-long", "finished", "15", "min", "ago"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for columns, name in (("45", "a-run-with-a-name…"), ("30", "a-run-with-…")):
+        monkeypatch.setenv("COLUMNS", columns)
+        first = printed()[1]
+        assert first.startswith(f"{name}  finished  ") and len(first) <= int(columns)
+    monkeypatch.setenv("COLUMNS", "45")
+    assert printed()[1].endswith("15 min ago")

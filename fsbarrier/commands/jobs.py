@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
-from fsbarrier.printable import printable
 from fsbarrier.start import preflight
 
 if TYPE_CHECKING:
@@ -63,27 +62,22 @@ def _list(facts: Facts, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(rows, indent=2))
         return 0
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from fsbarrier.view.listing import print_listing
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
-    for name in ("job", "name", "state", "priority", "nodes", "on", "submitted"):
-        table.add_column(name, justify="right" if name in ("job", "priority", "nodes") else "left")
-    for row in rows:
-        state = f"{row['state']} ({row['exit_code']})" if row["state"] == "failed" else str(row["state"])
-        on = ", ".join(map(str, row["on"])) or "–"
-        cells = (
+    names = ("job", "name", "state", "priority", "nodes", "on", "submitted")
+    cells = [
+        (
             row["job"],
             row["name"],
-            state,
+            f"{row['state']} ({row['exit_code']})" if row["state"] == "failed" else row["state"],
             row["priority"],
             row["nodes"],
-            on,
+            ", ".join(map(str, row["on"])) or "–",
             f"{row['time']} {row['submitted_by']}",
         )
-        table.add_row(*(Text(printable(str(cell))) for cell in cells))
-    Console(highlight=False).print(table)
+        for row in rows
+    ]
+    print_listing(names, cells, right=("job", "priority", "nodes"), shortened="name", styles={})
     return 0
 
 

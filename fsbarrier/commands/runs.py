@@ -121,26 +121,26 @@ def _sizes(folder: Path) -> Iterator[int]:
 
 
 def _print(runs: list[Summary]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
+    from fsbarrier.view.listing import print_listing
     from fsbarrier.view.terminal_lines import STATE_STYLE
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
-    for name in ("run", "state", "iteration", "nodes", "train", "held-out", "size", "last activity"):
-        right = name in ("iteration", "nodes", "train", "held-out", "size", "last activity")
-        table.add_column(name, justify="right" if right else "left", no_wrap=True)
-    for run in runs:
-        ago = "–" if run.last_activity_s is None else f"{duration(run.last_activity_s)} ago"
-        table.add_row(
-            Text(one_line(Path(run.path).name)),
-            Text(run.state, STATE_STYLE.get(run.state, "")),
+    names = ("run", "state", "iteration", "nodes", "train", "held-out", "size", "last activity")
+    rows = [
+        (
+            Path(run.path).name,
+            run.state,
             f"{run.iteration}" if run.iterations is None else f"{run.iteration} of {run.iterations}",
-            str(run.nodes),
+            run.nodes,
             amount(run.train_reward),
             amount(run.test_reward),
             "–" if run.bytes is None else f"{short(run.bytes)}B",
-            ago,
+            "–" if run.last_activity_s is None else f"{_roughly(run.last_activity_s)} ago",
         )
-    Console(highlight=False).print(table)
+        for run in runs
+    ]
+    print_listing(names, rows, right=names[2:], shortened="run", styles=STATE_STYLE)
+
+
+def _roughly(seconds: float) -> str:
+    """A duration to its largest unit: 5 min, 2 h, 3 d."""
+    return " ".join(duration(seconds).split()[:2])
