@@ -15,6 +15,7 @@ from typing import cast
 import pytest
 from cluster import FAST, REPO, Cluster, assert_exactly_once
 
+from fsbarrier import files
 from fsbarrier.maintenance import superseding
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
@@ -151,6 +152,28 @@ def test_a_stop_that_cannot_be_read_is_one_all_the_same(tmp_path: Path, name: st
     stop = observer.view(me, 15.0).stop
     assert (stop is None) == (name == "notes.txt")
     assert stop is None or (not stop.now and "000001.json cannot be read: no record of fsbarrier" in stop.who)
+
+
+def test_a_stop_of_another_user_that_this_one_may_not_read_ends_no_node_by_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Example: root calls `fsbarrier stop`. Such a request counts as one that cannot be read."""
+    read = files.read_created
+
+    def forbidden(path: Path) -> bytes:
+        if path.parent.name == "stops":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(files, "read_created", forbidden)
+    observer = Observer(PosixStore(), RunPaths(tmp_path), RULES.table)
+    observer.prepare()
+    observer.learn_join(Join(0, 1, "host", 1, "boot"))
+    me = Node(0, 1, 0.0, started_as=1)
+    (tmp_path / "coordination" / "stops" / "000001.json").touch()
+    assert observer.view(me, 0.0).stop is None
+    stop = observer.view(me, 15.0).stop
+    assert stop is not None and not stop.now and "000001.json cannot be read: Permission denied" in stop.who
 
 
 def test_after_a_flipped_bit_the_run_goes_neither_back_nor_elsewhere(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ a look at them is due. While nothing happens all paces slow down to one look a b
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
@@ -26,16 +27,7 @@ from fsbarrier.protocol.facts import (
 )
 from fsbarrier.protocol.membership import Ledger, left_to_others
 from fsbarrier.protocol.rows import Table
-from fsbarrier.protocol.state import (
-    WATCHING,
-    Node,
-    Part,
-    Recovered,
-    Stage,
-    Unreadable,
-    View,
-    WorkReport,
-)
+from fsbarrier.protocol.state import WATCHING, Node, Part, Recovered, Stage, Unreadable, View, WorkReport
 from fsbarrier.protocol.stops import concerns, missed_by
 from fsbarrier.rundir.heartbeats import HeartbeatReader
 from fsbarrier.rundir.names import DEBUG_REQUEST, FACT, GENERATION, START, STOP_REQUEST, StartName, fact_name
@@ -43,7 +35,6 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
 
 _AT_ONCE = float("-inf")
-
 
 #: Generations, joins and requests to stop may be seen so much later than they came, as a part of the time in which nothing happened.
 LATENESS = 0.02
@@ -299,7 +290,10 @@ class Observer:
         One that could not be read when this node started was made for an earlier session.
         """
         path = self.paths.stops / name
-        request = self.store.read(path, StopRequest)
+        request = None
+        # Another user may have asked, like root.
+        with contextlib.suppress(PermissionError):
+            request = self.store.read(path, StopRequest)
         since = None if request is not None else self._unreadable_stops.setdefault(name, now)
         if now is not None and since is not None and now - since >= self.paces.unreadable_s:
             why = self.store.fault(path, StopRequest).why

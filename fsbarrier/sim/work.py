@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 from fsbarrier.errors import NodesRefused, ProgramFailed
 from fsbarrier.node.context_maker import ContextMaker
 from fsbarrier.node.job import NodeUnfit
+from fsbarrier.node.worker_program import program_name
 from fsbarrier.program import (
     Command,
     Context,
@@ -187,7 +188,7 @@ class SimWork:
 
     def _stand_in(self, work: Command) -> Callable[[Command, Context, Piece], Waiting]:
         """The method that stands in for `python -m PROGRAM`."""
-        match work.argv[2]:
+        match program_name(work.argv):
             case "fsbarrier.workers.rollout":
                 return self._rollout
             case "fsbarrier.aggregate":
