@@ -77,9 +77,8 @@ def test_on_a_narrow_terminal_only_the_names_of_runs_are_shortened(
 
     assert printed()[1].split() == ["a-run-with-a-name-that-is-rather-long", "finished", "15", "min", "ago"]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    for columns, name in (("45", "a-run-with-a-name…"), ("30", "a-run-with-…")):
-        monkeypatch.setenv("COLUMNS", columns)
-        first = printed()[1]
-        assert first.startswith(f"{name}  finished  ") and len(first) <= int(columns)
-    monkeypatch.setenv("COLUMNS", "45")
-    assert printed()[1].endswith("15 min ago")
+    for columns in (40, 45):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        name, *rest = printed()[1].split()
+        assert name.startswith("a-run-with-a") and name.endswith("…")
+        assert rest == ["finished", "15", "min", "ago"] and len(printed()[1]) <= columns
