@@ -141,6 +141,10 @@ CASES = {
     "unknown flag, shortened": (PING + "--num 3", ["unknown flag --num"]),
     "flag without its value": (PING + "--num-nodes", ["--num-nodes"]),
     "stray word": (PING + "mastr", ["'mastr'"]),
+    "a setting without its value": (
+        PING + "rollout.temperature",
+        ["'rollout.temperature'; settings are written key=value"],
+    ),
     "number of nodes is no number": (PING + "--num-nodes three", ["--num-nodes", "whole number", '"three"']),
     "a range that ends before it begins": (PING + "--num-nodes 8:2", ["--num-nodes 8:2", "such as 2:8"]),
     "a range that is none": (PING + "--num-nodes 2:", ["--num-nodes 2:", "such as 2:8"]),
@@ -476,6 +480,38 @@ def test_a_record_that_was_edited(place: Path, quick: Call, real: Call) -> None:
     record.write_text(record.read_text().replace('"num_nodes": 1', '"num_nodes": 2'))
     for words in ("run --worker 1", "logs", "stop"):
         refused(quick, words, place=place, says=["run/run.json", "edited"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.pt",
+        "checkpoints/mine/weights",
+        "train_trajectories/train_trajectories.pt.iteration1",
+        "events/a",
+    ],
+)
+def test_a_new_run_writes_over_nothing_of_somebody_else(place: Path, quick: Call, name: str) -> None:
+    """Other programs have files of these names as well."""
+    path = place / "run" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    for words in (PING + "--iterations 1", PING + "--dry-run"):
+        refused(
+            quick,
+            words,
+            place=place,
+            says=[f"{place / 'run'}: {name.split('/')[0]} there already", "run.json"],
+        )
+
+
+def test_a_new_run_takes_folders_that_are_empty(place: Path, quick: Call) -> None:
+    """A disk may be mounted there for it."""
+    (place / "run" / "checkpoints" / "lost+found").mkdir(parents=True)
+    (place / "run" / "logs").mkdir()
+    (place / "run" / "logs" / "launcher.log").write_text("started")
+    done = quick((PING + "--iterations 1").split())
+    assert done.returncode == 0, done.stderr
 
 
 def test_control_characters_from_input_do_not_reach_the_terminal(place: Path, quick: Call) -> None:

@@ -81,8 +81,8 @@ TOLD = [
         "iteration 1: train reward 0.40, 1536 trajectories (policy version 0)",
     ),
     (
-        raw("rolled_out", 4, reward_mean=0.4, groups_taken_over=3, groups_cut_off=2, left_out=0),
-        "iteration 1: train reward 0.40, 3 groups taken over from slower nodes, 2 groups cut off",
+        raw("rolled_out", 4, reward_mean=0.4, groups_taken_over=3, groups_cut_off=1, left_out=0),
+        "iteration 1: train reward 0.40, 3 groups taken over from slower nodes, 1 group cut off",
     ),
     (raw("shares_fixed", 1, why="x"), "nodes do not take over from each other: x"),
     (

@@ -198,6 +198,20 @@ def test_a_node_that_comes_back_says_for_what_it_waits(endless: tuple[Path, subp
     assert line.startswith("fsbarrier: node 1: the others were in iteration "), line
 
 
+def test_a_start_names_the_nodes_that_it_waits_for(tmp_path: Path) -> None:
+    words = command(
+        "run", "--master", "--num-nodes", "3", "--program", "ping", "--log-path", str(tmp_path / "run")
+    )
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ()) as alone:
+        assert alone.stdout is not None
+        said = next(line for line in alone.stdout if "waiting" in line)
+        alone.send_signal(signal.SIGTERM)
+        alone.communicate(timeout=DEADLINE_S)
+    assert said.startswith(f"fsbarrier: waiting up to 1800 s for nodes 1, 2 to join {tmp_path / 'run'} "), (
+        said
+    )
+
+
 def test_a_node_that_fails_before_they_begin_ends_the_start(tmp_path: Path) -> None:
     """Else the other one would wait for it for half an hour."""
     in_the_way = tmp_path / "run" / "logs" / "attempt_1" / "node_1"

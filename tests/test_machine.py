@@ -58,6 +58,16 @@ def test_every_rule_answers_in_a_row() -> None:
         assert [rule.__name__ for rule in in_order if rule not in answered] == []
 
 
+@pytest.mark.parametrize("case", JOINING_ROWS, ids=lambda case: case.name)
+def test_whom_a_start_waits_for(case: Case) -> None:
+    """Those who are missing, if this is all that it waits for: not where it waits to be admitted, or for a last call to end."""
+    named = machine.awaited(case.node, case.view, case.now, case.rules)
+    at = Situation(case.node, case.view, case.now, case.rules)
+    may_begin = case.rules.limits.last_call_s is not None and len(at.starting) >= case.rules.min_nodes
+    waits = case.rule is machine.wait_for_all_nodes and not may_begin
+    assert list(named) == (list(at.missing) if waits else [])
+
+
 def test_no_two_rows_have_one_name() -> None:
     names = [case.name for case in CASES]
     assert sorted(set(names)) == sorted(names)

@@ -83,6 +83,12 @@ def test_mpi_only_with_one_task_a_node() -> None:
         ({"NODE_RANK": "first"}, {}, "NODE_RANK 'first': not a whole number"),
         ({"SLURM_NODEID": "0x"}, {}, "SLURM_NODEID '0x': not a whole number"),
         ({"SLURM_NODEID": "1", "SLURM_LOCALID": "3"}, {}, "SLURM_LOCALID 3"),
+        (
+            {"NODE_RANK": "2", "NNODES": "2"},
+            {},
+            "NODE_RANK=2 contradicts NNODES=2: ranks begin with 0, so the last one is 1",
+        ),
+        ({"DSTACK_NODE_RANK": "5", "DSTACK_NODES_NUM": "4"}, {}, "contradicts DSTACK_NODES_NUM=4"),
     ],
 )
 def test_what_cannot_be_names_who_said_it(
@@ -91,6 +97,11 @@ def test_what_cannot_be_names_who_said_it(
     with pytest.raises(UsageError) as caught:
         rank(environ, **flags)  # type: ignore[arg-type]
     assert message in str(caught.value)
+
+
+def test_a_number_of_nodes_that_is_typed_wins_over_the_launcher_s() -> None:
+    assert rank({"NODE_RANK": "2", "NNODES": "2"}, num_nodes=4) == (2, "NODE_RANK")
+    assert rank({"NODE_RANK": "1", "NNODES": "2"}) == (1, "NODE_RANK")
 
 
 def test_launchers_that_say_something_else_are_named() -> None:

@@ -19,7 +19,7 @@ from rich.console import Console
 from fsbarrier import cli
 from fsbarrier.host.identity import boot_id
 from fsbarrier.rundir import journal
-from fsbarrier.view import run_status
+from fsbarrier.view import run_status, terminal_lines
 from fsbarrier.view.node_table import nodes_table
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus, read_status
@@ -201,6 +201,17 @@ def test_a_verdict_is_broken_and_its_reason_is_the_first_problem(tmp_path: Path)
     assert status.problems[0].startswith("node 1 (gpu-b), iteration 1")
     assert "ValueError" in status.problems[1]
     assert status.files["node_1_logs"].endswith("attempt_1/node_1")
+
+
+def test_a_run_whose_only_node_was_stopped_before_the_others_came(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run")
+    run.join(0)
+    run.line(0, "node_ended", (0, 0, 0), state="left", code=130, reason="stopped by SIGINT")
+    run.beat(0, 1, "left", (0, 0))
+    status = status_of(run)
+    assert (status.state, status.exit_code) == ("stopped", 130)
+    shown = " ".join(text.plain for text in terminal_lines.header(status, 100))
+    assert "ended before it began: 1 of 3 nodes had joined" in shown and "waiting" not in shown
 
 
 @pytest.mark.parametrize(("code", "state"), [(130, "stopped"), (143, "stopped"), (3, "broken")])

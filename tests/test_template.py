@@ -7,6 +7,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from process_tree import ALL, DEADLINE_S, ROOT, TREE, Fifo, Watched, guards_of
 
 from fsbarrier.supervision import processes
 from fsbarrier.supervision.supervisor import Child, with_this_package
-from fsbarrier.supervision.template import ForkedGuard, Template
+from fsbarrier.supervision.template import ForkedGuard, Template, serve
 
 # Says what it finds around it, and leaves something in a library that a later program must not see.
 SURROUNDINGS = """
@@ -237,6 +238,15 @@ sys.stdin.readline()
 print(*processes.below(os.getpid()), flush=True)
 sys.stdin.readline()
 """
+
+
+def test_a_daemon_that_ends_without_reading_the_last_answer_is_no_error() -> None:
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        its.send(b"an answer")
+        # Unread, it makes this a reset, and no orderly end.
+        ours.close()
+        serve(its)
 
 
 @pytest.mark.usefixtures("template")

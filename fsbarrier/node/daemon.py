@@ -60,6 +60,7 @@ from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings, names_that_change
 from fsbarrier.supervision.signals import ENDING, handled
 from fsbarrier.supervision.template import Template
+from fsbarrier.view.amounts import ranks
 
 if TYPE_CHECKING:
     from fsbarrier.engine.replicas import Replicas
@@ -70,6 +71,8 @@ JOINING_BEAT_S = 0.2
 HIDDEN_S = 1.0
 # How long the last heartbeat, and the last lines on the console, may take where a filesystem or a terminal hangs.
 LAST_WORDS_S = 1.0
+# A start that waits for other nodes names them after this time, and again each minute.
+SAY_AWAITED_S, SAY_AGAIN_S = 5.0, 60.0
 # How long a program may take to end when its node ends.
 GRACE_S = 0.5
 
@@ -101,6 +104,7 @@ class Daemon:
         self.record, self.settings, self._lock = record, settings, lock
         self._signal: int | None = None
         self._looked_at = time.monotonic()
+        self._say_awaited_at = self._looked_at + SAY_AWAITED_S
         self._ended = threading.Event()
         self._program = program = load_program(settings.program)
         rules, wake = make_rules(record.settings, program), threading.Event()
@@ -215,6 +219,18 @@ class Daemon:
                 where = f"the others were in iteration {iteration}; it is taken in when the next one begins, at once if they are gone"
                 self.events.console.say(f"fsbarrier: node {me}: {where}\n")
 
+    def _say_for_whom_it_waits(self, now: float) -> None:
+        """A start that waits for others looks like one that hangs: name them."""
+        if now < self._say_awaited_at:
+            return
+        self._say_awaited_at = now + SAY_AGAIN_S
+        if missing := self.agent.awaited(now):
+            nodes = f"node{'s' if len(missing) > 1 else ''} {ranks(missing)}"
+            waited_s, up_to_s = now - self.agent.node.since, self.settings.coordination.join_timeout_s
+            self.events.console.say(
+                f"fsbarrier: waiting up to {up_to_s:g} s for {nodes} to join {self.record.log_path} ({waited_s:.0f} s so far)\n"
+            )
+
     def _loop(self) -> None:
         """Look, decide and act until this node has ended, or a signal asks it to. Raises Fenced, StoreError."""
         crowd = crowding(self.settings.num_nodes)
@@ -222,6 +238,7 @@ class Daemon:
         while self.agent.exit is None and self._signal is None:
             self._looked_at = time.monotonic()
             busy = self._polling.look(self._looked_at)
+            self._say_for_whom_it_waits(self._looked_at)
             self._debug.look(self.agent.observer.debug_requests)
             if self.jobs.unfit is not None:
                 raise self.jobs.unfit

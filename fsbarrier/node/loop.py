@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsbarrier.errors import Fenced
@@ -18,7 +18,7 @@ from fsbarrier.node.resume import LastGeneration
 from fsbarrier.node.work_runner import WorkRunner
 from fsbarrier.protocol.codec import decode, encode
 from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Member, Payload, Position
-from fsbarrier.protocol.machine import step
+from fsbarrier.protocol.machine import awaited, step
 from fsbarrier.protocol.membership import JOINING, silent_members
 from fsbarrier.protocol.state import (
     Action,
@@ -174,6 +174,11 @@ class NodeLoop:
                 self._note_work(self._said)
             self._repeat_s *= 2
             self._repeat_at = now + self._repeat_s
+
+    def awaited(self, now: float) -> Sequence[int]:
+        """The ranks for which the start waits, as the last look found it."""
+        seen = self._nothing_to_do_in
+        return awaited(self.node, seen, now, self.rules) if seen is not None else ()
 
     def beat(self) -> Beat:
         """The next heartbeat."""

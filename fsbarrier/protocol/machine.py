@@ -298,6 +298,14 @@ def wait_for_all_nodes(at: Situation) -> Step | None:
     return (at.node, NOTHING) if at.missing and at.overdue_s < 0 else None
 
 
+def awaited(node: Node, view: View, now: float, rules: Rules) -> Sequence[int]:
+    """The ranks without which a node that joins does not begin yet; none where it waits for anything else."""
+    at = Situation(node, view, now, rules)
+    answers = next((rule for rule in RULES[node.stage] if rule(at) is not None), None)
+    last_call = rules.limits.last_call_s is not None and at.enough
+    return at.missing if answers is wait_for_all_nodes and not last_call else ()
+
+
 def give_up_waiting(at: Situation) -> Step | None:
     """Some nodes did not come in time, and the run must not begin with those who did."""
     elastic = at.rules.on_node_failure == "shrink" or at.rules.limits.last_call_s is not None

@@ -171,6 +171,25 @@ def exists(log_path: Path) -> bool:
         raise _unreadable(log_path, error) from None
 
 
+def without_record(log_path: Path) -> list[str]:
+    """The names in `log_path` under which a run would write, where files lie there already and no run's record does."""
+    paths = RunPaths(log_path)
+    folders = (paths.coordination, paths.checkpoints, paths.events, *map(paths.trajectories, SPLITS))
+    found = [folder.name for folder in (*folders, paths.served_model) if _holds_something(folder)]
+    # Another start may be making this very run. It makes the record first, so the record is listed now.
+    return sorted(found) if found and not exists(log_path) else []
+
+
+def _holds_something(path: Path) -> bool:
+    """An empty folder may be a disk that somebody mounted there for the run."""
+    try:
+        return any(name != "lost+found" for name in os.listdir(path))
+    except FileNotFoundError:
+        return path.is_symlink()
+    except OSError:
+        return True
+
+
 def load(log_path: Path) -> RunRecord:
     """The record of the run in `log_path`. Raises UsageError where there is none, or none that this version can read."""
     if not exists(log_path):

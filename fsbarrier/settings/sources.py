@@ -109,7 +109,8 @@ def from_words(words: Iterable[str], known: Mapping[str, Kind]) -> list[ChosenVa
         key, equals, text = word.partition("=")
         key = key.strip()
         if not equals or not key:
-            hint = nearest(f"--{word.lstrip('-')}", FLAGS) or "; settings are written key=value"
+            near = "" if known_as(key) in known else nearest(f"--{word.lstrip('-')}", FLAGS)
+            hint = near or "; settings are written key=value"
             raise UsageError(f"unexpected argument {word!r}{hint}")
         found.append(ChosenValue(key, parse_text(text, known.get(known_as(key))), key))
     return found

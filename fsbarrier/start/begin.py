@@ -144,6 +144,11 @@ def _find_record(asked: _Asked, rank: ranks.Choice | None) -> RunRecord | None:
 
 def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     request, typed, log_path, mount = asked.request, asked.typed, asked.log_path, asked.mount
+    if found := runrecord.without_record(log_path):
+        raise UsageError(
+            f"--log-path {log_path}: {', '.join(found)} there already, and no run.json: a new run would write over what is not its own; "
+            "name another folder (or restore run.json, if this is a run that lost it)"
+        )
     chosen = _with_count(asked, rank)
     program = load_program(typed.program)
     defaults, is_demo = _defaults(request, typed, program)

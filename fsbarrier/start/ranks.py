@@ -38,6 +38,12 @@ def node_rank(
         return None
     if choice.value < 0:
         raise UsageError(f"{choice.source} {choice.value}: a node rank is 0 or more")
+    count = count_nodes(choice, environ) if num_nodes is None else None
+    if count is not None and choice.value >= count.value:
+        raise UsageError(
+            f"{choice.source}={choice.value} contradicts {count.source}={count.value}: ranks begin with 0, so the last one is "
+            f"{count.value - 1}; --num-nodes wins over {count.source}"
+        )
     if num_nodes is not None and choice.value >= num_nodes:
         nodes = f"{num_nodes} nodes, ranks 0 to {num_nodes - 1}" if num_nodes > 1 else "one node, rank 0"
         raise UsageError(f"{choice.source} {choice.value}: out of range, this run has {nodes}")

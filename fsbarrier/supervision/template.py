@@ -188,7 +188,11 @@ def serve(connection: socket.socket) -> None:
                 os.close(fd)
                 os.waitpid(pid, 0)
                 continue
-            request, fds, _, _ = socket.recv_fds(connection, 64, 2)
+            try:
+                request, fds, _, _ = socket.recv_fds(connection, 64, 2)
+            except ConnectionResetError:
+                # The daemon has closed its end before it read our last answer.
+                return
             if not request:
                 return
             pid = os.fork()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from fsbarrier.printable import printable
 from fsbarrier.protocol.revisions import shown
+from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.journal import Event, lost_nodes
 from fsbarrier.view.amounts import amount, clock_time, duration, one_line
 from fsbarrier.view.phase_names import LONG
@@ -143,7 +144,11 @@ def _rolled_out(event: Event) -> str:
         f"{count} trajectories" if count is not None else "",
         f"{rounds} rounds" if rounds > 1 else "",
         _unjudged(event),
-        *(f"{groups} groups {what}" for name, what in unusual.items() if (groups := event.integer(name))),
+        *(
+            f"{counted(groups, 'group')} {what}"
+            for name, what in unusual.items()
+            if (groups := event.integer(name))
+        ),
     ]
     return f"iteration {event.iteration}: {_listed(parts) or 'rolled out'}{_policy(event)}"
 

@@ -153,7 +153,9 @@ def _state(reader: RunReader, nodes: tuple[NodeStatus, ...]) -> tuple[str, int |
         return ("broken" if newest.verdict.exit_code else "stopped"), newest.verdict.exit_code
     if any(node.state in ALIVE for node in nodes):
         return "running", None
-    members = [node for node in nodes if newest is not None and node.node_rank in newest.ranks] or nodes
+    members = [node for node in nodes if newest is not None and node.node_rank in newest.ranks]
+    # Before the run began nobody is a member yet, and a node that never came says nothing.
+    members = members or [node for node in nodes if node.state != "absent"]
     ended = [node for node in members if node.state in GONE]
     if any(node.state == "finished" for node in ended):
         return "finished", 0

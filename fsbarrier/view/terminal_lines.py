@@ -12,6 +12,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from fsbarrier.printable import printable
+from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.journal import Event, number
 from fsbarrier.view import phase_names
 from fsbarrier.view.amounts import amount, clock_time, duration, one_line, percent, ranks, sparkline
@@ -91,7 +92,14 @@ def header(status: RunStatus, width: int, elapsed_s: float | None = None) -> lis
 def _place(status: RunStatus) -> tuple[Text, Text]:
     if status.phase is None:
         seen = sum(1 for node in status.nodes if node.state not in ("absent", "lost"))
-        return line(f"waiting for the nodes: {seen} of {status.num_nodes} have joined"), line()
+        joined = f"{seen} of {counted(status.num_nodes, 'node')}"
+        waits = status.state in ("running", "stalled")
+        text = (
+            f"waiting for the nodes: {joined} joined"
+            if waits
+            else f"ended before it began: {joined} had joined"
+        )
+        return line(text), line()
     of = f" of {status.iterations}" if status.iterations is not None else ""
     index = status.phase.index
     left = line(
