@@ -394,7 +394,7 @@ def test_an_engine_that_is_gone_is_no_agents_error(tmp_path: Path, fake: Fake, f
         ("Needs", "an agent is made without arguments: missing a required argument: 'x'"),
         ("Nothing", "has no method run"),
         ("Absent", "defines no Absent"),
-        ("function", "is not a class"),
+        ("function", "function is a function, not a class"),
     ],
 )
 def test_what_is_no_agent_is_refused(file: Path, name: str, said: str) -> None:

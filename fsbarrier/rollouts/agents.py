@@ -45,7 +45,8 @@ def load_agent(value: str) -> MakeAgent:
     said = f"rollout.agent={value}"
     found = load_named("rollout.agent", value)
     if not inspect.isclass(found):
-        raise UsageError(f"{said}: {found!r} is not a class")
+        what = "a function" if inspect.isfunction(found) else repr(found)
+        raise UsageError(f"{said}: {value.rpartition(':')[2]} is {what}, not a class")
     run = getattr(found, "run", None)
     if not inspect.iscoroutinefunction(run):
         what = "has no method run" if run is None else "its method run is not async"

@@ -305,6 +305,7 @@ def _join(asked: _Asked, record: RunRecord) -> Start:
     """A node of a run that has its record."""
     request, chosen, typed = asked.request, asked.chosen, asked.typed
     settings = checked(revisions.present(record.settings, revisions.newest_revisions(record.paths)))
+    files.set_shared_group(settings.shared_group)
     with_folder = _with_models_folder(typed, record, settings.data_path, request.environ)
     stated = runrecord.stated_changes(record, chosen, with_folder)
     # A worker may name the number of nodes that node 0 is about to change the run to.
