@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 
-from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check, Level
+from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check
 from fsbarrier.host.mounts import INSTEAD, OBJECT_STORE, UNKNOWN, Mount
 
 OWN_LOCKS = "locks are this node's own; fsbarrier does not use them between nodes"
@@ -12,48 +13,28 @@ OUTAGES = "the server's outages come as errors in the middle of writing"
 #: above this, what a node remembers of a file is older than any time-out
 LONG_S = 60
 
-#: option -> (level, what it does, what to do)
+#: an option as a pattern -> (level, what it does, what to do); `age`: in seconds, harmless up to LONG_S
 RISKY = {
-    "soft": (WARNING, OUTAGES, "mount with hard"),
-    "softerr": (WARNING, OUTAGES, "mount with hard"),
+    "soft|softerr": (WARNING, OUTAGES, "mount with hard"),
     "nocto": (WARNING, "an opened file may be an old one", "mount without nocto"),
     "nosharecache": (WARNING, "two caches on one node", "mount without nosharecache"),
     "noserverino": (WARNING, "whose a record is cannot be told by its inode number", "mount with serverino"),
-    "nolock": (NOTE, OWN_LOCKS, ""),
+    "nolock|localflock": (NOTE, OWN_LOCKS, ""),
     "noac": (NOTE, "fresh, but each look at a name costs a request", "actimeo=1 is cheaper"),
-    "localflock": (NOTE, OWN_LOCKS, ""),
     "noflock": (NOTE, "no locks; fsbarrier does not use them between nodes", ""),
-}
-
-
-def _long(value: str) -> bool:
-    return value.isdecimal() and int(value) > LONG_S
-
-
-#: the same for options with a value: option -> (which values, level, what they do, what to do)
-RISKY_VALUES: dict[str, tuple[Callable[[str], bool], Level, str, str]] = {
-    "local_lock": (lambda value: value != "none", NOTE, OWN_LOCKS, ""),
-    "actimeo": (_long, WARNING, "what a node remembers may be {value} s old", "actimeo=3"),
-    "acregmax": (_long, WARNING, "what a node remembers may be {value} s old", "actimeo=3"),
-    "acdirmax": (_long, WARNING, "what a node remembers may be {value} s old", "actimeo=3"),
-    "cache": (
-        lambda value: value in ("loose", "fscache", "mmap"),
+    "local_lock=(?!none$).+": (NOTE, OWN_LOCKS, ""),
+    r"(?:actimeo|acregmax|acdirmax)=(?P<age>\d+)": (
+        WARNING,
+        "what a node remembers may be {age} s old",
+        "actimeo=3",
+    ),
+    "cache=(?:loose|fscache|mmap)": (
         WARNING,
         "nodes may not see what others wrote",
         "mount with cache=strict",
     ),
-    "proto": (
-        lambda value: value == "udp",
-        WARNING,
-        "data can be corrupted under load",
-        "mount with proto=tcp",
-    ),
-    "vers": (
-        lambda value: value.startswith("2"),
-        REFUSED,
-        "version 2 has no exclusive create",
-        "mount with vers=4.2 or vers=3",
-    ),
+    "proto=udp": (WARNING, "data can be corrupted under load", "mount with proto=tcp"),
+    "vers=2.*": (REFUSED, "version 2 has no exclusive create", "mount with vers=4.2 or vers=3"),
 }
 
 
@@ -77,13 +58,11 @@ def judge(mount: Mount) -> list[Check]:
 
 def _options(mount: Mount) -> Iterator[Check]:
     for option in mount.options:
-        name, _, value = option.partition("=")
-        if option in RISKY:
-            level, what, advice = RISKY[option]
-        elif value and name in RISKY_VALUES and RISKY_VALUES[name][0](value):
-            _, level, what, advice = RISKY_VALUES[name]
-            # 9p has no strict cache: it has one or none.
-            advice = "mount with cache=none" if (mount.kind, name) == ("9p", "cache") else advice
-        else:
-            continue
-        yield Check("mount option", level, f"{option}: {what.format(value=value)}", advice)
+        for pattern, (level, what, advice) in RISKY.items():
+            match = re.fullmatch(pattern, option)
+            if match is None or int(match.groupdict().get("age", LONG_S + 1)) <= LONG_S:
+                continue
+            if mount.kind == "9p" and option.startswith("cache="):
+                # 9p has no strict cache: it has one or none.
+                advice = "mount with cache=none"
+            yield Check("mount option", level, f"{option}: {what.format(**match.groupdict())}", advice)

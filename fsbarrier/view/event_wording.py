@@ -191,20 +191,15 @@ def _published(event: Event) -> str:
     return f"iteration {event.iteration}: policy version {version} is published"
 
 
-def _engine(event: Event) -> str | None:
-    note = event.text("engine_note")
-    return f"node {event.node_rank}: {note}" if note else None
+def _noting(field: str, after: str = "") -> Callable[[Event], str | None]:
+    """The node, and what one field of the event says; nothing where that is empty."""
+    return lambda event: f"node {event.node_rank}: {note}{after}" if (note := event.text(field)) else None
 
 
 def _batch_prepared(event: Event) -> str | None:
     count = event.integer("left_out_groups")
     what = f"{count} groups of engines whose log-probabilities were not the trainer's are left out"
     return f"iteration {event.iteration}: {what}" if count else None
-
-
-def _weights_checked(event: Event) -> str | None:
-    note = event.text("note")
-    return f"node {event.node_rank}: {note}; its engines read the run directory" if note else None
 
 
 def _state_saved(event: Event) -> str | None:
@@ -278,10 +273,10 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
         "starts, then on the one that all nodes reached"
     ),
     "nodes_differ": lambda event: f"{event.text('what') or '?'}: {event.text('found') or '?'}",
-    "weights_checked": _weights_checked,
+    "weights_checked": _noting("note", "; its engines read the run directory"),
     "trainer_state_saved": _state_saved,
-    "engine_ready": _engine,
-    "engine_restarted": _engine,
+    "engine_ready": _noting("engine_note"),
+    "engine_restarted": _noting("engine_note"),
     "phase_started": _phase_started,
     "phase_finished": _phase_finished,
     "iteration_finished": lambda event: f"iteration {event.iteration} is done",
