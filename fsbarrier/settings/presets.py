@@ -14,6 +14,16 @@ from fsbarrier.settings.value_types import Preset
 _PPO_CLIP = {"loss": "grpo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
 _NO_KL = {"kl_coef": 0.0}
 _EVERY_GROUP = {"drop_zero_signal": False}
+_GROUPS_MEAN = {"advantage": "grpo", "normalize_std": True}
+_REINFORCE_PLUS_PLUS: Mapping[str, object] = {
+    **_PPO_CLIP,
+    **_EVERY_GROUP,
+    "aggregation": "token-mean",
+    "advantage": "reinforce_plus_plus",
+    "normalize_std": True,
+    "kl_coef": 0.001,
+    "kl_estimator": "k2",
+}
 
 #: preset -> source, settings; names without a section are of `algorithm`
 PRESETS: Mapping[Preset, tuple[str, Mapping[str, object]]] = {
@@ -23,8 +33,7 @@ PRESETS: Mapping[Preset, tuple[str, Mapping[str, object]]] = {
             **_PPO_CLIP,
             **_EVERY_GROUP,
             "aggregation": "seq-mean-token-mean",
-            "advantage": "grpo",
-            "normalize_std": True,
+            **_GROUPS_MEAN,
             "kl_coef": 0.04,
             "kl_estimator": "k3",
         },
@@ -36,7 +45,7 @@ PRESETS: Mapping[Preset, tuple[str, Mapping[str, object]]] = {
             **_NO_KL,
             **_EVERY_GROUP,
             "aggregation": "seq-mean-token-sum-norm",
-            "advantage": "grpo",
+            **_GROUPS_MEAN,
             "normalize_std": False,
         },
     ),
@@ -44,13 +53,10 @@ PRESETS: Mapping[Preset, tuple[str, Mapping[str, object]]] = {
         "DAPO, arXiv 2503.14476",
         {
             **_NO_KL,
-            "loss": "grpo",
-            "clip_low": 0.2,
+            **_PPO_CLIP,
             "clip_high": 0.28,
-            "dual_clip": None,
             "aggregation": "token-mean",
-            "advantage": "grpo",
-            "normalize_std": True,
+            **_GROUPS_MEAN,
             "drop_zero_signal": True,
             "truncated": "shape",
             "overlong_penalty": 1.0,
@@ -67,8 +73,7 @@ PRESETS: Mapping[Preset, tuple[str, Mapping[str, object]]] = {
             "clip_high": 4e-4,
             "dual_clip": None,
             "aggregation": "seq-mean-token-mean",
-            "advantage": "grpo",
-            "normalize_std": True,
+            **_GROUPS_MEAN,
         },
     ),
     "cispo": (
@@ -79,19 +84,12 @@ PRESETS: Mapping[Preset, tuple[str, Mapping[str, object]]] = {
             "clip_low": 1.0,
             "clip_high": 4.0,
             "aggregation": "token-mean",
-            "advantage": "grpo",
-            "normalize_std": True,
+            **_GROUPS_MEAN,
         },
     ),
     "sapo": (
         "SAPO, arXiv 2511.20347",
-        {
-            **_NO_KL,
-            "loss": "sapo",
-            "aggregation": "seq-mean-token-mean",
-            "advantage": "grpo",
-            "normalize_std": True,
-        },
+        {**_NO_KL, "loss": "sapo", "aggregation": "seq-mean-token-mean", **_GROUPS_MEAN},
     ),
     "rloo": (
         "Back to Basics, arXiv 2402.14740; k2 in the loss has the gradient of its KL in the reward",
@@ -105,29 +103,10 @@ PRESETS: Mapping[Preset, tuple[str, Mapping[str, object]]] = {
             "kl_estimator": "k2",
         },
     ),
-    "reinforce_plus_plus": (
-        "REINFORCE++, arXiv 2501.03262",
-        {
-            **_PPO_CLIP,
-            **_EVERY_GROUP,
-            "aggregation": "token-mean",
-            "advantage": "reinforce_plus_plus",
-            "normalize_std": True,
-            "kl_coef": 0.001,
-            "kl_estimator": "k2",
-        },
-    ),
+    "reinforce_plus_plus": ("REINFORCE++, arXiv 2501.03262", _REINFORCE_PLUS_PLUS),
     "reinforce_plus_plus_baseline": (
         "REINFORCE++ with a baseline, arXiv 2501.03262",
-        {
-            **_PPO_CLIP,
-            **_EVERY_GROUP,
-            "aggregation": "token-mean",
-            "advantage": "reinforce_plus_plus_baseline",
-            "normalize_std": True,
-            "kl_coef": 0.001,
-            "kl_estimator": "k2",
-        },
+        {**_REINFORCE_PLUS_PLUS, "advantage": "reinforce_plus_plus_baseline"},
     ),
     "rft": (
         "Rejection-sampling fine-tuning, arXiv 2308.01825",
