@@ -93,19 +93,25 @@ def open_new(path: Path, more_flags: int = 0) -> int:
 
 
 def open_append(path: Path) -> int:
-    """A descriptor that writes at the end of `path`, which is created with the run's file mode if need be. Raises OSError.
-
-    A file with a second name (a hard link) may belong to a snapshot of the run, or be anybody's. It is left as it is under that name.
-    `path` goes on with a copy of it, if the same people may read both, and else begins anew.
-    """
+    """A descriptor that writes at the end of `path`, which is created with the run's file mode if need be. Raises OSError."""
     try:
         return open_new(path, os.O_APPEND)
     except OSError as error:
         # It is there already, or was created although an error came back.
         try:
-            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            return open_own(path, os.O_APPEND)
         except FileNotFoundError:
             raise error from None
+
+
+def open_own(path: Path, more_flags: int = 0) -> int:
+    """A descriptor of the plain file `path`, for reading and writing. Raises OSError.
+
+    A file with a second name (a hard link) may belong to a snapshot of the run, or be anybody's. It is left as it is under that name.
+    `path` goes on with a copy of it, if the same people may read both, and else begins anew.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | more_flags
+    fd = os.open(path, flags)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
         found = os.fstat(fd)
@@ -113,19 +119,20 @@ def open_append(path: Path) -> int:
         if found.st_nlink <= 1:
             stack.pop_all()
             return fd
-        if (found.st_uid, stat.S_IMODE(found.st_mode)) != (os.geteuid(), _modes["file"]):
-            os.unlink(path)
-            return open_new(path, os.O_APPEND)
         temporary = temporary_beside(path)
-        own = open_new(temporary, os.O_APPEND)
+        os.close(open_new(temporary))
+        own = os.open(temporary, flags)
         stack.callback(os.close, own)
         try:
-            with open(fd, "rb", closefd=False) as source, open(own, "ab", closefd=False) as copy:
-                shutil.copyfileobj(source, copy)
+            if (found.st_uid, stat.S_IMODE(found.st_mode)) == (os.geteuid(), _modes["file"]):
+                with open(fd, "rb", closefd=False) as source, open(own, "wb", closefd=False) as copy:
+                    shutil.copyfileobj(source, copy, READ_BYTES)
+                os.fsync(own)
         except OSError:
             os.unlink(temporary)
             raise
         rename(temporary, path)
+        fsync_dir(path.parent)
         return os.dup(own)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import signal
 import sys
 import tempfile
@@ -15,8 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from fsbarrier import reading
 from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, FsbarrierError, StoreError, UsageError
-from fsbarrier.printable import printable
+from fsbarrier.printable import printable, without_passwords
 from fsbarrier.retry import FAILING
 from fsbarrier.settings.sources import nearest
 
@@ -129,21 +131,24 @@ class Parser(argparse.ArgumentParser):
 
 
 def save_traceback(args: argparse.Namespace | None) -> Path | str:
-    """Put the current traceback into the run's logs where there is a run, else into a temporary file."""
-    text = traceback.format_exc()
-    folders = [Path(tempfile.gettempdir())]
+    """Put the current traceback into the run's logs where there is a run, else into a temporary file. No link of the run is followed."""
+    text = without_passwords(traceback.format_exc()).encode(errors="replace")
+    # A folder, and from where on no link may lead to it.
+    temporary = Path(tempfile.gettempdir())
+    folders = [(temporary, temporary)]
     if args is not None and hasattr(args, "log_path"):
         from fsbarrier.rundir.paths import RunPaths
         from fsbarrier.start import preflight
 
         said = args.log_path
         log_path = preflight.absolute(said) if said else preflight.default_log_path(os.environ)
-        folders.insert(0, RunPaths(log_path).logs)
-    for folder in folders:
+        folders.insert(0, (RunPaths(log_path).logs, log_path))
+    name = f"fsbarrier-error-{secrets.token_hex(6)}.txt"
+    for folder, root in folders:
         # There is no such run, or it cannot be written: try the next folder.
-        with contextlib.suppress(OSError):
-            fd, name = tempfile.mkstemp(prefix="fsbarrier-error-", suffix=".txt", dir=folder)
-            with os.fdopen(fd, "w", encoding="utf-8") as stream:
+        with contextlib.suppress(OSError), reading.folder_below(root, folder) as fd:
+            new = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=fd)
+            with os.fdopen(new, "wb") as stream:
                 stream.write(text)
-            return name
+            return folder / name
     return "could not be saved"

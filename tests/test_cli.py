@@ -224,6 +224,23 @@ def test_a_traceback_goes_to_the_runs_logs_where_there_is_a_run(
     assert str(tmp_path / "logs") in capsys.readouterr().err
 
 
+def test_a_traceback_follows_no_link_and_has_no_password(
+    tmp_path: Path,
+    command: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("outside", "run", "temporary"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run" / "logs").symlink_to(tmp_path / "outside")
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
+    command(raising(ZeroDivisionError("at http://me:canary@host")))
+    assert main(["fake", "--log-path", str(tmp_path / "run")]) == 1
+    assert not any((tmp_path / "outside").iterdir())
+    (saved,) = (tmp_path / "temporary").iterdir()
+    assert str(saved) in capsys.readouterr().err and "me:***@host" in saved.read_text()
+
+
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     env = {**os.environ, "PYTHONPATH": str(REPO)}
     shell = f"{sys.executable} -m fsbarrier run --dry-run --program ping --log-path /tmp/none | true; echo ${{PIPESTATUS[0]}}"

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
+from deep_folders import nested
 
+from fsbarrier.errors import UsageError
 from fsbarrier.node import code_digests as digests
 from fsbarrier.node.code_digests import code_digests, one_digest
 from fsbarrier.settings.resolve import resolve
@@ -197,6 +199,29 @@ def test_what_links_lead_to_counts_as_if_it_lay_there(folder: Path, tmp_path: Pa
     linked = model(tmp_path / "model", b"weights")
     (elsewhere / "linked.py").write_text("changed again")
     assert len({each["model"] for each in (weights, linked, model(tmp_path / "model", b"weights"))}) == 3
+
+
+def test_links_that_lead_to_a_whole_disk_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "MOST_FILES", 50)
+    before = of(folder)
+    disk = folder.parent / f"{folder.name}-disk"
+    for number in range(60):
+        (disk / str(number)).mkdir(parents=True)
+    (folder / "pack" / "disk").symlink_to(disk)
+    with pytest.raises(UsageError, match="pack: with what its links lead to it has more than 50 files"):
+        of(folder)
+    monkeypatch.undo()
+    assert of(folder) == before
+    monkeypatch.setattr(digests, "MOST_BYTES", 4)
+    (disk / "big.py").write_text("12345")
+    with pytest.raises(UsageError, match="GiB of small files"):
+        of(folder)
+
+
+def test_folders_may_be_nested_deep(folder: Path) -> None:
+    before = of(folder)
+    with nested(folder / "pack" / "deep"):
+        assert of(folder) == before
 
 
 @pytest.mark.parametrize("suffix", EXTENSION_SUFFIXES + BYTECODE_SUFFIXES)

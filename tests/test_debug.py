@@ -56,6 +56,7 @@ def hostile_files(paths: RunPaths, outside: Path) -> None:
     outside.write_text(SECRET)
     logs = paths.node_logs(1, 0)
     (logs / "link.log").symlink_to(outside)
+    os.link(outside, logs / "hard.log")
     os.mkfifo(logs / "fifo.log")
     (logs / "device.log").symlink_to("/dev/zero")
     (paths.logs / "attempt_1" / "node_7").symlink_to(outside.parent)

@@ -257,8 +257,55 @@ def test_no_file_outside_is_copied_through_a_link_in_any_precision(
     model = checkpoint(log_path, 1, 1, "one") / "model" if version else first
     (model / name).symlink_to(outside)
     code = export(log_path, tmp_path / "out", "--policy-version", str(version), "--dtype", "bf16")
-    assert code == (0 if version and name == ".hidden" else 4), capsys.readouterr().err
+    assert code == (0 if version else 4), capsys.readouterr().err
     assert not any((tmp_path / "out").rglob(name))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("how", ["replaced", "written to", "written to and back"])
+def test_what_takes_a_file_s_place_while_it_is_converted_is_not_exported(
+    run: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    from fsbarrier.training import checkpoint_write
+
+    file = RunPaths(run).checkpoint(1, 1) / "model" / "model.safetensors"
+    plan = checkpoint_write.plan_files
+
+    def meanwhile(*words: Any, **more: Any) -> Any:
+        if how == "replaced":
+            (tmp_path / "swapped").write_bytes(weights("eno"))
+            (tmp_path / "swapped").rename(file)
+        else:
+            file.write_bytes(weights("eno"))
+        if how == "written to and back":
+            file.write_bytes(weights("one"))
+        return plan(*words, **more)
+
+    monkeypatch.setattr(checkpoint_write, "plan_files", meanwhile)
+    code = export(run, tmp_path / "out", "--dtype", "bf16")
+    if how == "replaced":
+        assert code == 0
+        found = load_file(tmp_path / "out" / "model.safetensors")["w"]
+        assert torch.equal(found, torch.tensor(list(b"one"), dtype=torch.uint8))
+    else:
+        assert code == 4 and file.name in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.torch
+def test_a_layout_that_is_not_what_was_written_is_not_read(run: Path, tmp_path: Path) -> None:
+    from fsbarrier.training.trainer_state import Layout
+
+    folder = RunPaths(run).checkpoint(9, 1)
+    (folder / "trainer").mkdir(parents=True)
+    (folder / "trainer" / "layout.json").write_text("{}")
+    checkpoints.write_manifest(folder, 9)
+    (folder / "trainer" / "layout.json").write_text("[]")
+    with pytest.raises(ProgramFailed, match=r"layout\.json differs from what"):
+        Layout.read(folder / "trainer")
 
 
 @pytest.mark.torch

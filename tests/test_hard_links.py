@@ -14,12 +14,11 @@ from test_hostile_files import SECRET, as_fifo, as_link, policy
 from trajectory_files import group
 
 from fsbarrier import files
-from fsbarrier.errors import UsageError
 from fsbarrier.maintenance import recovery
 from fsbarrier.rundir import checkpoints, retention, runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
-from fsbarrier.trajectories import ShardWriter
+from fsbarrier.trajectories import ShardWriter, scan_shard
 
 
 @pytest.fixture
@@ -75,9 +74,10 @@ def test_a_mark_waits_for_no_reader_and_follows_no_link(run: Path, outside: Path
     assert (run / "outside").read_bytes() == b"line\n" and not (run / "outside").is_symlink()
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o644], ids=["of the same people", "of others"])
 @pytest.mark.parametrize("begun", [0, 1], ids=["its start", "its groups"])
-def test_no_trajectory_goes_into_a_file_with_a_second_name(tmp_path: Path, begun: int) -> None:
-    """Torn, it would be cut: to nothing where not even its start is whole."""
+def test_no_trajectory_goes_into_a_file_with_a_second_name(tmp_path: Path, begun: int, mode: int) -> None:
+    """Torn, it would be cut: to nothing where not even its start is whole. The rollout goes on in a copy, or anew."""
     part, other = tmp_path / "run" / "part", tmp_path / "private"
     part.parent.mkdir()
     with ShardWriter(part, prefix="rank0", header={"policy": "p"}) as writer:
@@ -85,11 +85,18 @@ def test_no_trajectory_goes_into_a_file_with_a_second_name(tmp_path: Path, begun
             writer.append_group(task, group(task))
     content = part.read_bytes() + b"torn" if begun else part.read_bytes()[:40]
     other.write_bytes(content)
+    other.chmod(mode)
     part.unlink()
     os.link(other, part)
-    with pytest.raises(UsageError, match=r"part: has a second name \(a hard link\)"):
-        ShardWriter(part, prefix="rank0", header={"policy": "p"})
-    assert other.read_bytes() == content
+    kept = begun if mode == 0o600 else 0
+    for _ in range(2):
+        with ShardWriter(part, prefix="rank0", header={"policy": "p"}) as writer:
+            assert [one.task_index for one in writer.groups] == [*range(kept)]
+            writer.append_group(kept, group(kept))
+            kept += 1
+    assert other.read_bytes() == content and part.stat().st_mode & 0o777 == 0o600
+    assert [one.task_index for one in scan_shard(part).groups] == [*range(kept)]
+    assert [path.name for path in part.parent.iterdir()] == ["part"]
 
 
 def test_a_finished_part_has_two_names(tmp_path: Path) -> None:

@@ -160,6 +160,40 @@ def test_what_lies_on_a_mount_that_may_be_away_is_not_looked_for(
     assert len(list(private_folder().path.glob("*.lock"))) == 3
 
 
+def test_of_a_disk_that_is_not_mounted_now_nothing_is_removed(
+    record: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A local disk of its own, that comes back later with the run and its last heartbeat."""
+    disk, table = tmp_path / "disk", tmp_path / "mountinfo"
+    settings = resolve((), {"program": "ping"}, cross_checks=False)
+    root = "1 0 0:1 / / rw - ext4 /dev/vda rw\n"
+    monkeypatch.setattr(mounts, "MOUNTINFO", table)
+    table.write_text(f"{root}2 1 0:2 / {disk} rw - ext4 /dev/vdb rw\n")
+    away = runrecord.publish(runrecord.new(disk / "run", settings, tasks={}, model=None))
+    started(away, 0, 7)
+    table.write_text(root)
+    disk.rename(tmp_path / "unmounted")
+    started(record, 2)
+    assert left(record) == 2
+    (tmp_path / "unmounted").rename(disk)
+    with hold_rank(away, 0, FOREVER_S) as lock:
+        assert lock.last_start_was(7)
+    shutil.rmtree(disk)
+    table.write_text(f"{root}2 1 0:2 / {disk} rw - ext4 /dev/vdb rw\n")
+    started(record, 2)
+    assert left(record) == 1
+
+
+@pytest.mark.parametrize("note", ["[]", "run 1 /tmp/run", '{"run_id": 1}', "[" * 50_000, "\udcff"])
+def test_a_note_that_is_none_proves_nothing(record: RunRecord, note: str) -> None:
+    started(record, 2, 7)
+    with hold_rank(record, 2, FOREVER_S) as lock:
+        lock.note.write_text(note, errors="surrogateescape")
+        assert not lock.last_start_was(7)
+    started(record, 3)
+    assert left(record) == 1
+
+
 def test_what_is_planted_there_is_neither_followed_nor_waited_for(
     record: RunRecord, gone: RunRecord, tmp_path: Path
 ) -> None:

@@ -45,7 +45,7 @@ from fsbarrier.data.torchzip import (
 )
 from fsbarrier.data.trajectory import REQUIRED, is_judged
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.files import fsync_dir, open_new
+from fsbarrier.files import fsync_dir, open_new, open_own
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.reading import open_stream
 from fsbarrier.retry import FAILING, retry
@@ -184,17 +184,8 @@ class ShardWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, *, whole: bool = False) -> None:
-        self._fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        # A second name (a hard link) is given to whole files alone, in which nothing is changed any more.
-        if not whole and os.fstat(self._fd).st_nlink > 1:
-            raise UsageError(
-                f"{self.path}: has a second name (a hard link), and may be somebody else's file; nothing is written to it. "
-                "Move it away, and the tasks are rolled out again"
-            )
-
     def _begin(self, start: bytes) -> None:
-        self._open()
+        self._fd = open_own(self.path)
         self._append(start, "start")
         fsync_dir(self.path.parent)
 
@@ -210,7 +201,16 @@ class ShardWriter:
             raise UsageError(
                 f"{self.path}: was written by another rollout (prefix {scan.prefix}); use a new part name"
             )
-        self._open(whole=scan.finished and not scan.torn_bytes)
+        if scan.finished and not scan.torn_bytes:
+            # Nothing is changed in it any more, and the rank's checkpoint is mostly its second name.
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        else:
+            self._fd = open_own(self.path)
+            if os.fstat(self._fd).st_size < scan.valid_bytes:
+                # It had a second name, under which other people may read it.
+                self.close()
+                self._begin(start)
+                return
         if scan.torn_bytes:
             os.ftruncate(self._fd, scan.valid_bytes)
             os.fsync(self._fd)

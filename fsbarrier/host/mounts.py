@@ -64,11 +64,12 @@ OTHER = Family(
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """The mount that holds a path. `kind`: the filesystem's type as the kernel names it, "nfs4" or "fuse.sshfs"."""
+    """The mount that holds a path. `kind`: the filesystem's type as the kernel names it, "nfs4" or "fuse.sshfs". `point`: where it is."""
 
     kind: str
     source: str
     options: tuple[str, ...]
+    point: Path = Path("/")
 
     def __str__(self) -> str:
         return f"{self.kind} from {self.source}"
@@ -109,7 +110,7 @@ def mount_of_resolved(real: Path) -> Mount:
         # Of two mounts on one point the later hides the earlier.
         if real.is_relative_to(point) and len(point.parts) >= longest:
             both = dict.fromkeys([*fields[5].split(","), *options.split(",")])
-            longest, found = len(point.parts), Mount(kind, source, tuple(both))
+            longest, found = len(point.parts), Mount(kind, source, tuple(both), point)
     return found
 
 

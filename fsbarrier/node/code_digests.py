@@ -6,6 +6,7 @@ A file counts by its content, not by where it lies: a wheel and a checkout of th
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib.machinery
 import json
@@ -14,9 +15,11 @@ import shlex
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 from fsbarrier import reading
+from fsbarrier.errors import UsageError
 from fsbarrier.loader import own_sources, program_path
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.value_types import reward_kinds
@@ -24,6 +27,8 @@ from fsbarrier.settings.value_types import reward_kinds
 # A file that is longer (weights, or data that a trainer's command names) counts by its length, its beginning and a sample of the rest.
 WHOLE_BYTES = 16 * reading.MIB
 SAMPLES, SAMPLE_BYTES = 64, 64 * 1024
+# How many files and folders a model or a package may have. Links in it may lead anywhere, also to a whole disk.
+MOST_FILES, MOST_BYTES = 100_000, 64 * reading.GIB
 # What the name of a module's file ends in: source, or compiled.
 MODULES = tuple(importlib.machinery.all_suffixes())
 # Where packages are installed: of those the versions are compared.
@@ -106,17 +111,26 @@ def _one_file(named: str | None) -> dict[str, Path]:
 
 
 def _files_below(folder: Path) -> dict[str, Path]:
-    """All files of a folder, and of those that links in it lead to. What begins with a dot is somebody's bookkeeping."""
-    found, known = dict[str, Path](), set[str]()
-    for path, folders, names in os.walk(folder, followlinks=True):
-        # A link may lead to a folder above it. In the same order everywhere, so that all nodes see the same.
-        real = os.path.realpath(path)
-        folders[:] = [] if real in known else sorted(name for name in folders if not name.startswith("."))
-        names = [] if real in known else names
+    """All files of a folder, and of those that links in it lead to. What begins with a dot is somebody's bookkeeping. Raises UsageError."""
+    found, known, todo, total = dict[str, Path](), set[str](), [folder], 0
+    while todo:
+        path = todo.pop()
+        # A link may lead to a folder above it.
+        if (real := os.path.realpath(path)) in known:
+            continue
         known.add(real)
-        for file in (Path(path, name) for name in names if not name.startswith(".")):
-            if _is_plain(file):
-                found[file.relative_to(folder).as_posix()] = file
+        with contextlib.suppress(OSError), os.scandir(path) as there:
+            inner = sorted(Path(one) for one in islice(there, MOST_FILES) if not one.name.startswith("."))
+            # In the same order everywhere, so that all nodes come by the same way to what several links lead to.
+            todo += [one for one in reversed(inner) if one.is_dir()]
+            files = [one for one in inner if _is_plain(one)]
+            found |= {file.relative_to(folder).as_posix(): file for file in files}
+            total += sum(min(file.stat().st_size, WHOLE_BYTES) for file in files)
+        if len(known) + len(found) > MOST_FILES or total > MOST_BYTES:
+            raise UsageError(
+                f"{folder}: with what its links lead to it has more than {MOST_FILES} files and folders, or {MOST_BYTES // reading.GIB} "
+                "GiB of small files; name a folder of its own"
+            )
     return found
 
 

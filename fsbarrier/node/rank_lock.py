@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,17 +37,28 @@ class RankLock:
     def note_start(self, incarnation: int) -> None:
         """Before this start's first heartbeat. Without the note the next start only takes longer."""
         with contextlib.suppress(OSError):
-            self.note.write_text(self._text(incarnation), errors="surrogateescape")
+            mount = str(mount_of_resolved(self.folder).point)
+            self.note.write_text(json.dumps({**self._start(incarnation), "mount": mount}))
 
     def last_start_was(self, incarnation: int) -> bool:
         """Whether the daemon that held this lock last was this start of the rank."""
-        try:
-            return self.note.read_text(errors="surrogateescape") == self._text(incarnation)
-        except OSError:
-            return False
+        with contextlib.suppress(OSError, ValueError):
+            return self._start(incarnation).items() <= _read_note(self.note).items()
+        return False
 
-    def _text(self, incarnation: int) -> str:
-        return f"{self.run_id} {incarnation} {self.folder}"
+    def _start(self, incarnation: int) -> dict[str, object]:
+        return {"run_id": self.run_id, "incarnation": incarnation, "folder": str(self.folder)}
+
+
+def _read_note(note: Path) -> dict[str, object]:
+    """Raises OSError, ValueError where it is none."""
+    try:
+        found = json.loads(reading.read_bytes(note, 1 << 16))
+    except RecursionError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{note} is no note")
+    return found
 
 
 @contextmanager
@@ -110,7 +122,7 @@ def _folder_lock(folder: Path, how: int) -> Iterator[None]:
 def _remove_locks_of_gone_runs(folder: Path) -> None:
     """Locks that nobody holds, of runs whose directories are gone from this machine's disks. Raises nothing.
 
-    What lies on another mount is never looked for: the mount may hang, or be away for a while.
+    What lies on a network mount is never looked for: it may hang. And of a disk that is not mounted now, nothing is known.
     """
     # Somebody else may be at it.
     with contextlib.suppress(OSError), _folder_lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -121,15 +133,15 @@ def _remove_locks_of_gone_runs(folder: Path) -> None:
 
 
 def _run_is_gone(note: Path) -> bool:
-    """Raises OSError."""
+    """Whether its directory is on none of this machine's disks, and the disk on which it was is there. Raises OSError."""
     try:
-        words = os.fsdecode(reading.read_bytes(note, 1 << 16)).split(" ", 2)
-    except FileNotFoundError:
-        # Nobody has begun under this lock.
+        found = _read_note(note)
+        run, mount = Path(str(found["folder"])), Path(str(found["mount"]))
+    except (FileNotFoundError, ValueError, KeyError):
+        # Nobody has begun under this lock, or an earlier version has, which did not say where the run is.
         return True
-    # Notes of earlier versions do not say where the run is.
-    run = Path(words[2]) if len(words) == 3 else None
-    return run is None or (mount_of_resolved(run).family.category == LOCAL and not os.path.lexists(run))
+    now = mount_of_resolved(run)
+    return now.family.category == LOCAL and now.point == mount and not os.path.lexists(run)
 
 
 def _remove_unheld(lock_file: Path) -> None:

@@ -26,7 +26,7 @@ from fsbarrier import files, reading
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.private_folder import private_folder
 from fsbarrier.retry import FAILING, retry
-from fsbarrier.rundir.hashed_file import FileDigest, digest_of
+from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed, digest_of
 from fsbarrier.rundir.names import POLICY_FOLDER, MadeBy
 from fsbarrier.rundir.paths import RunPaths
 
@@ -215,24 +215,45 @@ def compare(folder: Path, expected: Mapping[str, FileDigest], between_reads: Cal
         with _opened(folder, name) as fd:
             found = files.sha256_open(fd, between_reads)
         if found != expected[name].sha256:
-            raise ProgramFailed(
-                f"{folder / name} differs from what {MANIFEST} says: it was changed or damaged"
-            )
+            raise differs(folder / name)
 
+    for_all(check, expected)
+
+
+def for_all(check: Callable[[str], None], names: Iterable[str]) -> None:
+    """Check several files at once. Raises what the first bad one does."""
     with ThreadPoolExecutor(READERS) as threads:
-        for _ in threads.map(check, expected):
+        for _ in threads.map(check, names):
             pass
 
 
-def check_file(folder: Path, name: str) -> None:
-    """The same for one file. Raises ProgramFailed."""
+def differs(path: Path) -> ProgramFailed:
+    return ProgramFailed(f"{path} differs from what {MANIFEST} says: it was changed or damaged")
+
+
+def copy_listed(source: Path, target: Path, digest: FileDigest | None, root: Path | None) -> FileDigest:
+    """Copy a file to a new name, whose content a manifest lists with this digest; None: no manifest lists it.
+
+    `root`: no link is followed below it. Raises OSError, ProgramFailed.
+    """
+    copied = copy_hashed(source, target, root)
+    if digest is not None and copied != digest:
+        raise differs(source)
+    return copied
+
+
+def read_listed(folder: Path, name: str) -> bytes:
+    """A small file of a policy version, as its manifest lists it. Raises ProgramFailed."""
     digest, path = read_manifest(folder).files.get(name), folder / name
     if digest is None:
         raise ProgramFailed(f"{path} is not in the {MANIFEST} beside it")
-    with _opened(folder, name) as fd:
-        found = FileDigest(os.fstat(fd).st_size, files.sha256_open(fd))
-    if found != digest:
-        raise ProgramFailed(f"{path} differs from what {MANIFEST} says: it was changed or damaged")
+    try:
+        data = retry(lambda: _read_below(folder, name), errnos=FAILING)
+    except OSError as error:
+        raise _unread(error, f"{path}, listed in {MANIFEST}, cannot be read: {error}") from None
+    if hashlib.sha256(data).hexdigest() != digest.sha256:
+        raise differs(path)
+    return data
 
 
 @contextlib.contextmanager
@@ -247,20 +268,6 @@ def _opened(folder: Path, name: str) -> Iterator[int]:
             os.close(fd)
     except OSError as error:
         raise _unread(error, f"{path}, listed in {MANIFEST}, cannot be read: {error}") from None
-
-
-def check_nothing_else(folder: Path, part: str, listed: Iterable[str]) -> None:
-    """What a loader may take from `part` of a policy version is in its manifest. Raises ProgramFailed naming what is not."""
-    inner = folder / part
-    with reading.folder_below(folder.parent, inner) as fd:
-        there = sorted(f"{part}{name}" for name in os.listdir(fd) if not name.startswith("."))
-    known = {f"{part}{name.removeprefix(part).partition('/')[0]}" for name in listed if name.startswith(part)}
-    for name in there:
-        path = folder / name
-        # Nothing is in it, and no manifest can list it.
-        empty = path.is_dir() and not path.is_symlink() and not os.listdir(path)
-        if name not in known and not empty:
-            raise ProgramFailed(f"{path} is not listed in {MANIFEST}: it is no part of this policy version")
 
 
 def publish_link(log_path: Path, folder: Path, last_look: Callable[[], None] = lambda: None) -> Path:

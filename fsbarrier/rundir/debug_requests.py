@@ -77,7 +77,7 @@ def collect(paths: RunPaths, key: str, watch_s: float, out: Path) -> list[Beat]:
 def write_archive(paths: RunPaths, key: str, out: Path, summary: str) -> None:
     """Put `summary`, the answers, the ends of the logs and journals, and the last heartbeats into `out`, which only this user may read.
 
-    No link is followed, nothing but plain files is opened, and passwords in addresses are left out. Raises OSError.
+    No link is followed, nothing but plain files with one name is taken, and passwords in addresses are left out. Raises OSError.
     """
     temporary = files.temporary_beside(out)
     try:
@@ -121,6 +121,8 @@ def _text(paths: RunPaths, path: Path) -> str:
     """The end of a file of the run, of an answer its beginning; why it cannot be read, where it cannot."""
     try:
         with os.fdopen(reading.open_below(paths.root, path), "rb") as stream:
+            if os.fstat(stream.fileno()).st_nlink > 1:
+                return "(not collected: it has a second name, a hard link, and may be a file from outside the run)\n"
             if path.parent == paths.debug:
                 return stream.read(ANSWER_BYTES).decode(errors="replace")
             size = stream.seek(0, os.SEEK_END)

@@ -144,7 +144,7 @@ def _copy_state(policy: Exported, state: TrainersState, target: Path) -> None:
     files.make_dirs(target / "trainer")
     for name, digest in state.digests.items():
         if name != LAYOUT:
-            policy_export.copy_listed(state.version / name, target / name, digest, state.root)
+            checkpoints.copy_listed(state.version / name, target / name, digest, state.root)
             digests[name] = digest
     # What was the other run's version N is this run's version 0.
     layout = replace(Layout.read(state.version / "trainer"), policy_version=0)

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,16 +95,15 @@ def export(chosen: Exported, target: Path, dtype: str | None) -> None:
             _copy(chosen, staging)
         else:
             # torch takes seconds to load, and a plain copy does without.
-            from fsbarrier.training.convert_model import DTYPES, convert
+            from fsbarrier.training.convert_model import DTYPES, convert, pinned
 
-            if chosen.digests:
-                manifest = checkpoints.verify(chosen.model.parent)
-                listed = (*manifest.files, *manifest.following)
-                for part in ("model/", "trainer/")[: 1 if chosen.trainer is None else 2]:
-                    checkpoints.check_nothing_else(chosen.model.parent, part, listed)
-            # What a run begins with is as exact as it is.
-            trained = bool(chosen.digests)
-            convert(chosen.model, chosen.trainer, staging, DTYPES[dtype], root=chosen.root, trained=trained)
+            with ExitStack() as stack:
+                model, trainer = chosen.model, chosen.trainer
+                if chosen.root is not None:
+                    here = stack.enter_context(pinned(model.parent, _needed(chosen), chosen.root))
+                    model, trainer = here / model.name, here / "trainer" if trainer else None
+                # What a run begins with is as exact as it is.
+                convert(model, trainer, staging, DTYPES[dtype], trained=bool(chosen.digests))
         check_whole(staging)
         files.fsync_dir(staging)
         os.rename(staging, target)
@@ -116,15 +116,18 @@ def _copy(chosen: Exported, out: Path) -> None:
         _copy_first_model(chosen, out)
     for name, digest in chosen.digests.items():
         files.make_dirs((out / name).parent)
-        copy_listed(chosen.model / name, out / name, digest, chosen.root)
+        checkpoints.copy_listed(chosen.model / name, out / name, digest, chosen.root)
 
 
-def copy_listed(source: Path, target: Path, digest: FileDigest, root: Path | None) -> None:
-    """Copy a file that a manifest lists with this digest. Raises OSError, ProgramFailed."""
-    if copy_hashed(source, target, root) != digest:
-        raise ProgramFailed(
-            f"{source} differs from what {checkpoints.MANIFEST} says: it was changed or damaged"
-        )
+def _needed(chosen: Exported) -> dict[str, FileDigest | None]:
+    """What of a policy in the run directory its conversion reads, by the name beside the model's folder. Raises ProgramFailed."""
+    if not chosen.digests:
+        found = (path for path in chosen.model.rglob("*") if path.is_file())
+        return dict.fromkeys(path.relative_to(chosen.model.parent).as_posix() for path in found)
+    manifest = checkpoints.read_manifest(chosen.model.parent)
+    parts = ("model/", "trainer/") if chosen.trainer else ("model/",)
+    listed = {**manifest.files, **manifest.following}
+    return {name: digest for name, digest in listed.items() if name.startswith(parts)}
 
 
 def _refuse_links(model: Path, root: Path) -> None:

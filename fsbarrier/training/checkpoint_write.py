@@ -30,7 +30,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from fsbarrier import files
 from fsbarrier.errors import ProgramFailed, first_line
 from fsbarrier.rundir import checkpoints
-from fsbarrier.rundir.hashed_file import FileDigest, HashedFile, copy_hashed, digest_of
+from fsbarrier.rundir.hashed_file import FileDigest, HashedFile, digest_of
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.training import safetensors_file
 from fsbarrier.training.lora import Adapters
@@ -287,11 +287,8 @@ def copy_beside(source: Path, out: Path, root: Path | None) -> dict[str, FileDig
         key = f"{source.name}/{name}"
         if listed is not None and key not in listed:
             continue
-        copied[name] = copy_hashed(path, out / name, root)
-        if listed is not None and copied[name] != listed[key]:
-            raise ProgramFailed(
-                f"{path} differs from what {checkpoints.MANIFEST} says: it was changed or damaged"
-            )
+        digest = None if listed is None else listed[key]
+        copied[name] = checkpoints.copy_listed(path, out / name, digest, root)
     return copied
 
 

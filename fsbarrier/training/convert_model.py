@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+import os
+import resource
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 
@@ -11,11 +14,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from fsbarrier import files
-from fsbarrier.errors import UsageError
-from fsbarrier.reading import JSON_BYTES, read_bytes
+from fsbarrier import files, reading
+from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.host.own_folder import own_folder
+from fsbarrier.host.private_folder import private_folder
 from fsbarrier.rundir import checkpoints
-from fsbarrier.rundir.hashed_file import copy_hashed
+from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed
 from fsbarrier.training import checkpoint_write, safetensors_file
 from fsbarrier.training.checkpoint_write import ADAPTER
 from fsbarrier.training.stored_tensors import StoredTensors
@@ -25,16 +29,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def convert(
-    model: Path,
-    trainer: Path | None,
-    out: Path,
-    dtype: torch.dtype,
-    *,
-    root: Path | None = None,
-    trained: bool = True,
+    model: Path, trainer: Path | None, out: Path, dtype: torch.dtype, *, trained: bool = True
 ) -> None:
     """Write the folder `model` anew with its weights in `dtype`. `trainer`: the state that belongs to it; None: there is none.
-    `root`: of the run in which it lies, where no link is followed. `trained`: whether its trainer had more exact weights than it serves.
+    `trained`: whether its trainer had more exact weights than it serves.
 
     Raises OSError, ProgramFailed (a damaged file), UsageError (no exact weights of the whole model are there).
     """
@@ -46,7 +44,7 @@ def convert(
         if dtype is torch.float32 and trained and torch.bfloat16 in map(source.dtype, names):
             if trainer is None:
                 raise UsageError(
-                    f"--dtype fp32: {model} is served in bf16, and no trainer state in the run directory has its exact weights "
+                    "--dtype fp32: this policy is served in bf16, and no trainer state in the run directory has its exact weights "
                     "(checkpoint.trainer_every says how often there is one); export another version, or in bf16"
                 )
             layout = Layout.read(trainer)
@@ -56,7 +54,7 @@ def convert(
             # A tied weight has the name under which it comes first.
             if lacking := {name for name, _ in architecture.named_parameters()} - set(names):
                 raise UsageError(
-                    f"{trainer}: not all weights are there in fp32 (none of {min(lacking)}); export bf16"
+                    f"--dtype fp32: its trainer state has not all weights in fp32 (none of {min(lacking)}); export bf16"
                 )
         sizes = {name: prod(source.shapes[key]) * dtype.itemsize for name, key in names.items()}
         weights: dict[str, str] = {}
@@ -68,22 +66,60 @@ def convert(
             safetensors_file.write(out / file, tensors)
             weights |= dict.fromkeys(tensors, file)
     checkpoint_write.write_index(out, weights, sum(sizes.values()))
-    config = json.loads(read_bytes(model / "config.json", JSON_BYTES, links=root is None))
+    config = json.loads(reading.read_bytes(model / "config.json", reading.JSON_BYTES, links=True))
     for key in {"dtype", "torch_dtype"} & set(config):
         config[key] = str(dtype).removeprefix("torch.")
     files.write_atomic(out / "config.json", json.dumps(config, indent=2).encode(), durable=True)
-    checkpoint_write.copy_beside(model, out, root)
+    checkpoint_write.copy_beside(model, out, None)
     if (adapter := model / ADAPTER).is_dir():
         # It is exact already.
         files.make_dirs(out / ADAPTER)
-        listed = None
-        if root is not None and (model.parent / checkpoints.MANIFEST).exists():
-            listed = checkpoints.read_manifest(model.parent).files
-        for path in sorted(adapter.iterdir()):
-            if path.is_file() and (listed is None or f"{model.name}/{ADAPTER}/{path.name}" in listed):
-                copy_hashed(path, out / ADAPTER / path.name, root)
+        for path in filter(Path.is_file, sorted(adapter.iterdir())):
+            copy_hashed(path, out / ADAPTER / path.name)
     if (model / "generation_config.json").exists():
-        copy_hashed(model / "generation_config.json", out / "generation_config.json", root)
+        copy_hashed(model / "generation_config.json", out / "generation_config.json")
+
+
+@contextmanager
+def pinned(folder: Path, listed: Mapping[str, FileDigest | None], root: Path) -> Iterator[Path]:
+    """A folder with these files of `folder`, which is in the run at `root`: tensors as links to open files, the others as copies.
+
+    What is read there is what lay there at the beginning, whatever takes its name meanwhile. At the end all of it is compared with the
+    digests, where there are any. Raises OSError, ProgramFailed naming what differs, also in place of the error that this caused.
+    """
+    with ExitStack() as stack:
+        here = stack.enter_context(own_folder(private_folder().path, "export"))
+        known = {name: digest for name, digest in listed.items() if digest is not None}
+        (here / checkpoints.MANIFEST).write_bytes(checkpoints.Manifest(0, known).encode())
+        opened: dict[str, tuple[int, os.stat_result]] = {}
+        # Each process that trained has left a file.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        for name, digest in listed.items():
+            files.make_dirs((here / name).parent)
+            if name.endswith(".safetensors"):
+                fd = reading.open_below(root, folder / name)
+                stack.callback(os.close, fd)
+                opened[name] = fd, os.fstat(fd)
+                (here / name).symlink_to(f"/proc/self/fd/{fd}")
+            elif not name.endswith(checkpoint_write.WEIGHTS):
+                checkpoints.copy_listed(folder / name, here / name, digest, root)
+
+        def compare(name: str) -> None:
+            fd, before = opened[name]
+            now, digest = os.fstat(fd), listed[name]
+            if digest is not None and FileDigest(now.st_size, files.sha256_open(fd)) != digest:
+                raise checkpoints.differs(folder / name)
+            # Somebody else who may write to it cannot set this back.
+            if now.st_mtime_ns != before.st_mtime_ns:
+                raise ProgramFailed(f"{folder / name} was written to while it was read; nothing was exported")
+
+        try:
+            yield here
+        except ProgramFailed as error:
+            checkpoints.for_all(compare, opened)
+            raise ProgramFailed(str(error).replace(f"{here}/", f"{folder}/")) from None
+        checkpoints.for_all(compare, opened)
 
 
 def _architecture(model: Path) -> PreTrainedModel:

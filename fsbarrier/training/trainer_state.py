@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.reading import JSON_BYTES, read_bytes
 from fsbarrier.rundir import checkpoints
 from fsbarrier.training.optimizer import as_kept, in_eight_bits
 from fsbarrier.training.slices import FlatPart, gather
@@ -104,9 +103,9 @@ class Layout:
                 f"{folder / OLD_STATE} is the trainer state of an older fsbarrier, which this one does not read: go on with that "
                 "version, or begin a new run from this policy's model folder (its optimizer begins anew)"
             )
-        checkpoints.check_file(folder.parent, f"{folder.name}/{LAYOUT}")
+        data = checkpoints.read_listed(folder.parent, f"{folder.name}/{LAYOUT}")
         try:
-            found = json.loads(read_bytes(path, JSON_BYTES))
+            found = json.loads(data)
             if found["format"] != FORMAT:
                 raise ValueError(f"its format is {found['format']}, this is for {FORMAT}")
             tensors = {str(name): tensor for name, tensor in found["tensors"].items()}
