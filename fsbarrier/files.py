@@ -325,12 +325,6 @@ def _fill(fd: int, data: bytes, durable: bool) -> None:
         os.close(fd)
 
 
-def fsync_file(path: Path) -> None:
-    """Make the content of a file durable that somebody else wrote. Raises OSError."""
-    with reading.open_stream(path) as stream:
-        os.fsync(stream.fileno())
-
-
 def fsync_dir(path: Path) -> None:
     """Make the names in `path` durable; does nothing on filesystems without such a call (NFS)."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

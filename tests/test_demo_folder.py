@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fsbarrier.data import demo_tasks
 from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.host.private_folder import private_folder
 from fsbarrier.start import demo_folder
 
 
@@ -61,9 +62,12 @@ def test_two_starts_at_once(tmp_path: Path) -> None:
 
 def test_made_once_where_no_cache_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
+    temporary: list[Path] = []
 
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+    def run(command: list[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[bytes]:
         commands.append(command)
+        temporary.append(Path(env["TMPDIR"]))
+        assert temporary[0].is_relative_to(private_folder().path) and temporary[0].is_dir()
         fill(Path(command[-1]))
         return subprocess.CompletedProcess(command, 0)
 
@@ -74,6 +78,7 @@ def test_made_once_where_no_cache_has_it(tmp_path: Path, monkeypatch: pytest.Mon
         assert demo_tasks.is_ready(tmp_path / name / "demo")
     assert len(commands) == len(said) == 1
     assert commands[0][-4:-1] == ["-m", "fsbarrier.workers.demo_model", "--out"]
+    assert not temporary[0].exists()
 
 
 @pytest.mark.parametrize(
@@ -82,7 +87,7 @@ def test_made_once_where_no_cache_has_it(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_cannot_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, raised: type[BaseException]
 ) -> None:
-    monkeypatch.setattr(subprocess, "run", lambda command: subprocess.CompletedProcess(command, code))
+    monkeypatch.setattr(subprocess, "run", lambda command, env: subprocess.CompletedProcess(command, code))
     with pytest.raises(raised):
         demo_folder.make(tmp_path / "run" / "demo", tmp_path / "cache", lambda line: None)
     assert not (tmp_path / "run").exists()

@@ -22,7 +22,7 @@ from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import Paces
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Payload, Position, Record
 from fsbarrier.protocol.state import Node, Part, WorkReport
-from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.rundir.hashed_file import HashedFile
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -229,7 +229,7 @@ def test_a_copy_of_the_weights_is_flushed_before_it_is_public(
 def test_a_version_that_is_removed_is_incomplete_first(tmp_path: Path) -> None:
     folders = [policy(tmp_path, version) for version in (1, 2, 3, 4)]
     with recording(tmp_path) as seen:
-        assert checkpoints.retain(tmp_path, 2, folders[-1]) == folders[:2]
+        assert retention.remove_old_versions(tmp_path, 2, folders[-1]) == folders[:2]
     for folder in folders[:2]:
         inside = os.path.relpath(folder, tmp_path)
         assert seen.one("unlink", f"{inside}/{checkpoints.MANIFEST}") == min(seen.all("unlink", inside))

@@ -140,7 +140,7 @@ def test_what_is_removed_or_moved_away_loses_a_name_only(tmp_path: Path, outside
         planted.parent.mkdir(parents=True, exist_ok=True)
         planted.unlink(missing_ok=True)
         os.link(outside, planted)
-    assert paths.checkpoint(11, 1) in checkpoints.retain(paths.root, 2, newest)
+    assert paths.checkpoint(11, 1) in retention.remove_old_versions(paths.root, 2, newest)
     assert retention.remove_old(paths.root, 5, batches=1, trajectories=2) == [1]
     found = [item for item in recovery.inspect(paths.root, 5) if item.path == part]
     folder = recovery.quarantine(paths.root, found)

@@ -137,7 +137,7 @@ def test_old_policy_versions_are_not_removed_through_a_link(tmp_path: Path) -> N
     gone = RunPaths(run).checkpoint(1, 1)
     gone.rename(tmp_path / "first")
     gone.symlink_to(outside)
-    removed = checkpoints.retain(run, 2, newest)
+    removed = retention.remove_old_versions(run, 2, newest)
     assert [folder.name for folder in removed] == [RunPaths(run).checkpoint(2, 1).name]
     assert (outside / checkpoints.MANIFEST).exists() and (outside / "model" / "config.json").exists()
 

@@ -33,7 +33,7 @@ from fsbarrier.program import (
     Work,
 )
 from fsbarrier.protocol.state import Node, Part
-from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.template import Template
 
@@ -253,9 +253,9 @@ def test_the_last_look_is_directly_before_each_public_step(
         goes_on_without_us(files, "open_new")
     elif step == "retain":
         goes_on_without_us(checkpoints, "publish_link")
-        monkeypatch.setattr(checkpoints, "retain", lambda *_: pytest.fail("deleted all the same"))
+        monkeypatch.setattr(retention, "remove_old_versions", lambda *_: pytest.fail("deleted all the same"))
     else:
-        goes_on_without_us(checkpoints, "retain")
+        goes_on_without_us(retention, "remove_old_versions")
         monkeypatch.setattr(work_kinds.retention, "remove_old", lambda *_, **__: pytest.fail("deleted"))
     with pytest.raises(ProgramFailed, match="generation 1 has ended"):
         work_kinds.carry_out(work, woken, Job(), place)

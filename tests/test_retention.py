@@ -9,9 +9,8 @@ import pytest
 from cluster import Cluster
 
 from fsbarrier.loader import load_module
-from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.retention import remove_old
 
 
 def make(paths: RunPaths, iteration: int) -> list[Path]:
@@ -32,14 +31,14 @@ def test_what_is_behind_goes_and_the_rest_stays(tmp_path: Path) -> None:
     files = {iteration: make(paths, iteration) for iteration in (1, 2, 3, 10, 11)}
     other = paths.trajectories("train") / "train_trajectories.pt.iteration1.mine"
     other.write_text("x")
-    assert remove_old(tmp_path, 10, batches=0, trajectories=0) == []
+    assert retention.remove_old(tmp_path, 10, batches=0, trajectories=0) == []
     assert all(path.exists() for made in files.values() for path in made)
-    assert remove_old(tmp_path, 10, batches=1, trajectories=8) == [1, 2]
+    assert retention.remove_old(tmp_path, 10, batches=1, trajectories=8) == [1, 2]
     left = {iteration for iteration, made in files.items() if any(path.exists() for path in made[:-1])}
     assert left == {3, 10, 11} and other.exists()
     assert [iteration for iteration, made in files.items() if made[-1].exists()] == [10, 11]
-    assert remove_old(tmp_path, 10, batches=1, trajectories=8) == []
-    assert remove_old(tmp_path / "none", 10, batches=1, trajectories=1) == []
+    assert retention.remove_old(tmp_path, 10, batches=1, trajectories=8) == []
+    assert retention.remove_old(tmp_path / "none", 10, batches=1, trajectories=1) == []
 
 
 def test_a_run_keeps_as_many_iterations_as_set(tmp_path: Path) -> None:
@@ -71,7 +70,7 @@ def test_the_newest_every_so_many_and_the_best_stay(tmp_path: Path) -> None:
     def kept(keep: int, every: int = 0, best: str | None = None) -> list[int]:
         for version in range(1, 13):
             RunPaths(tmp_path).checkpoint(version, 1).mkdir(parents=True, exist_ok=True)
-        checkpoints.retain(tmp_path, keep, RunPaths(tmp_path).checkpoint(11, 1), every, [best])
+        retention.remove_old_versions(tmp_path, keep, RunPaths(tmp_path).checkpoint(11, 1), every, [best])
         return [version for version, _ in checkpoints.versions(tmp_path)]
 
     assert kept(0) == list(range(1, 13))
@@ -181,5 +180,5 @@ def test_whoever_must_stop_removes_no_further_version(tmp_path: Path) -> None:
             raise RuntimeError("cancelled")
 
     with pytest.raises(RuntimeError, match="cancelled"):
-        checkpoints.retain(tmp_path, 2, folders[-1], between=between)
+        retention.remove_old_versions(tmp_path, 2, folders[-1], between=between)
     assert asked == [5, 4] and [folder.is_dir() for folder in folders] == [False, True, True, True, True]

@@ -14,7 +14,7 @@ from trainer_bench import Bench, bench
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.node.job import Job
 from fsbarrier.node.state_upload import StateUpload
-from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.rundir.names import POLICY_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.weights_copy import WeightsCopy
@@ -210,7 +210,7 @@ def test_a_state_that_is_still_needed_is_not_removed(tmp_path: Path) -> None:
         whole = checkpoints.write_manifest(folder, version)
         checkpoints.commit(folder, checkpoints.Manifest(version, whole.files, state_in))
     current = RunPaths(tmp_path).checkpoint(7, 1)
-    checkpoints.retain(tmp_path, 2, current, named=[None, POLICY_FOLDER.build(2, 1)])
+    retention.remove_old_versions(tmp_path, 2, current, named=[None, POLICY_FOLDER.build(2, 1)])
     assert [version for version, _ in checkpoints.versions(tmp_path)] == [2, 3, 6, 7]
 
 

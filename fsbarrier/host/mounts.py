@@ -69,7 +69,7 @@ class Mount:
     kind: str
     source: str
     options: tuple[str, ...]
-    point: Path = Path("/")
+    point: str = "/"
 
     def __str__(self) -> str:
         return f"{self.kind} from {self.source}"
@@ -110,7 +110,7 @@ def mount_of_resolved(real: Path) -> Mount:
         # Of two mounts on one point the later hides the earlier.
         if real.is_relative_to(point) and len(point.parts) >= longest:
             both = dict.fromkeys([*fields[5].split(","), *options.split(",")])
-            longest, found = len(point.parts), Mount(kind, source, tuple(both), point)
+            longest, found = len(point.parts), Mount(kind, source, tuple(both), str(point))
     return found
 
 

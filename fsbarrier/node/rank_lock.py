@@ -37,7 +37,7 @@ class RankLock:
     def note_start(self, incarnation: int) -> None:
         """Before this start's first heartbeat. Without the note the next start only takes longer."""
         with contextlib.suppress(OSError):
-            mount = str(mount_of_resolved(self.folder).point)
+            mount = mount_of_resolved(self.folder).point
             self.note.write_text(json.dumps({**self._start(incarnation), "mount": mount}))
 
     def last_start_was(self, incarnation: int) -> bool:
@@ -136,7 +136,7 @@ def _run_is_gone(note: Path) -> bool:
     """Whether its directory is on none of this machine's disks, and the disk on which it was is there. Raises OSError."""
     try:
         found = _read_note(note)
-        run, mount = Path(str(found["folder"])), Path(str(found["mount"]))
+        run, mount = Path(str(found["folder"])), found["mount"]
     except (FileNotFoundError, ValueError, KeyError):
         # Nobody has begun under this lock, or an earlier version has, which did not say where the run is.
         return True

@@ -140,7 +140,7 @@ def _publish_weights(work: PublishWeights, context: Context, job: Job, log_path:
     events = [journal_line("weights_published", value)]
     last_look()
     needed = (work.needed.get("best_folder"), work.needed.get("reference_folder"), manifest.state_in)
-    checkpoints.retain(log_path, work.keep, work.folder, work.keep_every, needed, job.live_on)
+    retention.remove_old_versions(log_path, work.keep, work.folder, work.keep_every, needed, job.live_on)
     last_look()
     removed = retention.remove_old(
         log_path,

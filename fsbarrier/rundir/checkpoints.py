@@ -16,7 +16,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -308,7 +308,8 @@ def _link_or_copy_folder(folder: Path, name: Path) -> None:
             if path.is_dir():
                 files.fsync_dir(path)
             else:
-                files.fsync_file(path)
+                with reading.open_stream(path) as stream:
+                    os.fsync(stream.fileno())
         files.fsync_dir(name)
 
 
@@ -347,61 +348,8 @@ def _copied_from(served: Path) -> str:
     return reading.read_bytes(served / COPIED_FROM, 4096).decode(errors="replace")
 
 
-def retain(
-    log_path: Path,
-    keep: int,
-    current: Path,
-    every: int = 0,
-    named: Collection[str | None] = (),
-    between: Callable[[], None] = lambda: None,
-) -> list[Path]:
-    """Remove all but the newest `keep` policy versions (0: keep all), every `every`-th (0: none) and the folders `named`.
-
-    Never `current` or the one before it, which a node may still be loading, nor those with the trainer state that one of the others
-    needs. Gives what was removed. `between` is called before each removal, and may end it all by raising.
-    """
-    if keep <= 0:
-        return []
-    folders = versions(log_path)
-    newest = [version for version, _ in folders if version <= _version(current)]
-    spared = set(sorted(set(newest), reverse=True)[: max(keep, 2)])
-    others = [folder for version, folder in folders if version in spared and folder != current]
-    needed = {*named, *map(_state_in, others)}
-    removed = []
-    for version, folder in folders:
-        wanted = version in spared or folder.name in needed or (every and version % every == 0)
-        if not wanted and version < _version(current):
-            between()
-            with contextlib.suppress(OSError):
-                _remove_version(folder)
-                removed.append(folder)
-    return removed
-
-
-def _remove_version(folder: Path) -> None:
-    """Raises OSError, also where the folder is a link, which leads who knows where."""
-    with reading.folder_below(folder.parent.parent, folder) as fd, contextlib.suppress(FileNotFoundError):
-        # First the manifest, so that a half-removed folder does not look complete.
-        os.unlink(MANIFEST, dir_fd=fd)
-    with reading.folder_below(folder.parent.parent, folder.parent) as parent:
-        files.remove_tree(folder.name, parent)
-
-
-def _state_in(folder: Path) -> str | None:
-    try:
-        return read_manifest(folder).state_in
-    except ProgramFailed:
-        # It is not complete, or is being removed.
-        return None
-
-
 def versions(log_path: Path) -> list[tuple[int, Path]]:
     """All policy versions on disk, complete or not, oldest first."""
     root = RunPaths(log_path).checkpoints
     folders = list(root.iterdir()) if root.is_dir() and not root.is_symlink() else []
     return sorted((made.number, folder) for folder in folders if (made := POLICY_FOLDER.parse(folder.name)))
-
-
-def _version(folder: Path) -> int:
-    made = POLICY_FOLDER.parse(folder.name)
-    return made.number if made is not None else 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from fsbarrier import reading
-from fsbarrier.rundir import names
+from fsbarrier import files, reading
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.rundir import checkpoints, names
 from fsbarrier.rundir.paths import RunPaths
 
 
@@ -59,3 +61,56 @@ def _remove(log_path: Path, path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def remove_old_versions(
+    log_path: Path,
+    keep: int,
+    current: Path,
+    every: int = 0,
+    named: Collection[str | None] = (),
+    between: Callable[[], None] = lambda: None,
+) -> list[Path]:
+    """Remove all but the newest `keep` policy versions (0: keep all), every `every`-th (0: none) and the folders `named`.
+
+    Never `current` or the one before it, which a node may still be loading, nor those with the trainer state that one of the others
+    needs. Gives what was removed. `between` is called before each removal, and may end it all by raising.
+    """
+    if keep <= 0:
+        return []
+    folders = checkpoints.versions(log_path)
+    newest = [version for version, _ in folders if version <= _version(current)]
+    spared = set(sorted(set(newest), reverse=True)[: max(keep, 2)])
+    others = [folder for version, folder in folders if version in spared and folder != current]
+    needed = {*named, *map(_state_in, others)}
+    removed = []
+    for version, folder in folders:
+        wanted = version in spared or folder.name in needed or (every and version % every == 0)
+        if not wanted and version < _version(current):
+            between()
+            with contextlib.suppress(OSError):
+                _remove_version(folder)
+                removed.append(folder)
+    return removed
+
+
+def _remove_version(folder: Path) -> None:
+    """Raises OSError, also where the folder is a link, which leads who knows where."""
+    with reading.folder_below(folder.parent.parent, folder) as fd, contextlib.suppress(FileNotFoundError):
+        # First the manifest, so that a half-removed folder does not look complete.
+        os.unlink(checkpoints.MANIFEST, dir_fd=fd)
+    with reading.folder_below(folder.parent.parent, folder.parent) as parent:
+        files.remove_tree(folder.name, parent)
+
+
+def _state_in(folder: Path) -> str | None:
+    try:
+        return checkpoints.read_manifest(folder).state_in
+    except ProgramFailed:
+        # It is not complete, or is being removed.
+        return None
+
+
+def _version(folder: Path) -> int:
+    made = names.POLICY_FOLDER.parse(folder.name)
+    return made.number if made is not None else 0

@@ -70,7 +70,7 @@ class Artifacts:
         return f"{folder.rpartition('/')[2]}:{self.checkpoints[folder].digest}"
 
     def retain(self, keep: int, current: str) -> None:
-        """Clean-up after a publication, as fsbarrier.rundir.checkpoints.retain does it."""
+        """Clean-up after a publication, as fsbarrier.rundir.retention.remove_old_versions does it."""
         newest = self.checkpoints[current].version
         versions = {made.version for made in self.checkpoints.values() if made.version <= newest}
         spared = {*sorted(versions, reverse=True)[: max(keep, 2)], newest}

@@ -11,6 +11,8 @@ from pathlib import Path
 from fsbarrier import files
 from fsbarrier.data import demo_tasks
 from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.host.own_folder import own_folder
+from fsbarrier.host.private_folder import private_folder
 from fsbarrier.supervision.supervisor import own_program, with_this_package
 
 
@@ -40,7 +42,10 @@ def _make(folder: Path) -> None:
         raise UsageError(f"{folder.parent}: cannot be made: {error.strerror or error}") from None
     # Run it in the foreground, so that the user sees its progress bar and Ctrl-C reaches it.
     command = own_program("fsbarrier.workers.demo_model", "--out", str(folder))
-    code = subprocess.run(command, env=with_this_package(os.environ)).returncode
+    # torch takes compiled code from a temporary folder whose name anybody can foresee.
+    with own_folder(private_folder().path, "demo") as temporary:
+        env = {**with_this_package(os.environ), "TMPDIR": str(temporary)}
+        code = subprocess.run(command, env=env).returncode
     if code < 0:
         raise (
             KeyboardInterrupt
