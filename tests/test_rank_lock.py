@@ -176,7 +176,7 @@ def test_of_a_disk_that_is_not_mounted_now_nothing_is_removed(
     started(record, 2)
     assert left(record) == 2
     (tmp_path / "unmounted").rename(disk)
-    with hold_rank(away, 0, FOREVER_S) as lock:
+    with hold_rank(away.log_path, away.run_id, 0, FOREVER_S) as lock:
         assert lock.last_start_was(7)
     shutil.rmtree(disk)
     table.write_text(f"{root}2 1 0:2 / {disk} rw - ext4 /dev/vdb rw\n")
@@ -187,7 +187,7 @@ def test_of_a_disk_that_is_not_mounted_now_nothing_is_removed(
 @pytest.mark.parametrize("note", ["[]", "run 1 /tmp/run", '{"run_id": 1}', "[" * 50_000, "\udcff"])
 def test_a_note_that_is_none_proves_nothing(record: RunRecord, note: str) -> None:
     started(record, 2, 7)
-    with hold_rank(record, 2, FOREVER_S) as lock:
+    with hold_rank(record.log_path, record.run_id, 2, FOREVER_S) as lock:
         lock.note.write_text(note, errors="surrogateescape")
         assert not lock.last_start_was(7)
     started(record, 3)
