@@ -50,6 +50,9 @@ frame.onload = () => {
     newest: all(".newest svg").map((svg) => box(svg).right - box(svg.parentElement).right),
     others: all(".chart:not(.newest) svg").map((svg) => box(svg).left - box(svg.parentElement).left),
     values: all(".newest .again").filter((e) => box(e).width && box(e).right < width).length,
+    covered: all(".newest .again").filter((e) => box(e).width && [...e.ownerSVGElement.querySelectorAll("circle, polyline, rect")]
+      .some((drawn) => box(drawn).right > box(e).left)).length,
+    beyond: all(".newest .again").filter((e) => box(e).right > box(e.ownerSVGElement).right + 1).length,
     heights: all("section").map((e) => box(e).height),
     overlapping: all("section").filter((e, i, s) => i && box(s[i - 1]).bottom > box(e).top + 1).length,
     faint: all("p, td, th, h1, h2, summary, small, li, pre, .chart text:not(.inside)")
@@ -105,6 +108,7 @@ def test_the_report_fits_and_can_be_read(page: str, tmp_path: Path, width: int, 
     # A chart of iterations that is wider than the screen shows its right end, where the newest one is, with the values of its lines.
     assert found["newest"] and all(abs(beyond) <= 1 for beyond in found["newest"])
     assert (found["values"] > 6) is (width < 720)
+    assert found["covered"] == found["beyond"] == 0
     # Any other shows its left end, where the names of the nodes are.
     assert found["others"] and all(abs(beyond) <= 1 for beyond in found["others"])
     assert all(height > 40 for height in found["heights"])

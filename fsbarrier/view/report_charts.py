@@ -11,6 +11,8 @@ from fsbarrier.view.amounts import duration
 
 WIDTH = 760
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 34
+#: The same beside a chart of iterations: the values of its lines stand there once more.
+VALUES = 46
 MOST_POINTS = 600
 #: Up to so many points of a curve, each has a dot.
 FEW = 60
@@ -79,7 +81,7 @@ def line_chart(series: Sequence[Series], x_name: str, marks: Mapping[int, str] |
     x_high = x_high if x_high > x_low else x_low + 1
 
     def x_of(x: float) -> float:
-        return LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT - 10) + 5
+        return LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - VALUES - 10) + 5
 
     def y_of(y: float) -> float:
         return TOP + (y_ticks[-1] - y) / (y_ticks[-1] - y_ticks[0]) * (height - TOP - BOTTOM)
@@ -88,7 +90,7 @@ def line_chart(series: Sequence[Series], x_name: str, marks: Mapping[int, str] |
     body = _grid(y_ticks, y_of, labels)
     whole = [x for x in ticks(x_low, x_high, 10) if x == int(x) and x_low <= x <= x_high]
     body += [_text(x_of(x), height - BOTTOM + 16, f"{x:g}", "middle") for x in whole]
-    body.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 3, x_name, "middle"))
+    body.append(_text((LEFT + WIDTH - VALUES) / 2, height - 3, x_name, "middle"))
     for x, what in (marks or {}).items():
         if x_low <= x <= x_high:
             at = f'x1="{x_of(x):.1f}" x2="{x_of(x):.1f}" y1="{TOP}" y2="{height - BOTTOM}"'
@@ -120,7 +122,7 @@ def stacked_bars(bars: Sequence[tuple[str, Sequence[Part]]], x_name: str) -> str
     if not bars:
         return ""
     y_ticks = ticks(0.0, max(sum(part.value for part in parts) for _, parts in bars) or 1.0)
-    slot = (WIDTH - LEFT - RIGHT) / len(bars)
+    slot = (WIDTH - LEFT - VALUES) / len(bars)
     wide = min(56.0, slot * 0.78)
     scale = (height - TOP - BOTTOM) / y_ticks[-1]
 
@@ -139,7 +141,7 @@ def stacked_bars(bars: Sequence[tuple[str, Sequence[Part]]], x_name: str) -> str
             top += part.value
         if number % every == 0:
             body.append(_text(x + wide / 2, height - BOTTOM + 16, label, "middle"))
-    body.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 3, x_name, "middle"))
+    body.append(_text((LEFT + WIDTH - VALUES) / 2, height - 3, x_name, "middle"))
     body += _again_at_the_right(y_ticks, y_of, labels)
     return _svg(body, height, f"seconds by {x_name} and phase")
 
@@ -192,7 +194,7 @@ def _grid(values: Sequence[float], y_of: Callable[[float], float], labels: Seque
     found = []
     for value, label in zip(values, labels, strict=True):
         y = y_of(value)
-        found.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        found.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - VALUES}" y1="{y:.1f}" y2="{y:.1f}"/>')
         found.append(_text(LEFT - 6, y + 4, label, "end"))
     return found
 
@@ -200,9 +202,11 @@ def _grid(values: Sequence[float], y_of: Callable[[float], float], labels: Seque
 def _again_at_the_right(
     values: Sequence[float], y_of: Callable[[float], float], labels: Sequence[str]
 ) -> list[str]:
-    """The labels of `_grid` above their lines' right ends, for a screen that shows only that part. To be drawn last, over everything."""
-    places = [(max(y_of(value) - 3, TOP), label) for value, label in zip(values, labels, strict=True)]
-    return [_text(WIDTH - RIGHT, y, label, "end", "again") for y, label in places]
+    """The labels of `_grid` behind their lines' right ends, for a screen that shows only that part."""
+    return [
+        _text(WIDTH - VALUES + 4, y_of(value) + 4, label, "start", "again")
+        for value, label in zip(values, labels, strict=True)
+    ]
 
 
 def _seconds(value: float) -> str:

@@ -31,7 +31,7 @@ small{color:var(--muted);font-size:12px;display:block}
 .problems .said{color:var(--muted);font-family:ui-monospace,monospace;font-size:12px;padding-left:14px}
 .scroll{overflow-x:auto}
 .newest{direction:rtl}
-svg text.again{display:none;fill:var(--fg);stroke:var(--card);stroke-width:3px;paint-order:stroke}
+svg text.again{display:none}
 @media (max-width:720px){.newest svg text.again{display:inline}}
 .chart svg{direction:ltr;min-width:680px;width:100%;height:auto;display:block}
 svg text{fill:var(--muted);font:11px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
