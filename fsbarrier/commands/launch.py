@@ -13,6 +13,7 @@ from pathlib import Path
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
 from fsbarrier.launchers.job import Job, Machine, check_below_mount, check_name, commands_here, split, write
+from fsbarrier.protocol.wording import counted
 
 SUMMARY = """Start a run's nodes from one place, or write what a scheduler needs to start them. PLACE is
 
@@ -152,7 +153,7 @@ def _ssh(args: argparse.Namespace) -> int:
 
     hosts = ssh.read_hosts(args.hosts, Path(args.hosts_file) if args.hosts_file else None)
     if (args.nodes or args.num_nodes) is not None and _nodes(args) != len(hosts):
-        raise UsageError(f"--nodes {_nodes(args)}: {len(hosts)} hosts are named")
+        raise UsageError(f"--nodes {_nodes(args)}: {counted(len(hosts), 'host')} named")
     job = _job(args, len(hosts), str(flags.find_log_path(args)))
     words = split("--ssh", args.ssh or "ssh")
     if args.dry_run:

@@ -139,7 +139,7 @@ class _Node:
         decision = next_decision(facts, living, dead, begun)
         if decision is not None and self.pool.decide(facts, decision):
             what = (
-                f"nodes {sorted(decision.ranks.values())}"
+                f"nodes {', '.join(map(str, sorted(decision.ranks.values())))}"
                 if decision.ranks
                 else f"over, exit code {decision.exit_code}"
             )
