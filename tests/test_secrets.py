@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from fake_run import FakeRun
 from fsbarrier import cli
 from fsbarrier.engine.engine import Engine
 from fsbarrier.node.worker_program import _environment
+from fsbarrier.pool.directory import PoolDirectory
 from fsbarrier.printable import printable, without_passwords
+from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.journal import Journal
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.supervision.secret_variables import TRACKERS_KEYS, without_secrets
-from fsbarrier.supervision.supervisor import Child
+from fsbarrier.supervision.supervisor import Child, StartFailed
 
 CANARY = "hunter2canary"
 
@@ -134,6 +137,38 @@ def test_no_secret_is_in_the_report_or_the_dry_run(
     run.start()
     assert cli.main(["report", "--log-path", str(run.log_path), "--out", str(tmp_path / "report.html")]) == 0
     assert CANARY not in (tmp_path / "report.html").read_text()
+
+
+def test_what_is_handed_on_to_nodes_stands_in_no_list_of_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that goes on with a run hands node 0 the settings that may change, also those of a settings file."""
+    config, began = tmp_path / "config.toml", list[list[str]]()
+    config.write_text(f'judge.url = "https://me:{CANARY}@judge/v1"\njudge.retries = 7\n')
+    settings = resolve([], {"program": "ping"}, cross_checks=False)
+    log_path = str(
+        runrecord.publish(runrecord.new(tmp_path / "run", settings, tasks={}, model=None)).log_path
+    )
+
+    def start(argv: list[str], **_: object) -> Child:
+        began.append(argv)
+        assert "judge.retries=7" in argv
+        given = Path(argv[argv.index("--config") + 1])
+        assert tomllib.loads(given.read_text()) == {"judge": {"url": f"https://me:{CANARY}@judge/v1"}}
+        assert given.stat().st_mode & 0o777 == 0o600
+        raise StartFailed("enough", 126)
+
+    monkeypatch.setattr(Child, "start", start)
+    words = ["--log-path", log_path, "--config", str(config)]
+    assert cli.main(["launch", "local", *words]) == 4, capsys.readouterr().err
+    assert began and CANARY not in " ".join(began[0])
+    pool = PoolDirectory(tmp_path / "pool")
+    pool.make(shared_group=False)
+    secret = f"custom.secret.key={CANARY}"
+    assert cli.main(["submit", str(pool.root), "--nodes", "1", "--program", "ping", secret]) == 2
+    said = capsys.readouterr()
+    assert "custom.secret.key=*** would stand in files" in said.err and CANARY not in said.out + said.err
+    assert not pool.read().jobs
 
 
 def test_no_password_is_in_a_journal_or_in_a_log(tmp_path: Path) -> None:

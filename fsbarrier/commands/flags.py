@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 from fsbarrier import files
+from fsbarrier.errors import UsageError
 from fsbarrier.rundir.runrecord import RunRecord, load
+from fsbarrier.settings.hidden import shown_word
 from fsbarrier.settings.sources import FLAGS, ChosenValue, with_range_of_nodes
 from fsbarrier.start import preflight
 
@@ -93,6 +95,18 @@ def as_typed(args: argparse.Namespace) -> list[str]:
     if args.config:
         found += ["--config", args.config]
     return [*found, *args.settings]
+
+
+def words_for_others(args: argparse.Namespace, command: str) -> tuple[str, ...]:
+    """The same words, for nodes that somebody else starts. Raises UsageError where one of them has a key or a password."""
+    words = tuple(as_typed(args))
+    for word in words:
+        if shown_word(word) != word:
+            raise UsageError(
+                f"{command}: {shown_word(word)} would stand in files, and in lists of processes that others can read; put it "
+                "into a file that only you can read, and give that with --config"
+            )
+    return words
 
 
 def add_log_path(parser: argparse.ArgumentParser) -> None:

@@ -110,18 +110,11 @@ def _local(args: argparse.Namespace) -> int:
 
 def _job(args: argparse.Namespace, nodes: int, log_path: str) -> Job:
     """What each node is told. Raises UsageError for a flag or a setting that cannot be, before anything is started."""
-    from fsbarrier.settings.hidden import shown_word
     from fsbarrier.settings.resolve import resolve
 
     args.num_nodes, args.log_path = str(nodes), log_path
     resolve(flags.gather(args))
-    words = tuple(flags.as_typed(args))
-    for word in words:
-        if shown_word(word) != word:
-            raise UsageError(
-                f"launch {args.place}: {shown_word(word)} would stand in files, and in lists of processes that others can read; put it "
-                "into a file that only you can read, and give that with --config"
-            )
+    words = flags.words_for_others(args, f"launch {args.place}")
     run, stop = commands_here(args.fsbarrier or ("fsbarrier" if args.place in CONTAINERS else None))
     return Job(
         name=check_name(args.name or "fsbarrier"),

@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     resolve(flags.gather(args))
     log_path = str(preflight.absolute(args.log_path)) if args.log_path else ""
     args.num_nodes = args.log_path = None
-    words = tuple(flags.as_typed(args))
+    words = flags.words_for_others(args, "submit")
     now = datetime.now(UTC).isoformat(timespec="seconds")
     name = args.name or next((word for word in words if "=" not in word and word[0] != "-"), "run")
     try:

@@ -14,9 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsbarrier import files
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
+from fsbarrier.host.own_folder import own_folder
+from fsbarrier.host.private_folder import private_folder
 from fsbarrier.launchers.processes import Interrupted, ending_signals, failed_to_begin, outcome, stop_all
 from fsbarrier.protocol.wording import counted
+from fsbarrier.settings.hidden import shown_word
 from fsbarrier.settings.sources import ChosenValue
 
 if TYPE_CHECKING:
@@ -48,10 +52,10 @@ def run_all(
 
         return dryrun.show(start.record, start.settings, as_json=args.json)
     log_path = start.record.log_path
-    with ending_signals():
+    with ending_signals(), own_folder(private_folder().path, "launch") as private:
         children: dict[int, Child] = {}
         try:
-            logs = _start(start, environ, children)
+            logs = _start(start, environ, children, private / "secret.toml")
             say(f"{counted(len(children), 'node')} in {log_path}, output in {logs}; Ctrl-C ends them")
             codes = _follow(log_path, children, say)
         except Interrupted as stopped:
@@ -65,8 +69,11 @@ def run_all(
         return outcome(codes, say)
 
 
-def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child]) -> Path:
-    """Start the daemons, each into `children` at once, so that whatever happens they can be stopped. Gives their logs' folder."""
+def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child], secret: Path) -> Path:
+    """Start the daemons, each into `children` at once, so that whatever happens they can be stopped. Gives their logs' folder.
+
+    `secret`: a file to be made for what must not stand in lists of processes.
+    """
     from fsbarrier.supervision.supervisor import Child, own_program, with_this_package
 
     record, settings = start.record, start.settings
@@ -82,6 +89,9 @@ def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child])
     changes = [
         f"{key}={'none' if value is None else json.dumps(value)}" for key, value in start.stated.items()
     ]
+    if hidden := [word for word in changes if shown_word(word) != word]:
+        files.write_atomic(secret, "\n".join(hidden).encode())
+        changes = [*(word for word in changes if word not in hidden), "--config", str(secret)]
     more = [f"num_nodes={settings.num_nodes}"] if "num_nodes" in start.stated else []
     for rank in range(settings.num_nodes):
         which = ["--master", *changes] if rank == 0 else ["--worker", str(rank), *more]

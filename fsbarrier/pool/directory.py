@@ -33,7 +33,7 @@ JOB = Name("job-{:06d}.json", int)
 DECISION = Name("{:06d}.json", int)
 ENDED = Name("job-{:06d}.rank-{:04d}.by-{:06d}.json", lambda job, rank, by: (job, rank, by))
 LOG = Name("node_{:d}.log", int)
-FOLDERS = ("jobs", "decisions", "stops", "ended", "logs", "runs")
+FOLDERS = ("jobs", "decisions", "stops", "ended", "logs", "runs", "coordination")
 
 T = TypeVar("T", Job, Decision, Ended)
 
