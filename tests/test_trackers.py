@@ -229,6 +229,21 @@ def test_how_far_they_are_is_read_from_a_plain_file_alone(kind: str, tmp_path: P
         Progress.read(tmp_path / "progress.json")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"through": {"wandb": Infinity}, "ids": {}}',
+        '{"through": {"a": "x"}, "ids": {}}',
+        "[]",
+    ],
+)
+def test_a_file_that_does_not_say_how_far_they_are_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "progress.json").write_text(text)
+    with pytest.raises(ValueError):
+        Progress.read(tmp_path / "progress.json")
+
+
 def test_a_tracker_writes_behind_no_link(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "trackers").mkdir()

@@ -52,7 +52,7 @@ class Progress:
             return cls({str(k): int(v) for k, v in found["through"].items()}, {**found["ids"]})
         except FileNotFoundError:
             return cls()
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"{path}: {error!r}") from None
 
     def write(self, path: Path) -> None:
