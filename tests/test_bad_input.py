@@ -393,6 +393,10 @@ def test_other_task_files(place: Path, quick: Call) -> None:
     refused(quick, RL, place=place, says=["both test.jsonl and test.parquet"])
     (place / "data" / "test.jsonl").unlink()
     refused(quick, RL, place=place, says=["test.parquet"])
+    (place / "data" / "test.parquet").unlink()
+    refused(quick, RL, place=place, says=["has no test.jsonl or test.parquet"])
+    (place / "data" / "test.jsonl").symlink_to("/nowhere")
+    refused(quick, RL, place=place, says=["test.jsonl is a folder, or a link to nowhere"])
 
 
 @pytest.mark.parametrize(

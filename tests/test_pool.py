@@ -20,6 +20,7 @@ from cluster import REPO, leftovers
 
 from fsbarrier import files
 from fsbarrier.cli import main
+from fsbarrier.commands import jobs
 from fsbarrier.errors import StoreError
 from fsbarrier.pool.directory import JOB, PoolDirectory, existing
 from fsbarrier.pool.facts import Decision, Facts, Job, Placement, next_decision
@@ -272,6 +273,31 @@ def test_logs_are_read_by_their_names_alone(pool: PoolDirectory, capsys: pytest.
     two, fifo, ten = capsys.readouterr().out.splitlines()
     assert two == "[node 2] two" and fifo.startswith("[node 3] (cannot read") and ten.startswith("[node 10] ")
     assert "ten" in ten and "\x1b" not in ten
+
+
+def test_logs_are_followed_until_the_job_is_over(
+    pool: PoolDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool.submit(job())
+    pool.decide(pool.read(), placed(1, r0=0))
+    said: list[str] = []
+
+    class Pause:
+        """What happens between two looks."""
+
+        def wait(self, seconds: float) -> None:
+            said.append(capsys.readouterr().out)
+            path = pool.log(1, 0)
+            if len(said) == 1:
+                path.parent.mkdir(parents=True)
+                path.write_text("one\ntwo\nthr")
+            elif len(said) == 2:
+                path.write_text("one\ntwo\nthree\n")
+                pool.decide(pool.read(), Decision(1, exit_code=0))
+
+    monkeypatch.setattr(jobs.threading, "Event", Pause)
+    assert main(["jobs", "logs", str(pool.root), "1", "--follow"]) == 0
+    assert said == ["", "[node 0] one\n[node 0] two\n", "[node 0] three\n"]
 
 
 @pytest.mark.parametrize("planted", ["logs", "logs/job-000001"])

@@ -97,6 +97,16 @@ def test_no_bytes_are_taken_for_a_record(tmp_path: Path, data: st.DataObject) ->
         assert runrecord.encode(record) == whole  # only white space or an equal spelling was changed
 
 
+def test_what_lies_in_a_folder_without_a_record(tmp_path: Path) -> None:
+    """Another start of the same run may have made the record since this one last looked: then it is that run's."""
+    for name in ("checkpoints", "coordination"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    assert runrecord.without_record(tmp_path) == ["checkpoints", "coordination"]
+    (tmp_path / "run.json").touch()
+    assert runrecord.without_record(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import threading
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "List a pool's jobs, show what one printed, or stop one: jobs POOL_DIR | jobs logs POOL_DIR N | jobs stop POOL_DIR N"
 EXAMPLE = """fsbarrier jobs /shared/pool
-  fsbarrier jobs logs /shared/pool 7 --node 2
+  fsbarrier jobs logs /shared/pool 7 --node 2 --follow
   fsbarrier jobs stop /shared/pool 7"""
 ACTIONS = ("logs", "stop")
 
@@ -27,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node", metavar="R", type=flags.whole_number, help="logs: only this node rank's")
     parser.add_argument(
         "-n", "--lines", metavar="N", type=flags.whole_number, default=20, help="logs: lines of each node"
+    )
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="logs: go on with new lines until the job is over"
     )
     parser.add_argument("--json", action="store_true", help="for programs: the list as JSON")
 
@@ -84,12 +88,34 @@ def _list(facts: Facts, *, as_json: bool) -> int:
 def _logs(pool: PoolDirectory, number: int, args: argparse.Namespace) -> int:
     from fsbarrier.rundir.log_tail import last_lines
 
+    if args.follow:
+        return _follow(pool, number, args)
     found = [rank for rank in pool.logged(number) if args.node in (None, rank)]
     if not found:
         raise UsageError(f"job {number}: has printed nothing yet")
     for rank in found:
         for line in last_lines(pool.log(number, rank), args.lines):
             print(f"[node {rank}] {line}")
+    return 0
+
+
+def _follow(pool: PoolDirectory, number: int, args: argparse.Namespace) -> int:
+    from fsbarrier.commands.logs import LOOK_S, last_lines, new_lines
+
+    pause, offsets, over = threading.Event(), dict[int, int](), False
+    while not over:
+        # Asked before the logs are read, so that nothing of a job that is over is left out.
+        over = pool.read().over(number) is not None
+        for rank in pool.logged(number):
+            if args.node in (None, rank):
+                path = pool.log(number, rank)
+                begun = rank in offsets
+                lines, offsets[rank] = (
+                    new_lines(path, offsets[rank]) if begun else last_lines(path, args.lines)
+                )
+                for line in lines:
+                    print(f"[node {rank}] {line}", flush=True)
+        pause.wait(0 if over else LOOK_S)
     return 0
 
 

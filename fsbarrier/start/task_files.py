@@ -81,13 +81,16 @@ def _named_file(data_path: Path, name: str, file: str) -> Path:
 
 
 def _task_file(data_path: Path, split: str) -> Path:
-    there = [
-        path for path in (data_path / f"{split}.jsonl", data_path / f"{split}.parquet") if path.is_file()
-    ]
+    names = (data_path / f"{split}.jsonl", data_path / f"{split}.parquet")
+    there = [path for path in names if path.is_file()]
     if len(there) == 2:
         raise UsageError(f"--data-path {data_path}: has both {there[0].name} and {there[1].name}; keep one")
     if not there:
-        raise UsageError(f"--data-path {data_path}: has no {split}.jsonl or {split}.parquet")
+        odd = next((path.name for path in names if path.is_symlink() or path.exists()), None)
+        what = (
+            f"{odd} is a folder, or a link to nowhere" if odd else f"has no {split}.jsonl or {split}.parquet"
+        )
+        raise UsageError(f"--data-path {data_path}: {what}")
     if not os.access(there[0], os.R_OK):
         raise UsageError(f"{there[0]}: not readable for you")
     return there[0]
