@@ -46,6 +46,7 @@ TESTS = (
     ("fsbarrier/node/job", "admission node_work kept_program"),
     ("fsbarrier/node/wor", "durability admission node_work kept_program state_upload"),
     ("fsbarrier/node/state_upload", "state_upload"),
+    ("fsbarrier/node/weights", "node_work weights_copy"),
     ("fsbarrier/node/daemon", "heartbeats membership detection restarts supervisor"),
     (
         "fsbarrier/node/",
@@ -88,6 +89,7 @@ LATER = (
     "fsbarrier/node/rank_lock",
     "fsbarrier/node/polling",
     "fsbarrier/node/state_upload",
+    "fsbarrier/node/weights",
 )
 
 

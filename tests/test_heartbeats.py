@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 from pathlib import Path
 
+import pytest
+
+from fsbarrier.group.collective import CollectiveWork
+from fsbarrier.node.loop import NodeLoop
+from fsbarrier.node.observer import Observer
+from fsbarrier.node.paces import Paces
+from fsbarrier.program import Phase, Program, Value
 from fsbarrier.protocol.codec import encode
-from fsbarrier.protocol.facts import Beat
+from fsbarrier.protocol.facts import Beat, Join, Record
+from fsbarrier.protocol.state import Rules
 from fsbarrier.rundir.heartbeats import HeartbeatReader, live_nodes, read_beats
 from fsbarrier.rundir.names import StartName
 from fsbarrier.rundir.paths import RunPaths
@@ -51,3 +61,48 @@ def test_what_is_not_wanted_is_not_read(tmp_path: Path) -> None:
 def test_a_node_that_does_not_beat_is_not_alive(tmp_path: Path) -> None:
     written(tmp_path, beat(0, 1), beat(1, 1, state="finished"))
     assert live_nodes(tmp_path, 0.2) == [] and live_nodes(tmp_path / "nowhere", 0.2) == []
+
+
+class FullDisk(PosixStore):
+    """A shared directory in which nothing can be written while `full`."""
+
+    full = False
+
+    def put(self, path: Path, record: Record, *, durable: bool = False) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().put(path, record, durable=durable)
+
+    def create(self, path: Path, record: Record) -> bool:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().create(path, record)
+
+
+@pytest.mark.parametrize("full_s, lost", [(60, False), (200, True)])
+def test_whoever_cannot_write_a_heartbeat_takes_nobody_for_dead(
+    tmp_path: Path, full_s: int, lost: bool
+) -> None:
+    """A shared disk is full for a while: the first node that can write again must not go on without the others. But each wait ends."""
+    paths, store, events = RunPaths(tmp_path), FullDisk(), list[str]()
+    rules = Rules(Program("one", (Phase(0, "work", each=lambda context: Value({})),)), 2)
+
+    def start(rank: int) -> NodeLoop:
+        observer = Observer(store, paths, rules.table, Paces(0.0, 0.0))
+        join = Join(rank, 0, f"host{rank}", rank, "boot", until=1)
+        agent = NodeLoop(
+            store, observer, rules, CollectiveWork(), join, lambda event, node, fields: events.append(event)
+        )
+        observer.prepare()
+        agent.start(0.0)
+        return agent
+
+    agents = [start(0), start(1)]
+    for second in range(10 + full_s + 20):
+        store.full = 10 <= second < 10 + full_s
+        for agent in agents:
+            agent.write_beat(agent.beat(), store, float(second))
+            with contextlib.suppress(OSError):
+                agent.tick(float(second))
+    assert ("node_lost" in events) == lost
+    assert (tmp_path / "coordination" / "generations" / "gen-000002.json").exists() == lost

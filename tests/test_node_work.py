@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -32,7 +33,7 @@ from fsbarrier.program import (
     Value,
     Work,
 )
-from fsbarrier.protocol.state import Node, Part
+from fsbarrier.protocol.state import Node, Part, WorkReport
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.template import Template
@@ -224,6 +225,21 @@ def test_the_model_never_goes_back_to_an_older_version(
     assert (tmp_path / "model.pt" / "weights").read_bytes() == b"7"
     # what was not published is not left lying either
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "model.pt"]
+
+
+def test_a_lost_reply_to_the_publication_is_no_failure(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    six, replace = made(tmp_path, 6, 2), os.replace
+
+    def lost(source: Path, target: Path) -> None:
+        replace(source, target)
+        if Path(target).name == "model.pt":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "replace", lost)
+    work_kinds.carry_out(PublishWeights(six, 6, keep=0), context(), Job(), place)
+    assert (tmp_path / "model.pt" / "weights").read_bytes() == b"6"
 
 
 @pytest.mark.parametrize("step", ["link", "copy", "retain", "old trajectories"])
@@ -432,6 +448,32 @@ def test_a_job_that_ends_while_it_is_cancelled_reports_nothing(place: Workplace)
     assert begun.wait(30)
     running.cancel()
     assert running.report() is None and not woken.is_set()
+
+
+def test_a_job_that_was_about_to_report_when_it_was_cancelled_reports_nothing(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about_to, waited_for = threading.Event(), threading.Event()
+
+    def report(*about: Any) -> WorkReport:
+        about_to.set()
+        assert waited_for.wait(30)
+        return WorkReport(*about)
+
+    monkeypatch.setattr("fsbarrier.node.job_runner.WorkReport", report)
+    running, _ = jobs(place, lambda context: Value({}))
+    running.launch(NODE, Part.EACH)
+    thread = running._thread
+    assert thread is not None and about_to.wait(30)
+    join = thread.join
+
+    def joined(timeout: float | None = None) -> None:
+        waited_for.set()
+        join(timeout)
+
+    monkeypatch.setattr(thread, "join", joined)
+    running.cancel()
+    assert running.report() is None
 
 
 def test_a_directory_that_fails_for_a_moment_is_asked_again(place: Workplace) -> None:

@@ -6,7 +6,6 @@ whatever the mount does; both are daemon threads, so that neither keeps the inte
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -155,10 +154,8 @@ class MemberThreads:
                 return
             if last and agent.exit is None:
                 agent.exit = Exit(0, "left", "left")
-            # If this fails, the looking thread meets the same filesystem, and tells the caller.
-            with contextlib.suppress(OSError):
-                beat = self.member.beat(time.monotonic())
-                store.put(agent.observer.paths.beat(beat.rank, beat.incarnation), beat)
+            now = time.monotonic()
+            agent.write_beat(self.member.beat(now), store, now)
             if last:
                 return
             joining = agent.node.stage is Stage.JOINING

@@ -296,13 +296,11 @@ class Daemon:
             silent_s = time.monotonic() - self._looked_at
             held_back = silent_s > coordination.suspect_s / 2 and self.agent.exit is None
             if not held_back:
-                # If this fails, the loop meets the same filesystem and decides what follows.
-                with contextlib.suppress(OSError):
-                    beat = self.agent.beat()
-                    if beat.incarnation != noted:
-                        noted = beat.incarnation
-                        self._lock.note_start(noted)
-                    self.agent.store.put(self.record.paths.beat(beat.rank, beat.incarnation), beat)
+                beat = self.agent.beat()
+                if beat.incarnation != noted:
+                    noted = beat.incarnation
+                    self._lock.note_start(noted)
+                self.agent.write_beat(beat, self.agent.store, time.monotonic())
             if last:
                 return
             joining = self.agent.node.stage is Stage.JOINING

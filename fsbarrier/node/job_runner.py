@@ -59,8 +59,10 @@ class JobRunner:
         if job is None or thread is None:
             return
         job.cancel.set()
-        self._thread = self._report = None
+        self._thread = None
         thread.join(CANCEL_S)
+        # Not before: the thread may have been about to report when it was cancelled.
+        self._report = None
         if thread.is_alive():
             where = self.workplace.log_path
             raise StoreError(f"the work of this node does not end within {CANCEL_S:g} s; does {where} hang?")

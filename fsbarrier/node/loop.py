@@ -188,20 +188,19 @@ class NodeLoop:
         if self._announced != node.incarnation and state == JOINING:
             # It is leaving its old generation. Nobody may admit the incarnation that was in it.
             state = "leaving"
-        here, (generation, iteration, phase, name) = self.join, _place(node, node.position, self.rules)
-        return Beat(
-            node.rank,
-            self._announced,
-            self.counter,
-            here.host,
-            here.pid,
-            state,
-            generation,
-            iteration,
-            phase,
-            name,
-            self.work.progress(),
-        )
+        here, where = self.join, _place(node, node.position, self.rules)
+        about = self._announced, self.counter, here.host, here.pid, state
+        return Beat(node.rank, *about, *where, self.work.progress())
+
+    def write_beat(self, beat: Beat, store: Store, now: float) -> None:
+        """Write a heartbeat. Where that fails, the loop meets the same filesystem, and decides what follows."""
+        observer = self.observer
+        try:
+            store.put(observer.paths.beat(beat.rank, beat.incarnation), beat)
+        except OSError:
+            observer.unheard_since = observer.unheard_since or now
+        else:
+            observer.unheard_since = None
 
     def _announce(self, incarnation: int) -> bool:
         join = replace(self.join, incarnation=incarnation)

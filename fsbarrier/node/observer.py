@@ -78,6 +78,8 @@ class Observer:
     _learnt: set[str] = field(default_factory=set)
     #: ranks whose heartbeats are listed and can no longer be read, and since when
     hidden_beats: Mapping[int, float] = field(default_factory=dict)
+    #: since when this node's own heartbeats cannot be written; None: the last one was
+    unheard_since: float | None = None
     _stops: dict[str, StopRequest] = field(default_factory=dict)
     #: the keys of all requests to say what this node's processes do, which the daemon answers
     debug_requests: set[str] = field(default_factory=set)
@@ -355,7 +357,9 @@ class Observer:
         else:
             self._looked_at_all = now
         beats, unread = self.read_beats(spared, now)
-        self.ledger = self.ledger.observe(beats, now, now, self.paces.blind_s, unread, left_out)
+        since, paces = self.unheard_since, self.paces
+        unheard = since is not None and now - since < paces.outage_s
+        self.ledger = self.ledger.observe(beats, now, now, paces.blind_s, unread, left_out, unheard=unheard)
 
     def read_beats(
         self, spared: Set[int] = frozenset(), now: float | None = None

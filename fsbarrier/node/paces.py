@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsbarrier.protocol.timing import OUTAGE_S
 from fsbarrier.settings.sections import Settings
 
 
@@ -23,6 +24,8 @@ class Paces:
     watchers: int = 4
     #: a request to stop that could not be read for so long counts as one to stop at the next safe point
     unreadable_s: float = 15.0
+    #: for so long a node that cannot write its own heartbeats counts nobody's silence
+    outage_s: float = OUTAGE_S
 
 
 def eagerness(num_nodes: int) -> float:
@@ -47,4 +50,5 @@ def make_paces(settings: Settings) -> Paces:
         blind_s=1.5 * coordination.beat_s,
         eager=eager,
         unreadable_s=coordination.dead_s,
+        outage_s=coordination.outage_s,
     )

@@ -57,6 +57,8 @@ class Ledger:
         blind_s: float,
         unread: Set[int] = frozenset(),
         left_out: Set[int] = frozenset(),
+        *,
+        unheard: bool = False,
     ) -> Ledger:
         """Take in what one look showed. `before` and `after`: local time around the reads.
 
@@ -64,6 +66,9 @@ class Ledger:
         server hangs for 20 s. Afterwards every heartbeat is 20 s old, and with `dead_s` = 15 this node would declare all others
         dead. But of each further such gap in a row `blind_s` do count: on a mount where each look takes 4 s, a death would
         otherwise never be noticed.
+
+        `unheard`: this node cannot write its own heartbeat now, so that the others' silence says nothing of them either. Example: the
+        shared disk is full for a minute, and whoever can write first would declare all others dead.
 
         `unread`: the ranks whose heartbeat file is there but could not be read whole. Example: node 2's last whole heartbeat is 14.9 s
         old, and this look met the file in the moment of its replacement. The half that was read may be a new heartbeat, so that
@@ -75,8 +80,8 @@ class Ledger:
         gap = after - before if self.looked_at is None else max(before - self.looked_at, after - before)
         blind = gap > blind_s
         seen, unwatched = {**self.seen}, {**self.unwatched}
-        if blind:
-            pause = gap - blind_s if self.blind else gap
+        if blind or unheard:
+            pause = gap - blind_s if self.blind and not unheard else gap
             seen = {rank: item.at(min(item.since + pause, after)) for rank, item in seen.items()}
             unwatched = {rank: min(last + pause, after) for rank, last in unwatched.items()}
         for rank, beat in beats.items():

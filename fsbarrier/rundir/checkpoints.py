@@ -289,7 +289,7 @@ def publish_link(log_path: Path, folder: Path, last_look: Callable[[], None] = l
             os.rename(temporary, served)
             _remove(old)
         else:
-            os.replace(temporary, served)
+            files.rename(temporary, served)
     except BaseException:
         _remove(temporary)
         raise

@@ -41,9 +41,10 @@ BLIND = 1.5
 IDLE = 1.4
 
 
-def usual_paces(settings: Settings, beat_s: float, watchers: int) -> Paces:
+def usual_paces(settings: Settings, beat_s: float, watchers: int, outage_s: float) -> Paces:
     """As the daemon makes them, but for the looks that would show nothing new."""
-    usual = make_paces(settings.with_values({"coordination.beat_s": beat_s}))
+    values = {"coordination.beat_s": beat_s, "coordination.outage_s": outage_s}
+    usual = make_paces(settings.with_values(values))
     return replace(usual, members_s=RARELY * beat_s, beats_s=RARELY * beat_s, watchers=watchers)
 
 
@@ -276,7 +277,9 @@ class Process:
         """Write a heartbeat. In an outage it is lost; other mishaps strike only the loop's operations."""
         beat, world = self.next_beat(), self.world
         if self.trouble.outage is not None:
+            self.observer.unheard_since = self.observer.unheard_since or self.clock
             return
+        self.observer.unheard_since = None
         if beat.incarnation != self._beats_as:
             self._beats_as = beat.incarnation
             self._beat_path = cast(SimPath, PATHS.beat(self.rank, beat.incarnation))
