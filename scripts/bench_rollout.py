@@ -8,6 +8,8 @@
 * fsbarrier's rollout phase: `fsbarrier.workers.rollout`, forked from a template as a daemon does, from the fork to its end, with every
   group judged and flushed to its part file. "sampling" counts from when its work begins.
 
+`--tasks 256 --samples 1` is an evaluation of the demonstration.
+
 The rounds stand for iterations: the prompts are other ones in each, and before each the server reloads its weights in place.
 """
 
@@ -23,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -36,14 +39,14 @@ from fsbarrier.openai_http import base_and_socket, bearer
 from fsbarrier.reading import read_bytes
 from fsbarrier.rollouts.sampling import NEUTRAL
 from fsbarrier.settings.resolve import resolve
-from fsbarrier.settings.sections import Settings
+from fsbarrier.settings.sections import RolloutSettings, Settings
 from fsbarrier.start import demo_folder, preflight
-from fsbarrier.supervision.supervisor import Child, with_this_package
+from fsbarrier.supervision.supervisor import Child, own_program, with_this_package
 from fsbarrier.supervision.template import Template
 from fsbarrier.supervision.worker_contract import WorkerFiles, read_result
 
 PROGRAM = "fsbarrier.workers.rollout"
-PROMPTS_PER_REQUEST = (1, 4, 8, 16, 64)
+PROMPTS_PER_REQUEST = (1, 4, 8, 16, 64, 128)
 KINDS = ("bare", "bare without log-probabilities", "fsbarrier", "fsbarrier, sampling")
 
 
@@ -68,7 +71,6 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
     demo_folder.make(folder / "demo", cache.parent, print)
     chosen = {
         **{key: value for key, value in demo_tasks.DEMO_SETTINGS.items() if key != "iterations"},
-        "rollout.samples": args.samples,
         "rollout.max_tokens": args.max_tokens,
         "engine.max_model_len": max(64, args.max_tokens + 32),
         "data_path": str(folder / "demo"),
@@ -84,7 +86,8 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
         server = {"url": access.url, "api_key": access.api_key, "model": access.model}
         lines = (folder / "demo" / "train.jsonl").read_text().splitlines()
         prompts = [json.loads(line)["prompt"] for line in lines]
-        bare = BareLoop(server, settings)
+        sampling = replace(settings.rollout, samples=args.samples)
+        bare = BareLoop(server, sampling)
         of_round = [range(n * args.tasks, (n + 1) * args.tasks) for n in range(args.rounds + 1)]
         # The first round of all is for the server's own warming up, and to find how the bare loop is fastest.
         warm = [prompts[i % len(prompts)] for i in of_round[0]]
@@ -96,10 +99,12 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
             rates["bare"].append(bare.run(asked))
             rates["bare without log-probabilities"].append(bare.run(asked, logprobs=False))
             job = WorkerFiles(folder / f"job-{number}")
-            job.write_spec(spec(folder, settings, server, [i % len(prompts) for i in tasks], number))
-            whole, sampling = rollout(job, template, folder, args.profile)
+            job.write_spec(
+                spec(folder, settings, sampling, server, [i % len(prompts) for i in tasks], number)
+            )
+            whole, sampled = rollout(job, template, folder, args.profile)
             rates["fsbarrier"].append(whole)
-            rates["fsbarrier, sampling"].append(sampling)
+            rates["fsbarrier, sampling"].append(sampled)
             print(
                 f"round {number}: " + ", ".join(f"{kind} {rates[kind][-1]:.0f}" for kind in KINDS), flush=True
             )
@@ -119,8 +124,8 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
 class BareLoop:
     """One client that asks the server as fast as it can, and does nothing with the answers."""
 
-    def __init__(self, server: dict[str, str], settings: Settings) -> None:
-        self.server, self.sampling = server, settings.rollout
+    def __init__(self, server: dict[str, str], sampling: RolloutSettings) -> None:
+        self.server, self.sampling = server, sampling
         self.per_request = 1
 
     def warm_up(self, prompts: Sequence[str]) -> None:
@@ -168,7 +173,12 @@ class BareLoop:
 
 
 def spec(
-    folder: Path, settings: Settings, server: dict[str, str], tasks: list[int], number: int
+    folder: Path,
+    settings: Settings,
+    sampling: RolloutSettings,
+    server: dict[str, str],
+    tasks: list[int],
+    number: int,
 ) -> dict[str, object]:
     """What phases/rl.py would say to the one node of a run, in iteration `number`."""
     run = folder / "run"
@@ -201,7 +211,7 @@ def spec(
             {
                 "tasks": tasks,
                 "task_file": str(folder / "demo" / "train.jsonl"),
-                "sampling": {name: getattr(settings.rollout, name) for name in names},
+                "sampling": {name: getattr(sampling, name) for name in names},
             }
         ],
         "model": settings.model,
@@ -211,8 +221,9 @@ def spec(
 
 def rollout(job: WorkerFiles, template: Template, folder: Path, profile: Path | None) -> tuple[float, float]:
     """Tokens a second of a rollout program: of all of it, and of its work alone."""
-    words = [sys.executable, "-m", PROGRAM, "--spec", str(job.spec)]
+    words = own_program(PROGRAM, "--spec", str(job.spec))
     if profile is not None:
+        # Started anew, with its imports: a profile is no measurement.
         files.make_dirs(profile)
         words[1:1] = ["-m", "cProfile", "-o", str(profile / f"{job.folder.name}.prof")]
     env, log = with_this_package(os.environ), folder / "rollout.log"

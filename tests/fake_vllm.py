@@ -75,7 +75,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+        size = int(self.headers.get("Content-Length") or 0)
+        data = self.rfile.read(size)
+        # A client that ended in the middle of its request has asked for nothing.
+        if len(data) < size:
+            return
+        body = json.loads(data or "{}")
         if not self.allowed():
             return
         with LOCK, (DIR / "requests.jsonl").open("a") as log:

@@ -357,9 +357,19 @@ def test_an_end_in_the_middle_leaves_whole_groups_and_a_second_start_does_the_re
 
 def test_no_more_prompts_are_in_flight_than_set(tmp_path: Path, fake: Fake) -> None:
     prompts = [f"{a}{b}=" for a in "abcdef" for b in "abcdef"]
-    assert run(make_spec(tmp_path, fake.url, prompts, **{"rollout.concurrency": 6})).code == 0
+    limit = {"rollout.concurrency": 6, "rollout.samples": SAMPLES}
+    assert run(make_spec(tmp_path, fake.url, prompts, **limit)).code == 0
     assert len(rolled_out(tmp_path)) == 36
     assert all(len(request["prompt"]) <= 3 for request in fake.requests())
+    assert int((fake.folder / "most").read_text()) <= 6
+
+
+def test_an_evaluation_has_as_many_sequences_in_flight_as_the_rollouts(tmp_path: Path, fake: Fake) -> None:
+    prompts = [f"{a}{b}=" for a in "abcdef" for b in "ab"]
+    limit = {"rollout.concurrency": 3, "rollout.samples": 2 * SAMPLES}
+    assert run(make_spec(tmp_path, fake.url, prompts, **limit)).code == 0
+    # Six groups of half the size, in two requests.
+    assert [len(request["prompt"]) for request in fake.requests()] == [3, 3, 3, 3]
     assert int((fake.folder / "most").read_text()) <= 6
 
 

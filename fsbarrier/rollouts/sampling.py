@@ -12,6 +12,7 @@ batch depend on what else is in it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
@@ -113,7 +114,8 @@ class Sampler:
 
         async def request() -> None:
             left = list(pending.values())
-            prompts = [await self._prompt(task) for task in left]
+            # Chat messages take a call each to the server, which are made together.
+            prompts = await asyncio.gather(*map(self._prompt, left))
             await self._complete(prompts, self._stream(left, done, sampling.samples), sampling, {})
 
         try:

@@ -66,7 +66,9 @@ class RolloutSettings(Section):
         (), "What the model's chat template is told beside the messages, like `enable_thinking=false`."
     )
     concurrency: Count = setting(
-        64, "Prompts (groups) in flight on each engine replica; what is in flight is not taken over.", AT_ONCE
+        64,
+        "Groups of `rollout.samples` in flight on each engine replica, and more of smaller ones; what is in flight is not taken over.",
+        AT_ONCE,
     )
     prompts_per_request: CountOrZero = setting(
         0, "Prompts that share a request to the engine; 0: as many as make about 128 sequences.", AT_ONCE

@@ -46,7 +46,7 @@ from fsbarrier.trajectories import ShardWriter
 SEQUENCES_PER_REQUEST = 128
 #: to the engine, beside one for each answer under way
 SPARE_CONNECTIONS = 4
-#: groups that may be sampled but not yet on disk, in units of `rollout.concurrency`
+#: groups that may be sampled but not yet on disk, in units of those that may be in flight
 BACKLOG = 4
 #: If the engine refuses so many prompts from the start, something else than the prompts is wrong.
 ALL_REFUSED = 8
@@ -65,7 +65,11 @@ class Rollout:
         self.agents = AgentSampler(agent, settings.rollout, settings.custom) if agent else None
         # An agent's episodes have this limit each.
         self.task_timeout_s = None if agent else settings.rollout.task_timeout_s
-        concurrency = settings.rollout.concurrency
+        # Groups in flight at each engine. Smaller groups than those of train rollouts are as many more, so that an evaluation with one
+        # sample a task fills the engine as well. An agent's episodes may do more than ask the engine: of their tasks no more are begun.
+        self.concurrency = settings.rollout.concurrency
+        if agent is None:
+            self.concurrency *= max(1, settings.rollout.samples // most_samples)
         self.earlier_groups = EarlierGroups(assignment.judge_again)
         for one in self.rounds:
             check_answers(settings.reward.kind, one.known.values(), one.path)
@@ -83,7 +87,7 @@ class Rollout:
         self.certain = self.rounds if self.refills is None else self.rounds[:1]
         self.pool = EnginePool(
             servers,
-            connections=concurrency * (most_samples if agent else 1) + SPARE_CONNECTIONS,
+            connections=self.concurrency * (most_samples if agent else 1) + SPARE_CONNECTIONS,
             on_tokens=self._on_tokens,
             # The daemon starts an engine again that dies, and ends this program where it cannot.
             patience_s=settings.engine.start_timeout_s,
@@ -105,8 +109,8 @@ class Rollout:
             step=max(SEQUENCES_PER_REQUEST, most_samples),
         )
         # One slot a group: while it is sampled, and until it is on disk.
-        self.slots = asyncio.Semaphore(concurrency * len(servers))
-        self.unwritten = asyncio.Semaphore(BACKLOG * concurrency * len(servers))
+        self.slots = asyncio.Semaphore(self.concurrency * len(servers))
+        self.unwritten = asyncio.Semaphore(BACKLOG * self.concurrency * len(servers))
 
     async def run(self) -> JsonObject:
         """Do all that is asked for; gives the result. Raises FsbarrierError."""
@@ -223,10 +227,9 @@ class Rollout:
         # An agent's episodes make requests of their own.
         if self.agents is not None:
             return 1
-        rollout = self.settings.rollout
         # Two requests at least can be under way at each engine.
-        return min(rollout.concurrency, rollout.prompts_per_request) or max(
-            1, min(SEQUENCES_PER_REQUEST // samples, rollout.concurrency // 2)
+        return min(self.concurrency, self.settings.rollout.prompts_per_request) or max(
+            1, min(SEQUENCES_PER_REQUEST // samples, self.concurrency // 2)
         )
 
     def _left_from(self, number: int) -> int:
