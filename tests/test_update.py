@@ -130,6 +130,29 @@ def test_an_update_goes_on_with_what_is_in_memory_only_if_that_is_what_the_run_s
     leave()
 
 
+def test_what_is_in_memory_was_made_with_the_settings_of_now_or_is_not_gone_on_with(tmp_path: Path) -> None:
+    """A weight decay that is changed during a run is in effect from the next update on, also for processes that stay."""
+    from fsbarrier.supervision.worker_contract import Progress
+    from fsbarrier.workers.update import Updates, leave
+
+    def update(updates: Updates, out: str, **fields: Any) -> bool:
+        result = updates.main(work.update_spec(out, **fields), work.settings, Progress(None))
+        assert result is not None
+        return bool(result["went_on"])
+
+    work, stayed = bench(tmp_path, optimizer__lr=1e-2), Updates()
+    # The batch is always the same, so it is another policy's from the second update on.
+    work.nested["algorithm"]["max_logprob_gap"] = 1e9
+    work.prepare()
+    assert not update(stayed, "v1", policy="start")
+    work.nested["optimizer"]["weight_decay"] = 0.5
+    assert not update(stayed, "v2", version=2, before="v1")
+    assert update(stayed, "v3", version=3, before="v2")
+    update(Updates(), "anew", version=2, before="v1")
+    assert largest_difference(work.weights("v2"), work.weights("anew")) == 0
+    leave()
+
+
 def test_another_policy_in_the_place_of_the_published_one_is_refused(tmp_path: Path) -> None:
     """Whole and in itself right: its weights, its state and its manifest."""
     work = bench(tmp_path)

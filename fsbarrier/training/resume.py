@@ -28,15 +28,25 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A trainer that is still in memory after an update, and which policy it is, as `checkpoints.identity` names it."""
+    """A trainer that is still in memory after an update, which policy it is, as `checkpoints.identity` names it, and the settings that
+    it was made with."""
 
     trainer: Trainer
     policy: str
+    settings: Settings
+
+    def serves(self, policy: str, settings: Settings) -> bool:
+        """Whether it is what would be loaded. Some settings (weight decay; DeepSpeed's largest norm) are read only when a trainer is
+        made, so under changed ones it is made anew."""
+        before, now = ((one.trainer, one.optimizer, one.lora) for one in (self.settings, settings))
+        return self.policy == policy and before == now
 
 
-def go_on(held: Held | None, policy: str, model: Path, trainer_state: Path | None) -> Beginning | None:
+def go_on(
+    held: Held | None, policy: str, settings: Settings, model: Path, trainer_state: Path | None
+) -> Beginning | None:
     """Go on with what is held, if every process holds exactly the policy to be trained; every process must call this."""
-    agreed = all(gather(held is not None and held.policy == policy))
+    agreed = all(gather(held is not None and held.serves(policy, settings)))
     if not agreed or held is None or trainer_state is None:
         return None
     return Beginning(held.trainer, model, checkpoints.newest_state(trainer_state.parent))

@@ -72,7 +72,7 @@ class UpdateSpec(TypedDict):
 
 class Updates:
     """The updates of one process, one after the other. Between two of them it holds the policy and the optimizer, and the next one goes
-    on with these if all processes hold exactly the policy that it is to train.
+    on with these if all processes hold exactly the policy that it is to train, made with the settings that it is to be trained with.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Updates:
             "work_s": trained - loaded,
             "save_s": time.monotonic() - trained,
         }
-        self._held = Held(start.trainer, new)
+        self._held = Held(start.trainer, new, update.settings)
         self._watch_memory(went_on=went_on)
         peak = update.processes.peak_memory_bytes()
         if not update.processes.speaks_for_its_node:
@@ -180,7 +180,7 @@ class Update:
 
     def go_on(self, held: Held | None) -> Beginning | None:
         """With what is in memory since the update before, if that is the policy to be trained on all processes."""
-        return go_on(held, self.spec["policy"], Path(self.spec["model"]), self.trainer_state)
+        return go_on(held, self.spec["policy"], self.settings, Path(self.spec["model"]), self.trainer_state)
 
     def begin(self) -> Beginning:
         """With what is on disk."""
