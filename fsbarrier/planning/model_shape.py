@@ -27,7 +27,8 @@ _TIED = ("gemma", "gemma2", "gemma3", "gemma3_text")
 class ModelShape:
     """A decoder's sizes. `attention` and `key_value`: the widths of all `heads`, and of all `key_value_heads`.
 
-    `feed_forward`: the width that one token passes through, of all its experts together. `block`: the parameters of one layer.
+    `feed_forward`: the width that one token passes through, of all its experts together. `experts`: the parameters of a layer's largest
+    tensor of experts, 0 where there are none. `block`: the parameters of one layer.
     """
 
     layers: int
@@ -37,6 +38,7 @@ class ModelShape:
     attention: int
     key_value: int
     feed_forward: int
+    experts: int
     vocabulary: int
     block: int
     tied: bool
@@ -53,8 +55,8 @@ class ModelShape:
 
     @property
     def largest_tensor(self) -> int:
-        """The most parameters that one tensor has; experts may share one."""
-        return self.hidden * max(self.vocabulary, self.feed_forward)
+        """The most parameters that one tensor has."""
+        return max(self.hidden * max(self.vocabulary, self.feed_forward), self.experts)
 
     @classmethod
     def of_config(cls, config: Config) -> Self:
@@ -70,7 +72,7 @@ class ModelShape:
         attention = heads * width
         key_value_heads = number(text, "num_key_value_heads", heads)
         key_value = key_value_heads * width
-        feed_forward, feed_forward_parameters = _feed_forward(text, hidden)
+        feed_forward, feed_forward_parameters, experts = _feed_forward(text, hidden)
         block = 2 * hidden * (attention + key_value) + feed_forward_parameters
         block += hidden * (4 if kind in _FOUR_NORMS else 2)
         if text.get("attention_bias") or kind in _BIASED:
@@ -89,6 +91,7 @@ class ModelShape:
             attention=attention,
             key_value=key_value,
             feed_forward=feed_forward,
+            experts=experts,
             vocabulary=vocabulary,
             block=block,
             tied=tied,
@@ -122,14 +125,15 @@ class ModelShape:
         return self.layers * rank * sum(sides[name] for name in targets or sides if name in sides)
 
 
-def _feed_forward(text: Config, hidden: int) -> tuple[int, int]:
-    """(the width that a token passes through, the parameters of a layer)."""
+def _feed_forward(text: Config, hidden: int) -> tuple[int, int, int]:
+    """(the width that a token passes through, the parameters of a layer, those of its largest tensor of experts)."""
     experts = number(text, "num_experts", 0) or number(text, "num_local_experts", 0)
     wide = number(text, "intermediate_size", 4 * hidden)
     if not experts:
-        return wide, 3 * hidden * wide
+        return wide, 3 * hidden * wide, 0
     one = number(text, "moe_intermediate_size", wide)
     common = number(text, "shared_expert_intermediate_size", 0)
     chosen = number(text, "num_experts_per_tok", 1)
     parameters = 3 * hidden * (experts * one + common) + hidden * experts + (hidden if common else 0)
-    return chosen * one + common, parameters
+    # transformers has the gates and the ups of all experts in one tensor.
+    return chosen * one + common, parameters, 2 * hidden * experts * one
