@@ -193,6 +193,10 @@ def train_mode(show: Show, mode: Mode, model: Path, out: Path, options: argparse
     return Measured(cells, written_s, bits_of(trainer))
 
 
+def megabytes(bytes_s: float) -> str:
+    return f"{bytes_s / 1e6:,.{0 if bytes_s >= 1e7 else 2}f}"
+
+
 def read_mode(
     show: Show, mode: Mode, model: Path, out: Path, options: argparse.Namespace, bits: Mapping[str, int]
 ) -> tuple[int, float]:
@@ -310,10 +314,10 @@ class Runner:
             return [*got.cells, "-", "-"]
         size = sum(path.stat().st_size for path in self.out.rglob("*") if path.is_file())
         back = self.in_process(name, read_mode, *places, got.bits)
-        written = f"{size / got.written_s / 1e6:,.0f}"
+        written = megabytes(size / got.written_s)
         if isinstance(back, Failed):
             return [*got.cells, written, self.failed(f"{name}, reading back", back)]
-        return [*got.cells, written, f"{back[0] / back[1] / 1e6:,.0f}"]
+        return [*got.cells, written, megabytes(back[0] / back[1])]
 
     def failed(self, name: str, why: Failed) -> str:
         """Note it; gives what the table says of it."""

@@ -78,7 +78,9 @@ def leave_a_mess(paths: RunPaths) -> dict[str, str]:
 def halted(tmp_path: Path) -> Any:
     """Two nodes, killed in the middle of their first rollout."""
     held = str(Path(__file__).parent / "programs" / "held.py")
-    with Cluster(tmp_path, 2, "--iterations", "1", *FAST, "custom.hold=2", program=held) as cluster:
+    with Cluster(
+        tmp_path, 2, "--iterations", "1", *FAST, "custom.hold=2", "custom.hold_s=16", program=held
+    ) as cluster:
         cluster.start()
         for rank in (0, 1):
             cluster.beating(rank, lambda beat: beat.phase == 2 and beat.progress.get("done", 0) >= 4)

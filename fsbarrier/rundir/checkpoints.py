@@ -339,7 +339,7 @@ def served_policy(log_path: Path) -> MadeBy | None:
         return None
     try:
         name = Path(os.readlink(served)).parent.name if served.is_symlink() else _copied_from(served)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return POLICY_FOLDER.parse(name)
 
