@@ -193,10 +193,6 @@ def train_mode(show: Show, mode: Mode, model: Path, out: Path, options: argparse
     return Measured(cells, written_s, bits_of(trainer))
 
 
-def megabytes(bytes_s: float) -> str:
-    return f"{bytes_s / 1e6:,.{0 if bytes_s >= 1e7 else 2}f}"
-
-
 def read_mode(
     show: Show, mode: Mode, model: Path, out: Path, options: argparse.Namespace, bits: Mapping[str, int]
 ) -> tuple[int, float]:
@@ -314,10 +310,10 @@ class Runner:
             return [*got.cells, "-", "-"]
         size = sum(path.stat().st_size for path in self.out.rglob("*") if path.is_file())
         back = self.in_process(name, read_mode, *places, got.bits)
-        written = megabytes(size / got.written_s)
+        written = f"{size / got.written_s / 1e6:,.2f}"
         if isinstance(back, Failed):
             return [*got.cells, written, self.failed(f"{name}, reading back", back)]
-        return [*got.cells, written, megabytes(back[0] / back[1])]
+        return [*got.cells, written, f"{back[0] / back[1] / 1e6:,.2f}"]
 
     def failed(self, name: str, why: Failed) -> str:
         """Note it; gives what the table says of it."""

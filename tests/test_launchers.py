@@ -431,6 +431,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["scancel", "-u", "root"], check=False)
+        # A slurmd that ends before its job does leaves the job's processes behind.
+        until(lambda: slurm_says("squeue", "-h") == "", "Slurm does not end its jobs")
         for daemon in reversed(daemons):
             daemon.terminate()
             daemon.wait()
