@@ -218,7 +218,7 @@ def _link(temporary: Path, path: Path, data: bytes) -> bool | None:
     except OSError as error:
         there, mine = _look(path), os.stat(temporary)
         if there is None:
-            if error.errno in _NO_LINKS:
+            if error.errno in NO_LINKS:
                 return None
             raise
         if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
@@ -228,8 +228,8 @@ def _link(temporary: Path, path: Path, data: bytes) -> bool | None:
         return error.errno in FAILING and reading.read_bytes(path, reading.RECORD_BYTES) == data
 
 
-#: what says that a filesystem has no hard links (and, on some, that somebody else was first: then the name is there)
-_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+#: what says that a filesystem has no links (and, on some, that somebody else was first: then the name is there)
+NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
 def _look(path: Path) -> os.stat_result | None:

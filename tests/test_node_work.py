@@ -242,6 +242,23 @@ def test_a_lost_reply_to_the_publication_is_no_failure(
     assert (tmp_path / "model.pt" / "weights").read_bytes() == b"6"
 
 
+@pytest.mark.parametrize("made_before", [True, False])
+def test_a_mount_that_fails_for_a_moment_has_symbolic_links_all_the_same(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_before: bool
+) -> None:
+    six, symlink, failures = made(tmp_path, 6, 2), os.symlink, [errno.EIO]
+
+    def failing(target: str, name: Path) -> None:
+        if made_before or not failures:
+            symlink(target, name)
+        if failures:
+            raise OSError(failures.pop(), "once")
+
+    monkeypatch.setattr(os, "symlink", failing)
+    work_kinds.carry_out(PublishWeights(six, 6, keep=0), context(), Job(), place)
+    assert (tmp_path / "model.pt").is_symlink()
+
+
 @pytest.mark.parametrize("step", ["link", "copy", "retain", "old trajectories"])
 def test_the_last_look_is_directly_before_each_public_step(
     place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
@@ -501,6 +518,18 @@ def test_a_cancelled_job_stops_asking() -> None:
 
     with pytest.raises(Cancelled):
         job.patiently(ask)
+
+
+def test_a_job_asks_a_failing_mount_as_long_as_its_node_bears_an_outage() -> None:
+    asked: list[None] = []
+
+    def ask() -> None:
+        asked.append(None)
+        raise OSError("stale")
+
+    with pytest.raises(OSError, match="stale"):
+        Job(outage_s=0.0).patiently(ask)
+    assert len(asked) == 1
 
 
 def test_an_unfit_node_says_so(place: Workplace) -> None:

@@ -300,8 +300,13 @@ def publish_link(log_path: Path, folder: Path, last_look: Callable[[], None] = l
 def _link_or_copy_folder(folder: Path, name: Path) -> None:
     target = folder / "model"
     try:
-        os.symlink(os.path.relpath(target, name.parent), name)
-    except OSError:
+        retry(lambda: os.symlink(os.path.relpath(target, name.parent), name), errnos=FAILING)
+    except OSError as error:
+        if name.is_symlink():
+            # A reply was lost: nobody else makes a name like this one.
+            return
+        if error.errno not in files.NO_LINKS:
+            raise
         shutil.copytree(target, name)
         (name / COPIED_FROM).write_text(folder.name)
         for path in name.rglob("*"):
