@@ -191,6 +191,34 @@ def test_a_cap_on_attention_scores_is_not_left_out(tmp_path: Path) -> None:
     assert policy.load(tmp_path, TrainerSettings()).config._attn_implementation == "eager"
 
 
+def test_a_policy_computes_the_same_bits_wherever_in_its_file_the_weights_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from fsbarrier.settings.sections import TrainerSettings
+    from fsbarrier.training import policy
+    from fsbarrier.training.policy_model import PolicyModel
+
+    # An accelerator's memory has no such places.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model_of("Llama", hidden_size=36, intermediate_size=50, head_dim=18).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights, found = load_file(file), []
+    for longer in (0, 8, 16, 40):
+        save_file(weights, file, {"format": "pt", "longer": "x" * longer})
+        model = policy.load(tmp_path, TrainerSettings())
+        assert all(one.data_ptr() % 64 == 0 for one in model.parameters())
+        given, wanted = inputs()
+        # Of a single token: the head's product is one of a matrix and a vector.
+        wanted[1] = False
+        wanted[0] = torch.arange(wanted.shape[1]) == 5
+        log_probs, _ = PolicyModel(model, 1 << 20)(given, wanted, 1.0)
+        found.append(gradients(model, log_probs))
+    assert all(torch.equal(found[0][name], one[name]) for one in found for name in one)
+
+
 def test_checkpointed_activations_give_the_same_gradients(tmp_path: Path) -> None:
     import torch
 

@@ -37,6 +37,8 @@ def load(folder: Path, settings: TrainerSettings, dtype: torch.dtype = torch.flo
     if found["missing_keys"]:
         missing = ", ".join(sorted(found["missing_keys"])[:3])
         raise UsageError(f"the model in {folder} cannot be loaded: it lacks {missing}")
+    if not torch.cuda.is_available():
+        _move_out_of_files(model)
     return _for_training(model, settings)
 
 
@@ -74,6 +76,16 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         torch.nn.Module.register_parameter = register
+
+
+def _move_out_of_files(model: PreTrainedModel) -> None:
+    """Copy each weight into memory that PyTorch allocates. What is computed on an accelerator is copied there in any case.
+
+    safetensors maps files, so a weight's address depends on the length of its file's header. How MKL adds up the product of a matrix and
+    a single token's vector depends on the matrix's alignment, so one and the same policy would train to other last bits from other files.
+    """
+    for one in model.parameters():
+        one.data = one.data.clone()
 
 
 def _for_training(model: PreTrainedModel, settings: TrainerSettings) -> PreTrainedModel:
