@@ -51,12 +51,12 @@ ALGORITHM = {
 }
 
 
-def small_model(folder: Path, *, tied: bool) -> Any:
+def small_model(folder: Path, *, tied: bool, vocabulary: int) -> Any:
     """Without biases: the true gradient of a key's bias is zero, and Adam makes a step out of whatever rounding leaves there."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 33, "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 2}
+    sizes = {"vocab_size": vocabulary, "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=tied))
     model.save_pretrained(folder)
@@ -201,12 +201,12 @@ def flat(weights: dict[str, Tensor]) -> Tensor:
     return torch.cat([one.flatten() for one in weights.values()]).double()
 
 
-def make_batch(folder: Path, *, tied: bool) -> None:
+def make_batch(folder: Path, *, tied: bool, vocabulary: int = 33) -> None:
     """The batch in `folder`, and its model."""
     torch.set_num_threads(1)
     folder.mkdir(exist_ok=True)
-    model = small_model(folder / "model", tied=tied)
-    rollouts(folder / "merged", model)
+    model = small_model(folder / "model", tied=tied, vocabulary=vocabulary)
+    rollouts(folder / "merged", model, vocabulary=vocabulary - 1)
     # A reference policy that is another one.
     for parameter in model.parameters():
         parameter.data.mul_(1.1)

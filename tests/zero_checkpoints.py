@@ -1,7 +1,8 @@
-"""Trainer states that DeepSpeed writes and reads, on any processes, in any of its stages, and by the other backend; to the last bit.
+"""Trainer states that either backend writes and reads, on any processes, and in any of DeepSpeed's stages; to the last bit.
 
 `python zero_checkpoints.py FOLDER CASE...`: the first case writes (parallel_updates.py says what a case is), and goes on in a second
 update; it then does the same from what was written. Each other case reads it, and must find the same weights and moments.
+`tied` among the cases: of a model whose output head is its embedding, and sharded over four processes the last has no row of it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from parallel_updates import Case, import_before_forking, make_batch, step, whol
 from transformers import AutoModelForCausalLM
 
 from fsbarrier.training.batch import TrainingBatch
+from fsbarrier.training.checkpoint_write import sizes_on_disk
 from fsbarrier.training.convert_model import convert
 from fsbarrier.training.processes import Processes
+from fsbarrier.training.slices import gather
 from fsbarrier.training.trainer import Trainer
 
 
@@ -79,6 +82,9 @@ def write(case: Case, folder: Path) -> None:
         trainer = begin(case, folder, None)
         update(trainer, case, folder)
         once = held(trainer)
+        sizes = sizes_on_disk(trainer.backend.weights(), trainer.processes.serving_dtype)
+        # Processes that list other weights wait for each other in vain.
+        assert all(list(other.items()) == list(sizes.items()) for other in gather(sizes)), sizes
         trainer.save(folder / "v1", model_folder=folder / "model", policy_version=1)
         update(trainer, case, folder)
         twice = held(trainer)
@@ -118,7 +124,10 @@ def check_exports(case: Case, folder: Path) -> None:
 
 def main(folder: Path, texts: list[str]) -> None:
     import_before_forking(texts)
-    make_batch(folder, tied="tied" in texts)
+    if "tied" in texts:
+        make_batch(folder, tied=True, vocabulary=9)
+    else:
+        make_batch(folder, tied=False)
     first, *others = (Case(text) for text in texts if text != "tied")
     write(first, folder)
     check_exports(first, folder)

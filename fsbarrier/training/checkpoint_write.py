@@ -36,7 +36,7 @@ from fsbarrier.training import safetensors_file
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
-from fsbarrier.training.slices import Box, Shares, gather, local_part, parts_to_write, whole_tensor
+from fsbarrier.training.slices import Box, Shares, gather, parts_to_write, whole_tensor
 from fsbarrier.training.stored_tensors import StoredPart
 from fsbarrier.training.trainer_state import LAYOUT, Layout, Pace, TrainerState
 
@@ -57,10 +57,10 @@ ADAPTER = "adapter"
 class NewVersion:
     """What is to be saved, as every process gives it: tensors are DTensors, or plain ones that all processes hold whole.
 
-    `weights`: what is served, in the order of the layers, to be written in `dtype`, and with `adapters` merged. `beside`: the folder
-    whose tokenizer and other small files are copied. `on_node`: where the nodes keep the trainer's state, each its own part; None: in
-    the version itself. `state_in`: see Manifest; it counts only where the nodes keep the state. `copy`: where this node gets a copy of
-    the weights, if there is room; None: nowhere.
+    `weights`: what is served, each tensor once, in the order of the layers, to be written in `dtype`, and with `adapters` merged.
+    `beside`: the folder whose tokenizer and other small files are copied. `on_node`: where the nodes keep the trainer's state, each its
+    own part; None: in the version itself. `state_in`: see Manifest; it counts only where the nodes keep the state. `copy`: where this
+    node gets a copy of the weights, if there is room; None: nowhere.
     """
 
     policy_version: int
@@ -201,18 +201,11 @@ def _write_adapters(
 
 
 def sizes_on_disk(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
-    """How many bytes each weight takes on disk; of tied weights only the first is there."""
-    sizes: dict[str, int] = {}
-    seen = set()
-    for name, tensor in weights.items():
-        local = local_part(tensor, rank=0, world=1).data
-        memory = (local.data_ptr(), local.numel())
-        if memory not in seen:
-            if local.numel():
-                seen.add(memory)
-            width = dtype.itemsize if tensor.is_floating_point() else tensor.element_size()
-            sizes[name] = tensor.numel() * width
-    return sizes
+    """How many bytes each weight takes on disk."""
+    return {
+        name: one.numel() * (dtype.itemsize if one.is_floating_point() else one.element_size())
+        for name, one in weights.items()
+    }
 
 
 def plan_files(sizes: Mapping[str, int], world: int) -> list[tuple[int, str, list[str]]]:

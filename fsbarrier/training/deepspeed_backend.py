@@ -28,7 +28,7 @@ from fsbarrier.training.optimizer import make_optimizer
 from fsbarrier.training.policy_model import PolicyModel
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout
-from fsbarrier.training.slices import FlatPart, gather
+from fsbarrier.training.slices import FlatPart, distinct, gather
 from fsbarrier.training.stored_tensors import StoredTensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -144,7 +144,7 @@ class DeepSpeedBackend:
 
     def weights(self) -> dict[str, Any]:
         """All of the model, by the names that transformers has for it."""
-        held = self._policy.causal.state_dict(keep_vars=True)
+        held = distinct(self._policy.causal.state_dict(keep_vars=True))
         return {name: self._served(one) for name, one in held.items()}
 
     @property

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sections import LoraSettings
-from fsbarrier.training.slices import whole_tensor
+from fsbarrier.training.slices import distinct, whole_tensor
 
 # peft's name of the only adapter, which is part of its parameters' names in the model and not in files.
 ADAPTER = "default"
@@ -70,7 +70,7 @@ class Adapters:
         """The model's own weights, under the names that they have without adapters."""
         return {
             name.replace(".base_layer.", "."): value
-            for name, value in causal.state_dict().items()
+            for name, value in distinct(causal.state_dict(keep_vars=True)).items()
             if ".lora_" not in name
         }
 

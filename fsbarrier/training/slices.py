@@ -112,6 +112,17 @@ def whole_tensor(tensor: Tensor | FlatPart, dtype: torch.dtype) -> Tensor:
     return found.full_tensor() if isinstance(found, DTensor) else found
 
 
+def distinct(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Each tensor once, under the first of its names: a tied head and its embedding are one parameter.
+
+    All processes come to the same answer. By its memory a process could not recognise a tensor of which it has nothing.
+    """
+    names: dict[int, str] = {}
+    for name, one in tensors.items():
+        names.setdefault(id(one), name)
+    return {name: tensors[name] for name in names.values()}
+
+
 @dataclass
 class Shares:
     """Deals out what one of several processes is to do, to whoever has least of it so far. All processes come to the same answer."""

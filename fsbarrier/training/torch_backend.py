@@ -20,6 +20,7 @@ from fsbarrier.training import optimizer, sharding, trainer_state
 from fsbarrier.training.policy_model import PolicyModel
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout
+from fsbarrier.training.slices import distinct
 
 # What is added up over the processes at once, where fully_shard does not do it.
 BUCKET_BYTES = 64 << 20
@@ -46,7 +47,7 @@ class TorchBackend:
 
     def weights(self) -> dict[str, Tensor]:
         """All of the model, by the names that transformers has for it."""
-        return dict(self.model.causal.state_dict())
+        return distinct(self.model.causal.state_dict(keep_vars=True))
 
     def restore(self, folders: Sequence[Path], policy_version: int) -> trainer_state.Layout:
         """See trainer_state.restore_first."""
