@@ -475,7 +475,9 @@ def test_a_real_slurm_job_stops_at_its_time_limit_and_goes_on(
 
     until(lambda: bool(finished()), "no iteration is finished")
     until(requeued, "the job is not back in the queue")
-    assert "asked nodes 0, 1, 2 of run" in (tmp_path / f"fsbarrier-{job}.log").read_text()
+    # The toy's iterations are so short that its nodes may have ended before anybody looks whom the request reaches.
+    told = (tmp_path / f"fsbarrier-{job}.log").read_text()
+    assert "asked nodes 0, 1, 2 of run" in told or "nothing is left to end" in told
     before = finished()
     assert before and not processes_naming(log_path)
     slurm_says("scontrol", "update", f"JobId={job}", "StartTime=now")

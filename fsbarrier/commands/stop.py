@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
     alive = live_nodes(log_path, BEATS * record.settings.coordination.beat_s)
     if not alive:
         print(
-            f"no node of run {printable(record.run_id)} is alive: there is nothing to end; a later start is not affected"
+            f"no node of run {printable(record.run_id)} is alive: nothing is left to end; a later start is not affected"
         )
         return 0
     who = f"node{'s' if len(alive) > 1 else ''} {ranks(beat.rank for beat in alive)}"

@@ -112,14 +112,15 @@ def _one_file(named: str | None) -> dict[str, Path]:
 
 def _files_below(folder: Path) -> dict[str, Path]:
     """All files of a folder, and of those that links in it lead to. What begins with a dot is somebody's bookkeeping. Raises UsageError."""
-    found, known, todo, total = dict[str, Path](), set[str](), [folder], 0
+    found, known, todo, total = dict[str, Path](), set[tuple[int, int]](), [folder], 0
     while todo:
         path = todo.pop()
-        # A link may lead to a folder above it.
-        if (real := os.path.realpath(path)) in known:
-            continue
-        known.add(real)
         with contextlib.suppress(OSError), os.scandir(path) as there:
+            status = path.stat()
+            # A link may lead to a folder above it.
+            if (place := (status.st_dev, status.st_ino)) in known:
+                continue
+            known.add(place)
             inner = sorted(Path(one) for one in islice(there, MOST_FILES) if not one.name.startswith("."))
             # In the same order everywhere, so that all nodes come by the same way to what several links lead to.
             todo += [one for one in reversed(inner) if one.is_dir()]
