@@ -253,6 +253,14 @@ CASES = {
     "unknown reward": (RL + "reward.kind=exakt", ["reward.kind=exakt", "did you mean exact?"]),
     "reward file is missing": (RL + "reward.kind=none.py:reward", ["none.py", "No such file"]),
     "reward function is missing": (RL + "reward.kind=reward.py:rewrd", ["rewrd", "did you mean reward?"]),
+    "trainer of a program that trains nothing": (
+        PING + "--program toy trainer.command=true",
+        ["trainer.command=true: program toy has no model; leave it out"],
+    ),
+    "agent of a program without tasks": (
+        PING + "rollout.agent=agent.py:Agent",
+        ["rollout.agent=", "agent.py:Agent: program ping takes no tasks of yours; leave it out"],
+    ),
     "agent is no file's class": (
         RL + "rollout.agent=mine",
         ["rollout.agent=mine: must be path/file.py:Class"],

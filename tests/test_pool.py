@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -22,8 +23,10 @@ from fsbarrier import files
 from fsbarrier.cli import main
 from fsbarrier.commands import jobs
 from fsbarrier.errors import StoreError
+from fsbarrier.pool import directory
 from fsbarrier.pool.directory import JOB, PoolDirectory, existing
-from fsbarrier.pool.facts import Decision, Facts, Job, Placement, next_decision
+from fsbarrier.pool.facts import Decision, Facts, Job, Placement, next_decision, waits_for
+from fsbarrier.protocol.facts import Beat
 from fsbarrier.rundir.names import START, StartName
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -85,6 +88,28 @@ def test_a_dead_node_s_place_goes_to_a_free_one_and_a_silent_one_s_does_not_yet(
     assert moved.placements(1)[1] == Placement(1, 1, 2, 2)
     # It is free again when it comes back, whatever its first place was.
     assert decides(replace(moved, jobs={**moved.jobs, 2: job()}), {0, 1, 2}) == placed(2, r0=1)
+
+
+def test_what_a_job_in_the_queue_waits_for() -> None:
+    facts = Facts(jobs={1: job(), 2: job(3), 3: job(), 4: job()}, decisions={1: placed(1, r0=0)}, stops={4})
+
+    def waiting(living: set[int]) -> list[str]:
+        return [waits_for(facts, number, living) for number in facts.jobs]
+
+    assert waiting({0, 1, 2}) == [
+        "",
+        "3 nodes, of which 2 of the pool's 3 are free",
+        "job 2, which goes first",
+        "",
+    ]
+    assert waiting({0}) == [
+        "",
+        "3 nodes, of which the pool has 1",
+        "1 node, of which 0 of the pool's 1 are free",
+        "",
+    ]
+    assert waiting(set())[2] == "1 node, of which the pool has 0"
+    assert waiting({0, 1, 2, 3})[1] == ""
 
 
 def ends(*codes: int | None, stops: tuple[int, ...] = (), **more: set[int]) -> int | None:
@@ -273,6 +298,38 @@ def test_logs_are_read_by_their_names_alone(pool: PoolDirectory, capsys: pytest.
     two, fifo, ten = capsys.readouterr().out.splitlines()
     assert two == "[node 2] two" and fifo.startswith("[node 3] (cannot read") and ten.startswith("[node 10] ")
     assert "ten" in ten and "\x1b" not in ten
+
+
+def test_a_job_in_the_queue_says_for_what_it_waits(
+    pool: PoolDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool.submit(job(2))
+    says = "waits for 2 nodes, of which the pool has "
+    assert main(["jobs", str(pool.root)]) == 0
+    assert f"job 1 {says}0\n" in capsys.readouterr().out
+    # However slow this machine is, the node that lives is seen before the watch ends.
+    monkeypatch.setattr(directory, "WATCH_S", DEADLINE_S)
+    PosixStore().make_dir(pool.paths.beats)
+    path, counters, over = pool.paths.beat(0, 1), itertools.count(), threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.01):
+            PosixStore().put(path, Beat(0, 1, next(counters), "host", 1, "idle"))
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    try:
+        assert main(["jobs", str(pool.root), "--json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out)
+        assert (row["state"], row["waits_for"]) == ("queued", "2 nodes, of which the pool has 1")
+        assert main(["jobs", "logs", str(pool.root), "1"]) == 2
+        assert f"job 1: has printed nothing yet; it {says}1\n" in capsys.readouterr().err
+    finally:
+        over.set()
+        beating.join()
+    pool.decide(pool.read(), placed(1, r0=0, r1=1))
+    assert main(["jobs", str(pool.root), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["waits_for"] is None
 
 
 def test_logs_are_followed_until_the_job_is_over(

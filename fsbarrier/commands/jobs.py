@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import threading
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -47,21 +48,37 @@ def main(args: argparse.Namespace) -> int:
     pool = directory.existing(preflight.absolute(rest[0]))
     facts = pool.read()
     if not action:
-        return _list(facts, as_json=args.json)
+        return _list(pool, facts, as_json=args.json)
     number = int(rest[1]) if rest[1].isdecimal() else -1
     if number not in facts.jobs:
         raise UsageError(f"{rest[1]}: the pool has no such job; there are {len(facts.jobs)}")
-    return _logs(pool, number, args) if action == "logs" else _stop(pool, facts, number)
+    return _logs(pool, facts, number, args) if action == "logs" else _stop(pool, facts, number)
 
 
-def _list(facts: Facts, *, as_json: bool) -> int:
-    rows = []
+def _waiting(pool: PoolDirectory, facts: Facts, jobs: Iterable[int]) -> dict[int, str]:
+    """What each of these jobs waits for, of those that are in the queue."""
+    from fsbarrier.pool.facts import waits_for
+
+    queued = [number for number in jobs if facts.state(number) == "queued"]
+    # Only then look who lives, which takes a moment.
+    living = pool.living() if queued else []
+    return {number: what for number in queued if (what := waits_for(facts, number, living))}
+
+
+def _list(pool: PoolDirectory, facts: Facts, *, as_json: bool) -> int:
+    rows, waiting = [], _waiting(pool, facts, sorted(facts.jobs))
     for number, job in sorted(facts.jobs.items()):
         nodes = [one.node for _, one in sorted(facts.placements(number).items())]
         end = facts.over(number)
-        code = end.exit_code if end else None
         rows.append(
-            {"job": number, "state": facts.state(number), "exit_code": code, "on": nodes, **asdict(job)}
+            {
+                "job": number,
+                "state": facts.state(number),
+                "exit_code": end.exit_code if end else None,
+                "waits_for": waiting.get(number),
+                "on": nodes,
+                **asdict(job),
+            }
         )
     if as_json:
         print(json.dumps(rows, indent=2))
@@ -82,17 +99,20 @@ def _list(facts: Facts, *, as_json: bool) -> int:
         for row in rows
     ]
     print_listing(names, cells, right=("job", "priority", "nodes"), shortened="name", styles={})
+    for number, what in waiting.items():
+        print(f"job {number} waits for {what}")
     return 0
 
 
-def _logs(pool: PoolDirectory, number: int, args: argparse.Namespace) -> int:
+def _logs(pool: PoolDirectory, facts: Facts, number: int, args: argparse.Namespace) -> int:
     from fsbarrier.rundir.log_tail import last_lines
 
     if args.follow:
         return _follow(pool, number, args)
     found = [rank for rank in pool.logged(number) if args.node in (None, rank)]
     if not found:
-        raise UsageError(f"job {number}: has printed nothing yet")
+        what = _waiting(pool, facts, [number]).get(number)
+        raise UsageError(f"job {number}: has printed nothing yet{f'; it waits for {what}' if what else ''}")
     for rank in found:
         for line in last_lines(pool.log(number, rank), args.lines):
             print(f"[node {rank}] {line}")

@@ -25,6 +25,7 @@ from fsbarrier import files, reading
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.pool.facts import Decision, Ended, Facts, Job, Placement
 from fsbarrier.retry import FAILING, retry, until_seen
+from fsbarrier.rundir.heartbeats import live_nodes
 from fsbarrier.rundir.names import Name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -33,6 +34,8 @@ JOB = Name("job-{:06d}.json", int)
 DECISION = Name("{:06d}.json", int)
 ENDED = Name("job-{:06d}.rank-{:04d}.by-{:06d}.json", lambda job, rank, by: (job, rank, by))
 LOG = Name("node_{:d}.log", int)
+# A node of the pool beats twice a second.
+WATCH_S = 3.0
 FOLDERS = ("jobs", "decisions", "stops", "ended", "logs", "runs", "coordination")
 
 T = TypeVar("T", Job, Decision, Ended)
@@ -93,6 +96,10 @@ class PoolDirectory:
 
     def _names(self, folder: str) -> list[str]:
         return PosixStore().names(self.root / folder)
+
+    def living(self) -> list[int]:
+        """The nodes that are seen to beat; takes `WATCH_S` where one is silent."""
+        return [beat.rank for beat in live_nodes(self.root, WATCH_S)]
 
     # --- writing ---
 

@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from fsbarrier.protocol.wording import counted
+
 # What a job came to where no node of it ran: it was stopped in the queue.
 STOPPED = 143
 # The exit code of a start that was refused.
@@ -130,21 +132,45 @@ def next_decision(
     for job in sorted(facts.jobs):
         if facts.over(job) is None and (end := _end(facts, job, dead, begun)) is not None:
             return end
-    busy = {one.node for one in facts.open_placements()}
-    free = sorted(set(living) - busy)
+    free = _free(facts, living)
     for job in sorted(facts.jobs):
         if facts.state(job) == "running" and job not in facts.stops:
             lost = [one.rank for one in facts.placements(job).values() if _is_lost(facts, one, dead)]
             if lost and free:
                 ranks = dict(zip(map(str, sorted(lost)), free, strict=False))
                 return Decision(job, ranks, reason="in place of a node that is gone")
-    queue = sorted((-facts.jobs[job].priority, job) for job in facts.jobs if facts.state(job) == "queued")
-    # A job that the pool could not carry with all its living nodes holds up nobody. The first one that it could, does: else small jobs
-    # would keep a large one out for ever.
-    first = next((job for _, job in queue if facts.jobs[job].nodes <= len(living)), None)
+    first = _first_in_queue(facts, living)
     if first is None or facts.jobs[first].nodes > len(free):
         return None
     return Decision(first, {str(rank): free[rank] for rank in range(facts.jobs[first].nodes)})
+
+
+def waits_for(facts: Facts, job: int, living: Collection[int]) -> str:
+    """Why a job is still in the queue, for people; "" where it may be given its nodes at any moment, or is in no queue."""
+    if facts.state(job) != "queued" or job in facts.stops:
+        return ""
+    needed, free = facts.jobs[job].nodes, len(_free(facts, living))
+    nodes = counted(needed, "node")
+    if needed > len(living):
+        return f"{nodes}, of which the pool has {len(living)}"
+    first = _first_in_queue(facts, living)
+    if first != job:
+        return f"job {first}, which goes first"
+    return f"{nodes}, of which {free} of the pool's {len(living)} are free" if needed > free else ""
+
+
+def _free(facts: Facts, living: Collection[int]) -> Sequence[int]:
+    return sorted(set(living).difference(one.node for one in facts.open_placements()))
+
+
+def _first_in_queue(facts: Facts, living: Collection[int]) -> int | None:
+    """The job that gets the next nodes.
+
+    A job that the pool could not carry with all its living nodes holds up nobody. The first one that it could, does: else small jobs
+    would keep a large one out for ever.
+    """
+    queue = sorted((-facts.jobs[job].priority, job) for job in facts.jobs if facts.state(job) == "queued")
+    return next((job for _, job in queue if facts.jobs[job].nodes <= len(living)), None)
 
 
 def _is_lost(facts: Facts, one: Placement, dead: Collection[int]) -> bool:

@@ -38,6 +38,14 @@ from fsbarrier.start import (
 from fsbarrier.start.policy_export import Exported
 
 Say = Callable[[str], None]
+#: Settings that name something of the user's, by what a program must need (`Program.needs`) to look at them at all.
+USED_WITH = {
+    "model": (
+        "has no model",
+        ("init_from", "trainer.command", "trainer.deepspeed", "update.trajectories", "engine.url"),
+    ),
+    "data": ("takes no tasks of yours", ("rollout.agent",)),
+}
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
         )
     chosen = _with_count(asked, rank)
     program = load_program(typed.program)
+    _check_used(typed, program)
     defaults, is_demo = _defaults(request, typed, program)
     demo = RunPaths(log_path).demo
     fixed = {"log_path": str(log_path)}
@@ -218,8 +227,6 @@ def _policy_to_begin_with(typed: Settings, program: Program) -> Exported | None:
         raise UsageError(
             f"init_from={typed.init_from}: names the first policy, and so does --model; drop one of the two"
         )
-    if "model" not in program.needs:
-        raise UsageError(f"init_from={typed.init_from}: program {program.name} has no model; leave it out")
     return other_runs_policy.find(typed.init_from)
 
 
@@ -244,6 +251,15 @@ def _check_slice(settings: Settings, program: Program) -> None:
     chosen = settings.rl_phase
     if chosen != "both" and all(part.name != chosen for part in program.slices):
         raise UsageError(f"--rl-phase {chosen}: program {program.name} has no such part; leave it out")
+
+
+def _check_used(typed: Settings, program: Program) -> None:
+    """The program looks at what the user names: else that would be ignored without a word. Raises UsageError."""
+    given = typed.as_json()
+    for need, (without_it, names) in USED_WITH.items():
+        for name in names if need not in program.needs else ():
+            if (value := runrecord.look_up(given, name)) is not None:
+                raise UsageError(f"{name}={value}: program {program.name} {without_it}; leave it out")
 
 
 def _check_own(settings: Settings, program: Program, environ: Mapping[str, str]) -> None:
