@@ -13,7 +13,7 @@ from typing import Any
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Payload, Position, StopRequest
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits, Seen
 from fsbarrier.protocol.rows import Row, Slice, Table
-from fsbarrier.protocol.state import Node, Part, Recovered, Rules, Stage, View, WorkReport
+from fsbarrier.protocol.state import Node, Part, ResumePoint, Rules, Stage, View, WorkReport
 
 #: the moment at which every row of the tests is looked at
 NOW = 1000.0
@@ -140,10 +140,10 @@ def left_off(
     of: int = 0,
     sealed: bool = True,
     **fields: Any,
-) -> Recovered:
+) -> ResumePoint:
     """Where generation `of` left the run, as it was read `ago` seconds before now."""
     made = {"position": Position(iteration, phase), "generation": of, "at": NOW - ago, "sealed": sealed}
-    return Recovered(**{**made, "span": (OPEN, CLOSE), **fields})
+    return ResumePoint(**{**made, "span": (OPEN, CLOSE), **fields})
 
 
 def done(rank: int, value: Payload | None = None, work_s: float = 0.0, incarnation: int = 1) -> Fact:

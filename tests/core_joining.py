@@ -33,7 +33,7 @@ from fsbarrier.protocol import machine
 from fsbarrier.protocol.codec import Fault
 from fsbarrier.protocol.facts import Member, Verdict
 from fsbarrier.protocol.membership import JOINING
-from fsbarrier.protocol.state import Action, Exit, Node, Note, Part, Recover, Unreadable, View
+from fsbarrier.protocol.state import Action, Exit, FindResumePoint, Node, Note, Part, Unreadable, View
 
 TWO_TO_THREE = rules(min_nodes=2, limits=replace(LIMITS, last_call_s=10.0))
 #: node 2 was not there when nodes 0 and 1 were asked to stop, and did
@@ -57,7 +57,7 @@ ASKED_BEFORE_IT_CAME = [
         waiting(2, for_s=14.9),
         sees(None, missed_stop=MISSED, ledger=STOPPED, joins=started(0, 1, 2)),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
     ),
     Case(
         "once one of them is, this is another session",
@@ -69,7 +69,7 @@ ASKED_BEFORE_IT_CAME = [
             joins={**started(0, 2), **started(1, incarnation=2)},
         ),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
     ),
     Case(
         "those who ended otherwise may come back",
@@ -81,7 +81,7 @@ ASKED_BEFORE_IT_CAME = [
             joins=started(0, 1, 2),
         ),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
     ),
 ]
 
@@ -233,7 +233,7 @@ ANY_STAGE = [
             ledger=heard(seen(0, state="finished", ago=20.0), seen(2, ago=20.0)),
         ),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
     ),
     Case(
         "where a session begins, the lowest rank's code counts",
@@ -254,7 +254,7 @@ ANY_STAGE = [
             None,
             joins={**started(0, 2, digest="a" * 64), **started(1, digest="b" * 64)},
             ledger=heard(seen(1, state=JOINING), seen(2, state=JOINING), ranks=()),
-            recovered=left_off(),
+            resume_point=left_off(),
         ),
         machine.wait_for_all_nodes,
     ),
@@ -263,7 +263,7 @@ ANY_STAGE = [
         waiting(0, baseline=2),
         sees(over(), joins=started(0, 1, 2)),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
     ),
     Case(
         "so is one that is listed late and names only earlier starts",
@@ -290,14 +290,14 @@ ANY_STAGE = [
     ),
     Case(
         "a joining node goes into the generation that names it, whatever it did before",
-        waiting(1, for_s=50.0, met=True, baseline=3),
+        waiting(1, for_s=50.0, saw_others_at_work=True, baseline=3),
         sees(generation(4, (1, 2), start=(3, ASSIGN), decisions={"merge": decided(2, {"a": 1})})),
         machine.enter_newer_generation,
         goes_along(generation(4, (1, 2), start=(3, ASSIGN), decisions={"merge": decided(2, {"a": 1})})),
         entered(
             1,
             generation(4, (1, 2), start=(3, ASSIGN), decisions={"merge": decided(2, {"a": 1})}),
-            met=True,
+            saw_others_at_work=True,
             baseline=3,
         ),
     ),
@@ -354,7 +354,7 @@ ALL_BACK = waiters(0, 1, 2, incarnation=2)
 
 def goes_on(**fields: Any) -> View:
     """What the second starts see once they know where generation 1 left the run."""
-    return sees(FIRST, **{**ALL_BACK, "recovered": left_off(2, ROLL_OUT, of=1), **fields})
+    return sees(FIRST, **{**ALL_BACK, "resume_point": left_off(2, ROLL_OUT, of=1), **fields})
 
 
 def first(number: int = 1, ranks: tuple[int, ...] = (0, 1, 2), **fields: Any) -> tuple[Action, ...]:
@@ -386,7 +386,7 @@ JOINING_ROWS = [
         waiting(2, baseline=1),
         sees(generation(1, (0, 1)), joins=started(0, 1, 2)),
         machine.wait_to_be_admitted,
-        becomes={"met": True},
+        becomes={"saw_others_at_work": True},
     ),
     Case(
         "a stop ends who waits, also before there is any generation",
@@ -409,14 +409,14 @@ JOINING_ROWS = [
         back(1),
         sees(),
         machine.wait_to_be_admitted,
-        becomes={"met": True},
+        becomes={"saw_others_at_work": True},
     ),
     Case(
         "one that moves is enough",
         back(1),
         sees(ledger=heard(seen(0, moved=False))),
         machine.wait_to_be_admitted,
-        becomes={"met": True},
+        becomes={"saw_others_at_work": True},
     ),
     Case(
         "a heartbeat that lies about is none that moves",
@@ -430,13 +430,18 @@ JOINING_ROWS = [
         sees(ledger=heard(seen(0, moved=False), seen(2, moved=False), seen(1))),
         machine.wait_to_be_admitted,
     ),
-    Case("one seen at work is enough, once", back(1, met=True), sees(), machine.wait_to_be_admitted),
+    Case(
+        "one seen at work is enough, once",
+        back(1, saw_others_at_work=True),
+        sees(),
+        machine.wait_to_be_admitted,
+    ),
     Case(
         "one living member is enough",
         back(1),
         sees(ledger=heard(seen(0, ago=15.0), seen(2, ago=14.9))),
         machine.wait_to_be_admitted,
-        becomes={"met": True},
+        becomes={"saw_others_at_work": True},
     ),
     Case(
         "members never seen may live, until this node has looked for them for dead_s",
@@ -449,25 +454,25 @@ JOINING_ROWS = [
         back(1, for_s=15.0),
         sees(ledger=NOBODY),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
     ),
     Case(
         "when the last was heard dead_s ago, nobody lives",
         back(1),
         sees(ledger=heard(seen(0, ago=15.0), seen(2, ago=15.0))),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
     ),
     Case(
         "members that are through with the run admit nobody",
         back(1),
         sees(ledger=heard(seen(0, state="stopped"), seen(2, state="finished"))),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
     ),
     Case(
         "a node that waited for a generation which has finished ends too",
-        back(1, met=True),
+        back(1, saw_others_at_work=True),
         sees(generation(1, until=5), ledger=heard(seen(0, state="stopped"), seen(2, state="finished"))),
         machine.end_when_too_late,
         (Exit(0, "finished", "the run has already done its 5 iterations; a larger --iterations goes on"),),
@@ -475,7 +480,7 @@ JOINING_ROWS = [
     ),
     Case(
         "not while another member is still at it",
-        back(1, met=True),
+        back(1, saw_others_at_work=True),
         sees(ledger=heard(seen(0, state="finished"))),
         machine.wait_to_be_admitted,
     ),
@@ -485,61 +490,61 @@ JOINING_ROWS = [
         back(1),
         sees(generation(1, until=5), ledger=heard(seen(0, state="finished"), seen(2, state="finished"))),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
     ),
     Case(
         "not where it ended otherwise",
-        back(1, met=True),
+        back(1, saw_others_at_work=True),
         sees(ledger=heard(seen(0, state="stopped"), seen(2, state="broken"))),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
     ),
     Case(
         "its own rank's old start does not speak for the others",
-        back(1, met=True),
+        back(1, saw_others_at_work=True),
         sees(ledger=heard(seen(0, state="stopped"), seen(1, state="finished"), seen(2, state="stopped"))),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
     ),
     Case(
         "the first of all looks too whether anything was left",
         waiting(0),
         sees(None, **ALL_HERE),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
     ),
     Case(
         "what an older generation left is not what the newest did",
         back(0),
-        goes_on(recovered=left_off(2, ROLL_OUT, of=0)),
+        goes_on(resume_point=left_off(2, ROLL_OUT, of=0)),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
     ),
     Case(
         "what was read more than suspect_s ago is read anew",
         back(0),
-        goes_on(recovered=left_off(2, ROLL_OUT, of=1, ago=6.1)),
+        goes_on(resume_point=left_off(2, ROLL_OUT, of=1, ago=6.1)),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
     ),
     Case(
         "also where it says that all is done",
         back(0),
-        goes_on(joins=UP_TO_3, ledger=NOBODY, recovered=left_off(4, OPEN, of=1, ago=6.1)),
+        goes_on(joins=UP_TO_3, ledger=NOBODY, resume_point=left_off(4, OPEN, of=1, ago=6.1)),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
     ),
     Case(
         "what was read suspect_s ago serves",
         back(0),
-        goes_on(recovered=left_off(2, ROLL_OUT, of=1, ago=6.0, sealed=False)),
+        goes_on(resume_point=left_off(2, ROLL_OUT, of=1, ago=6.0, sealed=False)),
         machine.seal_the_old_generation,
-        (Recover(for_good=True),),
+        (FindResumePoint(seal=True),),
     ),
     Case(
         "a run that is done needs no others to be here",
         back(0),
-        goes_on(joins=UP_TO_3, ledger=NOBODY, recovered=left_off(4, OPEN, of=1)),
+        goes_on(joins=UP_TO_3, ledger=NOBODY, resume_point=left_off(4, OPEN, of=1)),
         machine.end_when_all_is_done,
         (NOTHING_TO_DO,),
         ENDED,
@@ -547,13 +552,13 @@ JOINING_ROWS = [
     Case(
         "in the last iteration it is not done",
         back(0),
-        goes_on(joins=UP_TO_3, ledger=NOBODY, recovered=left_off(3, CLOSE, of=1)),
+        goes_on(joins=UP_TO_3, ledger=NOBODY, resume_point=left_off(3, CLOSE, of=1)),
         machine.wait_for_all_nodes,
     ),
     Case(
         "an endless one is never",
         back(0),
-        goes_on(ledger=NOBODY, recovered=left_off(40, OPEN, of=1)),
+        goes_on(ledger=NOBODY, resume_point=left_off(40, OPEN, of=1)),
         machine.wait_for_all_nodes,
     ),
     Case(
@@ -562,7 +567,7 @@ JOINING_ROWS = [
         goes_on(
             joins={**UP_TO_3, **started(0, until=3)},
             ledger=heard(seen(0, ago=15.0), ranks=()),
-            recovered=left_off(4, OPEN, of=1),
+            resume_point=left_off(4, OPEN, of=1),
         ),
         machine.wait_for_all_nodes,
     ),
@@ -572,7 +577,9 @@ JOINING_ROWS = [
         goes_on(
             joins=started(0, 1, 2, incarnation=2, until=1, choices={"rl_phase": "update"}),
             ledger=NOBODY,
-            recovered=left_off(2, OPEN, of=1, decisions={"merge": decided(1, {}), "publish": decided(1, {})}),
+            resume_point=left_off(
+                2, OPEN, of=1, decisions={"merge": decided(1, {}), "publish": decided(1, {})}
+            ),
         ),
         machine.end_when_all_is_done,
         (Exit(0, "finished", "the run has already done its 1 iteration; a larger --iterations goes on"),),
@@ -584,27 +591,27 @@ JOINING_ROWS = [
         goes_on(
             joins=started(0, 1, 2, incarnation=2, until=1, choices={"rl_phase": "update"}),
             ledger=NOBODY,
-            recovered=left_off(2, OPEN, of=1, decisions={"merge": decided(1, {})}),
+            resume_point=left_off(2, OPEN, of=1, decisions={"merge": decided(1, {})}),
         ),
         machine.wait_for_all_nodes,
     ),
     Case(
         "one is missing, and there is time",
         waiting(0, for_s=59.9),
-        sees(None, **waiters(0, 1), recovered=left_off()),
+        sees(None, **waiters(0, 1), resume_point=left_off()),
         machine.wait_for_all_nodes,
     ),
     Case(
         "however many must be there",
         waiting(0, for_s=59.9),
-        sees(None, **waiters(0, 1), recovered=left_off()),
+        sees(None, **waiters(0, 1), resume_point=left_off()),
         machine.wait_for_all_nodes,
         rules=rules(min_nodes=3),
     ),
     Case(
         "the time is over, and two of three are enough",
         waiting(0, for_s=60.0),
-        sees(None, **waiters(0, 1), recovered=left_off()),
+        sees(None, **waiters(0, 1), resume_point=left_off()),
         machine.form_a_generation,
         first(ranks=(0, 1)),
         rules=rules(min_nodes=2),
@@ -612,7 +619,7 @@ JOINING_ROWS = [
     Case(
         "two are too few where three are the least",
         waiting(0, for_s=60.0),
-        sees(None, **waiters(0, 1), recovered=left_off()),
+        sees(None, **waiters(0, 1), resume_point=left_off()),
         machine.give_up_waiting,
         ends(5, "left", "waited 60 s for node 2 (never seen); 2 of 3 nodes are here"),
         ENDED,
@@ -621,7 +628,7 @@ JOINING_ROWS = [
     Case(
         "nobody waits for lower ranks then",
         waiting(1, for_s=60.0),
-        sees(None, **waiters(0, 1), recovered=left_off()),
+        sees(None, **waiters(0, 1), resume_point=left_off()),
         machine.give_up_waiting,
         ends(5, "left", "waited 60 s for node 2 (never seen); 2 of 3 nodes are here"),
         ENDED,
@@ -629,53 +636,53 @@ JOINING_ROWS = [
     ),
     Case(
         "where two of three may begin, a last call begins when the second is here",
-        waiting(0, for_s=30.0, company=1, company_since=NOW - 20.0),
-        sees(None, **waiters(0, 1), recovered=left_off()),
+        waiting(0, for_s=30.0, starting_nodes=1, starting_since=NOW - 20.0),
+        sees(None, **waiters(0, 1), resume_point=left_off()),
         machine.note_who_came,
-        becomes={"company": 2, "company_since": NOW},
+        becomes={"starting_nodes": 2, "starting_since": NOW},
         rules=TWO_TO_THREE,
     ),
     Case(
         "while it lasts, another one is waited for",
-        waiting(0, for_s=30.0, company=2, company_since=NOW - 9.9),
-        sees(None, **waiters(0, 1), recovered=left_off()),
+        waiting(0, for_s=30.0, starting_nodes=2, starting_since=NOW - 9.9),
+        sees(None, **waiters(0, 1), resume_point=left_off()),
         machine.wait_for_all_nodes,
         rules=TWO_TO_THREE,
     ),
     Case(
         "after it they begin without the third",
-        waiting(0, for_s=30.0, company=2, company_since=NOW - 10.0),
-        sees(None, **waiters(0, 1), recovered=left_off()),
+        waiting(0, for_s=30.0, starting_nodes=2, starting_since=NOW - 10.0),
+        sees(None, **waiters(0, 1), resume_point=left_off()),
         machine.form_a_generation,
         first(ranks=(0, 1)),
         rules=TWO_TO_THREE,
     ),
     Case(
         "also where a run waits for the lost",
-        waiting(0, for_s=30.0, company=2, company_since=NOW - 10.0),
-        sees(None, **waiters(0, 1), recovered=left_off()),
+        waiting(0, for_s=30.0, starting_nodes=2, starting_since=NOW - 10.0),
+        sees(None, **waiters(0, 1), resume_point=left_off()),
         machine.form_a_generation,
         first(ranks=(0, 1)),
         rules=replace(TWO_TO_THREE, on_node_failure="wait"),
     ),
     Case(
         "a higher rank leaves the first turn to a lower one after it, too",
-        waiting(1, for_s=300.0, company=2, company_since=NOW - 10.0),
-        sees(None, **waiters(0, 1), recovered=left_off()),
+        waiting(1, for_s=300.0, starting_nodes=2, starting_since=NOW - 10.0),
+        sees(None, **waiters(0, 1), resume_point=left_off()),
         machine.let_lower_ranks_go_first,
         rules=TWO_TO_THREE,
     ),
     Case(
         "one alone is no last call, and waits for all of its time",
-        waiting(0, for_s=59.9, company=1, company_since=NOW - 59.0),
-        sees(None, **waiters(0), recovered=left_off()),
+        waiting(0, for_s=59.9, starting_nodes=1, starting_since=NOW - 59.0),
+        sees(None, **waiters(0), resume_point=left_off()),
         machine.wait_for_all_nodes,
         rules=TWO_TO_THREE,
     ),
     Case(
         "and gives up then",
-        waiting(0, for_s=60.0, company=1, company_since=NOW - 59.0),
-        sees(None, **waiters(0), recovered=left_off()),
+        waiting(0, for_s=60.0, starting_nodes=1, starting_since=NOW - 59.0),
+        sees(None, **waiters(0), resume_point=left_off()),
         machine.give_up_waiting,
         ends(
             5,
@@ -694,7 +701,7 @@ JOINING_ROWS = [
             ledger=heard(
                 seen(1, ago=20.0, at=(2, MERGE)), seen(2, ago=30.0, incarnation=2, state="joining"), ranks=()
             ),
-            recovered=left_off(of=1),
+            resume_point=left_off(of=1),
         ),
         machine.give_up_waiting,
         ends(
@@ -709,7 +716,7 @@ JOINING_ROWS = [
     Case(
         "where all are there it begins",
         waiting(0),
-        sees(None, **ALL_HERE, recovered=left_off()),
+        sees(None, **ALL_HERE, resume_point=left_off()),
         machine.form_a_generation,
         first(),
         rules=rules(on_node_failure="wait"),
@@ -717,67 +724,67 @@ JOINING_ROWS = [
     Case(
         "with all here, node 0 forms the generation at once",
         waiting(0, for_s=0.0),
-        sees(None, **ALL_HERE, recovered=left_off()),
+        sees(None, **ALL_HERE, resume_point=left_off()),
         machine.form_a_generation,
         first(),
     ),
     Case(
         "node 1 lets it go first, for stagger_s and dead_s",
         waiting(1, for_s=18.9),
-        sees(None, **ALL_HERE, recovered=left_off()),
+        sees(None, **ALL_HERE, resume_point=left_off()),
         machine.let_lower_ranks_go_first,
     ),
     Case(
         "and no longer",
         waiting(1, for_s=19.0),
-        sees(None, **ALL_HERE, recovered=left_off()),
+        sees(None, **ALL_HERE, resume_point=left_off()),
         machine.form_a_generation,
         first(created_by=1),
     ),
     Case(
         "node 2 waits for each of the two below it",
         waiting(2, for_s=22.9),
-        sees(None, **ALL_HERE, recovered=left_off()),
+        sees(None, **ALL_HERE, resume_point=left_off()),
         machine.let_lower_ranks_go_first,
     ),
     Case(
         "and goes when both have had their turn",
         waiting(2, for_s=23.0),
-        sees(None, **ALL_HERE, recovered=left_off()),
+        sees(None, **ALL_HERE, resume_point=left_off()),
         machine.form_a_generation,
         first(created_by=2),
     ),
     Case(
         "turns are counted from the end of the waiting for those who never came",
         waiting(2, for_s=78.9),
-        sees(None, **waiters(0, 2), recovered=left_off()),
+        sees(None, **waiters(0, 2), resume_point=left_off()),
         machine.let_lower_ranks_go_first,
     ),
     Case(
         "then it goes on",
         waiting(2, for_s=79.0),
-        sees(None, **waiters(0, 2), recovered=left_off()),
+        sees(None, **waiters(0, 2), resume_point=left_off()),
         machine.form_a_generation,
         first(ranks=(0, 2), created_by=2),
     ),
     Case(
         "the lowest of those here is first, whatever its rank",
         waiting(1, for_s=60.0),
-        sees(None, **waiters(1, 2), recovered=left_off()),
+        sees(None, **waiters(1, 2), resume_point=left_off()),
         machine.form_a_generation,
         first(ranks=(1, 2), created_by=1),
     ),
     Case(
         "the old generation is ended for good before the next is proposed",
         back(0),
-        goes_on(recovered=left_off(2, ROLL_OUT, of=1, sealed=False)),
+        goes_on(resume_point=left_off(2, ROLL_OUT, of=1, sealed=False)),
         machine.seal_the_old_generation,
-        (Recover(for_good=True),),
+        (FindResumePoint(seal=True),),
     ),
     Case(
         "by whoever has its turn",
         back(1),
-        goes_on(recovered=left_off(2, ROLL_OUT, of=1, sealed=False)),
+        goes_on(resume_point=left_off(2, ROLL_OUT, of=1, sealed=False)),
         machine.let_lower_ranks_go_first,
     ),
     Case(
@@ -785,7 +792,7 @@ JOINING_ROWS = [
         back(0),
         goes_on(
             joins={**ALL_BACK["joins"], **started(0, incarnation=2, until=7, choices={"a": "b"})},
-            recovered=left_off(
+            resume_point=left_off(
                 2, ASSIGN, of=1, decisions={"merge": decided(1, {"n": 1}), "assign": decided(2, {})}
             ),
         ),
@@ -803,7 +810,7 @@ JOINING_ROWS = [
     Case(
         "nor is one that ended before this start",
         waiting(0, baseline=2),
-        sees(None, **ALL_HERE, recovered=left_off()),
+        sees(None, **ALL_HERE, resume_point=left_off()),
         machine.form_a_generation,
         first(3, reason="start again"),
     ),
@@ -814,7 +821,7 @@ JOINING_ROWS = [
             **{
                 **waiters(1, 2, incarnation=2),
                 "joins": {**started(0), **started(1, 2, incarnation=2, until=3)},
-                "recovered": left_off(4, OPEN, of=1),
+                "resume_point": left_off(4, OPEN, of=1),
             }
         ),
         machine.form_a_generation,
@@ -828,7 +835,7 @@ JOINING_ROWS = [
             None,
             joins=started(0, 1, 2),
             ledger=heard(seen(1, state=JOINING), seen(2), ranks=()),
-            recovered=left_off(),
+            resume_point=left_off(),
         ),
         machine.wait_for_all_nodes,
     ),

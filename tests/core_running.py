@@ -89,7 +89,7 @@ RUNNING_ROWS = [
         sees(generation(2, (0, 2))),
         machine.rejoin_when_left_behind,
         (CancelWork(), LEFT_BEHIND, Announce(2)),
-        Node(1, 2, NOW, "host1", baseline=2, met=True),
+        Node(1, 2, NOW, "host1", baseline=2, saw_others_at_work=True),
     ),
     Case(
         "whatever else it could do",
@@ -97,7 +97,7 @@ RUNNING_ROWS = [
         sees(generation(2, (0, 2)), stop=asked_to_stop(now=True)),
         machine.rejoin_when_left_behind,
         (CancelWork(), LEFT_BEHIND, Announce(2)),
-        Node(1, 2, NOW, "host1", baseline=2, met=True),
+        Node(1, 2, NOW, "host1", baseline=2, saw_others_at_work=True),
     ),
     Case(
         "the same where they took in another start of its rank",
@@ -105,7 +105,7 @@ RUNNING_ROWS = [
         sees(generation(2, restarted={1: 2})),
         machine.rejoin_when_left_behind,
         (CancelWork(), LEFT_BEHIND, Announce(2)),
-        Node(1, 2, NOW, "host1", baseline=2, met=True),
+        Node(1, 2, NOW, "host1", baseline=2, saw_others_at_work=True),
     ),
     Case(
         "who is in the newest generation is not left behind",

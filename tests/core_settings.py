@@ -24,7 +24,7 @@ from core_cases import ENDED, Case, ends, entered, goes_along, proposes
 from fsbarrier.protocol import machine
 from fsbarrier.protocol.facts import Join, Revision
 from fsbarrier.protocol.membership import JOINING
-from fsbarrier.protocol.state import Node, Note, Part, Publish, Recover
+from fsbarrier.protocol.state import FindResumePoint, Node, Note, Part, Publish
 
 #: as the run began with them
 BEGAN = {"optimizer.lr": 1.0, "num_nodes": 3}
@@ -65,7 +65,7 @@ SETTINGS_ROWS = [
         second(1),
         sees(joins=started(0, 2) | asks(1, 2, optimizer__lr=1.0)),
         machine.wait_to_be_admitted,
-        becomes={"met": True},
+        becomes={"saw_others_at_work": True},
         rules=KNOWN,
     ),
     Case(
@@ -82,7 +82,7 @@ SETTINGS_ROWS = [
         second(1, for_s=20.0),
         sees(joins=started(0, 2) | asks(1, 2, optimizer__lr=2.0), ledger=heard(ranks=())),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
         rules=KNOWN,
     ),
     Case(
@@ -93,7 +93,7 @@ SETTINGS_ROWS = [
             ledger=heard(seen(0, state=JOINING, incarnation=2), ranks=()),
         ),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
         rules=KNOWN,
     ),
     Case(
@@ -116,7 +116,7 @@ SETTINGS_ROWS = [
             ledger=heard(seen(0, state=JOINING, incarnation=2, ago=6.0), ranks=()),
         ),
         machine.look_where_the_run_was_left,
-        (Recover(),),
+        (FindResumePoint(),),
         rules=KNOWN,
     ),
     Case(
@@ -167,7 +167,7 @@ SETTINGS_ROWS = [
         sees(
             joins=asks(0, 2, optimizer__lr=3.0) | started(1, 2, incarnation=2),
             ledger=heard(*(seen(rank, state=JOINING, incarnation=2) for rank in (0, 1, 2)), ranks=()),
-            recovered=left_off(4, ASSIGN, of=1),
+            resume_point=left_off(4, ASSIGN, of=1),
         ),
         machine.form_a_generation,
         proposes(
@@ -216,7 +216,7 @@ SETTINGS_ROWS = [
         sees(
             joins=asks(0, 2, num_nodes=4) | started(1, 2, incarnation=2),
             ledger=heard(*(seen(rank, state=JOINING, incarnation=2) for rank in (0, 1, 2)), ranks=()),
-            recovered=left_off(1, OPEN, of=1),
+            resume_point=left_off(1, OPEN, of=1),
         ),
         machine.wait_for_all_nodes,
         rules=KNOWN,
@@ -227,7 +227,7 @@ SETTINGS_ROWS = [
         sees(
             joins=asks(0, 2, num_nodes=2) | started(1, incarnation=2),
             ledger=heard(*(seen(rank, state=JOINING, incarnation=2) for rank in (0, 1)), ranks=()),
-            recovered=left_off(1, OPEN, of=1),
+            resume_point=left_off(1, OPEN, of=1),
         ),
         machine.form_a_generation,
         proposes(

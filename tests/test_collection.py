@@ -33,18 +33,18 @@ def run_two_nodes(folder: Path, iterations: int) -> list[str]:
     def start(rank: int) -> NodeLoop:
         observer = Observer(store, paths, PING.table, Paces(0.0, 0.0))
         join = Join(rank, 0, f"host{rank}", rank, "boot", until=iterations, time=str(rank))
-        agent = NodeLoop(store, observer, PING, CollectiveWork(), join, lambda event, node, fields: None)
+        loop = NodeLoop(store, observer, PING, CollectiveWork(), join, lambda event, node, fields: None)
         observer.prepare()
-        agent.start(0.0)
-        return agent
+        loop.start(0.0)
+        return loop
 
-    agents, now = [start(0), start(1)], 0.0
-    while any(agent.exit is None for agent in agents):
+    loops, now = [start(0), start(1)], 0.0
+    while any(loop.exit is None for loop in loops):
         now += 0.1
-        for agent in [agent for agent in agents if agent.exit is None]:
-            beat = agent.beat()
+        for loop in [loop for loop in loops if loop.exit is None]:
+            beat = loop.beat()
             store.put(paths.beat(beat.rank, beat.incarnation), beat)
-            agent.tick(now)
+            loop.tick(now)
     return sorted(str(path.relative_to(paths.coordination)) for path in paths.coordination.rglob("*"))
 
 
@@ -60,7 +60,7 @@ def test_a_run_goes_on_from_what_is_left(tmp_path: Path) -> None:
     run_two_nodes(tmp_path, 5)
     observer = Observer(PosixStore(), RunPaths(tmp_path), PING.table)
     observer.prepare()
-    found = LastGeneration(observer).recover(PING, 1.0, Fact(1, 2, SEALED))
+    found = LastGeneration(observer).resume_point(PING, 1.0, Fact(1, 2, SEALED))
     assert found is not None and found.position == Position(6, 0)
 
 
@@ -81,11 +81,11 @@ def test_whoever_is_far_behind_looks_again(tmp_path: Path) -> None:
     for path in paths.beats.iterdir():
         path.unlink()
     last = LastGeneration(observer)
-    assert last.recover(PING, 1.0, None) is None
-    assert last.recover(PING, 1.0, Fact(1, 2, SEALED)) is None
+    assert last.resume_point(PING, 1.0, None) is None
+    assert last.resume_point(PING, 1.0, Fact(1, 2, SEALED)) is None
     found = LastGeneration(Observer(PosixStore(), paths, PING.table))
     found.observer.prepare()
-    now = found.recover(PING, 1.0, Fact(1, 2, SEALED))
+    now = found.resume_point(PING, 1.0, Fact(1, 2, SEALED))
     assert now is not None and now.position == Position(8, 0)
 
 

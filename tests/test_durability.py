@@ -116,12 +116,12 @@ def test_what_a_member_says_of_its_work_is_whole_after_a_loss_of_power(tmp_path:
     observer = Observer(store, paths, RULES.table, Paces(0.0, 0.0))
     observer.prepare()
     join = Join(1, 0, "host1", 1, "boot", time="1")
-    agent = NodeLoop(store, observer, RULES, DoneAtOnce(status == "done"), join, lambda *_: None)
-    agent.start(0.0)
+    loop = NodeLoop(store, observer, RULES, DoneAtOnce(status == "done"), join, lambda *_: None)
+    loop.start(0.0)
     store.create(paths.generation(1), generation(1, (0, 1), start=(1, ROLL_OUT)))
     with recording(tmp_path) as seen:
-        agent.tick(1.0)
-        agent.tick(1.1)
+        loop.tick(1.0)
+        loop.tick(1.1)
     folder = paths.phase(1, ROLL_OUT, "roll_out").relative_to(tmp_path)
     assert_named_when_whole(seen, "rename", f"{folder}/iter-000001.node-0001.{status}")
 

@@ -434,18 +434,18 @@ def test_no_heartbeat_bears_another_process_s_incarnation(tmp_path: Path) -> Non
     program = Program("ping", tuple(Phase(index, name) for index, name in enumerate(PHASE_NAMES)))
     here = Join(0, 0, "old", 1, "boot")
     observer = Observer(store, paths, program)
-    agent = NodeLoop(store, observer, Rules(program, 2), CollectiveWork(), here, lambda *_: None)
+    loop = NodeLoop(store, observer, Rules(program, 2), CollectiveWork(), here, lambda *_: None)
     observer.prepare()
-    agent.start(0.0)
+    loop.start(0.0)
     for number, members in ((1, (Member(0, 1), Member(1, 1))), (2, (Member(1, 1),))):
         if number == 2:
             store.create(paths.join(0, 2), replace(here, incarnation=2, host="new", pid=2))
         record = Generation(number, members, members[0].rank, Position(1, 0), "")
         store.create(paths.generation(number), record)
-        agent.observer.hurry()
+        loop.observer.hurry()
         with contextlib.suppress(fsbarrier.Fenced):
-            agent.tick(float(number))
-    assert agent.node.incarnation == 2 and agent.beat().incarnation == 1
+            loop.tick(float(number))
+    assert loop.node.incarnation == 2 and loop.beat().incarnation == 1
 
 
 def test_what_was_offered_to_a_generation_is_not_given_to_the_next() -> None:

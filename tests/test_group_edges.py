@@ -220,7 +220,7 @@ class Trio:
         for rank in ranks or (0, 1, 2):
             member = self.members[rank]
             beat = member.beat(self.now)
-            member.agent.store.put(member.agent.observer.paths.beat(rank, beat.incarnation), beat)
+            member.loop.store.put(member.loop.observer.paths.beat(rank, beat.incarnation), beat)
         for rank in ranks or (0, 1, 2):
             self.members[rank].look(self.now)
 
@@ -233,9 +233,9 @@ class Trio:
 
     def leave(self, rank: int) -> None:
         member = self.members[rank]
-        member.agent.exit = Exit(0, "left", "left")
+        member.loop.exit = Exit(0, "left", "left")
         beat = member.beat(self.now)
-        member.agent.store.put(member.agent.observer.paths.beat(rank, beat.incarnation), beat)
+        member.loop.store.put(member.loop.observer.paths.beat(rank, beat.incarnation), beat)
 
     def outcome(self, rank: int) -> Any:
         outcome = self.members[rank].snapshot.outcome

@@ -90,19 +90,19 @@ def test_whoever_cannot_write_a_heartbeat_takes_nobody_for_dead(
     def start(rank: int) -> NodeLoop:
         observer = Observer(store, paths, rules.table, Paces(0.0, 0.0))
         join = Join(rank, 0, f"host{rank}", rank, "boot", until=1)
-        agent = NodeLoop(
+        loop = NodeLoop(
             store, observer, rules, CollectiveWork(), join, lambda event, node, fields: events.append(event)
         )
         observer.prepare()
-        agent.start(0.0)
-        return agent
+        loop.start(0.0)
+        return loop
 
-    agents = [start(0), start(1)]
+    loops = [start(0), start(1)]
     for second in range(10 + full_s + 20):
         store.full = 10 <= second < 10 + full_s
-        for agent in agents:
-            agent.write_beat(agent.beat(), store, float(second))
+        for loop in loops:
+            loop.write_beat(loop.beat(), store, float(second))
             with contextlib.suppress(OSError):
-                agent.tick(float(second))
+                loop.tick(float(second))
     assert ("node_lost" in events) == lost
     assert (tmp_path / "coordination" / "generations" / "gen-000002.json").exists() == lost

@@ -443,7 +443,7 @@ def test_heartbeats_that_are_listed_and_cannot_be_read_are_told_of(tmp_path: Pat
     observer = Observer(store, paths, PING)
     rules = Rules(PING, 2, limits=Limits(suspect_s=6.0, join_timeout_s=100.0))
     here = Join(0, 0, "a", 1, "boot")
-    agent = NodeLoop(
+    loop = NodeLoop(
         store,
         observer,
         rules,
@@ -452,17 +452,17 @@ def test_heartbeats_that_are_listed_and_cannot_be_read_are_told_of(tmp_path: Pat
         lambda event, node, fields: told.append((event, fields)),
     )
     observer.prepare()
-    agent.start(0.0)
+    loop.start(0.0)
     store.put(paths.join(1, 1), Join(1, 1, "b", 1, "boot"))
     paths.beat(1, 1).write_bytes(b"")
     for now in (1.0, 3.0, 6.9):
-        agent.tick(now)
+        loop.tick(now)
     assert observer.hidden_beats == {1: 1.0} and [event for event, _ in told] == ["node_joined"]
     for now in (7.1, 9.0):
-        agent.tick(now)
+        loop.tick(now)
     assert told[1:] == [("heartbeats_hidden", {"hidden": [1], "hidden_s": 6.1})], "once"
     store.put(paths.beat(1, 1), Beat(1, 1, 1, "b", 1, "joining"))
-    agent.tick(10.0)
+    loop.tick(10.0)
     assert observer.hidden_beats == {}
 
 

@@ -104,17 +104,15 @@ class Waiting:
         observer = Observer(store, PATHS, PING.table, make_paces(self.settings))
         join = Join(rank, 0, f"host{rank}", rank, "boot")
         rules = Rules(PING.table, nodes)
-        self.agent = NodeLoop(
-            store, observer, rules, CollectiveWork(), join, lambda event, node, fields: None
-        )
+        self.loop = NodeLoop(store, observer, rules, CollectiveWork(), join, lambda event, node, fields: None)
         observer.prepare()
         for other in self.ranks:
             there = Join(other, 1, f"host{other}", other, "boot")
             self.others.create(cast(SimPath, PATHS.join(other, 1)), there)
         self.beat()
-        self.agent.start(0.0)
+        self.loop.start(0.0)
         self.others.create(cast(SimPath, PATHS.generation(1)), generation(1, tuple(range(nodes)), (1, 0)))
-        self.polling = Polling(self.agent, threading.Event())
+        self.polling = Polling(self.loop, threading.Event())
         crowd = crowding(nodes)
         self.pauses = Backoff(FIRST_PAUSE_S * crowd, self.settings.coordination.poll_max_s * crowd)
         #: the times of the looks
@@ -154,7 +152,7 @@ class Waiting:
 def test_a_long_wait_costs_little_and_ends_in_time() -> None:
     node = Waiting(3, rank=1)
     assert node.opens_a_second(60.0, 180.0) <= 5.0
-    assert node.agent.node.part is Part.ANNOUNCED
+    assert node.loop.node.part is Part.ANNOUNCED
     # It came to its row at once, so that each look comes when the wait has become 1 % longer, or a beat later.
     for before, after in zip(node.looks, node.looks[1:], strict=False):
         assert after - before <= min(max(0.05, 0.01 * after), 2.0) + 1e-9
@@ -173,7 +171,7 @@ def test_a_short_wait_is_looked_at_as_often_as_ever() -> None:
     assert len(node.looks) >= 25
     node.finish_row(1, 0)
     node.until(1.2)
-    assert node.agent.node.position == Position(1, 1)
+    assert node.loop.node.position == Position(1, 1)
     assert len([look for look in node.looks if look >= 1.0]) >= 10, "fast again, since a new wait has begun"
 
 
@@ -188,7 +186,7 @@ def test_a_barrier_costs_four_operations(nodes: int, rank: int, most: float) -> 
             node.client.counted.clear()
         node.finish_row(1 + number // phases, number % phases)
         node.until(node.now + 1.0)
-    assert node.agent.node.position == Position(5, 0)
+    assert node.loop.node.position == Position(5, 0)
     rows = Counter(
         {
             key: count
@@ -216,7 +214,7 @@ def test_a_signal_ends_a_long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     node, waits = Waiting(3, rank=1), list[float]()
     wake = threading.Event()
     monkeypatch.setattr(wake, "wait", lambda timeout: bool(waits.append(timeout)))
-    polling = Polling(node.agent, wake)
+    polling = Polling(node.loop, wake)
     polling.pause(Backoff(60.0, 60.0), busy=False, ended=lambda: len(waits) == 3)
     assert len(waits) == 3 and max(waits) <= 0.1
 
@@ -230,7 +228,7 @@ def test_most_looks_of_a_wait_list_the_row_and_nothing_else(monkeypatch: pytest.
     node.client.counted.clear()
     before = len(node.looks)
     node.until(node.now + 10.0)
-    row, counted = node.agent.observer.row, node.client.counted
+    row, counted = node.loop.observer.row, node.client.counted
     assert row is not None
     looks = len(node.looks) - before
     assert counted["names", row.directory.name] == looks, "one listing a look"
@@ -245,9 +243,9 @@ def test_what_a_failing_look_has_seen_is_not_forgotten(monkeypatch: pytest.Monke
     node.until(30.0)
     node.others.create(cast(SimPath, PATHS.generation(2)), generation(2, (0, 1, 2), (1, 0)))
     # The generations are due to be listed, and the heartbeats are not.
-    while node.agent.observer.beats_due <= node.now:
+    while node.loop.observer.beats_due <= node.now:
         node.until(node.now + 0.001)
-    node.agent.observer._members_due = node.now
+    node.loop.observer._members_due = node.now
     list_names = node.client.names
 
     def failing(directory: SimPath) -> list[str]:
@@ -259,7 +257,7 @@ def test_what_a_failing_look_has_seen_is_not_forgotten(monkeypatch: pytest.Monke
         patched.setattr(node.client, "names", failing)
         assert node.polling.look(node.now) is False
     assert node.polling.look(node.now + 0.001) is True
-    entered = node.agent.node.generation
+    entered = node.loop.node.generation
     assert entered is not None and entered.number == 2
 
 
@@ -270,7 +268,7 @@ def test_a_groups_member_looks_as_rarely_in_a_long_wait() -> None:
     store = cast(Store, Client(disk, "here", Habits()))
     member = make_member(store, PATHS, here, 1, limits, beat_s=2.0)
     assert member.begin(clock)
-    polling, pauses = Polling(member.agent, threading.Event(), member.look), Backoff(FIRST_PAUSE_S, 0.05)
+    polling, pauses = Polling(member.loop, threading.Event(), member.look), Backoff(FIRST_PAUSE_S, 0.05)
     looks = []
     while clock < 600.0:
         disk.now = clock

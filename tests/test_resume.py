@@ -14,7 +14,7 @@ from fsbarrier.node.paces import Paces
 from fsbarrier.node.resume import LastGeneration
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position
-from fsbarrier.protocol.state import Recovered, Rules
+from fsbarrier.protocol.state import ResumePoint, Rules
 from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -52,8 +52,8 @@ class Left:
         for rank in ranks:
             self.observer.store.put(directory / FACT.build(1, rank, "done"), Fact(rank, 1, "done"))
 
-    def recover(self, seal: Fact | None = SEAL) -> Recovered:
-        return LastGeneration(self.observer).recover(RULES, 1.0, seal)
+    def resume_point(self, seal: Fact | None = SEAL) -> ResumePoint:
+        return LastGeneration(self.observer).resume_point(RULES, 1.0, seal)
 
     def leaders(self, phase: int) -> str:
         path = self.observer.row_dir(1, Position(1, phase)) / FACT.build(1, 0, "done")
@@ -63,13 +63,13 @@ class Left:
 def test_what_old_listings_hide_is_found(tmp_path: Path) -> None:
     left = Left(tmp_path, Old())
     left.publish(0, 0)
-    assert left.recover(None).position == Position(1, 0)
+    assert left.resume_point(None).position == Position(1, 0)
     left.publish(0, 1)
     for phase in range(1, 11):
         left.publish(phase, 0, 1)
     left.publish(11, 0)
-    assert left.recover(None).position == Position(1, 0)
-    assert left.recover().position == Position(
+    assert left.resume_point(None).position == Position(1, 0)
+    assert left.resume_point().position == Position(
         1, 11
     )  # whose facts it lists for the first time: node 1's is not there
     assert (left.leaders(11), left.leaders(12)) == ("done", SEALED)
@@ -78,16 +78,16 @@ def test_what_old_listings_hide_is_found(tmp_path: Path) -> None:
 def test_a_row_whose_facts_are_all_to_be_seen_was_passed(tmp_path: Path) -> None:
     left = Left(tmp_path, PosixStore())
     left.publish(0, 0, 1)
-    assert left.recover().position == Position(1, 1)
+    assert left.resume_point().position == Position(1, 1)
     left.publish(1, 1)  # too late: the leader's is a seal
-    assert left.recover().position == Position(1, 1) == left.recover(None).position
+    assert left.resume_point().position == Position(1, 1) == left.resume_point(None).position
 
 
 def test_a_run_that_was_finished_needs_no_seal(tmp_path: Path) -> None:
     left = Left(tmp_path, PosixStore(), until=1)
     for phase in range(14):
         left.publish(phase, 0, 1)
-    assert left.recover().position == Position(2, 0)
+    assert left.resume_point().position == Position(2, 0)
     assert list((tmp_path / "coordination").rglob("iter-000002*")) == []
 
 
@@ -97,7 +97,7 @@ def test_a_fact_that_cannot_be_read_is_an_error_and_no_seal(tmp_path: Path) -> N
     path = left.observer.row_dir(1, Position(1, 0)) / FACT.build(1, 0, "done")
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(OSError, match="cannot be read"):
-        left.recover()
+        left.resume_point()
 
 
 def test_members_that_live_do_not_pass_a_seal_and_go_on_behind_it(tmp_path: Path) -> None:
@@ -111,24 +111,24 @@ def test_members_that_live_do_not_pass_a_seal_and_go_on_behind_it(tmp_path: Path
     def start(rank: int) -> NodeLoop:
         observer = Observer(store, paths, RULES.table, Paces(0.0, 0.0))
         join = Join(rank, 0, f"host{rank}", rank, "boot", until=1, time=str(rank))
-        agent = NodeLoop(store, observer, RULES, CollectiveWork(), join, record)
+        loop = NodeLoop(store, observer, RULES, CollectiveWork(), join, record)
         observer.prepare()
-        agent.start(0.0)
-        return agent
+        loop.start(0.0)
+        return loop
 
-    agents, sealed = [start(0), start(1)], Position(9, 9)
+    loops, sealed = [start(0), start(1)], Position(9, 9)
     for tenths in range(300):
-        for agent in [agent for agent in agents if agent.exit is None]:
-            beat = agent.beat()
+        for loop in [loop for loop in loops if loop.exit is None]:
+            beat = loop.beat()
             store.put(paths.beat(beat.rank, beat.incarnation), beat)
-            agent.tick(tenths / 10)
+            loop.tick(tenths / 10)
         if sealed.iteration == 9 and len(passed) > 6:
             intruder = Observer(store, paths, RULES.table)
             intruder.prepare()
-            LastGeneration(intruder).recover(RULES, 0.0, SEAL)
+            LastGeneration(intruder).resume_point(RULES, 0.0, SEAL)
             names = [name for name in PHASE_NAMES if (found := _seal_in(paths, name)) is not None and found]
             sealed = Position(1, PHASE_NAMES.index(names[0]))
-    assert [agent.exit.code for agent in agents if agent.exit is not None] == [0, 0]
+    assert [loop.exit.code for loop in loops if loop.exit is not None] == [0, 0]
     assert max(place for number, place in passed if number == 1) < sealed
     assert min(place for number, place in passed if number == 2) == sealed
     assert max(number for number, _ in passed) == 2

@@ -11,9 +11,9 @@ from cluster import FAST, Cluster
 
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
-from fsbarrier.node.daemon import make_rules
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
+from fsbarrier.node.run_rules import make_rules
 from fsbarrier.node.work_runner import WorkRunner
 from fsbarrier.protocol.facts import Generation, Join, Member, Position, Revision
 from fsbarrier.protocol.state import Announce, Node, Rules

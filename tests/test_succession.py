@@ -35,14 +35,14 @@ from core_builders import (
 from fsbarrier.protocol.facts import Fact, Generation, Payload, Position, Verdict
 from fsbarrier.protocol.rows import Row, Slice, Table
 from fsbarrier.protocol.situation import Situation
-from fsbarrier.protocol.state import Node, Recovered, View
+from fsbarrier.protocol.state import Node, ResumePoint, View
 from fsbarrier.protocol.succession import (
     all_done,
     another_try,
     failed_tries,
     first_of_session,
     kept_decisions,
-    leaders_word,
+    lowest_start,
     next_number,
     opening,
     successor,
@@ -239,7 +239,7 @@ def test_a_session_that_goes_on_is_not_called_a_start_and_keeps_what_was_decided
 def test_what_the_lowest_rank_was_started_with(
     joins: dict[int, Any], newest: Generation | None, until: int | None
 ) -> None:
-    word = leaders_word(View(newest=newest, joins=joins))
+    word = lowest_start(View(newest=newest, joins=joins))
     assert (word.until if word is not None else None) == until
 
 
@@ -294,7 +294,7 @@ def test_where_a_session_begins(
 ) -> None:
     made = {"merge": rolled_out, "publish": updated}
     decisions = {name: decided(iteration, {}) for name, iteration in made.items() if iteration}
-    found = Recovered(Position(*left), decisions, generation=3, span=before)
+    found = ResumePoint(Position(*left), decisions, generation=3, span=before)
     assert opening(found, span, TABLE) == Position(*expected)
 
 
@@ -329,14 +329,14 @@ def test_a_last_iteration_that_was_not_closed_is_closed_once(
     left: tuple[int, int], decisions: dict[str, Any], until: int | None, expected: tuple[int, int]
 ) -> None:
     table = replace(TABLE, closing=TABLE.rows[PUBLISH:])
-    found = Recovered(Position(*left), decisions, generation=3, span=WHOLE)
+    found = ResumePoint(Position(*left), decisions, generation=3, span=WHOLE)
     assert opening(found, WHOLE, table, until) == Position(*expected)
     assert opening(found, WHOLE, TABLE, until) == Position(*left)
 
 
 def test_a_slice_has_no_end_of_its_own() -> None:
     table = replace(TABLE, closing=TABLE.rows[PUBLISH:])
-    found = Recovered(Position(5, PROBE), {}, generation=3, span=UPDATES)
+    found = ResumePoint(Position(5, PROBE), {}, generation=3, span=UPDATES)
     assert opening(found, UPDATES, table, 4) == Position(5, PROBE)
 
 
@@ -366,7 +366,7 @@ def test_of_three_slices_the_last_with_work_waiting_comes_first(
     rows = tuple(Row(i, name, each="work") for i, name in enumerate(names))
     table: Table[object] = Table("three", rows, tuple(Slice(name, name, name, result=name) for name in names))
     decisions = {name: decided(iteration, {}) for name, iteration in zip(names, made, strict=True)}
-    assert opening(Recovered(Position(9, 0), decisions, 1, span=(9, 9)), span, table) == Position(*expected)
+    assert opening(ResumePoint(Position(9, 0), decisions, 1, span=(9, 9)), span, table) == Position(*expected)
 
 
 # --- decisions ---------------------------------------------------------------------------------------------------------------

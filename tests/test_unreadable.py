@@ -60,9 +60,9 @@ def node_loop(folder: Path, rank: int = 0) -> NodeLoop:
     observer = Observer(store, RunPaths(folder), RULES.table, Paces())
     observer.prepare()
     join = Join(rank, 0, "host", 1, "boot")
-    agent = NodeLoop(store, observer, RULES, NoWork(), join, lambda event, node, fields: None)
-    agent.start(0.0)
-    return agent
+    loop = NodeLoop(store, observer, RULES, NoWork(), join, lambda event, node, fields: None)
+    loop.start(0.0)
+    return loop
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -92,47 +92,47 @@ def test_a_generation_that_cannot_be_read_is_no_absent_one(
         store.create(paths.generation(number), generation)
     spoil(paths.generation(2))
     before = snapshot(tmp_path)
-    agent = node_loop(tmp_path)
+    loop = node_loop(tmp_path)
     for second in range(40):
-        agent.tick(float(second))
-    assert agent.exit is not None
-    assert (agent.exit.code, agent.exit.state) == (code, "left")
-    assert agent.exit.reason.startswith(str(paths.generation(2)))
-    assert re.search(says, agent.exit.reason)
+        loop.tick(float(second))
+    assert loop.exit is not None
+    assert (loop.exit.code, loop.exit.state) == (code, "left")
+    assert loop.exit.reason.startswith(str(paths.generation(2)))
+    assert re.search(says, loop.exit.reason)
     assert snapshot(tmp_path) == before
 
 
 def test_it_is_followed_once_it_can_be_read(tmp_path: Path) -> None:
-    agent = node_loop(tmp_path)
-    paths = agent.observer.paths
+    loop = node_loop(tmp_path)
+    paths = loop.observer.paths
     generation = Generation(1, (Member(0, 1),), 0, Position(1, 0), "start", until=1)
-    agent.store.create(paths.generation(1), generation)
+    loop.store.create(paths.generation(1), generation)
     whole = paths.generation(1).read_bytes()
     cut(paths.generation(1))
     for second in range(10):
-        agent.tick(float(second))
-    assert agent.exit is None and agent.node.stage is Stage.JOINING
+        loop.tick(float(second))
+    assert loop.exit is None and loop.node.stage is Stage.JOINING
     paths.generation(1).write_bytes(whole)
-    agent.tick(10.0)
-    assert agent.exit is not None and agent.exit.reason == "1 iteration is done"
+    loop.tick(10.0)
+    assert loop.exit is not None and loop.exit.reason == "1 iteration is done"
 
 
 def test_a_leaders_fact_that_cannot_be_read_ends_the_wait_for_it(tmp_path: Path) -> None:
     """And names the file: without that the members would wait for ever for what all of them have published."""
-    agent = node_loop(tmp_path, rank=1)
-    paths, store = agent.observer.paths, agent.store
+    loop = node_loop(tmp_path, rank=1)
+    paths, store = loop.observer.paths, loop.store
     members = (Member(0, 1), Member(1, 1))
     store.create(paths.generation(1), Generation(1, members, 0, Position(1, 0), "start"))
-    fact = agent.observer.row_dir(1, Position(1, 0)) / fact_name(1, 0)
+    fact = loop.observer.row_dir(1, Position(1, 0)) / fact_name(1, 0)
     store.make_dir(fact.parent)
     store.create(fact, Fact(0, 1, "done"))
     flip_a_bit(fact)
     for second in range(30):
         store.put(paths.beat(0, 1), Beat(0, 1, second, "host", 1, "running", 1, 1, 0))
-        agent.tick(float(second))
-        assert (agent.exit is not None) == (second >= 15)
-    assert agent.exit is not None
-    assert agent.exit.code == 3 and agent.exit.reason.startswith(f"{fact} cannot be read")
+        loop.tick(float(second))
+        assert (loop.exit is not None) == (second >= 15)
+    assert loop.exit is not None
+    assert loop.exit.code == 3 and loop.exit.reason.startswith(f"{fact} cannot be read")
 
 
 @pytest.mark.parametrize("name", ["000001.json", "notes.txt"])

@@ -290,8 +290,8 @@ def test_a_node_keeps_its_trainer_state_after_the_run_only_while_it_is_needed(
     kept = checkpoints.kept_on_node(settings.checkpoint.local_dir, "run", 3)
     (kept / VERSION / "trainer").mkdir(parents=True)
     record = SimpleNamespace(paths=RunPaths(place.log_path), run_id="run")
-    agent = SimpleNamespace(node=SimpleNamespace(rank=3))
-    node = SimpleNamespace(record=record, settings=settings, agent=agent)
+    loop = SimpleNamespace(node=SimpleNamespace(rank=3))
+    node = SimpleNamespace(record=record, settings=settings, loop=loop)
     daemon.Daemon._remove_trainer_state(cast(daemon.Daemon, node))
     assert kept.exists() == (state_in != "") and (tmp_path / "local" / "run").exists() == kept.exists()
 

@@ -266,5 +266,5 @@ def make_member(
     beats_s = min(beat_s, limits.suspect_s / 3)
     paces = Paces(members_s, beats_s, 1.5 * beat_s, eagerness(num_nodes), watchers=num_nodes)
     work, observer = CollectiveWork(), Observer(store, paths, TABLE, paces)
-    agent = NodeLoop(store, observer, rules, work, here, lambda event, node, fields: None)
-    return GroupMember(agent, work, Snapshot(Node(here.rank, 0, 0.0, here.host), looked_at=0.0))
+    loop = NodeLoop(store, observer, rules, work, here, lambda event, node, fields: None)
+    return GroupMember(loop, work, Snapshot(Node(here.rank, 0, 0.0, here.host), looked_at=0.0))

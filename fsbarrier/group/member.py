@@ -48,7 +48,7 @@ class Snapshot:
 class GroupMember:
     """One membership. All methods belong to whoever looks; a caller sets only the three wishes."""
 
-    agent: NodeLoop
+    loop: NodeLoop
     work: CollectiveWork
     snapshot: Snapshot
     #: wish: the generation that is to be followed by the next; 0: none
@@ -75,11 +75,11 @@ class GroupMember:
 
     def begin(self, now: float) -> bool:
         """Join the group's directory; True once that is done. A failure that may pass is noted, to be tried again."""
-        observer, here = self.agent.observer, self.agent.join
+        observer, here = self.loop.observer, self.loop.join
         try:
             observer.prepare()
             self.earlier_beats, self.earlier_joins = observer.read_beats()[0], dict(observer.joins)
-            self.agent.start(now)
+            self.loop.start(now)
         except OSError as error:
             if error.errno in _MAY_PASS:
                 self.snapshot = replace(self.snapshot, trouble=str(error))
@@ -92,13 +92,13 @@ class GroupMember:
 
     def look(self, now: float) -> bool:
         """Look, decide and act once. True if something happened, so that more may follow at once."""
-        agent, before = self.agent, self.snapshot
+        loop, before = self.loop, self.snapshot
         try:
-            if self.regroup_after != agent.rules.regroup:
-                agent.rules = replace(agent.rules, regroup=self.regroup_after)
-                agent.observer.hurry()
-            busy = agent.tick(now)
-            asked, seen = self.asked, agent.observer.last_view
+            if self.regroup_after != loop.rules.regroup:
+                loop.rules = replace(loop.rules, regroup=self.regroup_after)
+                loop.observer.hurry()
+            busy = loop.tick(now)
+            asked, seen = self.asked, loop.observer.last_view
             if seen is not None and self._answered[0] is asked and self._answered[1] is seen:
                 self.snapshot = replace(before, looked_at=now, trouble="")
                 return busy
@@ -122,18 +122,18 @@ class GroupMember:
     def beat(self, now: float) -> Beat:
         """The next heartbeat, which is about to be written."""
         self._last_beat = now, now - self._last_beat[0]
-        return self.agent.beat()
+        return self.loop.beat()
 
     def fail(self, failure: Exception) -> None:
         """End this membership."""
         self.snapshot = replace(self.snapshot, failure=failure)
 
     def _take_snapshot(self, now: float, outcome: Outcome | None, failure: Exception | None) -> None:
-        agent, before = self.agent, self.snapshot
-        observer, node = agent.observer, agent.node
+        loop, before = self.loop, self.snapshot
+        observer, node = loop.observer, loop.node
         joiners = before.joiners
         if observer.ledger is not before.ledger or observer.joins is not before.joins:
-            live = live_joiners(observer.joins, observer.ledger, now, agent.rules.limits)
+            live = live_joiners(observer.joins, observer.ledger, now, loop.rules.limits)
             members = node.generation.ranks if node.generation is not None else ()
             joiners = tuple(rank for rank in sorted(live) if rank not in members)
         arrived = (
@@ -147,7 +147,7 @@ class GroupMember:
 
     def _outcome(self, asked: Collective, now: float) -> Outcome | None:
         """How the call ends, once that is decided. Raises OSError."""
-        node, observer = self.agent.node, self.agent.observer
+        node, observer = self.loop.node, self.loop.observer
         if node.generation is None:
             return None
         here = node.generation.number == asked.generation.number
@@ -178,7 +178,7 @@ class GroupMember:
 
     def _row_is_seen(self, node: Node) -> bool:
         """Whether the observer's listing is of the row that this node is in."""
-        row = self.agent.observer.row
+        row = self.loop.observer.row
         if row is None or node.generation is None:
             return False
         return (row.generation, row.position) == (node.generation.number, node.position)
@@ -194,21 +194,21 @@ class GroupMember:
         if len(set(said.values())) < 2:
             return None
         # This member's own fact may be missing from the listing.
-        said.setdefault(self.agent.join.rank, asked.call)
+        said.setdefault(self.loop.join.rank, asked.call)
         other = members[min(rank for rank, call in said.items() if call != asked.call)]
         calls = ", ".join(
             f"node {rank} ({members[rank].host}) called {as_typed(call)}"
             for rank, call in sorted(said.items())
         )
         message = (
-            f"node {self.agent.join.rank}: the members are out of step in collective no. {asked.position.iteration} "
+            f"node {self.loop.join.rank}: the members are out of step in collective no. {asked.position.iteration} "
             f"of generation {asked.generation.number}: {calls}"
         )
         return Outcome(asked, error=OutOfStep(message, other.rank, other.host))
 
     def _lost_before(self, asked: Collective) -> Loss | None:
         """The first member that is lost and was not seen to come to the row of this call, which this node is in."""
-        observer, node = self.agent.observer, self.agent.node
+        observer, node = self.loop.observer, self.loop.node
         known = self._nobody_lost
         if known[0] is asked and known[1] is observer.ledger and known[2] is observer.joins:
             return None
@@ -219,10 +219,10 @@ class GroupMember:
 
     def _lost(self, members: Iterable[Member]) -> Loss | None:
         """The first of these members of this node's generation that is lost."""
-        agent = self.agent
-        observer, node = agent.observer, agent.node
+        loop = self.loop
+        observer, node = loop.observer, loop.node
         looked_at = node.since if observer.ledger.looked_at is None else observer.ledger.looked_at
-        limits = agent.rules.limits
+        limits = loop.rules.limits
         found = losses(members, node.rank, observer.joins, observer.ledger, node.since, looked_at, limits)
         return found[0] if found else None
 
@@ -234,7 +234,7 @@ class GroupMember:
         """
         if {self._fact(asked, rank).name for rank in asked.generation.ranks}.issubset(names):
             return True
-        ledger = self.agent.observer.ledger
+        ledger = self.loop.observer.ledger
         for member in asked.generation.members:
             item = ledger.seen.get(member.rank)
             if item is not None and item.beat.incarnation == member.incarnation:
@@ -247,12 +247,12 @@ class GroupMember:
         """The call has ended well, if all objects can be read. All of them are there, but a mount may show them late."""
         objects = []
         for rank in asked.objects_of:
-            if rank == self.agent.join.rank:
+            if rank == self.loop.join.rank:
                 text = asked.json
             else:
                 path = self._fact(asked, rank)
                 try:
-                    text = self.agent.observer.must_read(path, Fact).value["json"]
+                    text = self.loop.observer.must_read(path, Fact).value["json"]
                 except OSError as error:
                     return self._not_read(asked, rank, f"{path}: {error}", now)
             objects.append(json.loads(text or "null"))
@@ -263,11 +263,11 @@ class GroupMember:
         if self._unread is None or self._unread[0] is not asked:
             self._unread = asked, now
         unread_s = now - self._unread[1]
-        if unread_s < self.agent.rules.limits.dead_s:
+        if unread_s < self.loop.rules.limits.dead_s:
             return None
         member = next(m for m in asked.generation.members if m.rank == rank)
         what = f"what node {rank} ({member.host}) gave cannot be read: {why}"
-        message = f"node {self.agent.join.rank}: {asked.name}: {what}"
+        message = f"node {self.loop.join.rank}: {asked.name}: {what}"
         if self._lost([member]) is not None:
             # Example: its host lost power before what it gave was on the disk. Nobody will ever read it.
             message = f"{message}; and that node is lost; regroup() goes on without it"
@@ -282,7 +282,7 @@ class GroupMember:
             left_because = lost.beat.progress.get("why")
             why = f"it left the group after {left_because}" if left_because else "it left the group"
         message = (
-            f"node {self.agent.join.rank}: {asked.name}: node {member.rank} ({member.host}) is lost: {why}; "
+            f"node {self.loop.join.rank}: {asked.name}: node {member.rank} ({member.host}) is lost: {why}; "
             "regroup() goes on without it"
         )
         return PeerLost(message, member.rank, member.host, lost.age_s)
@@ -296,33 +296,33 @@ class GroupMember:
         names = ", ".join(f"node {m.rank} ({m.host})" for m in gone)
         what = f"{maker} regrouped without {names}" if gone else f"{maker} regrouped"
         message = (
-            f"node {self.agent.join.rank}: {asked.name}: generation {old.number} is over: {what}; "
+            f"node {self.loop.join.rank}: {asked.name}: generation {old.number} is over: {what}; "
             "regroup() goes along"
         )
         if gone:
-            return PeerLost(message, gone[0].rank, gone[0].host, self.agent.observer.ledger.age(gone[0], now))
+            return PeerLost(message, gone[0].rank, gone[0].host, self.loop.observer.ledger.age(gone[0], now))
         return PeerLost(message, new.created_by, hosts.get(new.created_by, ""))
 
     def _ended_since(self, before: Node, now: float) -> NodeError | None:
         """Why this membership is over, if it is since the node was as `before`."""
-        agent = self.agent
-        if before.generation is not None and agent.node.generation is None:
-            newest = agent.observer.newest
+        loop = self.loop
+        if before.generation is not None and loop.node.generation is None:
+            newest = loop.observer.newest
             number = newest.number if newest is not None else "a newer one"
             return self._fenced(
-                f"node {agent.node.rank}: the others took it for dead and went on as generation {number}; join again",
+                f"node {loop.node.rank}: the others took it for dead and went on as generation {number}; join again",
                 now,
             )
-        if agent.exit is not None and not self.leaving:
-            if agent.exit.code == Fenced.exit_code:
-                return self._fenced(agent.exit.reason, now)
+        if loop.exit is not None and not self.leaving:
+            if loop.exit.code == Fenced.exit_code:
+                return self._fenced(loop.exit.reason, now)
             # A record cannot be read, or is of another format: in a group nothing else ends a member's loop.
-            return StoreError(agent.exit.reason, agent.join.rank, agent.join.host, 0.0)
+            return StoreError(loop.exit.reason, loop.join.rank, loop.join.host, 0.0)
         return None
 
     def _fenced(self, message: str, now: float) -> Fenced:
         """The others went on without this node. Its age is this node's last gap between two heartbeats, which they saw as silence."""
-        here, newest = self.agent.join, self.agent.observer.joins.get(self.agent.node.rank)
+        here, newest = self.loop.join, self.loop.observer.joins.get(self.loop.node.rank)
         written_at, gap_s = self._last_beat
         silent_s = max(gap_s, now - written_at)
         return Fenced(message, here.rank, newest.host if newest is not None else here.host, silent_s)
@@ -330,7 +330,7 @@ class GroupMember:
     # --- facts on disk ---
 
     def _row(self, asked: Collective) -> Path:
-        return self.agent.observer.row_dir(asked.generation.number, asked.position)
+        return self.loop.observer.row_dir(asked.generation.number, asked.position)
 
     def _fact(self, asked: Collective, rank: int) -> Path:
         return self._row(asked) / fact_name(asked.position.iteration, rank, "done", asked.call)

@@ -35,9 +35,9 @@ class MemberThreads:
         """`store`: the one that the member looks with."""
         self.beat_s, self.member, self._store = beat_s, member, store
         self.root, self.here, self.rules = (
-            member.agent.observer.paths.root,
-            member.agent.join,
-            member.agent.rules,
+            member.loop.observer.paths.root,
+            member.loop.join,
+            member.loop.rules,
         )
         self.snapshot: Snapshot = member.snapshot
         #: notified when a new snapshot shows something new
@@ -92,7 +92,7 @@ class MemberThreads:
 
     def _look(self) -> None:
         try:
-            if os.path.lexists(self.member.agent.observer.paths.record):
+            if os.path.lexists(self.member.loop.observer.paths.record):
                 self.member.fail(
                     ValueError(f"{self.root} is the directory of a run; give the group one of its own")
                 )
@@ -114,7 +114,7 @@ class MemberThreads:
         # Nothing that others write in the row concerns a member whose caller does not wait: one more look, then rarely.
         idle = Backoff(FIRST_PAUSE_S, self.beat_s / 4, factor=1000.0)
         waiting = Backoff(PAUSE_FOR_EACH_S * self.rules.num_nodes, LONGEST_PAUSE_S)
-        polling = Polling(self.member.agent, self._wake, self.member.look)
+        polling = Polling(self.member.loop, self._wake, self.member.look)
         try:
             while not self._over():
                 busy = polling.look(time.monotonic())
@@ -145,18 +145,18 @@ class MemberThreads:
     # --- the beating thread ---
 
     def _beat(self) -> None:
-        agent, store = self.member.agent, PosixStore()
+        loop, store = self.member.loop, PosixStore()
         while True:
             failure = self.snapshot.failure
             last = self._leaving.is_set() or failure is not None
             if isinstance(failure, Fenced):
                 # A newer start has this rank, or the others went on: nobody reads this start's heartbeat any more.
                 return
-            if last and agent.exit is None:
-                agent.exit = Exit(0, "left", "left")
+            if last and loop.exit is None:
+                loop.exit = Exit(0, "left", "left")
             now = time.monotonic()
-            agent.write_beat(self.member.beat(now), store, now)
+            loop.write_beat(self.member.beat(now), store, now)
             if last:
                 return
-            joining = agent.node.stage is Stage.JOINING
-            self._leaving.wait(self.beat_s / agent.observer.paces.eager if joining else self.beat_s)
+            joining = loop.node.stage is Stage.JOINING
+            self._leaving.wait(self.beat_s / loop.observer.paces.eager if joining else self.beat_s)

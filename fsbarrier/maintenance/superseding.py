@@ -10,14 +10,15 @@ import errno
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsbarrier.errors import UsageError
+from fsbarrier.errors import EXIT_DONE, UsageError
 from fsbarrier.host.identity import user_at_host
 from fsbarrier.loader import load_program
-from fsbarrier.node.daemon import make_rules
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.resume import LastGeneration
+from fsbarrier.node.run_rules import make_rules
 from fsbarrier.protocol.facts import Generation, Member, Payload, Position, Verdict
 from fsbarrier.protocol.state import Rules
+from fsbarrier.protocol.succession import leader_of
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.names import GENERATION, START
 from fsbarrier.rundir.paths import RunPaths
@@ -67,11 +68,11 @@ def needed(record: RunRecord, iteration: int) -> Superseding | None:
     generation = Generation(
         number=max(numbers) + 1,
         members=members,
-        leader=members[0].rank,
+        leader=leader_of(members),
         start=Position(iteration, rules.span({})[0]),
         reason=why,
         decisions=_served(record.log_path, iteration),
-        verdict=Verdict(0, why),
+        verdict=Verdict(EXIT_DONE, why),
         revisions=observer.newest.revisions if observer.newest is not None else (),
     )
     return Superseding(because, generation)
@@ -91,7 +92,7 @@ def _unreadable(observer: Observer, last: LastGeneration, newest: int, rules: Ru
         path = observer.paths.generation(newest)
         return f"{path}: {observer.store.fault(path, Generation).why}"
     try:
-        last.recover(rules, 0.0)
+        last.resume_point(rules, 0.0)
     except OSError as error:
         if error.errno != errno.EAGAIN:
             raise

@@ -47,17 +47,16 @@ from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import crowding, make_paces
 from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
 from fsbarrier.node.rank_lock import RankLock
-from fsbarrier.program import Program
+from fsbarrier.node.run_rules import make_rules
 from fsbarrier.protocol.facts import Join, Payload
-from fsbarrier.protocol.membership import Limits
-from fsbarrier.protocol.state import Exit, Rules, Stage
+from fsbarrier.protocol.state import Exit, Stage
 from fsbarrier.retry import Backoff, until_seen
 from fsbarrier.rundir import checkpoints, revisions
 from fsbarrier.rundir.heartbeats import iteration_of_others
 from fsbarrier.rundir.record_store import PosixStore
-from fsbarrier.rundir.runrecord import RunRecord, look_up
+from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.weights_copy import WeightsCopy
-from fsbarrier.settings.sections import Settings, names_that_change
+from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.signals import ENDING, handled
 from fsbarrier.supervision.template import Template
 from fsbarrier.view.amounts import ranks
@@ -125,8 +124,8 @@ class Daemon:
             rank, until, settings.choices, stated, digest=one_digest(code), fingerprint=fingerprint
         )
         self._changed_code = last.other_code(join) if last else []
-        self.agent = NodeLoop(observer.store, observer, rules, self.jobs, join, self.events.write)
-        self._polling = Polling(self.agent, wake)
+        self.loop = NodeLoop(observer.store, observer, rules, self.jobs, join, self.events.write)
+        self._polling = Polling(self.loop, wake)
         suspect_s, known = settings.coordination.suspect_s, observer.debug_requests
         self._debug = DebugReports(record.paths, rank, suspect_s, known, self._state_in_words)
         self.workplace.program_hangs = self._debug.program_hangs
@@ -167,14 +166,14 @@ class Daemon:
         )
 
     def _state_in_words(self) -> str:
-        node = self.agent.node
-        return str({"state": node.stage.value, **place(node, node.position, self.agent.rules)})
+        node = self.loop.node
+        return str({"state": node.stage.value, **place(node, node.position, self.loop.rules)})
 
     def join(self, incarnation: int | None) -> None:
         """Join the run as the next incarnation of this rank, or as this very one. Raises StoreError; Fenced where somebody else is it."""
         # The others do not know this start before it is announced, so that announcing it may be tried again.
         with starting(self.record):
-            until_seen(lambda: self.agent.start(time.monotonic(), incarnation))
+            until_seen(lambda: self.loop.start(time.monotonic(), incarnation))
 
     def run(self) -> int:
         """Take part to the end; gives the exit code."""
@@ -183,7 +182,7 @@ class Daemon:
         self.workplace.template.load()
         if self._changed_code:
             with starting(self.record):
-                self.events.write("code_changed", self.agent.node, {"what": self._changed_code})
+                self.events.write("code_changed", self.loop.node, {"what": self._changed_code})
         self._say_where_the_others_are()
         beats = threading.Thread(target=self._beat, name="beat", daemon=True)
         beats.start()
@@ -192,7 +191,7 @@ class Daemon:
         except (Fenced, StoreError) as error:
             self._leave(error.exit_code, str(error))
         except OSError as error:
-            self._leave(StoreError.exit_code, f"node {self.agent.node.rank}: the filesystem failed: {error}")
+            self._leave(StoreError.exit_code, f"node {self.loop.node.rank}: the filesystem failed: {error}")
         except Exception as error:
             self._leave(EXIT_INTERNAL, f"internal error: {type(error).__name__}: {error}")
             raise
@@ -201,7 +200,7 @@ class Daemon:
             # The last heartbeat, which the thread still writes, says how this node ended.
             self._ended.set()
             beats.join(LAST_WORDS_S)
-        ended = self.agent.exit
+        ended = self.loop.exit
         assert ended is not None
         if not ended.code:
             self._remove_trainer_state()
@@ -212,7 +211,7 @@ class Daemon:
 
     def _say_where_the_others_are(self) -> None:
         """A node that comes into a run at work has nothing to do before the next iteration: say for what it waits."""
-        me = self.agent.node.rank
+        me = self.loop.node.rank
         # It is for people only; who is alive is found out later.
         with contextlib.suppress(OSError):
             if iteration := iteration_of_others(self.record.log_path, me):
@@ -224,9 +223,9 @@ class Daemon:
         if now < self._say_awaited_at:
             return
         self._say_awaited_at = now + SAY_AGAIN_S
-        if missing := self.agent.awaited(now):
+        if missing := self.loop.awaited(now):
             nodes = f"node{'s' if len(missing) > 1 else ''} {ranks(missing)}"
-            waited_s, up_to_s = now - self.agent.node.since, self.settings.coordination.join_timeout_s
+            waited_s, up_to_s = now - self.loop.node.since, self.settings.coordination.join_timeout_s
             self.events.console.say(
                 f"fsbarrier: waiting up to {up_to_s:g} s for {nodes} to join {self.record.log_path} ({waited_s:.0f} s so far)\n"
             )
@@ -235,18 +234,18 @@ class Daemon:
         """Look, decide and act until this node has ended, or a signal asks it to. Raises Fenced, StoreError."""
         crowd = crowding(self.settings.num_nodes)
         pauses = Backoff(FIRST_PAUSE_S * crowd, self.settings.coordination.poll_max_s * crowd)
-        while self.agent.exit is None and self._signal is None:
+        while self.loop.exit is None and self._signal is None:
             self._looked_at = time.monotonic()
             busy = self._polling.look(self._looked_at)
             self._say_for_whom_it_waits(self._looked_at)
-            self._debug.look(self.agent.observer.debug_requests)
+            self._debug.look(self.loop.observer.debug_requests)
             if self.jobs.unfit is not None:
                 raise self.jobs.unfit
             self._polling.pause(pauses, busy=busy, ended=lambda: self._signal is not None)
 
     def _end_work(self) -> None:
         """End all that this node runs; after a signal, also record that as its end."""
-        if self.agent.exit is None:
+        if self.loop.exit is None:
             number = self._signal or signal.SIGTERM
             code = EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM
             self._leave(code, f"stopped by {signal.Signals(number).name}")
@@ -269,7 +268,7 @@ class Daemon:
             made = checkpoints.served_policy(paths.root)
             version = paths.checkpoint(made.number, made.generation) if made else None
             if version and checkpoints.newest_state(version) == version.name:
-                kept = checkpoints.kept_on_node(local_dir, self.record.run_id, self.agent.node.rank)
+                kept = checkpoints.kept_on_node(local_dir, self.record.run_id, self.loop.node.rank)
                 shutil.rmtree(kept, ignore_errors=True)
                 # Another node may share this machine, and still have its own.
                 kept.parent.rmdir()
@@ -278,8 +277,8 @@ class Daemon:
         """This node ends and the run does not: the other nodes see it in the last heartbeat and go on without this one."""
         with contextlib.suppress(OSError):
             fields = {"state": "left", "code": code, "reason": reason}
-            self.events.write("node_ended", self.agent.node, fields)
-        self.agent.exit = Exit(code, "left", reason)
+            self.events.write("node_ended", self.loop.node, fields)
+        self.loop.exit = Exit(code, "left", reason)
 
     def _beat(self) -> None:
         """Beat in a thread of its own until this node has ended, and a last time then.
@@ -294,17 +293,17 @@ class Daemon:
         while True:
             last = self._ended.is_set()
             silent_s = time.monotonic() - self._looked_at
-            held_back = silent_s > coordination.suspect_s / 2 and self.agent.exit is None
+            held_back = silent_s > coordination.suspect_s / 2 and self.loop.exit is None
             if not held_back:
-                beat = self.agent.beat()
+                beat = self.loop.beat()
                 if beat.incarnation != noted:
                     noted = beat.incarnation
                     self._lock.note_start(noted)
-                self.agent.write_beat(beat, self.agent.store, time.monotonic())
+                self.loop.write_beat(beat, self.loop.store, time.monotonic())
             if last:
                 return
-            joining = self.agent.node.stage is Stage.JOINING
-            hidden_since = min(self.agent.observer.hidden_beats.values(), default=time.monotonic())
+            joining = self.loop.node.stage is Stage.JOINING
+            hidden_since = min(self.loop.observer.hidden_beats.values(), default=time.monotonic())
             slowest_s = max(slowest_s, min(time.monotonic() - hidden_since, coordination.suspect_s / 2))
             # Once the loop looks again (it was only paused), the others should know at once.
             pause_s = JOINING_BEAT_S if joining or held_back else coordination.beat_s
@@ -327,29 +326,6 @@ class Daemon:
         # On a filesystem that fails even this fails; how the node ended is decided.
         with contextlib.suppress(OSError):
             self.events.close()
-
-
-def make_rules(settings: Settings, program: Program) -> Rules:
-    """The machine's rules from a run's program and the settings that it began with."""
-    coordination, recorded = settings.coordination, settings.as_json()
-    return Rules(
-        table=program,
-        num_nodes=settings.num_nodes,
-        slice=settings.rl_phase,
-        min_nodes=settings.min_nodes,
-        on_node_failure=settings.on_node_failure,
-        retries=coordination.retries,
-        limits=Limits(
-            suspect_s=coordination.suspect_s,
-            dead_s=coordination.dead_s,
-            stagger_s=2 * coordination.beat_s,
-            join_timeout_s=coordination.join_timeout_s,
-            rejoin_timeout_s=coordination.rejoin_timeout_s,
-            outage_s=coordination.outage_s,
-            last_call_s=coordination.last_call_s,
-        ),
-        settings={name: look_up(recorded, name) for name in names_that_change(settings)},
-    )
 
 
 def describe_start(

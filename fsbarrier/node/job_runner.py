@@ -29,7 +29,7 @@ LOG_LINES = 20
 
 @dataclass
 class JobRunner:
-    """This node's jobs, as the agent's `WorkRunner`. `wake` is called when a job has a report."""
+    """This node's jobs, as the loop's `WorkRunner`. `wake` is called when a job has a report."""
 
     make_context: Callable[[Node], Context]
     workplace: Workplace

@@ -26,13 +26,13 @@ from fsbarrier.protocol.state import (
     CancelWork,
     Entered,
     Exit,
+    FindResumePoint,
     Launch,
     Node,
     Note,
     Part,
     Propose,
     Publish,
-    Recover,
     Rules,
     Stage,
     View,
@@ -49,8 +49,8 @@ from fsbarrier.rundir.record_store import Store
 #: write comes after twice the time.
 REPEAT_S = 5.0
 
-#: (event, node as it is, fields)
-Recorder = Callable[[str, Node, Payload], None]
+#: writes an event, the node as it is then, and the event's fields to the journal
+WriteEvent = Callable[[str, Node, Payload], None]
 
 
 @dataclass
@@ -62,22 +62,22 @@ class NodeLoop:
     rules: Rules
     work: WorkRunner
     join: Join
-    record: Recorder
+    write_event: WriteEvent
     node: Node = field(init=False)
     last_generation: LastGeneration = field(init=False)
     collection: Collection = field(init=False)
     exit: Exit | None = None
     counter: int = 0
     _pending: deque[Action] = field(default_factory=deque)
-    #: After the last action another look would show nothing new: work was only just launched, or another node's record is there and
-    #: cannot be read yet. Without it, `tick` would look again and again without a pause.
-    _enough: bool = False
+    #: After the last action another look at once would show nothing new: work was only just launched, or another node's record is there
+    #: and cannot be read yet. Without this `tick` would look again and again without a pause.
+    _look_later: bool = False
     #: the view in which there was nothing to do
     _nothing_to_do_in: View | None = None
     #: the listings showed where the run was so long ago that the facts from then are gone
-    _behind: bool = False
+    _listings_behind: bool = False
     #: when the heartbeats were read in which suspects were last sought
-    _weighed_at: float | None = None
+    _suspects_sought_at: float | None = None
     #: The incarnation in the heartbeats: the last one whose join record is surely this process's. While this node tries to
     #: join as the next one, another process of its rank may take that number.
     _announced: int = 0
@@ -86,11 +86,11 @@ class NodeLoop:
     #: its rank, and end. So it reads the record and compares it with its own.
     _ambiguous: int = 0
     #: the fact that this node published last, when it is to write it again, and how long after this time
-    _said: Fact | None = None
+    _published: Fact | None = None
     _repeat_at: float = float("inf")
     _repeat_s: float = REPEAT_S
     _suspected: set[Member] = field(default_factory=set)
-    _told_hidden: bool = False
+    _reported_hidden: bool = False
     #: the rows of this generation whose folder this node has made
     _rows_made: set[int] = field(default_factory=set)
     #: the row that this node entered last
@@ -128,7 +128,7 @@ class NodeLoop:
         """
         # Here and not when a row is passed, so that nobody waits for it.
         self._collect()
-        busy, self._behind = bool(self._pending), False
+        busy, self._listings_behind = bool(self._pending), False
         self._act(now)
         while self.exit is None:
             before = self.node
@@ -141,14 +141,14 @@ class NodeLoop:
                 self._nothing_to_do_in = view
                 break
             if actions:
-                busy, self._enough = True, False
+                busy, self._look_later = True, False
                 self._pending.extend(actions)
                 self._act(now)
-                if self._enough:
-                    busy = not self._behind
+                if self._look_later:
+                    busy = not self._listings_behind
                     break
-        if self.observer.ledger.looked_at != self._weighed_at:
-            self._weighed_at = self.observer.ledger.looked_at
+        if self.observer.ledger.looked_at != self._suspects_sought_at:
+            self._suspects_sought_at = self.observer.ledger.looked_at
             self._note_suspects(now)
             self._note_hidden(now)
         if now >= self._repeat_at:
@@ -168,10 +168,10 @@ class NodeLoop:
             pending.popleft()
 
     def _repeat(self, now: float) -> None:
-        if self.node.part is Part.ANNOUNCED and self._said is not None and self.exit is None:
-            self._put(self._said, again=True)
-            if self._repeat_s == REPEAT_S and self._said.status == "done":
-                self._note_work(self._said)
+        if self.node.part is Part.ANNOUNCED and self._published is not None and self.exit is None:
+            self._put(self._published, again=True)
+            if self._repeat_s == REPEAT_S and self._published.status == "done":
+                self._note_work(self._published)
             self._repeat_s *= 2
             self._repeat_at = now + self._repeat_s
 
@@ -225,17 +225,17 @@ class NodeLoop:
             self._entered(action)
         elif isinstance(action, Launch):
             self.work.launch(self.node, action.part)
-            self._enough = True
+            self._look_later = True
         elif isinstance(action, Note):
-            self.record(action.event, action.at or self.node, action.fields)
+            self.write_event(action.event, action.at or self.node, action.fields)
         elif isinstance(action, CancelWork):
             self.work.cancel()
         elif isinstance(action, Propose):
             self._propose(action.generation)
         elif isinstance(action, Announce):
             self._announce_again(action.incarnation)
-        elif isinstance(action, Recover):
-            self._recover(action.for_good, now)
+        elif isinstance(action, FindResumePoint):
+            self._find_resume_point(action.seal, now)
         else:
             self._end(action)
 
@@ -248,33 +248,35 @@ class NodeLoop:
 
     def _end(self, ended: Exit) -> None:
         self.exit = ended
-        self.record(
+        self.write_event(
             "node_ended", self.node, {"state": ended.state, "code": ended.code, "reason": ended.reason}
         )
 
-    def _recover(self, for_good: bool, now: float) -> None:
-        seal = Fact(self.node.rank, self.node.incarnation, SEALED) if for_good else None
-        found = self.last_generation.recover(self.rules, now, seal)
-        self.observer.recovered = found
+    def _find_resume_point(self, seal: bool, now: float) -> None:
+        fact = Fact(self.node.rank, self.node.incarnation, SEALED) if seal else None
+        found = self.last_generation.resume_point(self.rules, now, fact)
+        self.observer.resume_point = found
         if found is None:
             # This node's listings are behind. Another look at once would show the same.
-            self._behind = self._enough = True
+            self._listings_behind = self._look_later = True
             self.observer.hurry()
-        elif for_good and found.generation:
+        elif seal and found.generation:
             place = [found.position.iteration, found.position.phase]
-            self.record("generation_sealed", self.node, {"number": found.generation, "goes_on_at": place})
+            self.write_event(
+                "generation_sealed", self.node, {"number": found.generation, "goes_on_at": place}
+            )
 
     def _publish(self, fact: Fact, now: float) -> None:
         node, events = self.node, fact.value.get("events", ())
         if events:
             fact = replace(fact, value={name: one for name, one in fact.value.items() if name != "events"})
         self._put(fact)
-        self._said, self._repeat_s, self._repeat_at = fact, REPEAT_S, now + REPEAT_S
+        self._published, self._repeat_s, self._repeat_at = fact, REPEAT_S, now + REPEAT_S
         self._note_work(fact)
         for line in events:
-            self.record(line["event"], node, {k: v for k, v in line.items() if k != "event"})
+            self.write_event(line["event"], node, {k: v for k, v in line.items() if k != "event"})
         if fact.value and fact.status == "done" and node.place[0].leader == node.rank:
-            self.record("decision", node, {"value": summary(fact.value, events)})
+            self.write_event("decision", node, {"value": summary(fact.value, events)})
 
     def _note_work(self, fact: Fact) -> None:
         """Say how long the work took, if there was any, or why it failed."""
@@ -283,7 +285,7 @@ class NodeLoop:
             work = PhaseTime.of_work(fact.work_s, fact.value).fields()
             details = {key: fact.value[key] for key in ("error", "exit_code", "log") if key in fact.value}
             event, fields = ("work_failed", {**work, **details}) if failed else ("work_finished", work)
-            self.record(event, self.node, fields)
+            self.write_event(event, self.node, fields)
 
     def _put(self, fact: Fact, *, again: bool = False) -> None:
         """Write this node's fact about the row it is in.
@@ -313,14 +315,14 @@ class NodeLoop:
         path = self.observer.paths.generation(generation.number)
         if self.store.create(path, generation):
             self.observer.learn(generation)
-            self.record(
+            self.write_event(
                 "generation_proposed", self.node, {"number": generation.number, "reason": generation.reason}
             )
         else:
             record = self.store.read(path, Generation)
             self.observer.learn(record)
             # Another node's record is there but cannot be read yet: leave it to the next tick.
-            self._enough = record is None
+            self._look_later = record is None
         self.observer.hurry()
 
     def _entered(self, row: Entered) -> None:
@@ -342,7 +344,7 @@ class NodeLoop:
             self._row = row.position
         # Of a row in which this node only waits, this says too that it is done.
         works = self._works(row.generation, row.position)
-        self.record("phase_started", self.node, {} if works else {"waits": True})
+        self.write_event("phase_started", self.node, {} if works else {"waits": True})
 
     def _works(self, generation: Generation, position: Position) -> bool:
         """Whether this node has work of its own in a row."""
@@ -354,10 +356,10 @@ class NodeLoop:
         limits = self.rules.limits
         hidden = {rank: now - since for rank, since in self.observer.hidden_beats.items()}
         silent = [rank for rank, hidden_s in hidden.items() if hidden_s >= limits.suspect_s]
-        if silent and not self._told_hidden:
-            self._told_hidden = True
+        if silent and not self._reported_hidden:
+            self._reported_hidden = True
             fields = {"hidden": sorted(silent), "hidden_s": round(max(hidden.values()), 3)}
-            self.record("heartbeats_hidden", self.node, fields)
+            self.write_event("heartbeats_hidden", self.node, fields)
 
     def _collect(self) -> None:
         """Remove what nobody needs any more because of the rows that this node has passed."""
@@ -379,10 +381,12 @@ class NodeLoop:
             if member in silent:
                 if member not in known and ledger.state(member) not in ("finished", "stopped"):
                     known.add(member)
-                    self.record("node_suspected", node, {**suspect, "silent_s": round(silent[member], 3)})
+                    self.write_event(
+                        "node_suspected", node, {**suspect, "silent_s": round(silent[member], 3)}
+                    )
             elif member in known:
                 known.discard(member)
-                self.record("node_recovered", node, suspect)
+                self.write_event("node_recovered", node, suspect)
 
 
 def place(node: Node, position: Position | None, rules: Rules) -> dict[str, object]:

@@ -27,7 +27,7 @@ from fsbarrier.protocol.facts import (
 )
 from fsbarrier.protocol.membership import Ledger, left_to_others
 from fsbarrier.protocol.rows import Table
-from fsbarrier.protocol.state import WATCHING, Node, Part, Recovered, Stage, Unreadable, View, WorkReport
+from fsbarrier.protocol.state import WATCHING, Node, Part, ResumePoint, Stage, Unreadable, View, WorkReport
 from fsbarrier.protocol.stops import concerns, missed_by
 from fsbarrier.rundir.heartbeats import HeartbeatReader
 from fsbarrier.rundir.names import DEBUG_REQUEST, FACT, GENERATION, START, STOP_REQUEST, StartName, fact_name
@@ -58,7 +58,7 @@ class Observer:
     newest: Generation | None = None
     joins: Mapping[int, Join] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
-    recovered: Recovered | None = None
+    resume_point: ResumePoint | None = None
     #: the fact that this node, as a leader, created last: where, and what it says to whoever reads it
     created: tuple[Path, Fact] | None = None
     _heartbeats: HeartbeatReader = field(init=False)
@@ -133,7 +133,7 @@ class Observer:
         row = self.row if watches and self.row is not None else NO_ROW
         unreadable = self._unreadable or row.unreadable
         stop, missed = self._newest_stop(node, concerns), self._newest_stop(node, missed_by)
-        known = self.newest, unreadable, self.joins, self.ledger, stop, missed, self.recovered
+        known = self.newest, unreadable, self.joins, self.ledger, stop, missed, self.resume_point
         view = self.last_view = View(*known, row.arrived, row.failed, row.leaders_fact, work)
         return view
 

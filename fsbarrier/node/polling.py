@@ -26,14 +26,14 @@ END_S = 0.1
 
 
 class Polling:
-    """Looks for `agent`, and waits between the looks. `wake` ends such a wait at once, from any thread."""
+    """Looks for `loop`, and waits between the looks. `wake` ends such a wait at once, from any thread."""
 
     def __init__(
-        self, agent: NodeLoop, wake: threading.Event, look_once: Callable[[float], bool] | None = None
+        self, loop: NodeLoop, wake: threading.Event, look_once: Callable[[float], bool] | None = None
     ) -> None:
-        """`look_once`: what a look is, where it is more than the agent's tick."""
-        self._agent, self._wake, self._look_once = agent, wake, look_once or agent.tick
-        self._root = agent.observer.paths.root
+        """`look_once`: what a look is, where it is more than the loop's tick."""
+        self._loop, self._wake, self._look_once = loop, wake, look_once or loop.tick
+        self._root = loop.observer.paths.root
         self._hints = Hints(self._root, wake.set)
         self._pause_s = FIRST_PAUSE_S
         #: when this node last had something to do, and when it looked last
@@ -41,21 +41,21 @@ class Polling:
         self._failing_since: float | None = None
 
     def look(self, now: float) -> bool:
-        """Let the agent look, decide and act once; True if there was something to do, so that more may follow at once.
+        """Let the loop look, decide and act once; True if there was something to do, so that more may follow at once.
 
         A failing filesystem is tried again for `outage_s`: the others may take this node for lost meanwhile, but if it fails for all
-        of them, they go on together. Raises StoreError when it fails for longer, and whatever the agent raises except OSError.
+        of them, they go on together. Raises StoreError when it fails for longer, and whatever the loop raises except OSError.
         """
         self._looked_at = now
         try:
             busy = self._look_once(now)
         except OSError as error:
-            outage_s = self._agent.rules.limits.outage_s
+            outage_s = self._loop.rules.limits.outage_s
             self._failing_since = now if self._failing_since is None else self._failing_since
             failing_s = now - self._failing_since
             if failing_s < outage_s:
                 return False
-            rank, host = self._agent.node.rank, self._agent.join.host
+            rank, host = self._loop.node.rank, self._loop.join.host
             message = f"node {rank}: {self._root} has failed for {outage_s:g} s: {error}"
             raise StoreError(message, rank, host, failing_s) from None
         self._failing_since = None
@@ -82,7 +82,7 @@ class Polling:
             self._busy_at = self._looked_at
         self._pause_s = pauses.first_s if busy else pauses.after(self._pause_s)
         waited_s = self._looked_at - self._busy_at
-        due_in_s = self._agent.observer.beats_due - self._looked_at
+        due_in_s = self._loop.observer.beats_due - self._looked_at
         pause_s = max(self._pause_s, LATENESS * waited_s)
         # The heartbeats are not due after a look that failed, and at once where the node wants to see everything anew.
         return min(pause_s, due_in_s) if due_in_s > 0 else self._pause_s
@@ -93,7 +93,7 @@ class Polling:
 
     def _row_dir(self) -> Path | None:
         """The directory in which the facts appear that this node waits for."""
-        node = self._agent.node
+        node = self._loop.node
         if node.generation is None or node.position is None:
             return None
-        return self._agent.observer.row_dir(node.generation.number, node.position)
+        return self._loop.observer.row_dir(node.generation.number, node.position)

@@ -19,7 +19,7 @@ from pathlib import Path
 from fsbarrier.node.observer import Observer
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Payload, Position
 from fsbarrier.protocol.rows import Row
-from fsbarrier.protocol.state import Recovered, Rules
+from fsbarrier.protocol.state import ResumePoint, Rules
 from fsbarrier.protocol.succession import with_decision
 from fsbarrier.rundir.names import FACT, PHASE_FOLDER
 
@@ -35,7 +35,7 @@ class LastGeneration:
     observer: Observer
     _facts: dict[tuple[int, Position], Fact] = field(default_factory=dict)
 
-    def recover(self, rules: Rules, now: float, seal: Fact | None = None) -> Recovered | None:
+    def resume_point(self, rules: Rules, now: float, seal: Fact | None = None) -> ResumePoint | None:
         """Where the newest generation is, or was when it ended. With `seal` it ends there, even if members of it still live.
 
         None where this node's listings are so old that the facts which they show were removed since. A fact that is there and cannot be
@@ -44,14 +44,14 @@ class LastGeneration:
         """
         generation = self.observer.newest
         if generation is None:
-            return Recovered(Position(1, rules.span({})[0]), at=now, sealed=True)
+            return ResumePoint(Position(1, rules.span({})[0]), at=now, sealed=True)
         trail = _Trail(self.observer, rules, generation, *rules.span(generation.choices), self._facts)
         try:
             return self._follow(trail, now, seal)
         except _Behind:
             return None
 
-    def _follow(self, trail: _Trail, now: float, seal: Fact | None) -> Recovered:
+    def _follow(self, trail: _Trail, now: float, seal: Fact | None) -> ResumePoint:
         reached = trail.furthest()
         if seal is not None:
             reached = trail.end(reached, seal)
@@ -67,7 +67,7 @@ class LastGeneration:
         resumed = max(trail.first, trail.rules.table.resume_index(trail.row(reached)))
         position = Position(reached.iteration, resumed)
         span = trail.first, trail.last
-        return Recovered(position, decisions, trail.generation.number, now, span, sealed=seal is not None)
+        return ResumePoint(position, decisions, trail.generation.number, now, span, sealed=seal is not None)
 
 
 @dataclass(frozen=True)

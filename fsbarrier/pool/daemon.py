@@ -20,7 +20,7 @@ from fsbarrier.launchers.processes import Interrupted, ending_signals
 from fsbarrier.node.free_ranks import free_ranks
 from fsbarrier.node.rank_lock import RankLock, RankTaken, hold_rank
 from fsbarrier.pool.directory import PoolDirectory
-from fsbarrier.pool.facts import Facts, Job, Placement, next_decision
+from fsbarrier.pool.facts import STOPPED, Facts, Job, Placement, next_decision
 from fsbarrier.protocol.facts import Beat, Join, Member
 from fsbarrier.protocol.membership import GONE, Ledger
 from fsbarrier.rundir.heartbeats import HeartbeatReader
@@ -149,7 +149,7 @@ class _Node:
         """Run what the decisions ask of this node now, and nothing else."""
         wanted = next((one for one in facts.open_placements() if one.node == self.me.rank), None)
         if wanted is not None and wanted.job in facts.stops:
-            self._report(wanted, self._end_child() or 143)
+            self._report(wanted, self._end_child() or STOPPED)
             return
         if self._serves != wanted:
             self._end_child()

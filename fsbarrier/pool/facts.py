@@ -10,12 +10,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from fsbarrier.errors import EXIT_SIGTERM, UsageError
 from fsbarrier.protocol.wording import counted
 
-# What a job came to where no node of it ran: it was stopped in the queue.
-STOPPED = 143
+# What a job came to that was stopped in the queue, where no node of it ran.
+STOPPED = EXIT_SIGTERM
 # The exit code of a start that was refused.
-REFUSED = 2
+REFUSED = UsageError.exit_code
 
 
 @dataclass(frozen=True, slots=True)

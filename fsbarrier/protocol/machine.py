@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from fsbarrier.errors import EXIT_DONE, Fenced, StoreError, TooFewNodes, UsageError
 from fsbarrier.protocol.facts import Fact, Generation, Member, Payload, Position, Verdict
 from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
 from fsbarrier.protocol.membership import GONE, occupied
@@ -38,13 +39,13 @@ from fsbarrier.protocol.state import (
     CancelWork,
     Entered,
     Exit,
+    FindResumePoint,
     Launch,
     Node,
     Note,
     Part,
     Propose,
     Publish,
-    Recover,
     Rules,
     Stage,
     Step,
@@ -56,7 +57,7 @@ from fsbarrier.protocol.succession import (
     another_try,
     failed_tries,
     first_of_session,
-    leaders_word,
+    lowest_start,
     opening,
     successor,
     with_decision,
@@ -86,7 +87,9 @@ def end_when_rank_is_taken(at: Situation) -> Step | None:
     if newest is None or newest.incarnation <= at.node.incarnation:
         return None
     where = f"on {newest.host}, process {newest.pid}" if newest.host else "elsewhere"
-    return _end(at, 6, "left", f"node {at.node.rank} was started again {where}; this older one ends")
+    return _end(
+        at, Fenced.exit_code, "left", f"node {at.node.rank} was started again {where}; this older one ends"
+    )
 
 
 def end_with_the_run(at: Situation) -> Step | None:
@@ -127,11 +130,14 @@ def wait_for_an_unreadable_record(at: Situation) -> Step | None:
         return (at.node, NOTHING) if at.node.stage is Stage.JOINING else None
     if foreign:
         return _end(
-            at, 2, "left", f"{found.path}: {found.fault.why}; start this node with the run's fsbarrier"
+            at,
+            UsageError.exit_code,
+            "left",
+            f"{found.path}: {found.fault.why}; start this node with the run's fsbarrier",
         )
     return _end(
         at,
-        3,
+        StoreError.exit_code,
         "left",
         f"{found.path} cannot be read for {silent_s:.0f} s: {found.fault.why}; if other nodes can read it, look at this host's mount; "
         "else restore the file, or let the run go on without it: fsbarrier recover --iteration N",
@@ -147,7 +153,7 @@ def _enter(at: Situation, generation: Generation) -> Step:
         stage=Stage.RUNNING,
         started_as=at.node.started_as,
         baseline=at.node.baseline,
-        met=at.node.met,
+        saw_others_at_work=at.node.saw_others_at_work,
         generation=generation,
         position=generation.start,
         decisions=generation.decisions,
@@ -196,7 +202,7 @@ def end_when_the_code_differs(at: Situation) -> Step | None:
     named = ", ".join(own.other_code(found))
     return _end(
         at,
-        2,
+        UsageError.exit_code,
         "left",
         f"node {own.rank} on {own.host} runs fsbarrier {ours}, node {found.rank} on {found.host} runs {theirs}"
         f"{f' (what differs: {named})' if named else ''}; start all nodes with the same fsbarrier and program",
@@ -216,7 +222,7 @@ def end_when_its_settings_differ(at: Situation) -> Step | None:
         return None
     found = at.contradiction(own, at.changed if named else at.to_be)
     why = f"node {node.rank}: {found}; drop it, or start node 0 (--master) with it"
-    return _end(at, 2, "left", why) if found else None
+    return _end(at, UsageError.exit_code, "left", why) if found else None
 
 
 def end_when_the_run_is_smaller(at: Situation) -> Step | None:
@@ -225,7 +231,10 @@ def end_when_the_run_is_smaller(at: Situation) -> Step | None:
         return None
     nodes = counted(at.rules.num_nodes, "node")
     return _end(
-        at, 2, "left", f"node 0 was started for {nodes}, so the run has no node {at.node.rank} any more"
+        at,
+        UsageError.exit_code,
+        "left",
+        f"node 0 was started for {nodes}, so the run has no node {at.node.rank} any more",
     )
 
 
@@ -233,7 +242,7 @@ def stop_before_the_start(at: Situation) -> Step | None:
     """Somebody asked the run to end while this node waits to take part in it."""
     if at.view.stop is None:
         return None
-    return _end(at, 0, "stopped", f"stopped before it began, as {at.view.stop.who} asked")
+    return _end(at, EXIT_DONE, "stopped", f"stopped before it began, as {at.view.stop.who} asked")
 
 
 def wait_to_be_admitted(at: Situation) -> Step | None:
@@ -241,13 +250,13 @@ def wait_to_be_admitted(at: Situation) -> Step | None:
     node, view = at.node, at.view
     if not occupied(view.newest, node.rank, view.joins, view.ledger, node.since, at.now, at.rules.limits):
         return None
-    seen_at_work = not node.met and any(view.ledger.moved(member) for member in at.others)
-    return replace(node, met=True) if seen_at_work else node, NOTHING
+    seen_at_work = not node.saw_others_at_work and any(view.ledger.moved(member) for member in at.others)
+    return replace(node, saw_others_at_work=True) if seen_at_work else node, NOTHING
 
 
 def end_when_too_late(at: Situation) -> Step | None:
-    """The generation that this node waited for has finished the run in the meantime. Only one that it saw at work (`met`) counts."""
-    if not at.node.met or at.view.newest is None:
+    """The generation that this node waited for has finished the run in the meantime. Only one that it saw at work counts."""
+    if not at.node.saw_others_at_work or at.view.newest is None:
         return None
     finished = any(at.view.ledger.state(member) == "finished" for member in at.others)
     return _nothing_to_do(at, at.view.newest.until) if finished else None
@@ -265,32 +274,32 @@ def end_with_a_stopped_start(at: Situation) -> Step | None:
     if again or not any(at.view.ledger.state(member) == "stopped" for member in request.alive):
         return None
     reason = f"stopped before it came, as {request.who} asked the others; start it again to begin anew"
-    return _end(at, 0, "stopped", reason)
+    return _end(at, EXIT_DONE, "stopped", reason)
 
 
 def look_where_the_run_was_left(at: Situation) -> Step | None:
     """No member lives: read from the newest generation's facts where it left the run, and read again when that is too long ago."""
-    found, newest = at.view.recovered, at.view.newest.number if at.view.newest is not None else 0
+    found, newest = at.view.resume_point, at.view.newest.number if at.view.newest is not None else 0
     if found is not None and found.generation == newest and at.now - found.at <= at.rules.limits.suspect_s:
         return None
-    return at.node, (Recover(),)
+    return at.node, (FindResumePoint(),)
 
 
 def end_when_all_is_done(at: Situation) -> Step | None:
     """The run has already done the iterations that node 0 was started for: no need to wait for the others."""
-    word = leaders_word(at.view)
-    if word is None or at.view.recovered is None:
+    asked = lowest_start(at.view)
+    if asked is None or at.view.resume_point is None:
         return None
-    start = opening(at.view.recovered, at.rules.span(word.choices), at.rules.table, word.until)
-    return _nothing_to_do(at, word.until) if all_done(start, word.until) else None
+    start = opening(at.view.resume_point, at.rules.span(asked.choices), at.rules.table, asked.until)
+    return _nothing_to_do(at, asked.until) if all_done(start, asked.until) else None
 
 
 def note_who_came(at: Situation) -> Step | None:
     """The run may begin with fewer nodes than it can have: a last call begins anew whenever another node is here."""
     here = len(at.starting)
-    if at.rules.limits.last_call_s is None or at.node.company == here:
+    if at.rules.limits.last_call_s is None or at.node.starting_nodes == here:
         return None
-    return replace(at.node, company=here, company_since=at.now), NOTHING
+    return replace(at.node, starting_nodes=here, starting_since=at.now), NOTHING
 
 
 def wait_for_all_nodes(at: Situation) -> Step | None:
@@ -313,7 +322,7 @@ def give_up_waiting(at: Situation) -> Step | None:
         return None
     names = ", ".join(f"node {rank} ({last_news(at, rank)})" for rank in at.missing)
     here = f"{len(at.starting)} of {counted(at.rules.num_nodes, 'node')} are here"
-    return _end(at, 5, "left", f"waited {at.waited_s:.0f} s for {names}; {here}")
+    return _end(at, TooFewNodes.exit_code, "left", f"waited {at.waited_s:.0f} s for {names}; {here}")
 
 
 def let_lower_ranks_go_first(at: Situation) -> Step | None:
@@ -336,16 +345,16 @@ def seal_the_old_generation(at: Situation) -> Step | None:
     """
     return (
         None
-        if at.view.recovered is None or at.view.recovered.sealed
-        else (at.node, (Recover(for_good=True),))
+        if at.view.resume_point is None or at.view.resume_point.sealed
+        else (at.node, (FindResumePoint(seal=True),))
     )
 
 
 def form_a_generation(at: Situation) -> Step | None:
     """The waiting is over: propose who takes part and where the run goes on. Whoever creates the record first decides it for all."""
     # `look_where_the_run_was_left` comes first.
-    assert at.view.recovered is not None
-    proposal = first_of_session(at, at.view.recovered)
+    assert at.view.resume_point is not None
+    proposal = first_of_session(at, at.view.resume_point)
     # `end_when_all_is_done` asked the lowest rank of the run. If that one did not come, the lowest that came decides.
     if all_done(proposal.start, proposal.until):
         return _nothing_to_do(at, proposal.until)
@@ -355,7 +364,7 @@ def form_a_generation(at: Situation) -> Step | None:
 def _nothing_to_do(at: Situation, until: int | None) -> Step:
     assert until is not None
     done = f"the run has already done its {counted(until, 'iteration')}; a larger --iterations goes on"
-    return replace(at.node, stage=Stage.ENDED), (Exit(0, "finished", done),)
+    return replace(at.node, stage=Stage.ENDED), (Exit(EXIT_DONE, "finished", done),)
 
 
 # --- RUNNING: the generation changes ---------------------------------------------------------------------------------------
@@ -373,7 +382,7 @@ def rejoin_when_left_behind(at: Situation) -> Step | None:
         node.host,
         started_as=node.started_as,
         baseline=newest.number,
-        met=True,
+        saw_others_at_work=True,
     )
     left = Note("left_generation", {"newest": newest.number, "reason": newest.reason})
     return renewed, (CancelWork(), left, Announce(renewed.incarnation))
@@ -389,7 +398,7 @@ def stop_when_asked(at: Situation) -> Step | None:
     if stop is None or (not stop.now and at.position.phase != at.span[0]):
         return None
     when = "at once" if stop.now else f"before iteration {at.position.iteration}"
-    verdict = Verdict(0, f"stopped {when}, as {stop.who} asked")
+    verdict = Verdict(EXIT_DONE, f"stopped {when}, as {stop.who} asked")
     return at.node, (Propose(successor(at, at.generation.members, verdict.reason, verdict=verdict)),)
 
 
@@ -426,7 +435,7 @@ def release(at: Situation) -> Step | None:
     if position.phase == last and generation.until is not None and position.iteration >= generation.until:
         are = "is" if position.iteration == 1 else "are"
         done = f"{counted(position.iteration, 'iteration')} {are} done"
-        return replace(node, stage=Stage.ENDED), (*passed, Exit(0, "finished", done))
+        return replace(node, stage=Stage.ENDED), (*passed, Exit(EXIT_DONE, "finished", done))
     if position.phase < last:
         following = Position(position.iteration, position.phase + 1)
         part, actions = _begin(at, at.rules.row(following, generation))
@@ -489,7 +498,7 @@ def abort_after_a_loss(at: Situation) -> Step | None:
     if at.rules.on_node_failure != "abort" or not at.gone:
         return None
     why = f"{lost_as_text(at, at.gone)}; --on-node-failure abort ends the run"
-    return _answer_the_loss(at, at.living, Verdict(5, why))
+    return _answer_the_loss(at, at.living, Verdict(TooFewNodes.exit_code, why))
 
 
 def wait_for_the_lost(at: Situation) -> Step | None:
@@ -506,7 +515,7 @@ def wait_for_the_lost(at: Situation) -> Step | None:
     if at.now - at.node.trouble_since < at.rules.limits.rejoin_timeout_s:
         return None
     why = f"{lost_as_text(at, at.gone)}; not back within {at.rules.limits.rejoin_timeout_s:g} s"
-    return _answer_the_loss(at, at.living, Verdict(5, why))
+    return _answer_the_loss(at, at.living, Verdict(TooFewNodes.exit_code, why))
 
 
 def shrink_after_a_loss(at: Situation) -> Step | None:
@@ -515,7 +524,7 @@ def shrink_after_a_loss(at: Situation) -> Step | None:
         return None
     left, least = len(at.living), at.rules.min_nodes
     why = f"{lost_as_text(at, at.gone)}; {left} left, --min-nodes is {least}"
-    return _answer_the_loss(at, at.living, Verdict(5, why) if left < least else None)
+    return _answer_the_loss(at, at.living, Verdict(TooFewNodes.exit_code, why) if left < least else None)
 
 
 def _answer_the_loss(at: Situation, members: Sequence[Member], verdict: Verdict | None = None) -> Step | None:

@@ -162,7 +162,7 @@ class Situation:
         """For how long nodes that are missing need not be waited for any more; below 0 while they must be."""
         last_call_s = self.rules.limits.last_call_s
         if last_call_s is not None and self.enough:
-            return self.now - self.node.company_since - last_call_s
+            return self.now - self.node.starting_since - last_call_s
         return self.waited_s - self.rules.limits.join_timeout_s
 
     @property

@@ -100,8 +100,8 @@ class Node:
     #: operator stopped the last session in generation 4. Without `baseline` that verdict would end each new start at once.
     baseline: int = 0
     #: This process saw members of the newest generation at work. Only then does their "finished" mean that this node came too
-    #: late. Without `met` the heartbeat files of yesterday's session would end today's start with a larger --iterations.
-    met: bool = False
+    #: late. Without `saw_others_at_work` the heartbeat files of yesterday's session would end today's start with a larger --iterations.
+    saw_others_at_work: bool = False
     generation: Generation | None = None
     position: Position | None = None
     part: Part = Part.NONE
@@ -110,9 +110,9 @@ class Node:
     decisions: Mapping[str, Payload] = field(default_factory=dict)
     trouble_since: float | None = None
     failed_since: float | None = None
-    #: a node that joins: how many nodes were about to form a generation when it last looked, and since when
-    company: int = 0
-    company_since: float = 0.0
+    #: a node that joins: with how many nodes it was about to form a generation when it last looked, and since when
+    starting_nodes: int = 0
+    starting_since: float = 0.0
     #: the first incarnation of this process
     started_as: int = 0
 
@@ -134,8 +134,8 @@ class WorkReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
-    """Where the newest generation (`generation`; 0 for none) left the run, read from its facts at local time `at`.
+class ResumePoint:
+    """Where a run goes on: the newest generation (`generation`; 0 for none) left it there, as its facts said at local time `at`.
 
     `span`: the rows that the newest generation ran. `sealed`: a seal has ended it for good, so that it cannot have gone on since.
     """
@@ -172,7 +172,7 @@ class View:
     #: what this node was asked, and what the others were asked before it came (protocol/stops.py)
     stop: StopRequest | None = None
     missed_stop: StopRequest | None = None
-    recovered: Recovered | None = None
+    resume_point: ResumePoint | None = None
     arrived: frozenset[int] = frozenset()
     failed: Mapping[int, Fact] = field(default_factory=dict)
     leaders_fact: Fact | None = None
@@ -216,10 +216,11 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
-class Recover:
-    """Look where the newest generation left the run. `for_good`: also seal it there, before the next one is proposed."""
+class FindResumePoint:
+    """Look where the newest generation left the run. `seal`: also end that generation there for good (node/resume.py), before the
+    next one is proposed."""
 
-    for_good: bool = False
+    seal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,5 +250,5 @@ class Note:
     at: Node | None = None
 
 
-Action = Launch | CancelWork | Publish | Propose | Announce | Recover | Entered | Exit | Note
+Action = Launch | CancelWork | Publish | Propose | Announce | FindResumePoint | Entered | Exit | Note
 Step = tuple[Node, Sequence[Action]]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position, Revision, Verdict
 from fsbarrier.protocol.revisions import in_force, revised
 from fsbarrier.protocol.rows import Table
 from fsbarrier.protocol.situation import Situation
-from fsbarrier.protocol.state import Recovered, Rules, View
+from fsbarrier.protocol.state import ResumePoint, Rules, View
 from fsbarrier.protocol.wording import counted
 
 #: the reasons of the generations with which a session begins: the run's first one, and every other
 STARTS = ("start", "start again")
+
+
+def leader_of(members: Iterable[Member]) -> int:
+    """Who leads a generation: its lowest rank, so node 0 while it lives."""
+    return min(member.rank for member in members)
 
 
 def next_number(view: View, at_least: int) -> int:
@@ -38,7 +44,8 @@ def successor(
     return Generation(
         number=number,
         members=tuple(sorted(members, key=lambda m: m.rank)),
-        leader=min((m.rank for m in members), default=at.node.rank),
+        # A generation that only ends the run may have nobody left to lead.
+        leader=leader_of(members) if members else at.node.rank,
         start=start,
         reason=reason,
         decisions=kept_decisions(at.node.decisions, start, table),
@@ -74,16 +81,19 @@ def another_try(at: Situation) -> Generation:
     cause = f"{where}: {fact.value.get('error', 'failed')}"
     log = "".join(f"\n  | {line}" for line in fact.value.get("log", ()))
     if fact.value.get("refused"):
-        return successor(at, members, "refused", verdict=Verdict(2, f"{cause}{log}"))
+        return successor(at, members, "refused", verdict=Verdict(UsageError.exit_code, f"{cause}{log}"))
     if attempt <= at.rules.retries:
         return successor(at, members, f"again: {cause}", attempt=attempt)
-    tries = f"{counted(attempt, 'attempt')}"
+    tries = counted(attempt, "attempt")
     return successor(
-        at, members, "program failed", verdict=Verdict(4, f"{cause}; given up after {tries}{log}")
+        at,
+        members,
+        "program failed",
+        verdict=Verdict(ProgramFailed.exit_code, f"{cause}; given up after {tries}{log}"),
     )
 
 
-def first_of_session(at: Situation, found: Recovered) -> Generation:
+def first_of_session(at: Situation, found: ResumePoint) -> Generation:
     """The generation that nodes which have just started form, going on where the run was left (`found`)."""
     number, ranks = next_number(at.view, at.node.baseline), sorted(at.starting)
     asked = at.view.joins.get(ranks[0])
@@ -95,7 +105,7 @@ def first_of_session(at: Situation, found: Recovered) -> Generation:
     return Generation(
         number=number,
         members=tuple(within(members, at.rules, revisions)),
-        leader=ranks[0],
+        leader=leader_of(members),
         start=start,
         reason=STARTS[number > 1],
         decisions=kept_decisions(found.decisions, start, at.rules.table),
@@ -106,8 +116,9 @@ def first_of_session(at: Situation, found: Recovered) -> Generation:
     )
 
 
-def leaders_word(view: View) -> Join | None:
-    """The join of the lowest rank in this session. None while its newest join is still that of an earlier session."""
+def lowest_start(view: View) -> Join | None:
+    """The start of the lowest rank in this session, whose command line the run follows. None while its newest is still that of an
+    earlier session."""
     rank = min(view.joins, default=None)
     if rank is None:
         return None
@@ -121,7 +132,7 @@ def all_done(start: Position, until: int | None) -> bool:
 
 
 def opening(
-    found: Recovered, span: tuple[int, int], table: Table[object], until: int | None = None
+    found: ResumePoint, span: tuple[int, int], table: Table[object], until: int | None = None
 ) -> Position:
     """Where a session that runs the rows of `span` up to iteration `until` begins.
 
@@ -141,7 +152,7 @@ def opening(
     return start if start.iteration - 1 != until or closed or published else first_closing
 
 
-def _opening(found: Recovered, span: tuple[int, int], table: Table[object]) -> Position:
+def _opening(found: ResumePoint, span: tuple[int, int], table: Table[object]) -> Position:
     """Where a session that runs the rows of `span` begins: where the run was left, if the session before ran the same rows.
 
     Otherwise the results of the slices decide. Example: rollouts are made for iteration 3, updates only for iteration 2. Then a session

@@ -111,7 +111,7 @@ class Piece:
             process.work.ended(self, True, stop.value)
         except NodeUnfit as error:
             self.alive = False
-            process.agent.exit = Exit(error.exit_code, "left", str(error))
+            process.loop.exit = Exit(error.exit_code, "left", str(error))
             process.world.finish(process)
         except FsbarrierError as error:
             value: dict[str, object] = {"error": str(error), "log": ["the program's last line"]}

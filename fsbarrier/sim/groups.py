@@ -81,8 +81,8 @@ class GroupProcess(Process):
         limits = replace(world.rules.limits, join_timeout_s=float("inf"))
         store = cast(Store, client)
         self.member = make_member(store, PATHS, here, world.setup.nodes, limits, world.beat_s)
-        self.agent, self.observer = self.member.agent, self.member.agent.observer
-        self.agent.record = self._record
+        self.loop, self.observer = self.member.loop, self.member.loop.observer
+        self.loop.write_event = self._record
         self.group_world = world
         self.dice = Random(f"caller {world.seed} {number}")
         self.calls_left = self.dice.randint(2, 12)
@@ -114,7 +114,7 @@ class GroupProcess(Process):
             self.world.history.stuck.append(f"node {self.rank}: {error}")
             return "crash"
         self._fail_if_ended()
-        if self.up and self.agent.exit is None:
+        if self.up and self.loop.exit is None:
             self._react()
         return ""
 
@@ -197,7 +197,7 @@ class GroupProcess(Process):
         self.world.after(self.dice.choice(THINKS_S), self._call)
 
     def _call(self, again: Call | None = None) -> None:
-        if not self.up or self.agent.exit is not None or self.generation is None:
+        if not self.up or self.loop.exit is not None or self.generation is None:
             return
         if self.paused:
             self.deferred.append(self._call)
@@ -225,7 +225,7 @@ class GroupProcess(Process):
 
     def _leave(self) -> None:
         self.member.leaving = True
-        self.agent.exit = Exit(0, "left", "left")
+        self.loop.exit = Exit(0, "left", "left")
 
 
 class GroupWorld(World):

@@ -97,7 +97,7 @@ class Process:
             time=f"p{number}",
             stated=world.command_lines.of(rank, again=number >= world.setup.nodes),
         )
-        self.agent = NodeLoop(cast(Store, client), self.observer, world.rules, self.work, join, self._record)
+        self.loop = NodeLoop(cast(Store, client), self.observer, world.rules, self.work, join, self._record)
 
     @property
     def clock(self) -> float:
@@ -183,11 +183,11 @@ class Process:
             if self.news_at is not None and self.news_at <= now:
                 self.news_at = None
                 self.observer.hurry()
-            self.agent.tick(self.offset + now * self.rate)
+            self.loop.tick(self.offset + now * self.rate)
         except OSError as error:
             return f"error {error}"
         except Fenced as error:
-            self.agent.exit = Exit(6, "left", str(error))
+            self.loop.exit = Exit(6, "left", str(error))
             return ""
         except Crash:
             return "crash"
@@ -204,7 +204,7 @@ class Process:
         newest = self.observer.joins.get(self.rank)
         claimed = 1 + (newest.incarnation if newest is not None else 0) if self.claims else None
         try:
-            self.agent.start(self.clock, claimed)
+            self.loop.start(self.clock, claimed)
         except Fenced as error:
             self.world.end(self, 2, str(error))
             return ""
@@ -217,7 +217,7 @@ class Process:
             self._looked_oddly(how)
         if not self.up:
             return
-        if self.agent.exit is not None:
+        if self.loop.exit is not None:
             self.world.finish(self)
         elif min(self.due, default=float("inf")) > self.world.now + IDLE * self.world.beat_s:
             # A look that waits for an old listing to end may be far away.
@@ -243,7 +243,7 @@ class Process:
             else:
                 self.wake(now + HELD_BACK_S)
         elif now - self.failing_since >= self.world.rules.limits.outage_s:
-            self.agent.exit = Exit(3, "left", how)
+            self.loop.exit = Exit(3, "left", how)
 
     # --- heartbeats and the journal ---
 
@@ -265,13 +265,13 @@ class Process:
             return
         self.put_beat()
         pause_s = self.world.beat_s
-        if self.agent.node.stage is JOINING:
+        if self.loop.node.stage is JOINING:
             age_s = now - self.started
             pause_s = 0.2 if age_s < 1.0 else 0.8 if age_s < 5.0 else pause_s
         world.at(now + pause_s, self.beat)
 
     def next_beat(self) -> Beat:
-        return self.agent.beat()
+        return self.loop.beat()
 
     def put_beat(self) -> None:
         """Write a heartbeat. In an outage it is lost; other mishaps strike only the loop's operations."""

@@ -165,7 +165,7 @@ def _do(world: World, verb: str, ranks: range) -> None:
             if verb == "kill":
                 world.kill(process, "killed")
             else:
-                process.agent.exit = Exit(143, "left", "stopped by SIGTERM")
+                process.loop.exit = Exit(143, "left", "stopped by SIGTERM")
                 world.finish(process)
 
 

@@ -113,7 +113,7 @@ def strike_now(world: World, strike: Strike, process: Process) -> None:
             process.mishap = Mishap("block", 1, seconds=strike.seconds, verb=verb)
         case "leave":
             if process.joined and process.held_look is None and not process.paused:
-                process.agent.exit = Exit(143, "left", "stopped by SIGTERM")
+                process.loop.exit = Exit(143, "left", "stopped by SIGTERM")
                 world.finish(process)
         case "twin":
             start_elsewhere(world, process.rank)
@@ -316,7 +316,7 @@ def ask_to_stop(world: World, *, now: bool) -> None:
     last = {process.rank: process for process in world.processes if process.joined}
     said = {p.rank for p in last.values() if not p.up and world.history.ended[p.number].code is not None}
     alive, ended = (
-        tuple(Member(rank, p.agent.node.incarnation) for rank, p in last.items() if (rank in said) is gone)
+        tuple(Member(rank, p.loop.node.incarnation) for rank, p in last.items() if (rank in said) is gone)
         for gone in (False, True)
     )
     request = StopRequest(now, "operator", alive=alive, ended=ended)

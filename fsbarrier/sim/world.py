@@ -236,7 +236,7 @@ class World:
     def _close(self) -> None:
         for process in self.processes:
             if process.up:
-                node = process.agent.node if process.joined else None
+                node = process.loop.node if process.joined else None
                 where = (
                     f"{node.stage.value} {node.position} {node.part.value}" if node else "before its start"
                 )
@@ -303,7 +303,7 @@ class World:
 
     def finish(self, process: Process) -> None:
         """A process ends by itself: cancel its work, then write its last heartbeat."""
-        ended = process.agent.exit
+        ended = process.loop.exit
         assert ended is not None
         process.work.cancel()
         process.put_beat()
@@ -365,7 +365,7 @@ class World:
     def _missed(self, path: str, host: str) -> None:
         """Somebody read a fact after its removal. A node that starts anew may, with old listings; who is in its generation may not."""
         for process in self.processes:
-            generation = process.agent.node.generation if process.up and process.joined else None
+            generation = process.loop.node.generation if process.up and process.joined else None
             if process.host == host and generation is not None and generation.number == row_of(path)[0]:
                 self.history.asked.append(Asked(self.now, process.rank, path))
 
@@ -375,7 +375,7 @@ class World:
         for process in self.processes:
             if process.watching is not directory or process.host == host or not process.up or process.paused:
                 continue
-            node = process.agent.node
+            node = process.loop.node
             if node.part not in (Part.ANNOUNCED, Part.GATHER) and path.endswith(".done"):
                 continue
             size = 1 if node.generation is None else len(node.generation.members)
@@ -386,7 +386,7 @@ class World:
     def first_beat(self, path: SimPath, file: File) -> None:
         """Wake the processes that join: a heartbeat shows them who else is there."""
         for process in self.processes:
-            if process.joined and process.agent.node.stage is JOINING and process.host != file.host:
+            if process.joined and process.loop.node.stage is JOINING and process.host != file.host:
                 seen_at = max(process.client.visible_at(file.directory), process.client.fresh_at(path))
                 process.wake(seen_at + self.rng.random() * POLL_S, seen_at)
 

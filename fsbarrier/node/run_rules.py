@@ -1,0 +1,32 @@
+"""The state machine's rules for one run."""
+
+from __future__ import annotations
+
+from fsbarrier.program import Program
+from fsbarrier.protocol.membership import Limits
+from fsbarrier.protocol.state import Rules
+from fsbarrier.rundir.runrecord import look_up
+from fsbarrier.settings.sections import Settings, names_that_change
+
+
+def make_rules(settings: Settings, program: Program) -> Rules:
+    """The machine's rules from a run's program and the settings that it began with."""
+    coordination, recorded = settings.coordination, settings.as_json()
+    return Rules(
+        table=program,
+        num_nodes=settings.num_nodes,
+        slice=settings.rl_phase,
+        min_nodes=settings.min_nodes,
+        on_node_failure=settings.on_node_failure,
+        retries=coordination.retries,
+        limits=Limits(
+            suspect_s=coordination.suspect_s,
+            dead_s=coordination.dead_s,
+            stagger_s=2 * coordination.beat_s,
+            join_timeout_s=coordination.join_timeout_s,
+            rejoin_timeout_s=coordination.rejoin_timeout_s,
+            outage_s=coordination.outage_s,
+            last_call_s=coordination.last_call_s,
+        ),
+        settings={name: look_up(recorded, name) for name in names_that_change(settings)},
+    )
