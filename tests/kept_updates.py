@@ -15,7 +15,7 @@ from trainer_bench import Bench
 from zero_checkpoints import in_place
 
 from fsbarrier.supervision.worker_contract import Progress
-from fsbarrier.training.slices import gather
+from fsbarrier.training.processes import gather_objects
 from fsbarrier.workers.update import Updates
 
 
@@ -27,7 +27,7 @@ def update(updates: Updates, case: Case, folder: Path, out: str, before: str = "
     spec: Any = work.update_spec(out, version=int(out[-1]), before=before)
     result = updates.main(spec | {"reference": str(folder / "reference")}, work.settings, Progress(None))
     # Only one process of a node has a result.
-    return any(gather(bool(result and result["went_on"])))
+    return any(gather_objects(bool(result and result["went_on"])))
 
 
 def stay(case: Case, folder: Path) -> None:

@@ -160,7 +160,7 @@ class Case:
             "gap": sums.gap.maximum,
             "loss": sums.loss,
             "grad_norm": sums.grad_norm,
-            "layout": trainer.layout.words(trainer.processes),
+            "layout": trainer.layout.described(trainer.processes),
         }
 
 

@@ -95,7 +95,7 @@ def test_whoever_goes_on_from_a_state_does_what_the_one_that_saved_it_does(work:
 @pytest.mark.torch
 @pytest.mark.slow
 def test_shards_make_the_same_update_and_go_on_alone(work: Bench) -> None:
-    from fsbarrier.training.trainer_state import Layout
+    from fsbarrier.training.trainer_state import StateLayout
 
     work.update("alone")
     work.nested["trainer"] |= {"shard": "all", "processes_per_node": 2}
@@ -104,7 +104,9 @@ def test_shards_make_the_same_update_and_go_on_alone(work: Bench) -> None:
     moved = largest_difference(first_weights(work.folder), work.weights("alone"))
     # Other numbers share a scale.
     assert largest_difference(work.weights("alone"), work.weights("shards")) < 0.2 * moved
-    parts = Layout.read(work.folder / "shards" / "trainer").parts["exp_avg/model.layers.0.mlp.up_proj.weight"]
+    parts = StateLayout.read(work.folder / "shards" / "trainer").parts[
+        "exp_avg/model.layers.0.mlp.up_proj.weight"
+    ]
     assert len(parts) == 2
     work.nested["trainer"] |= {"shard": "none", "processes_per_node": None}
     work.update("next", version=2, before="shards")

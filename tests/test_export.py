@@ -297,7 +297,7 @@ def test_what_takes_a_file_s_place_while_it_is_converted_is_not_exported(
 
 @pytest.mark.torch
 def test_a_layout_that_is_not_what_was_written_is_not_read(run: Path, tmp_path: Path) -> None:
-    from fsbarrier.training.trainer_state import Layout
+    from fsbarrier.training.trainer_state import StateLayout
 
     folder = RunPaths(run).checkpoint(9, 1)
     (folder / "trainer").mkdir(parents=True)
@@ -305,7 +305,7 @@ def test_a_layout_that_is_not_what_was_written_is_not_read(run: Path, tmp_path: 
     checkpoints.write_manifest(folder, 9)
     (folder / "trainer" / "layout.json").write_text("[]")
     with pytest.raises(ProgramFailed, match=r"layout\.json differs from what"):
-        Layout.read(folder / "trainer")
+        StateLayout.read(folder / "trainer")
 
 
 @pytest.mark.torch

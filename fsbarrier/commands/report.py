@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from fsbarrier.view import report_data
+    from fsbarrier.view import report_formats
     from fsbarrier.view.report import page
     from fsbarrier.view.run_status import look_once
 
@@ -52,11 +52,11 @@ def main(args: argparse.Namespace) -> int:
     files.set_shared_group(reader.record.settings.shared_group)
     texts = {}
     if args.csv:
-        texts["--csv"] = (args.csv, report_data.csv_table(reader, status))
+        texts["--csv"] = (args.csv, report_formats.csv_table(reader, status))
     if args.perfetto:
-        texts["--perfetto"] = (args.perfetto, report_data.perfetto_trace(reader))
+        texts["--perfetto"] = (args.perfetto, report_formats.perfetto_trace(reader))
     if args.prometheus:
-        texts["--prometheus"] = (args.prometheus, report_data.prometheus_text(reader, status))
+        texts["--prometheus"] = (args.prometheus, report_formats.prometheus_text(reader, status))
     if args.out or not texts:
         html = page(reader, status, iterations=args.iterations, with_samples=not args.no_samples)
         texts["--out"] = (args.out or str(log_path / "report.html"), html)

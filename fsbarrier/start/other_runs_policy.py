@@ -138,7 +138,7 @@ def copy(init_from: str, policy: Exported, state: TrainersState | None, target: 
 def _copy_state(policy: Exported, state: TrainersState, target: Path) -> None:
     """Make `target`, which has the model, a policy version 0 with its trainer state. Raises OSError, ProgramFailed."""
     # torch takes seconds to load, and only this needs it.
-    from fsbarrier.training.trainer_state import Layout
+    from fsbarrier.training.trainer_state import StateLayout
 
     digests = {f"model/{name}": digest for name, digest in policy.digests.items()}
     files.make_dirs(target / "trainer")
@@ -147,7 +147,7 @@ def _copy_state(policy: Exported, state: TrainersState, target: Path) -> None:
             checkpoints.copy_listed(state.version / name, target / name, digest, state.root)
             digests[name] = digest
     # What was the other run's version N is this run's version 0.
-    layout = replace(Layout.read(state.version / "trainer"), policy_version=0)
+    layout = replace(StateLayout.read(state.version / "trainer"), policy_version=0)
     with HashedFile(target / LAYOUT) as file:
         file.write(layout.encoded())
     checkpoints.commit(target, checkpoints.Manifest(0, {**digests, LAYOUT: file.digest}))

@@ -36,9 +36,10 @@ from fsbarrier.training import safetensors_file
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
-from fsbarrier.training.slices import Box, Shares, gather, parts_to_write, whole_tensor
+from fsbarrier.training.processes import gather_objects
+from fsbarrier.training.slices import Box, Shares, parts_to_write, whole_tensor
 from fsbarrier.training.stored_tensors import StoredPart
-from fsbarrier.training.trainer_state import LAYOUT, Layout, Pace, TrainerState
+from fsbarrier.training.trainer_state import LAYOUT, Pace, StateLayout, TrainerState
 
 T = TypeVar("T")
 
@@ -116,7 +117,7 @@ def _together(out: Path, act: Callable[[], T]) -> list[T]:
     except (OSError, RuntimeError, SafetensorError) as error:
         # Each library says in its own way that a disk is full.
         failed = f"{out}: cannot be saved: {first_line(error)}"
-    results = gather((failed, done))
+    results = gather_objects((failed, done))
     for reason, _ in results:
         if reason:
             raise ProgramFailed(reason)
@@ -305,7 +306,7 @@ def _write_layout(folder: Path, version: NewVersion, pace: Pace, written: Iterab
                 parts[name].append(part)
     state = version.trainer
     shapes = {name: tuple(tensor.shape) for name, tensor in state.tensors.items()}
-    layout = Layout(version.policy_version, state.optimizer_steps, state.scalars, shapes, parts, pace)
+    layout = StateLayout(version.policy_version, state.optimizer_steps, state.scalars, shapes, parts, pace)
     return _write_bytes(folder / "trainer" / LAYOUT, layout.encoded())
 
 

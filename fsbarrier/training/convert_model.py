@@ -23,7 +23,7 @@ from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed
 from fsbarrier.training import checkpoint_write, safetensors_file
 from fsbarrier.training.checkpoint_write import ADAPTER
 from fsbarrier.training.stored_tensors import StoredTensors
-from fsbarrier.training.trainer_state import WEIGHT, Layout
+from fsbarrier.training.trainer_state import WEIGHT, StateLayout
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -47,7 +47,7 @@ def convert(
                     "--dtype fp32: this policy is served in bf16, and no trainer state in the run directory has its exact weights "
                     "(checkpoint.trainer_every says how often there is one); export another version, or in bf16"
                 )
-            layout = Layout.read(trainer)
+            layout = StateLayout.read(trainer)
             source = stack.enter_context(StoredTensors(trainer, layout.shapes, layout.parts))
             names = {key.partition("/")[2]: key for key in layout.parts if key.startswith(f"{WEIGHT}/")}
             architecture = _architecture(model)

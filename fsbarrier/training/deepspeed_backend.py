@@ -26,9 +26,9 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.training import trainer_state
 from fsbarrier.training.optimizer import make_optimizer
 from fsbarrier.training.policy_model import PolicyModel
-from fsbarrier.training.processes import Processes
+from fsbarrier.training.processes import Processes, gather_objects
 from fsbarrier.training.sharding import Layout
-from fsbarrier.training.slices import FlatPart, distinct, gather
+from fsbarrier.training.slices import FlatPart, distinct
 from fsbarrier.training.stored_tensors import StoredTensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -38,7 +38,7 @@ def configuration(settings: Settings, processes: Processes) -> dict[str, Any]:
     """What DeepSpeed gets. Every process must call this. Raises UsageError."""
     file = settings.trainer.deepspeed
     given = deepspeed_config.read(file)
-    if any(other != given for other in gather(given)):
+    if any(other != given for other in gather_objects(given)):
         raise UsageError(f"trainer.deepspeed={file}: says something else on another node")
     return deepspeed_config.filled(given, settings, str(processes.dtype).removeprefix("torch."))
 
@@ -162,7 +162,7 @@ class DeepSpeedBackend:
                 found.state[one.part] = {"step": state["step"], **moments}
         return found
 
-    def restore(self, folders: Sequence[Path], policy_version: int) -> trainer_state.Layout:
+    def restore(self, folders: Sequence[Path], policy_version: int) -> trainer_state.StateLayout:
         """See trainer_state.restore_first."""
         for flat in self._flats():
             zeros = {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}

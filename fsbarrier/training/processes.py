@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from fsbarrier.host.addresses import name_interface
 from fsbarrier.settings.sections import TrainerSettings
+
+T = TypeVar("T")
 
 
 class Processes:
@@ -103,3 +106,12 @@ def _dtype(wanted: str, on_cpu: bool) -> torch.dtype:
     if wanted == "auto":
         return torch.bfloat16 if not on_cpu and torch.cuda.is_bf16_supported() else torch.float32
     return torch.float32 if wanted == "float32" else torch.bfloat16
+
+
+def gather_objects(value: T) -> list[T]:
+    """What each process gave, by rank; any object that can be pickled. Every process must call this."""
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered

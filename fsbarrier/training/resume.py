@@ -10,8 +10,7 @@ from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
-from fsbarrier.training.processes import Processes
-from fsbarrier.training.slices import gather
+from fsbarrier.training.processes import Processes, gather_objects
 from fsbarrier.training.trainer import Trainer
 from fsbarrier.training.trainer_state import StateGone
 
@@ -46,7 +45,7 @@ def go_on(
     held: Held | None, policy: str, settings: Settings, model: Path, trainer_state: Path | None
 ) -> Beginning | None:
     """Go on with what is held, if every process holds exactly the policy to be trained; every process must call this."""
-    agreed = all(gather(held is not None and held.serves(policy, settings)))
+    agreed = all(gather_objects(held is not None and held.serves(policy, settings)))
     if not agreed or held is None or trainer_state is None:
         return None
     return Beginning(held.trainer, model, checkpoints.newest_state(trainer_state.parent))
@@ -77,7 +76,7 @@ def begin(
         # Adapters are put into the first model, and the state holds them.
         folder = base if settings.lora.rank else weights
         return Trainer.load(
-            *(processes, settings), model_folder=folder, state_folders=states, policy_version=number
+            processes, settings, model_folder=folder, state_folders=states, policy_version=number
         )
 
     if trainer_state is None:

@@ -37,7 +37,7 @@ class Layout:
         """Whether each process computes with weights that it holds."""
         return self.shards == 1 or self.zero_stage in (1, 2)
 
-    def words(self, processes: Processes) -> str:
+    def described(self, processes: Processes) -> str:
         """What people see of it."""
         copies, dtype = processes.world // self.shards, str(processes.dtype).removeprefix("torch.")
         how = f"replicated on {copies}" if self.shards == 1 else f"sharded over {self.shards}"

@@ -151,12 +151,3 @@ def parts_to_write(tensors: Mapping[str, Tensor], rank: int, world: int, here: r
         if replica == writer and part.data.numel():
             mine[name] = part
     return mine
-
-
-def gather(value: T) -> list[T]:
-    """What each process gave, by rank. Every process must call this."""
-    if not torch.distributed.is_initialized():
-        return [value]
-    gathered: list[T] = [value] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, value)
-    return gathered

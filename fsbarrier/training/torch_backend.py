@@ -49,7 +49,7 @@ class TorchBackend:
         """All of the model, by the names that transformers has for it."""
         return distinct(self.model.causal.state_dict(keep_vars=True))
 
-    def restore(self, folders: Sequence[Path], policy_version: int) -> trainer_state.Layout:
+    def restore(self, folders: Sequence[Path], policy_version: int) -> trainer_state.StateLayout:
         """See trainer_state.restore_first."""
         return trainer_state.restore_first(folders, self.trained, self.optimizer, policy_version)
 

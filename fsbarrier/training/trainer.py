@@ -122,7 +122,13 @@ class Trainer:
         )
         weights = self.backend.weights() if adapters is None else adapters.weights(model)
         new = NewVersion(
-            *(policy_version, model, weights, dtype, model_folder, state, adapters),
+            policy_version=policy_version,
+            model=model,
+            weights=weights,
+            dtype=dtype,
+            beside=model_folder,
+            trainer=state,
+            adapters=adapters,
             on_node=on_node,
             state_in=state_in,
             copy=copy,

@@ -18,7 +18,8 @@ from torch import Tensor
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
 from fsbarrier.training.optimizer import as_kept, in_eight_bits
-from fsbarrier.training.slices import FlatPart, gather
+from fsbarrier.training.processes import gather_objects
+from fsbarrier.training.slices import FlatPart
 from fsbarrier.training.stored_tensors import StoredPart, StoredTensors
 
 LAYOUT = "layout.json"
@@ -75,7 +76,7 @@ class TrainerState:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StateLayout:
     """What layout.json says."""
 
     policy_version: int
@@ -128,7 +129,7 @@ def restore_first(
     parameters: Mapping[str, Tensor],
     optimizer: Moments,
     policy_version: int,
-) -> Layout:
+) -> StateLayout:
     """Go on from the first of the folders from which all processes can; the last is in the shared directory, the others on nodes.
 
     Every process must call this. Raises StateGone where the last one's policy version was saved without a state, ProgramFailed where
@@ -141,24 +142,24 @@ def restore_first(
             layout = restore(folder, parameters, optimizer, policy_version)
         except ProgramFailed as error:
             failed = str(error)
-        failed = next(filter(None, gather(failed)), "")
+        failed = next(filter(None, gather_objects(failed)), "")
         if layout is not None and not failed:
             return layout
     version = folders[-1].parent
     # Two hosts may see different listings, and all must go the same way.
-    if any(gather(checkpoints.newest_state(version) != version.name)):
+    if any(gather_objects(checkpoints.newest_state(version) != version.name)):
         raise StateGone
     raise ProgramFailed(failed)
 
 
 def restore(
     folder: Path, parameters: Mapping[str, Tensor], optimizer: Moments, policy_version: int
-) -> Layout:
+) -> StateLayout:
     """Go on from a trainer state, whichever processes wrote it: this one reads its own parts.
 
     Raises ProgramFailed naming the file that is damaged, lacks something, or belongs to another version.
     """
-    layout = Layout.read(folder)
+    layout = StateLayout.read(folder)
     if layout.policy_version != policy_version:
         raise ProgramFailed(
             f"{folder}: the trainer cannot go on from it: it belongs to policy version {layout.policy_version}, "

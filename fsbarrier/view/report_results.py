@@ -1,4 +1,4 @@
-"""The report's tables of what rollouts and evaluations came to, by iteration; the CSV has the same figures (report_data.py)."""
+"""The report's tables of what rollouts and evaluations came to, by iteration; the CSV has the same figures (report_formats.py)."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 end of this program, SIGKILL too, only what was in flight is lost, and started again with the same spec it does only what is missing.
 Tasks are claimed just before they are begun; when the own share is gone, tasks of slower nodes (fsbarrier/rollouts/claims.py).
 
-A generation that was cut off by the token limit, or failed, is never a success: its trajectory has `valid` false and a reward of at
-most 0 (what the reward function would have given stays in `reward_parts`).
+A sample, episode or judgement that failed is never a success: its trajectory has `valid` false and a reward of at most 0 (what the
+reward function gave stays in `reward_parts`). An answer that the token limit cut off has not failed, and is judged like any other.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.sources import flatten
 from fsbarrier.view.metric_names import last_policy_metrics, metrics
-from fsbarrier.view.report_data import csv_table
+from fsbarrier.view.report_formats import csv_table
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import REPORT_BYTES, status_of
 

@@ -31,9 +31,8 @@ from fsbarrier.training.logprob_gap import EnginesDiffer
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.optimizer_step import Sums, train
-from fsbarrier.training.processes import Processes
+from fsbarrier.training.processes import Processes, gather_objects
 from fsbarrier.training.resume import Beginning, Held, begin, go_on
-from fsbarrier.training.slices import gather
 from fsbarrier.training.trainer import Trainer, update_load
 
 NO_SIGNAL = "no group had a signal to learn from: the weights are unchanged"
@@ -91,7 +90,7 @@ class Updates:
             # Each node learns which of its engines is meant, before any process ends and takes the others along.
             differing = {"differing_engines": error.engines}
             files.write_atomic(Path(spec["result"]), json.dumps(differing).encode())
-            gather(None)
+            gather_objects(None)
             tell_torchrun(error)
             raise
         except FsbarrierError as error:
@@ -146,7 +145,7 @@ class Updates:
         if went_on and not self._steady_bytes:
             self._steady_bytes = here
         grows = self._steady_bytes and here > GROWN * self._steady_bytes + SLACK_BYTES
-        self._grows = any(gather(bool(grows)))
+        self._grows = any(gather_objects(bool(grows)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +184,10 @@ class Update:
     def begin(self) -> Beginning:
         """With what is on disk."""
         return begin(
-            *(self.processes, self.settings, self.node, self.copy),
+            self.processes,
+            self.settings,
+            self.node,
+            self.copy,
             model=Path(self.spec["model"]),
             trainer_state=self.trainer_state,
             policy=self.spec["policy"],
@@ -196,8 +198,11 @@ class Update:
     def place_of_state(self, trainer: Trainer) -> NodeState | None:
         """Where the nodes keep the new trainer state; None: in the shared directory. Raises ProgramFailed where that lacks room."""
         return save_plan.choose(
-            *(trainer, self.settings.checkpoint, self.node),
-            *(Path(self.spec["out"]), self.spec["new_policy_version"]),
+            trainer,
+            self.settings.checkpoint,
+            self.node,
+            Path(self.spec["out"]),
+            self.spec["new_policy_version"],
             last=self.spec["iteration"] == self.settings.iterations,
             rollouts_follow=self.settings.rl_phase == "both",
         )
@@ -247,7 +252,7 @@ class Update:
             "device": str(self.processes.device),
             # Of one process, as fsbarrier/planning/ has it; `memory_peak_gb` is what it was: the host's memory on a CPU.
             "memory_estimate_gb": estimated_memory_gb(start.model, self.settings, trainer),
-            "distributed": trainer.layout.words(self.processes),
+            "distributed": trainer.layout.described(self.processes),
             "note": start.went_back or ("" if self.batch.steps else NO_SIGNAL),
         }
 
