@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from waiting import until
+
 from fsbarrier.protocol.facts import Beat
 from fsbarrier.rundir.heartbeats import read_beats
 from fsbarrier.rundir.journal import read_events
@@ -97,15 +99,7 @@ class Cluster:
 
     def wait_for(self, what: Callable[[Event], bool], deadline_s: float = 60.0) -> Event:
         """The first event that `what` accepts, waiting for it."""
-        end, pause = time.monotonic() + deadline_s, threading.Event()
-        while True:
-            for event in self.events():
-                if what(event):
-                    return event
-            if time.monotonic() > end:
-                said = "\n".join(self.said(rank) for rank in self.processes)
-                raise AssertionError(f"the awaited event does not come\n{said}")
-            pause.wait(0.02)
+        return until(lambda: next(filter(what, self.events()), None), self.said_by_all, deadline_s=deadline_s)
 
     def in_phase(self, rank: int, phase: int, iteration: int = 1) -> Event:
         """Wait until a node has entered a phase."""
@@ -114,13 +108,12 @@ class Cluster:
 
     def beating(self, rank: int, what: Callable[[Beat], bool], deadline_s: float = 60.0) -> Beat:
         """The first heartbeat of a node that `what` accepts, waiting for it."""
-        end, pause = time.monotonic() + deadline_s, threading.Event()
-        while True:
-            beat = read_beats(self.log_path).get(rank)
-            if beat is not None and what(beat):
-                return beat
-            assert time.monotonic() < end, f"the awaited heartbeat does not come: {beat}\n{self.said(rank)}"
-            pause.wait(0.02)
+
+        def beat() -> Beat | None:
+            found = read_beats(self.log_path).get(rank)
+            return found if found is not None and what(found) else None
+
+        return until(beat, lambda: self.said(rank), deadline_s=deadline_s)
 
     def tree(self, rank: int) -> dict[int, int]:
         """All that a node runs now, its daemon too: pid -> start time."""
@@ -129,14 +122,20 @@ class Cluster:
 
     def running(self, rank: int, *words: str, deadline_s: float = 400.0) -> dict[int, int]:
         """All that a node runs, once each of these words is in a command line of it."""
-        end, pause = time.monotonic() + deadline_s, threading.Event()
-        while True:
-            tree = self.tree(rank)
-            shown = command_lines(tree)
-            if all(word in shown for word in words):
-                return tree
-            assert time.monotonic() < end, f"{words} do not appear\n{shown}\n{self.said(rank)}"
-            pause.wait(0.05)
+
+        def tree() -> dict[int, int] | None:
+            found = self.tree(rank)
+            shown = command_lines(found)
+            return found if all(word in shown for word in words) else None
+
+        return until(
+            tree,
+            lambda: f"{words} do not appear\n{command_lines(self.tree(rank))}\n{self.said(rank)}",
+            deadline_s=deadline_s,
+        )
+
+    def said_by_all(self) -> str:
+        return "\n".join(self.said(rank) for rank in self.processes)
 
     def said(self, rank: int) -> str:
         path = self.output / f"node_{rank}.txt"
@@ -185,15 +184,15 @@ def rolled_out_twice(log_path: Path, iteration: int, split: str) -> list[int]:
     return sorted(task for task, count in counts.items() if count > 1)
 
 
-def leftovers(log_path: Path) -> list[int]:
-    """Processes that still name this run in their command line."""
-    found = []
+def leftovers(named: Path) -> dict[int, str]:
+    """Processes that still name a path in their command line, with that line."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             try:
                 line = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if os.fsencode(log_path) in line:
-                found.append(int(entry.name))
+            if os.fsencode(named) in line:
+                found[int(entry.name)] = line.replace(b"\0", b" ").decode(errors="replace")
     return found

@@ -8,12 +8,11 @@ import stat
 import sys
 import tarfile
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cluster import Cluster
+from waiting import until
 
 from fsbarrier import cli
 from fsbarrier.node.debug_report import DebugReports
@@ -125,13 +124,6 @@ def running(code: str, folder: Path, env: dict[str, str]) -> Child:
     child = Child.start([sys.executable, "-c", code], env=env, log_file=folder / "log", name="hangs")
     until(lambda: "ready" in (folder / "log").read_text().splitlines())
     return child
-
-
-def until(there: Callable[[], bool], deadline_s: float = 60.0) -> None:
-    end, pause = time.monotonic() + deadline_s, threading.Event()
-    while not there():
-        assert time.monotonic() < end
-        pause.wait(0.02)
 
 
 def tree_of(child: Child) -> dict[int, int]:

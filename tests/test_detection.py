@@ -149,7 +149,7 @@ def test_a_full_disk_of_its_own_makes_a_node_leave(tmp_path: Path) -> None:
                 assert f"| node {VICTIM}: daemon.log: " in cluster.said(other)
                 assert "cannot be written to: No space left on device" in cluster.said(other)
             assert_exactly_once(cluster.log_path, 1)
-            assert leftovers(cluster.log_path) == []
+            assert leftovers(cluster.log_path) == {}
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
@@ -186,7 +186,7 @@ def test_a_program_without_progress_is_a_failed_attempt(tmp_path: Path) -> None:
             assert sum(".node-" in m.name and m.name.endswith(".txt") for m in tar.getmembers()) == 3
         assert not [e for e in cluster.events() if e["event"] == "node_lost"]
         assert_exactly_once(cluster.log_path, 1, tasks=96)
-        assert leftovers(cluster.log_path) == []
+        assert leftovers(cluster.log_path) == {}
 
 
 @pytest.mark.slow

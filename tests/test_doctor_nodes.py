@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from fsbarrier.doctor import delays, examine
 from fsbarrier.doctor.meeting import FOLDER, Interruption, Meeting
@@ -48,12 +48,6 @@ class Doctors:
         """Exit code, output and errors."""
         out, err = process.communicate(timeout=DEADLINE_S)
         return process.returncode, out, err
-
-    def wait_for(self, what: Callable[[], bool]) -> None:
-        end, pause = time.monotonic() + DEADLINE_S, threading.Event()
-        while not what():
-            assert time.monotonic() < end, "the awaited state does not come"
-            pause.wait(0.01)
 
     def in_lobby(self) -> int:
         with contextlib.suppress(FileNotFoundError):
@@ -93,7 +87,7 @@ def test_three_nodes_in_any_order_give_one_answer(doctors: Doctors) -> None:
     running = []
     for number, rank in enumerate((2, 0, 1)):
         running.append(doctors.start("--num-nodes", "3", "--node-rank", str(rank)))
-        doctors.wait_for(lambda number=number: doctors.in_lobby() >= 3 + number)
+        until(lambda number=number: doctors.in_lobby() >= 3 + number)
     ended = [doctors.end(process) for process in running]
     assert [code for code, _, _ in ended] == [0, 0, 0], ended
     reports = [report(out) for _, out, _ in ended]
@@ -188,7 +182,7 @@ def test_contradictions_are_refused(
 def test_one_that_is_interrupted_is_named_by_the_other(doctors: Doctors, number: int, code: int) -> None:
     staying = doctors.start("--num-nodes", "2", "--master")
     leaving = doctors.start("--num-nodes", "2", "--worker", "1")
-    doctors.wait_for(doctors.talking)
+    until(doctors.talking)
     leaving.send_signal(number)
     left = doctors.end(leaving)
     assert left == (code, "", ""), left
@@ -235,7 +229,7 @@ def test_a_signal_is_heeded_where_it_is_safe_and_a_second_one_at_once() -> None:
 
 def test_one_alone_that_is_interrupted_leaves_nothing(doctors: Doctors) -> None:
     process = doctors.start("--num-nodes", "2", "--master")
-    doctors.wait_for(lambda: doctors.in_lobby() == 1)
+    until(lambda: doctors.in_lobby() == 1)
     process.send_signal(signal.SIGINT)
     assert doctors.end(process)[0] == 130
     assert os.listdir(doctors.path) == []
@@ -269,7 +263,7 @@ def test_where_no_group_can_be_had_each_node_still_says_what_it_finds(
 def test_one_that_is_killed_is_named_and_tidied_up_after(doctors: Doctors) -> None:
     staying = doctors.start("--num-nodes", "2", "--master")
     killed = doctors.start("--num-nodes", "2", "--worker", "1")
-    doctors.wait_for(doctors.talking)
+    until(doctors.talking)
     killed.kill()
     code, _, err = doctors.end(staying)
     assert code == 5 and "node 1" in err

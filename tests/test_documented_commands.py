@@ -12,7 +12,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from documented_commands import (
 from fake_run import FakeRun
 from test_hygiene import ROOT
 from test_planning import QWEN_7B, QWEN_72B
+from waiting import until
 
 from fsbarrier import cli
 
@@ -370,9 +370,7 @@ def test_the_commands_of_a_pool(tmp_path: Path) -> None:
 
 def wait_for_first_lines(pool: Path) -> None:
     """Wait until some job of the pool has printed something."""
-    pause = threading.Event()
-    while not any(log.stat().st_size for log in pool.rglob("*.log")):
-        pause.wait(0.1)
+    until(lambda: any(log.stat().st_size for log in pool.rglob("*.log")))
 
 
 @pytest.mark.slow

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
 from cluster import Cluster, leftovers
+from waiting import until
 
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.trajectories import iter_trajectories, scan_shard
@@ -49,19 +48,22 @@ def test_a_killed_engine_costs_only_what_was_in_flight(tmp_path: Path, replicas:
         assert len(list(paths.trajectories("train").glob("*.part"))) == 1
         logs = sorted(path.name for path in paths.node_logs(1, 0).glob("vllm*.log"))
         assert logs == ["vllm-1.log", "vllm.log"][-replicas:]
-        assert leftovers(cluster.log_path) == []
+        assert leftovers(cluster.log_path) == {}
 
 
 def wait_for_groups(paths: RunPaths, cluster: Cluster) -> None:
     """Until some groups, but not all, are on disk."""
-    end, pause = time.monotonic() + DEADLINE_S, threading.Event()
-    while time.monotonic() < end and cluster.processes[0].poll() is None:
-        for part in paths.trajectories("train").glob("*.part"):
-            count = len(scan_shard(part).groups)
-            if 0 < count < TASKS // 2:
-                return
-        pause.wait(0.01)
-    raise AssertionError(f"no rollout under way\n{cluster.said(0)}")
+
+    def under_way() -> bool:
+        parts = paths.trajectories("train").glob("*.part")
+        return any(0 < len(scan_shard(part).groups) < TASKS // 2 for part in parts)
+
+    until(
+        under_way,
+        lambda: cluster.said(0),
+        deadline_s=DEADLINE_S,
+        lives=lambda: cluster.processes[0].poll() is None,
+    )
 
 
 def engine_of(daemon: int) -> int:

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cluster import leftovers
+from waiting import until
 
 from fsbarrier.commands.run import demo_path, is_finished, leave_other_runs_alone
 from fsbarrier.errors import UsageError
@@ -57,40 +57,21 @@ def endless(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
         start_new_session=True,
     )
     try:
-        until(lambda: any(e.name == "iteration_finished" for e in read_events(log_path)), process)
+        until(
+            lambda: any(e.name == "iteration_finished" for e in read_events(log_path)),
+            lives=lambda: process.poll() is None,
+        )
         yield log_path, process
     finally:
         process.kill()
         process.communicate()
 
 
-def until(holds: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
-    deadline, pause = time.monotonic() + DEADLINE_S, threading.Event()
-    while not holds():
-        assert time.monotonic() < deadline, "it does not come"
-        assert process is None or process.poll() is None, process.communicate()[0]
-        pause.wait(0.02)
-
-
-def leftovers(log_path: Path) -> list[str]:
-    """Command lines of processes that name this run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            try:
-                line = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if os.fsencode(log_path) in line:
-                found.append(line.replace(b"\0", b" ").decode(errors="replace"))
-    return found
-
-
 def test_a_run_ends_by_itself_and_can_be_gone_on_with(tmp_path: Path) -> None:
     log_path = tmp_path / "run"
     done = launch(log_path, "--nodes", "3", "--iterations", "2", *FAST)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert leftovers(log_path) == []
+    assert leftovers(log_path) == {}
     settings = json.loads((log_path / "run.json").read_text())["settings"]
     assert (settings["num_nodes"], settings["rank_weights"]) == (3, [1.0, 1.0, 1.0])
     assert {e.node_rank for e in read_events(log_path)} == {0, 1, 2}
@@ -115,7 +96,7 @@ def test_one_signal_ends_everything(
     process.send_signal(number)
     said = process.communicate(timeout=DEADLINE_S)[0]
     assert process.returncode == code, said
-    assert leftovers(log_path) == []
+    assert leftovers(log_path) == {}
     assert "Traceback" not in said
     assert not is_finished(log_path)
 
@@ -148,7 +129,7 @@ def test_nothing_outlives_a_killed_launch(endless: tuple[Path, subprocess.Popen[
     log_path, process = endless
     process.kill()
     process.wait()
-    until(lambda: leftovers(log_path) == [])
+    until(lambda: leftovers(log_path) == {})
 
 
 def test_stop_ends_a_run_from_elsewhere(endless: tuple[Path, subprocess.Popen[str]]) -> None:
@@ -159,7 +140,7 @@ def test_stop_ends_a_run_from_elsewhere(endless: tuple[Path, subprocess.Popen[st
     assert asked.returncode == 0, asked.stderr
     said = process.communicate(timeout=DEADLINE_S)[0]
     assert process.returncode == 0, said
-    assert leftovers(log_path) == []
+    assert leftovers(log_path) == {}
 
 
 def test_a_second_start_of_a_rank_is_refused_and_harms_nobody(
@@ -220,7 +201,7 @@ def test_a_node_that_fails_before_they_begin_ends_the_start(tmp_path: Path) -> N
     done = launch(tmp_path / "run", "--nodes", "2")
     assert done.returncode == 3, done.stdout + done.stderr
     assert "node 1: fsbarrier: error: cannot join the run" in done.stderr
-    assert leftovers(tmp_path / "run") == []
+    assert leftovers(tmp_path / "run") == {}
 
 
 def test_the_demo_takes_nobody_s_own_run(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from cluster import leftovers
+from waiting import until
 
 from fsbarrier.cli import main
 from fsbarrier.launchers.job import commands_here
@@ -32,25 +32,6 @@ FSBARRIER = f"env PYTHONPATH={REPO} {sys.executable} -m fsbarrier"
 FAST = ("coordination.beat_s=0.2", "coordination.suspect_s=2", "coordination.dead_s=5")
 DEADLINE_S = 240.0
 IN_CONTAINERS = ("--nodes", "2", "--image", "ghcr.io/me/fsbarrier:1", "--volume", "claim")
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline, pause = time.monotonic() + DEADLINE_S, threading.Event()
-    while not holds():
-        assert time.monotonic() < deadline, what
-        pause.wait(0.05)
-
-
-def processes_naming(text: Path) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            try:
-                if os.fsencode(text) in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
 
 
 # --- ssh ----------------------------------------------------------------------------------------------------------------
@@ -105,7 +86,7 @@ class Launched:
             assert self.process.poll() is None, self.process.communicate()[0]
             return any(event.name == "iteration_finished" for event in read_events(self.log_path))
 
-        until(at_work, "no iteration is finished")
+        until(at_work)
 
     def end(self) -> tuple[int, str]:
         out, _ = self.process.communicate(timeout=DEADLINE_S)
@@ -149,7 +130,7 @@ def test_the_nodes_end_with_the_launcher(
     run.process.send_signal(number)
     code, out = run.end()
     assert code == (130 if number == signal.SIGINT else -number), out
-    until(lambda: not processes_naming(run.log_path), "a node outlives its launcher")
+    until(lambda: not leftovers(run.log_path))
 
 
 def test_a_host_that_does_not_answer_ends_the_start_at_once(
@@ -158,7 +139,7 @@ def test_a_host_that_does_not_answer_ends_the_start_at_once(
     run = launched(connection, "a,down")
     code, out = run.end()
     assert code == 255 and "node 1 on down: ssh has no connection: no route to it" in out
-    until(lambda: not processes_naming(run.log_path), "a node outlives its launcher")
+    until(lambda: not leftovers(run.log_path))
 
 
 def test_a_mistake_that_only_a_node_finds_ends_the_others(
@@ -177,7 +158,7 @@ def test_a_node_that_fails_before_they_begin_ends_the_others(
     run = launched(connection, "a,b")
     code, out = run.end()
     assert code == 3 and "node 1 on b: ended with 3: fsbarrier: error: cannot join the run" in out
-    until(lambda: not processes_naming(run.log_path), "a node outlives its launcher")
+    until(lambda: not leftovers(run.log_path))
 
 
 def test_a_node_that_is_killed_later_ends_nobody(connection: str, launched: Callable[..., Launched]) -> None:
@@ -190,7 +171,7 @@ def test_a_node_that_is_killed_later_ends_nobody(connection: str, launched: Call
         assert run.process.poll() is None, run.process.communicate()[0]
         return any(e.name == "generation_started" and e.generation == 2 for e in read_events(run.log_path))
 
-    until(alone, "node 0 does not go on")
+    until(alone)
 
 
 def test_the_command_that_stops_is_there_in_an_environment_of_one_s_own(
@@ -249,7 +230,7 @@ def test_a_slurm_file_is_a_shell_script_that_keeps_every_word(
     stop = next(line for line in text.splitlines() if line.startswith("trap"))
     script.write_text(text.replace(stop, f"trap 'requeue=yes; {tools}/fsbarrier stop' USR1"))
     with subprocess.Popen(["bash", str(script)], env=env, cwd=tmp_path) as process:
-        until((tmp_path / "step").exists, "no step is started")
+        until((tmp_path / "step").exists)
         process.send_signal(signal.SIGUSR1)
         assert process.wait(DEADLINE_S) == 0
     assert setting in Path(f"{said}.srun").read_text().splitlines()
@@ -394,7 +375,7 @@ def test_a_real_connection_ends_its_node(sshd: str, launched: Callable[..., Laun
     run.process.send_signal(number)
     code, out = run.end()
     assert code == (130 if number == signal.SIGINT else -number), out
-    until(lambda: not processes_naming(run.log_path), "a node outlives its launcher")
+    until(lambda: not leftovers(run.log_path))
 
 
 @pytest.fixture
@@ -427,12 +408,12 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         subprocess.Popen([node, "-D", "-N", f"n{number}"], stderr=subprocess.DEVNULL) for number in range(3)
     ]
     try:
-        until(lambda: slurm_says("sinfo", "-h", "-o", "%D %t") == "3 idle", "Slurm does not start")
+        until(lambda: slurm_says("sinfo", "-h", "-o", "%D %t") == "3 idle")
         yield
     finally:
         subprocess.run(["scancel", "-u", "root"], check=False)
         # A slurmd that ends before its job does leaves the job's processes behind.
-        until(lambda: slurm_says("squeue", "-h") == "", "Slurm does not end its jobs")
+        until(lambda: slurm_says("squeue", "-h") == "")
         for daemon in reversed(daemons):
             daemon.terminate()
             daemon.wait()
@@ -473,13 +454,13 @@ def test_a_real_slurm_job_stops_at_its_time_limit_and_goes_on(
     def requeued() -> bool:
         return slurm_says("squeue", "-h", "-j", job, "-o", "%T %r") == "PENDING BeginTime"
 
-    until(lambda: bool(finished()), "no iteration is finished")
-    until(requeued, "the job is not back in the queue")
+    until(lambda: bool(finished()))
+    until(requeued)
     # The toy's iterations are so short that its nodes may have ended before anybody looks whom the request reaches.
     told = (tmp_path / f"fsbarrier-{job}.log").read_text()
     assert "asked nodes 0, 1, 2 of run" in told or "nothing is left to end" in told
     before = finished()
-    assert before and not processes_naming(log_path)
+    assert before and not leftovers(log_path)
     slurm_says("scontrol", "update", f"JobId={job}", "StartTime=now")
-    until(lambda: finished()[-1:] > before[-1:], "the run does not go on")
+    until(lambda: finished()[-1:] > before[-1:])
     assert finished() == list(range(1, finished()[-1] + 1))

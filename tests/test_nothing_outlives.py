@@ -37,7 +37,7 @@ def test_a_killed_daemon_takes_its_engine_and_programs_along(tmp_path: Path) -> 
             cluster.kill(0)
             assert all_gone(tree, 5.0), command_lines(tree)
 
-            assert leftovers(cluster.log_path) == []
+            assert leftovers(cluster.log_path) == {}
             assert rolled_out_twice(cluster.log_path, 1, "train") == []
             assert [process.poll() for process in foreign] == [None, None]
     finally:

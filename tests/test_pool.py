@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 from cluster import REPO, leftovers
+from waiting import until
 
 from fsbarrier import files
 from fsbarrier.cli import main
@@ -445,15 +445,15 @@ class Daemons:
                 )
 
     def until(self, holds: Callable[[Facts], bool]) -> Facts:
-        deadline, pause = time.monotonic() + DEADLINE_S, threading.Event()
-        while not ((self.root / "jobs").is_dir() and holds(facts := PoolDirectory(self.root).read())):
-            said = [
-                path.read_text()
-                for path in (*self.root.parent.glob("host*/said.txt"), *self.root.glob("logs/*/*"))
-            ]
-            assert time.monotonic() < deadline, "\n".join(said)
-            pause.wait(0.05)
-        return facts
+        def facts() -> Facts | None:
+            found = PoolDirectory(self.root).read() if (self.root / "jobs").is_dir() else None
+            return found if found is not None and holds(found) else None
+
+        def said() -> str:
+            paths = (*self.root.parent.glob("host*/said.txt"), *self.root.glob("logs/*/*"))
+            return "\n".join(path.read_text() for path in paths)
+
+        return until(facts, said, deadline_s=DEADLINE_S)
 
     def end(self, number: int, signal_number: int) -> int:
         self.processes[number].send_signal(signal_number)
@@ -498,14 +498,14 @@ def test_a_job_outlives_the_daemons_and_ends_when_it_is_told(daemons: Daemons, t
     daemons.until(lambda facts: len(starts(run)) >= 3)
     assert main(["jobs", "stop", str(root), "1"]) == 0
     daemons.until(lambda facts: facts.state(1) == "stopped")
-    daemons.until(lambda facts: leftovers(run) == [])
+    daemons.until(lambda facts: leftovers(run) == {})
     submit(root, "--iterations", "1", nodes=2)
     daemons.until(lambda facts: facts.state(3) == "finished")
     submit(root)
     third = root / "runs" / "job-000004"
     daemons.until(lambda facts: len(starts(third)) == 1)
     assert [daemons.end(number, signal.SIGINT) for number in (0, 1)] == [130, 130]
-    daemons.until(lambda facts: leftovers(third) == [])
+    daemons.until(lambda facts: leftovers(third) == {})
     # It is in nobody's hands, and not over.
     assert PoolDirectory(root).read().state(4) == "running"
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from pathlib import Path
 
 import pytest
 from cluster import REPO, Cluster, all_gone, leftovers, rolled_out_twice
+from waiting import until
 
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.rundir import checkpoints
@@ -32,7 +31,7 @@ def test_two_nodes_two_iterations(tmp_path: Path) -> None:
         assert_phases_in_order(cluster)
         assert_trajectories_open_in_torch(paths)
         assert_new_weights_are_served(paths, events)
-        assert leftovers(cluster.log_path) == [] and not list(copies.iterdir())
+        assert leftovers(cluster.log_path) == {} and not list(copies.iterdir())
         assert [e["trainer_state"] for e in events if e["event"] == "updated"] == ["nodes", "shared"]
         assert not list(local.iterdir())
 
@@ -64,7 +63,7 @@ def test_a_node_dies_in_the_real_thing(tmp_path: Path, victim: int, phase: int) 
         assert len(load(paths.merged("train", 1))["trajectories"]) == 24 * 8
         published = [e for e in events if e["event"] == "weights_published"]
         assert [(e["node_rank"], e["policy_version"]) for e in published] == [(1 - victim, 1)]
-        assert leftovers(cluster.log_path) == []
+        assert leftovers(cluster.log_path) == {}
 
 
 #: Python runs it in each process of the node: the one that trains waits for its end when it has left its copy of the new weights.
@@ -97,10 +96,7 @@ def test_a_node_dies_between_its_copy_of_the_weights_and_the_commit(tmp_path: Pa
     with Cluster(tmp_path, 2, "--iterations", "1", *SMALL, *quick, *own, program="rl") as cluster:
         cluster.env[victim] = {"PYTHONPATH": f"{site}:{REPO}", "FSBARRIER_TEST_COPIED": str(copied)}
         cluster.start()
-        end, pause = time.monotonic() + 600, threading.Event()
-        while not copied.exists():
-            assert time.monotonic() < end, cluster.said(victim)
-            pause.wait(0.05)
+        until(copied.exists, lambda: cluster.said(victim), deadline_s=600)
         paths = RunPaths(cluster.log_path)
         (unchecked,) = {path.parents[1].stem for path in copies.glob("*/*.unchecked/model/*.safetensors")}
         first = paths.checkpoints / unchecked
@@ -118,7 +114,7 @@ def test_a_node_dies_between_its_copy_of_the_weights_and_the_commit(tmp_path: Pa
         # The next daemon that makes a copy here removes what the dead one has left.
         (left,) = copies.iterdir()
         assert [path.name for path in left.iterdir()] == [f"{first.name}.unchecked"]
-        assert leftovers(cluster.log_path) == []
+        assert leftovers(cluster.log_path) == {}
 
 
 def assert_phases_in_order(cluster: Cluster) -> None:

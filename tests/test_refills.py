@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import FAST, Cluster, rolled_out_twice
 from test_rollout import SAMPLES, Fake, finish, make_spec, run, start
+from waiting import until
 
 from fsbarrier.data import rankfiles
 from fsbarrier.errors import StoreError
@@ -154,16 +154,20 @@ def test_a_node_waits_for_the_others_and_is_started_again_in_a_later_round(
 ) -> None:
     spec, other = (in_rounds(tmp_path, fake.url, rank, fixed_shares="as asked for") for rank in (1, 2))
     process, waited = start(spec), tmp_path / "claims" / "done-0001-0000-000000"
-    pause = threading.Event()
-    while process.poll() is None and not waited.exists():
-        pause.wait(0.01)
-    assert process.poll() is None and tasks_in(spec) == [0, 1]
+
+    def lives() -> bool:
+        return process.poll() is None
+
+    until(waited.exists, lives=lives)
+    assert lives() and tasks_in(spec) == [0, 1]
     # Else its daemon would take a long wait for a program that hangs.
     shown, written_at = spec.parent / "progress.json", set[int]()
-    while process.poll() is None and len(written_at) < 4:
+
+    def written_again() -> bool:
         written_at.add(shown.stat().st_mtime_ns)
-        pause.wait(0.01)
-    assert process.poll() is None
+        return len(written_at) >= 4
+
+    until(written_again, lives=lives)
     process.kill()
     finish(process, spec)
     second = start(other)
@@ -230,17 +234,13 @@ def test_a_node_that_dies_in_a_refill_costs_only_what_it_had_in_flight(tmp_path:
     with Cluster(tmp_path, 2, *flags, "rollout.take_over=false", program="rl") as cluster:
         cluster.env = {rank: {"VLLM_API_KEY": "the key"} for rank in range(2)}
         cluster.start()
-        paths, pause = RunPaths(cluster.log_path), threading.Event()
+        paths = RunPaths(cluster.log_path)
 
         def durable() -> set[int]:
             parts = paths.trajectories("train").glob("*.part")
             return {group.task_index for part in parts for group in scan_shard(part).groups}
 
-        for _ in range(12_000):
-            if durable() == {*first, second[0], second[2]}:
-                break
-            pause.wait(0.01)
-        assert durable() == {*first, second[0], second[2]}, cluster.said(0) + cluster.said(1)
+        until(lambda: durable() == {*first, second[0], second[2]}, cluster.said_by_all)
         cluster.kill(1)
         cluster.wait_for(lambda e: e["event"] == "generation_started" and e["number"] == 2)
         (fake.folder / "gate").touch()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from engine_bench import NEVER, behaviour, served, stand_in, write_model
+from waiting import until
 
 from fsbarrier.engine.placement import CPUS, check_arguments, placements
 from fsbarrier.engine.replicas import RESTARTS, Keeper, Replicas
@@ -112,12 +113,6 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         replicas.stop()
 
 
-def wait_until(holds: Callable[[], object]) -> None:
-    pause = threading.Event()
-    while not holds():
-        pause.wait(0.01)
-
-
 def test_all_of_them_serve_the_same_weights(tmp_path: Path, make: Make) -> None:
     replicas = make(3)
     first, second = write_model(tmp_path / "a"), write_model(tmp_path / "b")
@@ -162,8 +157,8 @@ def test_one_that_dies_is_back_at_its_address_with_the_same_weights(tmp_path: Pa
     infos = replicas.ensure(write_model(tmp_path / "a"), 1, cancel=NEVER)
     with replicas.kept_alive() as keeper:
         os.kill(infos[1].pid, signal.SIGKILL)
-        wait_until(replicas.engines[1].how_it_ended)
-        wait_until(replicas.engines[1].alive)
+        until(replicas.engines[1].how_it_ended)
+        until(replicas.engines[1].alive)
     assert served(infos[1]) == served(infos[0]) == str(tmp_path / "a") and keeper.problem == ""
     (event,) = keeper.events
     assert event["engine_note"] == "engine 1 was gone (signal 9) and is started again"
@@ -178,7 +173,7 @@ def test_a_start_under_way_ends_with_the_program_that_needed_it(
     replicas.engines[0]._environ["FAKE_VLLM"] = behaviour(tmp_path, start="hang")
     with replicas.kept_alive() as keeper:
         os.kill(infos[0].pid, signal.SIGKILL)
-        wait_until((tmp_path / "fake" / "hanging").exists)
+        until((tmp_path / "fake" / "hanging").exists)
     assert keeper.problem == "" and len(keeper.events) == 1
     del replicas.engines[0]._environ["FAKE_VLLM"]
     first, second = replicas.ensure(tmp_path / "a", 0, cancel=NEVER)
@@ -209,9 +204,9 @@ def test_one_that_keeps_dying_is_given_up_and_the_program_only_with_the_last(
     monkeypatch.setattr("fsbarrier.engine.replicas.LOOK_S", 0.001)
     dying: Any = Dying()
     with Keeper([dying, Living()]) as keeper:
-        wait_until(lambda: len(keeper.events) == RESTARTS + 1)
+        until(lambda: len(keeper.events) == RESTARTS + 1)
         assert dying.starts == RESTARTS and keeper.problem == ""
     assert keeper.events[-1]["engine_note"] == "engine 0 is given up: signal 11"
     with Keeper([dying]) as keeper:
-        wait_until(lambda: keeper.problem)
+        until(lambda: keeper.problem)
     assert keeper.problem == "engine 0 is given up: signal 11"

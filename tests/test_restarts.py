@@ -54,4 +54,4 @@ def test_all_are_killed_and_started_again(tmp_path: Path, seed: int, kills: int)
             twice = {i: rolled_out_twice(cluster.log_path, i, split) for i in range(1, done + 2)}
             assert not any(twice.values()), twice
         assert not RunPaths(cluster.log_path).merged("train", done + 2).exists()
-        assert leftovers(cluster.log_path) == []
+        assert leftovers(cluster.log_path) == {}

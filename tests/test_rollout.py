@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rollouts.rollout_spec import Assignment
@@ -399,9 +399,9 @@ def test_what_would_only_wait_in_the_engine_is_left_for_others(tmp_path: Path, f
     (fake.folder / "waiting").write_text("128.0")
     process = start(spec)
     looks, claims = fake.folder / "looks", tmp_path / "claims"
-    pause = threading.Event()
-    while process.poll() is None and not (looks.exists() and len(looks.read_text().split()) >= 3):
-        pause.wait(0.01)
+    until(
+        lambda: looks.exists() and len(looks.read_text().split()) >= 3, lives=lambda: process.poll() is None
+    )
     assert (
         len(os.listdir(claims)) == 4
     )  # 256 sequences, and not all 12 groups that rollout.concurrency allows

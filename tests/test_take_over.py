@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from cluster import FAST, REPO, Cluster
+from waiting import until
 
 from fsbarrier import files
 from fsbarrier.aggregate import Part, aggregate
@@ -197,10 +198,8 @@ def test_a_toy_rollout_that_is_killed_and_started_again_goes_on(tmp_path: Path) 
     command = [sys.executable, "-m", "fsbarrier.workers.toy", "--spec", str(tmp_path / "spec.json")]
     part = Path(spec["part"])
     process = subprocess.Popen(command, cwd=REPO)
-    pause = threading.Event()
-    while not (part.exists() and len(scan_shard(part).groups) >= 5):  # one of the other's is among them
-        assert process.poll() is None
-        pause.wait(0.005)
+    # One of the other's is among them.
+    until(lambda: part.exists() and len(scan_shard(part).groups) >= 5, lives=lambda: process.poll() is None)
     process.send_signal(signal.SIGKILL)
     process.wait()
     kept = len(scan_shard(part).groups)
@@ -226,7 +225,10 @@ def test_a_node_killed_while_it_takes_over_costs_nothing(tmp_path: Path) -> None
         cluster.start()
         folder = RunPaths(cluster.log_path).claims(1, 1, "train")
         # One task after the other: who takes the second has finished the first.
-        wait_until(lambda: folder.is_dir() and max(taken_over(folder, 2).values(), default=0) >= 2, cluster)
+        until(
+            lambda: folder.is_dir() and max(taken_over(folder, 2).values(), default=0) >= 2,
+            cluster.said_by_all,
+        )
         ((victim, _),) = taken_over(folder, 2).most_common(1)
         cluster.kill(victim)
         survivors = [rank for rank in range(3) if rank != victim]
@@ -243,15 +245,6 @@ def taken_over(folder: Path, owner: int) -> Counter[int]:
     names = [name for name in os.listdir(folder) if name.startswith(f"lot-{owner:04d}-")]
     claimed = [int((folder / name).read_text().split()[0]) for name in names]
     return Counter(rank for rank in claimed if rank != owner)
-
-
-def wait_until(what: Any, cluster: Cluster) -> None:
-    pause = threading.Event()
-    for _ in range(round(DEADLINE_S / 0.01)):
-        if what():
-            return
-        pause.wait(0.01)
-    raise AssertionError("\n".join(cluster.said(rank) for rank in cluster.processes))
 
 
 def test_the_log_says_why_shares_are_fixed(tmp_path: Path) -> None:

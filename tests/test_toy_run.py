@@ -26,7 +26,7 @@ def test_clean_run_shows_every_phase_in_order(tmp_path: Path) -> None:
             ]
             assert started == [(i, p, name) for i in (1, 2) for p, name in enumerate(PHASE_NAMES)]
         assert_exactly_once(cluster.log_path, 2)
-        assert leftovers(cluster.log_path) == []
+        assert leftovers(cluster.log_path) == {}
 
 
 def test_a_killed_node_comes_back_at_the_next_iteration(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_two_runs_on_the_same_nodes_do_not_disturb_each_other(tmp_path: Path) ->
         assert {event["generation"] for event in other.events()} <= {0, 1}
         for cluster in (killed, other):
             assert_exactly_once(cluster.log_path, 3)
-            assert leftovers(cluster.log_path) == []
+            assert leftovers(cluster.log_path) == {}
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -76,7 +76,7 @@ def test_a_signal_ends_a_node_completely(tmp_path: Path, number: int, code: int)
         cluster.wait_for(lambda e: e["event"] == "phase_started" and e["phase"] == 2)
         cluster.signal(0, number)
         assert cluster.wait() == {0: code}
-        assert leftovers(cluster.log_path) == []
+        assert leftovers(cluster.log_path) == {}
 
 
 def test_a_second_daemon_of_a_rank_is_refused(tmp_path: Path) -> None:
