@@ -73,7 +73,7 @@ def _open_to_group(directory: Path) -> None:
     """What the umask took from the mode of a new directory, where that is wider than the default. Raises OSError."""
     if _modes["dir"] == 0o700:
         return
-    # Whoever may write beside it could put a link there meanwhile.
+    # Opened without following links: whoever may write beside it could put one there meanwhile.
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         # What is made in a folder of a shared group may be meant to belong to that group.

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: of the pauses between two tries, which grow
+#: The pauses between two tries grow up to this.
 LONGEST_PAUSE_S = 10.0
 
 

@@ -105,7 +105,7 @@ def read_bytes(path: Path | str, most: int, *, links: bool = False) -> bytes:
 def read_all(stream: BinaryIO, most: int, path: Path | str) -> bytes:
     """All of an open file of at most `most` bytes. Raises NotPlain, OSError."""
     size = os.fstat(stream.fileno()).st_size
-    # It may grow while it is read.
+    # The file may grow while it is read.
     data = stream.read(most + 1) if size <= most else b""
     if size > most or len(data) > most:
         raise NotPlain(errno.EFBIG, f"it has {max(size, len(data))} bytes, and {most} are allowed", str(path))
@@ -166,7 +166,7 @@ def open_below(root: Path, path: Path) -> int:
         try:
             return open_plain(path.name, dir_fd=fd)
         except OSError as error:
-            # Else it would name the file without its folder.
+            # Inside the folder the error names the file without its path.
             error.filename = str(path)
             raise
 

@@ -145,7 +145,7 @@ def save_traceback(args: argparse.Namespace | None) -> Path | str:
         folders.insert(0, (RunPaths(log_path).logs, log_path))
     name = f"fsbarrier-error-{secrets.token_hex(6)}.txt"
     for folder, root in folders:
-        # There is no such run, or it cannot be written: try the next folder.
+        # This folder has no such run, or cannot be written to: try the next one.
         with contextlib.suppress(OSError), reading.folder_below(root, folder) as fd:
             new = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=fd)
             with os.fdopen(new, "wb") as stream:

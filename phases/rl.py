@@ -69,7 +69,7 @@ def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -
     again = set(carried)
     first = carried + [task for task in sampled if task not in again]
     there = ctx.tasks.get("train", {"count": 0})["count"]
-    # Without a number to keep no group is dropped, so none is made up for.
+    # Where the merge keeps all groups it drops none, so there is nothing to make up for.
     most = settings.max_refills if keep is not None else 0
     refills = refill_tasks(there, first, len(sampled), most=most, seed=settings.seed, iteration=ctx.iteration)
     rounds = [first, *refills]
@@ -470,7 +470,7 @@ def update(ctx: Context) -> Work:
         *("-m", "fsbarrier.workers.update", "--spec", "{spec}"),
     )
     event = "updated" if ctx.node_rank == ctx.leader else ""
-    # Nobody has tried yet how an engine and a trainer that stays share an accelerator.
+    # On accelerators only where it is asked for: nobody has tried how an engine and a trainer that stays share one.
     keeps = trainer.keep == "process" or (trainer.keep == "auto" and not ctx.accelerators)
     keep = Keep(processes, ready.get("trainer", "")) if keeps else None
     spec = {**ctx.identity(), **spec, "weights_dir": "{weights_dir}"}

@@ -313,10 +313,14 @@ def test_a_job_in_the_queue_says_for_what_it_waits(
     path, counters, over = pool.paths.beat(0, 1), itertools.count(), threading.Event()
 
     def beat() -> None:
-        while not over.wait(0.01):
-            PosixStore().put(path, Beat(0, 1, next(counters), "host", 1, "idle"))
+        PosixStore().put(path, Beat(0, 1, next(counters), "host", 1, "idle"))
 
-    beating = threading.Thread(target=beat)
+    def beat_on() -> None:
+        while not over.wait(0.01):
+            beat()
+
+    beat()
+    beating = threading.Thread(target=beat_on)
     beating.start()
     try:
         assert main(["jobs", str(pool.root), "--json"]) == 0

@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
         plan = [merge(log_path, split, found, args, dry_run=True) for split in SPLITS]
         refused = [split["refused"] for split in plan if "refused" in split]
         if refused and not args.dry_run:
-            # Before anything is changed.
+            # Refuse before anything is changed.
             raise UsageError(refused[0])
         superseding = needed(record, args.iteration)
         if superseding is not None:

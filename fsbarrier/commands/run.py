@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json and not args.dry_run:
         raise UsageError("--json: only with --dry-run; `fsbarrier status --json` shows a run")
     if args.worker == 0:
-        # Nobody else makes the run's record, so it would wait for itself.
+        # Node 0 alone makes the run's record, so that a worker 0 would wait for itself.
         raise UsageError("--worker 0: node 0 is started with --master")
     if args.rank and (args.master or args.worker is not None):
         raise UsageError("--rank auto: --master and --worker R name a rank; drop one of the two")

@@ -120,7 +120,7 @@ def reading(path: Path) -> Iterator[int]:
         try:
             yield fd
         finally:
-            # Nothing was written: whatever closing says, what was read is right.
+            # The file was only read, so that an error of closing it means nothing.
             with contextlib.suppress(OSError):
                 os.close(fd)
     except OSError as error:

@@ -207,7 +207,7 @@ class ShardWriter:
         else:
             self._fd = open_own(self.path)
             if os.fstat(self._fd).st_size < scan.valid_bytes:
-                # It had a second name, under which other people may read it.
+                # `open_own` has given the name to a new, empty file: the old one had a second name, and other people's rights.
                 self.close()
                 self._begin(start)
                 return
@@ -314,7 +314,7 @@ def _group_bytes(
         entry = make_entry(f"{DATA}{key}-{code}", len(content), zlib.crc32(content), offset + len(data))
         data += header_bytes(entry) + content
         storages.append(entry)
-    # What is not judged has no reward, whatever its field says.
+    # A trajectory that nobody could judge has no reward, whatever its field says.
     rewards = [float(trajectory["reward"]) for trajectory in trajectories if is_judged(trajectory)]
     unjudged = len(trajectories) - len(rewards)
     reward_sum = float(sum(rewards))

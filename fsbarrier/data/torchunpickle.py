@@ -64,7 +64,7 @@ def _make_array(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> a
     start, length = offset * values.itemsize, size[0] * values.itemsize
     if start + length > len(storage.data):
         raise FormatError("a tensor that reaches beyond its storage")
-    # Else a few bytes could describe the whole storage again and again.
+    # A hostile file of a few bytes could otherwise name the whole storage again and again.
     storage.left -= length
     if storage.left < 0:
         raise FormatError("tensors that overlap in their storage")

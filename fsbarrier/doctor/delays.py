@@ -68,9 +68,9 @@ def _found(folder: Path, number: int) -> Message | None:
 
 
 CHANNELS = {
-    # As heartbeats are told; and what the other's clock shows.
+    # Heartbeats travel in this way. The content also tells what the other's clock shows.
     "content": Channel("replaced file seen after", _replace, _replaced, samples=120),
-    # As barriers are passed.
+    # Barriers are passed in this way.
     "listing": Channel("new name listed after", _create, _listed),
     # A name that was looked up before it existed. No run waits in this way, so it is enough to know whether it takes long.
     "absent": Channel("absent name found after", _create, _found, samples=30, longest_s=12.0),

@@ -22,7 +22,7 @@ from fsbarrier.openai_http import UNIX, base_and_socket, bearer, refusal_text
 SLICE_S = 0.1
 # How long a connection may take; on this machine it takes no time, but `engine.url` may be another's.
 CONNECT_S = 10.0
-# What is asked here is answered in far fewer bytes.
+# All answers that the daemon asks for are far shorter.
 MAX_ANSWER_BYTES = 1 << 22
 
 

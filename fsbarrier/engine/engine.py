@@ -243,7 +243,7 @@ class Engine:
             accelerated=bool(devices),
             sleeps=nvidia and self.settings.release in ("auto", "sleep") and not model.tied,
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            # One is left for the API server.
+            # One core is left for the API server.
             threads=self.threads or max(1, len(os.sched_getaffinity(0)) - 1),
         )
 

@@ -88,7 +88,7 @@ def _visible(index: int, uuid: str, visible: str | None) -> bool:
         return True
     for entry in (each.strip() for each in visible.split(",")):
         if entry.startswith("MIG-"):
-            # It is a part of some device, of which one it does not say: all are watched.
+            # The name of a part (MIG) does not say of which device it is a part, so all devices are watched.
             return True
         if entry.startswith("GPU-"):
             if uuid.startswith(entry):

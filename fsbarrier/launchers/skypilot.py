@@ -32,6 +32,6 @@ def task_file(job: Job, machine: Machine, accelerator: str) -> str:
         accelerators=accelerators,
         mount=quoted(machine.mount),
         volume=quoted(machine.volume),
-        # One text in quotes, since a word may have line breaks in it.
+        # The command is one text in quotes, since a word may have line breaks in it.
         run=quoted(f"cd {shlex.quote(machine.mount)} && exec {shlex.join([*job.run, *job.words])}"),
     )

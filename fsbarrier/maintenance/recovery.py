@@ -61,7 +61,7 @@ def _described(item: FoundFile) -> FoundFile:
     """A rank's file with a note on what of it is lost."""
     scan = item.scan
     if scan is None or item.state is FileState.OTHER_RUN:
-        # What another run rolled out does not count here.
+        # Another run's groups do not count here.
         return replace(item, scan=None)
     if not scan.header and scan.torn_bytes:
         return replace(item, state=FileState.UNREADABLE, note="nothing in it can be read", scan=None)

@@ -31,7 +31,7 @@ SAMPLES, SAMPLE_BYTES = 64, 64 * 1024
 MOST_FILES, MOST_BYTES = 100_000, 64 * reading.GIB
 # What the name of a module's file ends in: source, or compiled.
 MODULES = tuple(importlib.machinery.all_suffixes())
-# Where packages are installed: of those the versions are compared.
+# Where packages are installed. Nodes compare the versions of those, not their files.
 INSTALLED = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
 # The name under which the model stands. Nodes whose models differ are told apart later, as by what else a run cannot go well with.
 MODEL = "model"
@@ -170,7 +170,7 @@ def _imported(path: Path) -> Iterator[str]:
     try:
         tree = ast.parse(reading.read_bytes(path, WHOLE_BYTES, links=True))
     except (SyntaxError, ValueError, RecursionError):
-        # It fails where it is imported, if it ever is.
+        # A file that is no Python imports nothing. If somebody imports it, that fails, and says why.
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -30,7 +30,7 @@ class ContextMaker:
     claims_unsafe: Callable[[], str]
     accelerators: int
     cpus: int
-    # Of a generation: the program that is kept here; see Workplace.kept_in.
+    # The name of the program that this node keeps in a generation (Workplace.kept_in).
     kept_in: Callable[[int], str]
 
     def __call__(self, node: Node) -> Context:

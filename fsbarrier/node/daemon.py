@@ -177,7 +177,7 @@ class Daemon:
 
     def run(self) -> int:
         """Take part to the end; gives the exit code."""
-        # While the nodes join.
+        # The engines load while the nodes join.
         begin_ahead(self.workplace, self.record, self.settings, self._program, self._accelerators)
         self.workplace.template.load()
         if self._changed_code:
@@ -212,7 +212,7 @@ class Daemon:
     def _say_where_the_others_are(self) -> None:
         """A node that comes into a run at work has nothing to do before the next iteration: say for what it waits."""
         me = self.loop.node.rank
-        # It is for people only; who is alive is found out later.
+        # The line is for people only. The observer finds out who is alive.
         with contextlib.suppress(OSError):
             if iteration := iteration_of_others(self.record.log_path, me):
                 where = f"the others were in iteration {iteration}; it is taken in when the next one begins, at once if they are gone"
@@ -354,7 +354,7 @@ def make_engines(
     settings: Settings, log_dir: Path, work_dir: Path, devices: Sequence[accelerators.Accelerator]
 ) -> Replicas:
     """The local engines of this node. Raises UsageError where there are too few accelerators."""
-    # Its libraries need not be loaded where a program has no model.
+    # A program without a model needs none of the engine's libraries.
     from fsbarrier.engine.replicas import Replicas
 
     return Replicas(

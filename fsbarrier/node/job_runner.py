@@ -61,7 +61,7 @@ class JobRunner:
         job.cancel.set()
         self._thread = None
         thread.join(CANCEL_S)
-        # Not before: the thread may have been about to report when it was cancelled.
+        # Only after the join: the thread may have been about to report when it was cancelled.
         self._report = None
         if thread.is_alive():
             where = self.workplace.log_path

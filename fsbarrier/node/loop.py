@@ -126,7 +126,7 @@ class NodeLoop:
 
         If an action fails, it and those after it come first at the next tick: the state machine will not ask for them again.
         """
-        # Here and not when a row is passed, so that nobody waits for it.
+        # Old facts are removed here, after the row was passed, so that no member waits for it.
         self._collect()
         busy, self._listings_behind = bool(self._pending), False
         self._act(now)
@@ -162,7 +162,7 @@ class NodeLoop:
     def _act(self, now: float) -> None:
         pending = self._pending
         while pending:
-            # What this node does may change what it sees.
+            # The action may change what this node sees, so the last view no longer holds.
             self.observer.last_view = None
             self._perform(pending[0], now)
             pending.popleft()
@@ -336,13 +336,13 @@ class NodeLoop:
         if row.position.phase not in self._rows_made:
             self.store.make_dir(self.observer.row_dir(row.generation.number, row.position))
             self._rows_made.add(row.position.phase)
-        # After an error this is done again.
+        # After an error this action is performed again, and must note the row only once.
         if self._row != row.position:
             if self._row is not None and not row.begins:
                 names = self.observer.names_in_row(row.generation, self._row)
                 self._passed.append((row.generation, self._row, names))
             self._row = row.position
-        # Of a row in which this node only waits, this says too that it is done.
+        # Where this node has no work, `phase_started` also tells that its part of the row is done.
         works = self._works(row.generation, row.position)
         self.write_event("phase_started", self.node, {} if works else {"waits": True})
 

@@ -31,7 +31,7 @@ class RankLock:
 
     note: Path
     run_id: str
-    # Of the run, without links.
+    # The run directory, with links resolved.
     folder: Path
 
     def note_start(self, incarnation: int) -> None:
@@ -108,7 +108,7 @@ def _folder_lock(folder: Path, how: int) -> Iterator[None]:
     """Shared: a rank's lock is taken. Exclusive: locks are removed, so that nobody takes one whose file has just lost its name."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # Some filesystems have no such locks. There nothing is removed.
+        # Some filesystems have no such locks. A rank is taken without one there, and no old lock is removed.
         if how == fcntl.LOCK_SH:
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, how)

@@ -86,7 +86,7 @@ def _run_as(
                 daemon.join(incarnation)
             except Fenced as error:
                 raise RankTaken(str(error)) from None
-            # What it says there is for people, and no reason to end.
+            # `joined` only writes a note for people. That it fails is no reason to end.
             with contextlib.suppress(StoreError):
                 joined(rank)
             return daemon.run()

@@ -37,7 +37,7 @@ def run_program(work: Command, context: Context, job: Job, workplace: Workplace)
     workplace.programs_started += 1
     own = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
     uses_engines, copy = "{engine}" in work.spec.values(), workplace.weights
-    # What only this node knows.
+    # Placeholders in the spec that only this node can fill in.
     known = {
         "{engine}": workplace.engine_access,
         "{weights_dir}": None if copy is None else str(copy.folder),

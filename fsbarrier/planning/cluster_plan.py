@@ -20,11 +20,11 @@ from fsbarrier.settings.sections import Settings, TrainerSettings
 
 # What an engine needs beside weights and cache: activations of one step, graphs, its context.
 ENGINE_BYTES = 2 * GIB
-# What it keeps on the accelerator while it sleeps and the trainer works.
+# What an engine keeps on the accelerator while it sleeps and the trainer works.
 ASLEEP_BYTES = 2 * GIB
 # How far the search for enough nodes goes.
 MOST_NODES = 1024
-# Where the copy of the new weights lies by itself.
+# Where a node keeps its copy of the new weights unless `checkpoint.weights_dir` says otherwise.
 IN_MEMORY = "/dev/shm"
 
 
@@ -65,7 +65,7 @@ class Plan:
     idle_processes: int
     shard: Shard
     shards: int
-    # With DeepSpeed, which of its stages.
+    # DeepSpeed's ZeRO stage; None: without DeepSpeed.
     zero_stage: int | None
     trajectories: int
     minibatch: int
@@ -203,7 +203,7 @@ def _engine(
     parts, tokens = _engine_parts(shape, settings, cluster, size)
     if parts and tokens >= engine.max_model_len:
         return parts, tokens, count, []
-    # One that leaves no accelerator idle comes first.
+    # Sizes that leave no accelerator idle come first.
     sizes = sorted(range(1, cluster.accelerators + 1), key=lambda one: (cluster.accelerators % one > 0, one))
     fits = [one for one in sizes if _engine_parts(shape, settings, cluster, one)[1] >= engine.max_model_len]
     nearest = (
@@ -307,7 +307,7 @@ def _nearest(settings: Settings, shape: ModelShape, cluster: Cluster) -> Iterato
         if change is None:
             break
         changed = load_with(change(trainer), cluster)
-        # Some are in effect already, and some need what the host does not have.
+        # A remedy may be in effect already, or need more memory than the host has.
         if changed.total < load.total and not _exceeds_host(changed, per_node, cluster):
             trainer, load, said[name] = change(trainer), changed, words
     else:
@@ -330,7 +330,7 @@ def _changes(settings: Settings) -> Iterator[tuple[str, str, Change]]:
     if trainer.backend == "torch":
         yield "shard", "trainer.shard=all", lambda t: replace(t, shard="all")
     elif trainer.deepspeed:
-        # Without a file it is stage 3.
+        # Without a configuration file DeepSpeed uses stage 3.
         stage = f"zero_optimization.stage=3 in {trainer.deepspeed}"
         yield "stage", stage, lambda t: replace(t, deepspeed=None)
     checkpointing = "trainer.gradient_checkpointing=true"

@@ -139,7 +139,7 @@ def existing(root: Path) -> PoolDirectory:
     """The pool at `root`. Raises UsageError where there is none, or not for this user."""
     if not (root / "jobs").is_dir():
         raise UsageError(f"{root}: no pool there (fsbarrier daemon {root} makes one)")
-    # What is written there is open to whom the pool is.
+    # Whoever may use the pool must be able to read what this process writes there.
     files.set_shared_group(bool((root / "jobs").stat().st_mode & stat.S_IWGRP))
     return PoolDirectory(root)
 

@@ -67,7 +67,7 @@ def found_by_others(at: Situation, newest: Generation) -> list[Loss]:
 
 def _heard_of(at: Situation, member: Member, newest: Generation) -> Loss:
     seen, why = at.view.ledger.news(member), f"found by node {newest.created_by}"
-    # This node leaves that heartbeat to the watchers, who know more.
+    # This node does not read that member's heartbeat. The watchers do, and the record says what they found.
     if seen is None:
         return Loss(member, f"{why}, which says: {newest.reason}")
     return Loss(member, why, seen.beat, at.view.ledger.age(member, at.now))

@@ -257,7 +257,7 @@ def occupied(
         return False
     for member in newest.members:
         if member.rank == me:
-            # This is an older incarnation of this rank: this process has taken its place.
+            # The record means an older start of this rank, whose place this process has taken.
             continue
         if losses((member,), me, joins, ledger, since, now, limits) or ledger.state(member) in GONE:
             continue

@@ -147,7 +147,7 @@ def opening(
         return min(start, first_closing)
     last = found.decisions.get(table.rows[-1].name)
     closed = last is not None and last["iteration"] == until
-    # Once the next iteration has published, there is nothing to go back to.
+    # Once the next iteration has published a policy, the last one cannot be closed any more.
     published = start.phase >= first_closing.phase
     return start if start.iteration - 1 != until or closed or published else first_closing
 

@@ -6,7 +6,7 @@ BEAT_S = 2.0
 SUSPECT_S = 6.0
 # After so much silence a node counts as lost.
 DEAD_S = 15.0
-# So much longer each node waits for its turn than the living node before it.
+# Before a node proposes a generation, it waits so long for each living node of a lower rank, which may do so first.
 STAGGER_S = 2 * BEAT_S
 JOIN_TIMEOUT_S = 1800.0
 REJOIN_TIMEOUT_S = 1800.0

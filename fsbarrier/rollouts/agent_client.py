@@ -72,7 +72,7 @@ class Client:
         self.generate_s = 0.0
         # Some answer was cut off by the token limit.
         self.cut_off = False
-        # Remembered, should the agent take that for a failure of its own.
+        # Kept, because the agent may catch this error and go on.
         self.engine_gone: EngineGone | None = None
         self.last: Reply | None = None
         self._sampler, self._turn_timeout_s = sampler, turn_timeout_s

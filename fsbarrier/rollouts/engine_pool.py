@@ -199,7 +199,7 @@ class Place:
                 return await ask(engine.sampler)
             except EngineDown as error:
                 await self._pool.leave(engine, error)
-                # Of several requests at this place the first moves it.
+                # Several requests of one place may fail at once; the first of them moves it.
                 if self._engine is engine:
                     self._move()
 

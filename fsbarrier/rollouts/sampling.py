@@ -125,7 +125,7 @@ class Sampler:
         if len(tasks) == 1:
             done(Group(tasks[0], self._chat_ids.get(tasks[0].index, []), (), reason))
             return
-        # Which of them is it?
+        # The server refused the request as a whole. Ask for each prompt alone, to find the one that it refuses.
         for task in list(pending.values()):
             await self.sample([task], done, sampling)
 

@@ -102,7 +102,7 @@ def parse(value: object, clock: str = "") -> Event | None:
     except KeyError:
         return None
     for one in place:
-        # As `integer` does it: this is called a million times for a report.
+        # The same check as in `integer`, without its calls: a report does this a million times.
         if type(one) is not int or not 0 <= one < _MOST:
             return None
     phase_name = text(value, "phase_name")

@@ -129,7 +129,7 @@ class PosixStore:
         except FileNotFoundError:
             return
         except OSError:
-            # It is not empty: a process that was killed left a temporary file.
+            # The folder is not empty: a process that was killed left a temporary file in it.
             files.remove_tree(path)
 
     def is_there_now(self, directory: Path) -> bool:

@@ -107,7 +107,7 @@ def _state_in(folder: Path) -> str | None:
     try:
         return checkpoints.read_manifest(folder).state_in
     except ProgramFailed:
-        # It is not complete, or is being removed.
+        # The version is not complete, or another node removes it just now.
         return None
 
 

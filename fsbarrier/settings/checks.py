@@ -50,7 +50,7 @@ def one_line(
     parts = [str(part) for part in first["loc"]]
     names = [part for part in parts if not part.isdigit()]
     key = ".".join(names[:2]) if ".".join(names[:2]) in known else names[0]
-    # Of a table the part that somebody chose.
+    # Where somebody chose an entry deeper in a table, the message names that entry.
     key = next((part for n in (4, 3) if (part := ".".join(names[:n])) in chosen), key)
     whole = first["type"] in ("missing", "too_long", "too_short")
     meaning = _MEANING.get(first["type"], first["msg"].removeprefix("Value error, ")).format_map(

@@ -18,7 +18,7 @@ from fsbarrier.settings.sections import Settings
 
 AUTO = "auto"
 ZERO = "zero_optimization"
-# What has entries of its own that are looked at here.
+# The tables of the configuration whose entries are looked at one by one.
 SECTIONS = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param", "optimizer", "bf16", "data_types")
 # How a minibatch is cut into micro-batches changes from step to step, and fsbarrier tells DeepSpeed which of them is the last.
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -171,7 +171,7 @@ def flatten(content: Mapping[str, object], known: Collection[str]) -> dict[str, 
             flat.update({f"{name}.{leaf}": inner for leaf, inner in value.items()})
         else:
             flat[name] = value
-    # What one source says of a set, another may change in part.
+    # The sets are taken apart into single settings, so that another source may change one of them.
     sets = flat.get(SETS)
     if _holds_tables(sets) and sets:
         del flat[SETS]

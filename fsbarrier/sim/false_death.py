@@ -22,7 +22,7 @@ def i7_no_false_death(history: History) -> Iterator[str]:
         assert generation is not None
         for lost in event.fields["lost"]:
             incarnation = generation.incarnation_of(lost["node_rank"])
-            # This is another node's judgement, which is checked against what that node saw.
+            # Another node has found this loss. Its own event is checked against what it saw.
             found_by_another = lost["why"].startswith("found by")
             if found_by_another or "no heartbeat" not in lost["why"] or incarnation is None:
                 continue

@@ -56,7 +56,7 @@ class Process:
         self.host = client.host
         self.up = True
         self.paused = False
-        # It was paused, and has not looked since.
+        # True from a pause until the next look.
         self.slept = False
         # The whole host is stopped: its programs stand still too.
         self.frozen = False
@@ -260,7 +260,7 @@ class Process:
         # and a pause after which this process has not looked yet.
         stuck_s = now - self.ticked_at if self.held_look is not None or self.slept else 0.0
         if stuck_s > world.rules.limits.suspect_s / 2:
-            # Once the loop looks again, the others should know at once.
+            # As in the daemon: once the loop looks again, the others should know at once.
             world.at(now + HELD_BACK_S, self.beat)
             return
         self.put_beat()

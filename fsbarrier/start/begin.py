@@ -178,7 +178,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     _check_packages(request, settings, program)
     tasks, model = _inputs(settings, program, request.environ, is_demo)
     if not request.dry_run:
-        # Before anything is written.
+        # It decides the mode of all that is written from here on.
         files.set_shared_group(settings.shared_group)
     if policy is not None:
         state = other_runs_policy.find_state(settings, policy) if settings.init_optimizer else None
@@ -292,7 +292,7 @@ def _inputs(
             name: _demo_source(data_path, name, file or f"{name}.jsonl") for name, file in named.items()
         }, settings.model
     if data_path and named:
-        # Before the model, which may be looked for in it.
+        # Checked first, since the model may be looked for in it.
         task_files.check_folder(data_path)
     model = model_folder.find_model(settings.model, data_path, environ) if settings.model else None
     if model is not None:

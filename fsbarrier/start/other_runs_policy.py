@@ -80,7 +80,7 @@ def _whole_state(version: Path) -> Mapping[str, FileDigest]:
             return {}
         manifest = checkpoints.read_manifest(version)
     except ProgramFailed:
-        # It is not complete, or is being removed.
+        # The version is not complete, or is being removed.
         return {}
     listed = {**manifest.files, **manifest.following}
     state = {name: digest for name, digest in listed.items() if name.startswith("trainer/")}
@@ -146,7 +146,7 @@ def _copy_state(policy: Exported, state: TrainersState, target: Path) -> None:
         if name != LAYOUT:
             checkpoints.copy_listed(state.version / name, target / name, digest, state.root)
             digests[name] = digest
-    # What was the other run's version N is this run's version 0.
+    # The other run's version N becomes this run's version 0.
     layout = replace(StateLayout.read(state.version / "trainer"), policy_version=0)
     with HashedFile(target / LAYOUT) as file:
         file.write(layout.encoded())

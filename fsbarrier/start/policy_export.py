@@ -29,7 +29,7 @@ class Exported:
     model: Path
     trainer: Path | None = None
     digests: Mapping[str, FileDigest] = field(default_factory=dict)
-    # Of the run, where the model lies in it: no link is followed below it.
+    # The directory of the run in which the model lies, below which no link is followed; None: it lies in none.
     root: Path | None = None
 
 
@@ -102,7 +102,7 @@ def export(chosen: Exported, target: Path, dtype: str | None) -> None:
                 if chosen.root is not None:
                     here = stack.enter_context(pinned(model.parent, _needed(chosen), chosen.root))
                     model, trainer = here / model.name, here / "trainer" if trainer else None
-                # What a run begins with is as exact as it is.
+                # A model that no run has trained has no more exact weights than those that it has.
                 convert(model, trainer, staging, DTYPES[dtype], trained=bool(chosen.digests))
         check_whole(staging)
         files.fsync_dir(staging)

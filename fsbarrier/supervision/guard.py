@@ -160,7 +160,7 @@ class Guard:
                 # A stopped program would not see the first signal.
                 os.killpg(self.child, signal.SIGCONT)
         except OSError:
-            # It is gone, and `end_leftovers` follows; or it runs as another user now.
+            # The child is gone, and `end_leftovers` follows; or it runs as another user now.
             pass
 
     def end_leftovers(self) -> None:

@@ -91,7 +91,7 @@ def _by_signal(tree: Mapping[int, int]) -> dict[int, str]:
     deadline, pause, writing = time.monotonic() + WRITE_S, threading.Event(), set(asked)
     while writing and time.monotonic() < deadline:
         pause.wait(LOOK_S)
-        # It writes in pieces: it is done when no more has come since the last look.
+        # A process writes in pieces. It is done when no more has come since the last look.
         grew = {pid for pid in writing if asked[pid].grew()}
         unbegun = {pid for pid in writing if asked[pid].size == asked[pid].before and not _stopped(pid)}
         writing = grew | unbegun

@@ -257,7 +257,7 @@ class Child:
 
     def _settle(self) -> None:
         """Both guards have ended, and with them the tree, unless both were killed."""
-        # Its end of the socket is closed, so it is exiting.
+        # The outer guard has closed its end of the socket, so it is about to exit.
         self._guard.wait()
         if self._reported_code is None:
             # Both were killed. The kernel has ended the main program with them; the rest is ours to end. The main

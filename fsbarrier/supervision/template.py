@@ -229,7 +229,7 @@ def run(argv: Sequence[bytes], env: Mapping[bytes, bytes]) -> NoReturn:
     """What Python does with `python -P -m MODULE ...`, once it has started: this process is the program now."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
-            # That by which the folder was listed is closed already.
+            # The descriptor by which the folder was listed is among the names, and closed already.
             with contextlib.suppress(OSError):
                 os.close(int(name))
     signal.signal(signal.SIGINT, signal.default_int_handler)

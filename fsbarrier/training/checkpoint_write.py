@@ -256,7 +256,7 @@ def _write_beside(out: Path, version: NewVersion, written: Written) -> None:
 def _made_below(beside: Path, out: Path) -> Path | None:
     """The folder of the run below which the run itself made the model folder `beside`; None: it is the user's own, wherever it lies."""
     if beside.parent.parent == out.parent:
-        # Which may be a link to a larger disk.
+        # The checkpoints folder, which may be a link to a larger disk.
         return out.parent
     log_path = out.parent.parent
     return log_path if beside.is_relative_to(RunPaths(log_path).first_policy) else None

@@ -72,7 +72,7 @@ def convert(
     files.write_atomic(out / "config.json", json.dumps(config, indent=2).encode(), durable=True)
     checkpoint_write.copy_beside(model, out, None)
     if (adapter := model / ADAPTER).is_dir():
-        # It is exact already.
+        # Adapters are stored in float32 already.
         files.make_dirs(out / ADAPTER)
         for path in filter(Path.is_file, sorted(adapter.iterdir())):
             copy_hashed(path, out / ADAPTER / path.name)

@@ -201,7 +201,7 @@ def _deepspeed() -> Any:
             "trainer.backend=deepspeed: needs the package deepspeed, which is not installed here"
         ) from None
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    # It calls what torch has newer names for, at each step.
+    # DeepSpeed calls functions for which torch has newer names, and torch would warn at each step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     # On CPUs it would compile this when it is first used, which takes minutes and a C++ compiler, to talk within a machine.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -104,14 +104,14 @@ class _HeadLogProbs(torch.autograd.Function):
             here, at = plan.inside(targets, entries)
             chosen = torch.where(here, logits.gather(1, at).squeeze(1), chosen)
             before, largest = largest, torch.maximum(largest, logits.amax(1))
-            # Nothing is there before the first slice.
+            # Before the first slice the sums are 0 and `largest` is minus infinity, and their product is no number.
             rise = torch.where(total > 0, before - largest, 0.0)
             weighted = rise.exp() * (weighted + rise * total)
             total *= rise.exp()
             exponentials = logits.sub_(largest[:, None]).exp()
             total += exponentials.sum(1)
             weighted += torch.linalg.vecdot(exponentials, logits)
-            # Before the next slice is there.
+            # Their memory must be free before the next slice is computed.
             del logits, exponentials
         entropy = total.log() - weighted / total
         ctx.save_for_backward(hidden, weight, bias, targets, largest, total, entropy)

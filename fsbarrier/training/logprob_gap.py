@@ -20,8 +20,6 @@ from fsbarrier.training.processes import Processes
 
 # The largest mean difference that the precision explains: where both compute in float32, and where one of them does not.
 LIMITS = {True: 2e-3, False: 0.05}
-
-
 # An engine that sampled fewer tokens of the minibatch is not judged alone: a few unlucky ones would be taken for a fault.
 ENOUGH_TOKENS = 64
 
@@ -94,7 +92,7 @@ class GapSums:
 
 def check(gap: LogprobGap, settings: Settings, processes: Processes, model: Path) -> None:
     """Raises EnginesDiffer where the gap is more than the precision explains, of all engines or of one."""
-    # With these the engine samples from another distribution than the model's own.
+    # With top_p or top_k the engine samples from another distribution than the model's own.
     if settings.rollout.top_p < 1 or settings.rollout.top_k not in (-1, 0):
         return
     limit = settings.algorithm.max_logprob_gap or limit_of(settings, processes)

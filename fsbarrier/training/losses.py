@@ -52,12 +52,12 @@ class TokenValues:
     """What is known of each token. `new` (and `entropy`, where it counts) have a gradient, the others have none."""
 
     new: Tensor
-    # Of the policy that the ratio is to.
+    # Log-probabilities under the policy that the ratio is to.
     old: Tensor
-    # As the engine had it when it sampled.
+    # As the engine had them when it sampled.
     engine: Tensor
     entropy: Tensor
-    # Of the reference policy; None where nothing is held against it.
+    # Under the reference policy; None where the loss has no such term.
     reference: Tensor | None = None
 
 

@@ -50,7 +50,7 @@ def step(optimizer: torch.optim.Optimizer, lr: float, device: torch.device) -> N
 
 def as_kept(optimizer: object, parameter: Parameter, name: str, moment: Tensor) -> Tensor:
     """A moment of `parameter` that was read in float32, as this optimizer keeps it."""
-    # What torchao begins a moment with, of a sharded parameter too.
+    # torchao's own way to make an empty moment, which also knows sharded parameters.
     empty = getattr(optimizer, "_new_buffer", None)
     if empty is None:
         return moment

@@ -31,9 +31,9 @@ class Sums:
     tokens: int = 0
     # By name (losses.TOKEN_SUMS), over the tokens.
     of_tokens: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(TOKEN_SUMS, 0.0))
-    # Of the first step alone.
+    # Measured in the first step alone, before the weights change.
     gap: LogprobGap = field(default_factory=LogprobGap)
-    # Of the last step; None where there was none.
+    # In the last step; None where no step was taken.
     learning_rate: float | None = None
 
 

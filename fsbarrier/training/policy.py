@@ -18,7 +18,7 @@ from fsbarrier.training.stored_tensors import StoredTensors
 
 def load(folder: Path, settings: TrainerSettings, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The causal model in `folder`, in `dtype` and without dropout. Raises UsageError for one that cannot be loaded whole."""
-    # It would fill the log.
+    # The bar for loading weights would fill the log.
     transformers.utils.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)

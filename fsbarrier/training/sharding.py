@@ -109,7 +109,7 @@ def _materialise(model: PolicyModel, device: torch.device) -> None:
     tied = head.weight is embedding.weight
     buffers = [(module, name, one) for module in model.modules() for name, one in module._buffers.items()]
     model.to_empty(device=device)
-    # These are there, and where they belong.
+    # `to_empty` has replaced the buffers too, which had their content and were on the right device.
     for module, name, one in buffers:
         module._buffers[name] = one
     if tied:

@@ -41,7 +41,7 @@ class Trainer:
     optimizer_steps: int
     # Whether a micro-batch may be packed: policy_model.packs.
     packs: bool
-    # What is trained in the policy's place, if anything is.
+    # The adapters that are trained in the policy's place; None: the policy itself is trained.
     adapters: Adapters | None
     pace: Pace
 
@@ -74,7 +74,7 @@ class Trainer:
         # A process that holds a part of each weight reads that part, and never has the model whole.
         in_parts = not layout.has_it_whole and not lora.rank
         empty = policy.without_weights(model_folder, settings.trainer) if in_parts else None
-        # What is frozen need not be more exact than the computation.
+        # Frozen weights need not be more exact than the computation.
         exact = processes.dtype if lora.rank else torch.float32
         causal = empty or policy.load(model_folder, settings.trainer, exact)
         adapters = Adapters.put_into(causal, lora, model_folder) if lora.rank else None

@@ -189,7 +189,7 @@ def restore(
                     state[key] = torch.tensor(layout.scalars[full], dtype=torch.float32, device=device)
                 else:
                     # Where the optimizer has a place for it already, maybe on another device, that is filled.
-                    # One of eight bits cannot be filled in parts.
+                    # A moment of eight bits cannot be filled in parts.
                     own = there is not None and not in_eight_bits(there)
                     filled = there if own else torch.empty_like(parameter, requires_grad=False)
                     stored.fill(full, filled)

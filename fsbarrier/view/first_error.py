@@ -64,7 +64,7 @@ def _in_the_log(failed: Event, logs: Path) -> list[str]:
             lines = stream.read(SEARCHED_BYTES).decode("utf-8", errors="replace").splitlines()
     except OSError as error:
         return [f"{name} cannot be read: {error.strerror}"]
-    # What an earlier start has written is not about this failure.
+    # Lines of an earlier start of the program are not about this failure.
     begin = max((number for number, line in enumerate(lines) if _START.match(line)), default=0)
     at = next((n for n, line in enumerate(lines) if n > begin and _ERROR.search(line)), None)
     if at is None:

@@ -27,7 +27,7 @@ class Seen:
     """What was there to learn from, added up while it is read."""
 
     groups: int = 0
-    # Of these: groups of an engine that samples otherwise.
+    # How many of the groups were left out, because their engine samples otherwise than the trainer computes.
     left_out: int = 0
     trajectories: int = 0
     reward: float = 0.0

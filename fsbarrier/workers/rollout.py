@@ -183,7 +183,7 @@ class Rollout:
                         if self.refills is None:
                             await self._begin_round(number, appending, on_disk, tasks)
                             continue
-                        # What the round came to decides about the next one.
+                        # The next round begins only when this one is done, and may not be needed.
                         async with asyncio.TaskGroup() as of_this_round:
                             await self._begin_round(number, appending, on_disk, of_this_round)
                         if not await self._another_after(number, self.refills, writer):

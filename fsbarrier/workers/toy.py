@@ -42,7 +42,7 @@ def rollout(spec: JsonObject, progress: Progress) -> JsonObject:
     reward_sum, ended_early = 0.0, False
     files.make_dirs(assignment.part.parent)
     with ShardWriter(assignment.part, prefix=assignment.prefix, header=assignment.header()) as writer:
-        # Of an earlier start that was cut off.
+        # Groups that an earlier start of this program has left in the file.
         there = {group.task_index for group in writer.groups}
         while not ended_early and (lot := claims.take()):
             todo = [task for task in lot if task not in there]

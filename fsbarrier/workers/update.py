@@ -133,7 +133,7 @@ class Updates:
             **update.result(start, totals),
             "trainer_state": "shared" if on_node is None else "follows" if on_node.follows else "nodes",
             "seconds": round(time.monotonic() - update.started, 3),
-            # With what was in memory since the update before.
+            # Whether it went on with what was in memory since the update before.
             "went_on": went_on,
             **{name: round(seconds, 3) for name, seconds in times.items()},
             "memory_peak_gb": round(peak / 1e9, 3),
