@@ -1,4 +1,4 @@
-"""What a vLLM server's log tells: why it ended, and what it said since a moment."""
+"""Reads a vLLM server's log: why the server ended, and what it wrote since a moment."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _tied(config: Config, shapes: Shapes | None) -> bool:
 
 
 def _signature(config: Config, shapes: Shapes | None) -> str | None:
-    """Of shapes and not of dtypes: vLLM converts each weight to the type that it serves."""
+    """A digest of configuration and shapes. Types of numbers do not count: vLLM converts each weight to the type that it serves."""
     if shapes is None:
         return None
     relevant = {name: value for name, value in config.items() if name not in _INCIDENTAL}

@@ -52,7 +52,7 @@ def code_digests(settings: Settings, model: Path | None) -> dict[str, str]:
 
 
 def one_digest(code: Mapping[str, str]) -> str:
-    """Of all of them but the model: only nodes that have the same take part in one run."""
+    """One digest of all of these but the model's: only nodes with the same one take part in one run."""
     compared = {name: digest for name, digest in code.items() if name != MODEL}
     return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()
 

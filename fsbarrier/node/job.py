@@ -154,6 +154,6 @@ class Workplace:
 
 
 def journal_line(event: str, value: Payload) -> Result:
-    """What of a result goes to the journal: its plain values."""
+    """A result as a line of the journal, which has its plain values alone."""
     plain = {k: v for k, v in value.items() if isinstance(v, (int, float, str)) or v is None}
     return {**plain, "event": event}

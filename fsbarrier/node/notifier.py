@@ -94,7 +94,7 @@ class Notifier:
 
 
 def _cut(value: object, most: int) -> object:
-    """The same with no text in it longer than `most` characters."""
+    """`value` with every text in it cut to `most` characters."""
     match value:
         case str():
             return value[:most]

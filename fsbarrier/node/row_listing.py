@@ -1,4 +1,4 @@
-"""What a node has seen of the facts about one row."""
+"""The facts about one row, as far as a node has seen them."""
 
 from __future__ import annotations
 

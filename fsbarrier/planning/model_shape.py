@@ -111,7 +111,7 @@ class ModelShape:
         return replace(shape, parameters=model.parameters or shape.parameters)
 
     def adapter_parameters(self, rank: int, targets: tuple[str, ...] = ()) -> int:
-        """Of low-rank adapters of `rank` on the named linear layers of each block; () for all of them."""
+        """How many numbers low-rank adapters of `rank` have, on the named linear layers of each block; (): on all of them."""
         hidden, attention, kv, wide = self.hidden, self.attention, self.key_value, self.feed_forward
         sides = {
             "q_proj": hidden + attention,

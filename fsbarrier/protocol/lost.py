@@ -41,7 +41,7 @@ def _as_fields(at: Situation, loss: Loss) -> dict[str, object]:
 
 
 def lost_as_text(at: Situation, gone: Sequence[Loss]) -> str:
-    """The same as the reason of a generation."""
+    """Lost members as the reason of a generation tells them."""
     return "; ".join(
         f"node {loss.member.rank} ({loss.member.host}) is lost: {_why(at, loss)}" for loss in gone
     )

@@ -41,7 +41,7 @@ class Row(Generic[Work_co]):
     named_by: str = ""
 
     def call(self, value: Payload) -> str:
-        """What the name of a fact with this value says beside the rank; "" where it says nothing."""
+        """The part of a fact's name that says what a member called (`named_by`); "" where its name does not say it."""
         return str(value.get(self.named_by, "")) if self.named_by else ""
 
     def told_by_name(self, fact: Fact) -> bool:

@@ -45,7 +45,7 @@ class JudgeError(Exception):
 
 
 class _Again(JudgeError):
-    """It may answer when it is asked again."""
+    """The judge gave no answer to this request, and may give one to the next."""
 
 
 class Judge:

@@ -42,7 +42,7 @@ def request(paths: RunPaths) -> str:
 
 
 def request_as(paths: RunPaths, key: str) -> bool:
-    """The same under this key; False where somebody has asked under it already. Raises OSError."""
+    """Ask all nodes for an answer under `key`; False where somebody has asked under it already. Raises OSError."""
     asked = {"who": user_at_host(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
     return files.create_exclusive(paths.debug_request(key), json.dumps(asked).encode(), never_torn=True)
 

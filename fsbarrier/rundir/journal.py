@@ -167,7 +167,7 @@ def lost_nodes(event: Event) -> list[LostNode]:
 
 
 def _seconds_since_1970(time: object) -> float | None:
-    """Of an ISO 8601 time; one that names no zone is taken for UTC."""
+    """An ISO 8601 time in seconds; a time without a zone counts as UTC."""
     if not isinstance(time, str):
         return None
     try:
@@ -216,7 +216,7 @@ class JournalReader:
             return
 
     def _past(self, stream: BinaryIO, end: int) -> Iterator[Event]:
-        """What is of interest before byte `end`."""
+        """The rare events before byte `end`, if the caller wants them."""
         self.shortened = end > 0
         if end > 0 and not self._with_past:
             # Byte `end` may be in the middle of a line, which then is no line to be understood.

@@ -43,7 +43,7 @@ def _asked_to_stop(history: History, rules: Rules, record: Generation, time: flo
 
 
 def _failures(history: History, time: float) -> Iterator[tuple[int, int, Fact]]:
-    """Of each failure that was published before `time`: its generation, its iteration, the fact."""
+    """Each failure that was published up to `time`: its generation, its iteration, the fact."""
     for write in history.writes:
         fact = write.record
         if isinstance(fact, Fact) and fact.status == "failed" and write.time <= time:

@@ -329,7 +329,7 @@ def _pace(written: Iterable[Written]) -> Pace:
 
 
 def _commit(out: Path, version: NewVersion, written: list[Written]) -> str:
-    """What needs to know of all parts; the manifest is the last. Gives its digest."""
+    """Write what lists the files of all processes: the layout, the index of weights, and last the manifest. Gives its digest."""
     state = () if version.on_node else ("trainer/",)
     digests: dict[str, FileDigest] = {}
     weights: dict[str, str] = {}

@@ -77,14 +77,14 @@ class _Plan:
             yield slice(start, min(start + self.width, vocabulary))
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Of a slice's weights, before the temperature: float32 [n, slice], for the caller to keep."""
+        """The logits of a slice of the vocabulary, before the temperature: float32 [n, slice]. The caller may change them in place."""
         found = torch.mm(hidden, weight.T)
         if bias is not None:
             found += bias
         return self.scaling.apply_(found.float())
 
     def inside(self, targets: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
-        """Which targets lie in a slice, and where in it (the others: somewhere)."""
+        """Which targets lie in a slice, and at which index of it; the indices of the others are valid and mean nothing."""
         at = targets - entries.start
         here = (at >= 0) & (targets < entries.stop)
         return here, at.clamp(0, entries.stop - entries.start - 1)[:, None]
@@ -95,7 +95,7 @@ class _HeadLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan
     ) -> tuple[Tensor, Tensor]:
-        # Of each row the largest logit so far, and the sums of all e ** (logit - largest), and of these times (logit - largest).
+        # For each row: the largest logit so far, the sum of all e ** (logit - largest), and the sum of these times (logit - largest).
         largest = torch.full_like(targets, -torch.inf, dtype=torch.float32)
         total, weighted, chosen = (torch.zeros_like(largest) for _ in range(3))
         for entries in plan.slices(len(weight)):

@@ -26,7 +26,7 @@ ENOUGH_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class EngineGap:
-    """Of what one engine sampled; `replica` is -1 where the node's engines cannot be told apart."""
+    """The differences in what one engine sampled; `replica` is -1 where the node's engines cannot be told apart."""
 
     node_rank: int
     replica: int

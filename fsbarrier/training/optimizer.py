@@ -21,7 +21,10 @@ from fsbarrier.settings.sections import OptimizerSettings
 
 
 def make_optimizer(parameters: Iterable[Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Of those that are trained. A vector is a norm or a bias: pulling it to zero does not make the model simpler."""
+    """An optimizer of the parameters that are trained.
+
+    Vectors get no weight decay: they are norms and biases, and pulling those to zero does not make the model simpler.
+    """
     trained = [one for one in parameters if one.requires_grad]
     matrices = {"params": [one for one in trained if _dimensions(one) > 1]}
     vectors = {"params": [one for one in trained if _dimensions(one) <= 1], "weight_decay": 0.0}
@@ -78,7 +81,7 @@ def _dimensions(parameter: Parameter) -> int:
 
 
 def learning_rate_of(settings: OptimizerSettings, step: int) -> float:
-    """Of the run's `step`-th optimizer step: rising evenly through the first `warmup_steps`, then by the schedule."""
+    """The learning rate of the run's `step`-th optimizer step: evenly more in the first `warmup_steps`, then by the schedule."""
     if step < settings.warmup_steps:
         return settings.lr * step / settings.warmup_steps
     if settings.schedule == "constant" or settings.decay_steps is None:

@@ -23,13 +23,13 @@ from fsbarrier.training.trainer import Trainer
 
 @dataclass
 class Sums:
-    """Of one or several steps, the same on every process."""
+    """Sums over one or several optimizer steps, the same on every process."""
 
-    # Of the steps' losses, and of the norms of their gradients before they were clipped.
+    # The steps' losses, and the norms of their gradients before they were clipped.
     loss: float = 0.0
     grad_norm: float = 0.0
     tokens: int = 0
-    # By name (losses.TOKEN_SUMS), over the tokens.
+    # Sums over the tokens, by name (losses.TOKEN_SUMS).
     of_tokens: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(TOKEN_SUMS, 0.0))
     # Measured in the first step alone, before the weights change.
     gap: LogprobGap = field(default_factory=LogprobGap)

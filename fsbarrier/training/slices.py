@@ -57,7 +57,7 @@ class FlatPart:
         return self.data.dtype
 
     def numel(self) -> int:
-        """Of the whole tensor, as all that follows."""
+        """How many numbers the whole tensor has."""
         return prod(self.shape)
 
     def element_size(self) -> int:
