@@ -18,7 +18,6 @@ from fsbarrier.doctor.findings import Check, Level, NodeFindings, Times
 from fsbarrier.doctor.races import ROUNDS
 from fsbarrier.host import mounts
 from fsbarrier.host.mounts import Mount, claims_unsafe
-from fsbarrier.node import fingerprint
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.paths import RunPaths
 
@@ -369,8 +368,3 @@ def test_a_create_that_does_not_come_back_is_said_in_one_line(
     check = probes.exclusive_create(tmp_path)
     answers.set()
     assert check.level == "refused" and "did not come back within 0.2 s" in check.finding
-
-
-def test_the_doctor_looks_at_every_package_that_a_start_compares() -> None:
-    compared = {package for names in fingerprint.PACKAGES.values() for package in names}
-    assert compared <= set(probes.PACKAGES)

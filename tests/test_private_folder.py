@@ -11,9 +11,9 @@ import pytest
 from cluster import Cluster
 from other_user import UID, needs_root
 
+from fsbarrier.host.memory import SHARED_MEMORY
 from fsbarrier.host.own_folder import PREFIX, SHORT_PLACE
 from fsbarrier.host.private_folder import private_folder
-from fsbarrier.node.run_node import IN_MEMORY
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_another_user_cannot_block_a_rank(tmp_path: Path) -> None:
 
 def test_a_start_clears_away_the_folders_of_killed_daemons_wherever_they_lie(tmp_path: Path) -> None:
     """Also where it makes none itself: a folder for sockets, a copy of weights in memory."""
-    places = [place for place in (SHORT_PLACE, IN_MEMORY) if os.access(place, os.W_OK)]
+    places = [place for place in (SHORT_PLACE, SHARED_MEMORY) if os.access(place, os.W_OK)]
     left = [Path(tempfile.mkdtemp(prefix=PREFIX, dir=place)) for place in places]
     with Cluster(tmp_path, 1, "--iterations", "1", program="ping") as cluster:
         cluster.env[0] = {"TMPDIR": str(tmp_path)}

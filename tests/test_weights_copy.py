@@ -265,13 +265,13 @@ def test_where_the_copy_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         settings = Settings(checkpoint=CheckpointSettings(weights_dir=wanted), **more)
         return run_node.place_for_weights(settings, tmp_path)
 
-    monkeypatch.setattr(run_node, "IN_MEMORY", tmp_path)
+    monkeypatch.setattr(run_node, "SHARED_MEMORY", tmp_path)
     assert place("close-to-open") == tmp_path and place("local") is None
     assert place("close-to-open", "none") is None
     assert place("local", str(tmp_path / "nvme")) == tmp_path / "nvme" and (tmp_path / "nvme").is_dir()
     # A server of the user's own may be in another container.
     assert place("close-to-open", engine=EngineSettings(url="http://here")) is None
-    monkeypatch.setattr(run_node, "IN_MEMORY", tmp_path / "gone")
+    monkeypatch.setattr(run_node, "SHARED_MEMORY", tmp_path / "gone")
     assert place("close-to-open") is None
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"checkpoint\.weights_dir=.*/file/below: "):

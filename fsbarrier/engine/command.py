@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsbarrier.engine.model import ModelFolder
+from fsbarrier.reading import MIB
 from fsbarrier.settings.sections import EngineSettings
 from fsbarrier.supervision.supervisor import with_this_package
 
 HOST = "127.0.0.1"
 # The model's name over HTTP; it stays the same while weights and folders change.
 SERVED_NAME = "policy"
-MIB = 1 << 20
 # How large a model must be, on a CPU, to keep one more thread busy.
 PARAMETERS_PER_THREAD = 10_000_000
 # The cache on a CPU: at least so much, enough for so many sequences of full length, at most one part in so many of the memory.

@@ -33,8 +33,8 @@ SLEEP_TIMEOUT_S = 120.0
 IDLE_S = 30.0
 # What a sleeping server may hold on a device: it keeps its context and its graphs.
 ASLEEP_BYTES = 2 << 30
-# How much of its log people see when it fails, and how far back the reason is looked for.
-LOG_LINES, CAUSE_LINES = 20, 400
+# How many of the last lines of its log are searched for the reason why it failed.
+CAUSE_LINES = 400
 # vLLM logs this as a warning, and answers the reload with 200.
 NOT_LOADED = "Following weights were not loaded from checkpoint"
 
@@ -123,7 +123,7 @@ class Server:
     def failure_text(self, what: str) -> str:
         """One line on what happened, then the end of the log and where the whole of it is."""
         cause = engine_log.cause(self.child.last_log_lines(CAUSE_LINES))
-        lines = [f"vLLM {what}{f': {cause}' if cause else ''}", *self.child.last_log_lines(LOG_LINES)]
+        lines = [f"vLLM {what}{f': {cause}' if cause else ''}", *self.child.last_log_lines()]
         return "\n".join([*lines, f"(from {self.child.log_file})"])
 
     def reload(self, model: ModelFolder, cancel: threading.Event) -> str:

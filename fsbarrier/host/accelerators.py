@@ -19,6 +19,7 @@ from typing import Literal
 
 from fsbarrier.host.accelerator_device import Accelerator, Device, Kind
 from fsbarrier.host.accelerator_drivers import devices, initialised_nvml
+from fsbarrier.reading import MIB
 from fsbarrier.retry import Backoff
 
 __all__ = ["Accelerator", "Held", "Released", "StillHeld", "detect", "in_use", "wait_released"]
@@ -27,7 +28,6 @@ __all__ = ["Accelerator", "Held", "Released", "StillHeld", "detect", "in_use", "
 Evidence = Literal["unverified", "level", "processes", "no accelerator"]
 EVIDENCE: tuple[Evidence, ...] = ("unverified", "level", "processes", "no accelerator")
 
-MIB = 1 << 20
 #: memory comes free within seconds of a process's end
 PAUSES = Backoff(0.01, 1.0)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier.host.accelerator_device import Accelerator, Device
+from fsbarrier.reading import MIB
 
 DRM = Path("/sys/class/drm")
 KFD = Path("/sys/class/kfd/kfd")
@@ -22,7 +23,6 @@ KFD = Path("/sys/class/kfd/kfd")
 KFD_DEVICE = Path("/dev/kfd")
 VENDOR = "0x1002"
 TOOL_S = 30.0
-MIB = 1 << 20
 UNITS = {"B": 1, "KB": 1 << 10, "MB": MIB, "GB": 1 << 30}
 
 

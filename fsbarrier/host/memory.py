@@ -8,6 +8,8 @@ from pathlib import Path
 
 from fsbarrier.host.mounts import mount_of
 
+# Where Linux has a filesystem in memory for all programs.
+SHARED_MEMORY = Path("/dev/shm")
 # Filesystems whose files lie in memory, and how much of what is left there one may fill: programs need memory too.
 IN_MEMORY, FILLED = ("tmpfs", "ramfs"), 0.5
 CGROUPS = Path("/sys/fs/cgroup")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.node.code_digests import MODEL
-from fsbarrier.node.fingerprint import PACKAGES, Fingerprint
+from fsbarrier.node.fingerprint import CLOCKS_APART_S, PACKAGES, Fingerprint
 from fsbarrier.planning.cluster_plan import Cluster, Plan, make_plan
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.program import Context
@@ -23,8 +23,6 @@ from fsbarrier.settings.sections import Settings
 LITTLE_DISK, LITTLE_MEMORY = GIB // 4, GIB // 2
 # So much of an accelerator may be in use by the driver itself.
 IN_USE_BY_NOBODY = GIB
-# People compare the nodes' logs by their times. The doctor warns of the same difference.
-CLOCKS_S = 5.0
 
 Nodes = Mapping[int, Fingerprint]
 
@@ -135,7 +133,7 @@ def _shortages(nodes: Nodes, hosts: Mapping[int, str]) -> Iterator[Objection]:
     if used:
         yield Objection(False, "in use by others", ", ".join(used))
     ahead = {rank: one.clock_ahead_s for rank, one in nodes.items()}
-    if ahead and max(ahead.values()) - min(ahead.values()) > CLOCKS_S:
+    if ahead and max(ahead.values()) - min(ahead.values()) > CLOCKS_APART_S:
         text = ", ".join(f"{_name(rank, hosts)}: {seconds:+.1f} s" for rank, seconds in ahead.items())
         yield Objection(False, "clocks are apart", text)
 

@@ -18,7 +18,7 @@ import fsbarrier
 from fsbarrier import files
 from fsbarrier.host import accelerators
 from fsbarrier.host.identity import host_name
-from fsbarrier.host.memory import free_bytes, host_memory
+from fsbarrier.host.memory import SHARED_MEMORY, free_bytes, host_memory
 from fsbarrier.printable import printable
 from fsbarrier.protocol.wording import gib
 from fsbarrier.reading import GIB
@@ -137,7 +137,7 @@ def _processes(tree: Mapping[int, int]) -> Iterator[str]:
 def _memory(log_path: Path) -> Iterator[str]:
     total, free = host_memory()
     yield f"memory: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    for folder in (Path("/dev/shm"), Path("/tmp"), log_path):
+    for folder in (SHARED_MEMORY, Path("/tmp"), log_path):
         yield f"{folder}: {gib(free_bytes(folder))} may be written"
 
 

@@ -27,6 +27,8 @@ PACKAGES = {
     "peft": ("peft",),
     "torchao": ("torchao",),
 }
+# People compare the nodes' logs by their times. Clocks that are further apart than this are worth a warning.
+CLOCKS_APART_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)

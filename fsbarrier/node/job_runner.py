@@ -20,11 +20,10 @@ from fsbarrier.program import Context
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Part, WorkReport
 from fsbarrier.protocol.succession import STARTS
+from fsbarrier.rundir.log_tail import SHOWN_LINES
 
 # How long `cancel` waits. It exceeds supervisor.KILL_S, how long ending a program that hangs in the kernel may take.
 CANCEL_S = 60.0
-# How many lines of a failure's text become the "log" of the failed fact.
-LOG_LINES = 20
 
 
 @dataclass
@@ -150,4 +149,4 @@ class JobRunner:
 def failure(message: str) -> Payload:
     """A failed fact's value: the first line as the error, the last of the others as log lines."""
     first, *rest = message.splitlines() or ["failed"]
-    return {"error": first, "log": rest[-LOG_LINES:]}
+    return {"error": first, "log": rest[-SHOWN_LINES:]}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fsbarrier import files, stack_signal
 from fsbarrier.errors import Fenced, StoreError, UsageError
+from fsbarrier.host.memory import SHARED_MEMORY
 from fsbarrier.host.mounts import LOCAL, mount_of
 from fsbarrier.host.own_folder import SHORT_PLACE, own_folder, remove_abandoned
 from fsbarrier.host.private_folder import private_folder
@@ -20,9 +21,6 @@ from fsbarrier.protocol.facts import Payload
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
-
-# Where a copy of the newest weights costs no disk.
-IN_MEMORY = Path("/dev/shm")
 
 
 def run_node(
@@ -73,7 +71,7 @@ def _run_as(
             if private.passed_over:
                 print(f"fsbarrier: warning: {private.passed_over}; using {private.path}", flush=True)
             # Copies of weights, and sockets, of daemons that were killed: this run may have neither.
-            for shared_place in (IN_MEMORY, SHORT_PLACE):
+            for shared_place in (SHARED_MEMORY, SHORT_PLACE):
                 remove_abandoned(shared_place)
             name = f"{record.run_id[-8:]}-n{rank}"
             work_dir = stack.enter_context(own_folder(private.path, name))
@@ -99,7 +97,8 @@ def place_for_weights(settings: Settings, log_path: Path) -> Path | None:
         return None
     if wanted == "auto":
         elsewhere = mount_of(log_path).family.category != LOCAL
-        return IN_MEMORY if elsewhere and os.access(IN_MEMORY, os.W_OK | os.X_OK) else None
+        # A copy costs no disk there.
+        return SHARED_MEMORY if elsewhere and os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else None
     try:
         files.make_dirs(Path(wanted))
     except OSError as error:

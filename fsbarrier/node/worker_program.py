@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 # How often to check whether the job was cancelled, and whether the program shows a sign of life.
 WATCH_S = 0.25
-# How many of the last lines of a failed program's log people are shown.
-LOG_LINES = 20
 UPDATE = "fsbarrier.workers.update"
 NO_SECRETS = ("fsbarrier.aggregate", "fsbarrier.workers.prepare", UPDATE)
 
@@ -176,7 +174,7 @@ def _how_it_ended(code: int) -> str:
 
 
 def _end_of_log(child: Child | KeptProgram) -> str:
-    lines = (*child.last_log_lines(LOG_LINES), f"(from {child.log_file})")
+    lines = (*child.last_log_lines(), f"(from {child.log_file})")
     return "".join(f"\n{line}" for line in lines)
 
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsbarrier.engine.placement import check_arguments, replicas
+from fsbarrier.engine.server import ASLEEP_BYTES
 from fsbarrier.errors import UsageError
+from fsbarrier.host.memory import SHARED_MEMORY
 from fsbarrier.planning.memory import EXACT, Shard, UpdateLoad, choose_shard, shards_of
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.protocol.wording import gib
@@ -20,12 +22,8 @@ from fsbarrier.settings.sections import Settings, TrainerSettings
 
 # What an engine needs beside weights and cache: activations of one step, graphs, its context.
 ENGINE_BYTES = 2 * GIB
-# What an engine keeps on the accelerator while it sleeps and the trainer works.
-ASLEEP_BYTES = 2 * GIB
 # How far the search for enough nodes goes.
 MOST_NODES = 1024
-# Where a node keeps its copy of the new weights unless `checkpoint.weights_dir` says otherwise.
-IN_MEMORY = "/dev/shm"
 
 
 Change = Callable[[TrainerSettings], TrainerSettings]
@@ -156,7 +154,7 @@ def copies_weights(settings: Settings, cluster: Cluster) -> bool:
     place = settings.checkpoint.weights_dir
     if place == "auto":
         return settings.manages_engine and cluster.nodes > 1
-    return settings.manages_engine and Path(place).is_relative_to(IN_MEMORY)
+    return settings.manages_engine and Path(place).is_relative_to(SHARED_MEMORY)
 
 
 def update_load(shape: ModelShape, settings: Settings, cluster: Cluster) -> tuple[Shard, UpdateLoad]:

@@ -11,6 +11,8 @@ from fsbarrier.rundir.names import ATTEMPT_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 
 TAIL_BYTES = 64 * 1024
+# How many of the last lines of a failed program's log people are shown.
+SHOWN_LINES = 20
 
 
 def fit_for_terminal(line: str) -> str:

@@ -72,8 +72,8 @@ class KeptProgram:
     def log_file(self) -> Path:
         return self.child.log_file
 
-    def last_log_lines(self, lines: int = 20) -> list[str]:
-        return self.child.last_log_lines(lines)
+    def last_log_lines(self) -> list[str]:
+        return self.child.last_log_lines()
 
     @property
     def alive(self) -> bool:

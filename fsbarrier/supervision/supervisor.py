@@ -186,7 +186,7 @@ class Child:
         """For `selectors`: readable when `poll()` has news. -1 after the end."""
         return self._socket.fileno()
 
-    def last_log_lines(self, lines: int = 20) -> list[str]:
+    def last_log_lines(self, lines: int = log_tail.SHOWN_LINES) -> list[str]:
         """The last lines of its log since this start, from at most the last 64 KiB, fit for a terminal."""
         return log_tail.last_lines(self.log_file, lines, self._log_start)
 

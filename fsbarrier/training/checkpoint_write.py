@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fsbarrier import files
+from fsbarrier.engine.model import INDEX
 from fsbarrier.errors import ProgramFailed, first_line
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.hashed_file import FileDigest, HashedFile, digest_of
@@ -48,7 +49,6 @@ LARGEST_FILE, SMALLEST_FILE = 5 << 30, 256 << 20
 # What is not copied from one model folder to the next: weights, and what is always written anew.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 WRITTEN = frozenset({"config.json", "generation_config.json"})
-INDEX = "model.safetensors.index.json"
 FOLDERS = ("model", "trainer")
 # In a model's folder: the adapters that were merged into its weights.
 ADAPTER = "adapter"
