@@ -15,11 +15,12 @@ from fsbarrier.errors import Fenced
 from fsbarrier.node.collection import Collection
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.resume import LastGeneration
+from fsbarrier.node.silence import Silence
 from fsbarrier.node.work_runner import WorkRunner
 from fsbarrier.protocol.codec import decode, encode
-from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Member, Payload, Position
+from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Payload, Position
 from fsbarrier.protocol.machine import awaited, step
-from fsbarrier.protocol.membership import JOINING, silent_members
+from fsbarrier.protocol.membership import JOINING
 from fsbarrier.protocol.state import (
     Action,
     Announce,
@@ -34,7 +35,6 @@ from fsbarrier.protocol.state import (
     Propose,
     Publish,
     Rules,
-    Stage,
     View,
     WorkReport,
 )
@@ -66,6 +66,7 @@ class NodeLoop:
     node: Node = field(init=False)
     last_generation: LastGeneration = field(init=False)
     collection: Collection = field(init=False)
+    silence: Silence = field(init=False)
     exit: Exit | None = None
     counter: int = 0
     _pending: deque[Action] = field(default_factory=deque)
@@ -76,8 +77,6 @@ class NodeLoop:
     _nothing_to_do_in: View | None = None
     #: the listings showed where the run was so long ago that the facts from then are gone
     _listings_behind: bool = False
-    #: when the heartbeats were read in which suspects were last sought
-    _suspects_sought_at: float | None = None
     #: The incarnation in the heartbeats: the last one whose join record is surely this process's. While this node tries to
     #: join as the next one, another process of its rank may take that number.
     _announced: int = 0
@@ -89,8 +88,6 @@ class NodeLoop:
     _published: Fact | None = None
     _repeat_at: float = float("inf")
     _repeat_s: float = REPEAT_S
-    _suspected: set[Member] = field(default_factory=set)
-    _reported_hidden: bool = False
     #: the rows of this generation whose folder this node has made
     _rows_made: set[int] = field(default_factory=set)
     #: the row that this node entered last
@@ -101,6 +98,7 @@ class NodeLoop:
     def __post_init__(self) -> None:
         self.last_generation = LastGeneration(self.observer)
         self.collection = Collection(self.store, self.observer.paths, self.rules)
+        self.silence = Silence(self.observer)
 
     def start(self, now: float, claimed: int | None = None) -> None:
         """Join the run as the next incarnation of this rank; the observer has been prepared. Raises OSError.
@@ -147,10 +145,8 @@ class NodeLoop:
                 if self._look_later:
                     busy = not self._listings_behind
                     break
-        if self.observer.ledger.looked_at != self._suspects_sought_at:
-            self._suspects_sought_at = self.observer.ledger.looked_at
-            self._note_suspects(now)
-            self._note_hidden(now)
+        for event, fields in self.silence.events(self.node, now, self.rules.limits):
+            self.write_event(event, self.node, fields)
         if now >= self._repeat_at:
             self._repeat(now)
         return busy
@@ -327,8 +323,7 @@ class NodeLoop:
 
     def _entered(self, row: Entered) -> None:
         if row.begins:
-            # In a new generation, suspect members only by what this node sees from now on.
-            self._suspected.clear()
+            self.silence.begin()
             self._rows_made.clear()
             self._row = None
             self.collection.begin(row.generation)
@@ -351,16 +346,6 @@ class NodeLoop:
         row = self.rules.row(position, generation)
         return row.each is not None or (row.leader is not None and generation.leader == self.node.rank)
 
-    def _note_hidden(self, now: float) -> None:
-        """Say once why nothing goes on: others beat, and this mount does not show what they write."""
-        limits = self.rules.limits
-        hidden = {rank: now - since for rank, since in self.observer.hidden_beats.items()}
-        silent = [rank for rank, hidden_s in hidden.items() if hidden_s >= limits.suspect_s]
-        if silent and not self._reported_hidden:
-            self._reported_hidden = True
-            fields = {"hidden": sorted(silent), "hidden_s": round(max(hidden.values()), 3)}
-            self.write_event("heartbeats_hidden", self.node, fields)
-
     def _collect(self) -> None:
         """Remove what nobody needs any more because of the rows that this node has passed."""
         passed, self._passed = self._passed, []
@@ -368,25 +353,6 @@ class NodeLoop:
             # Nothing else depends on it: what cannot be removed now is removed an iteration later.
             with contextlib.suppress(OSError):
                 self.collection.collect(self.node.rank, generation, position, names)
-
-    def _note_suspects(self, now: float) -> None:
-        node, ledger = self.node, self.observer.ledger
-        if node.generation is None or node.stage is not Stage.RUNNING:
-            return
-        members, known = node.generation.members, self._suspected
-        silent = silent_members(members, node.rank, ledger, node.since, now, self.rules.limits.suspect_s)
-        self.observer.suspecting = bool(silent)
-        for member in members if silent or known else ():
-            suspect: dict[str, object] = {"suspect": member.rank, "host": member.host}
-            if member in silent:
-                if member not in known and ledger.state(member) not in ("finished", "stopped"):
-                    known.add(member)
-                    self.write_event(
-                        "node_suspected", node, {**suspect, "silent_s": round(silent[member], 3)}
-                    )
-            elif member in known:
-                known.discard(member)
-                self.write_event("node_recovered", node, suspect)
 
 
 def place(node: Node, position: Position | None, rules: Rules) -> dict[str, object]:
