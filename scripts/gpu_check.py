@@ -7,6 +7,8 @@ tiny model goes through the same on the CPU.
 It needs torch 2.11 or later, transformers 5 and safetensors, and nothing that they do not bring themselves: no vLLM, no network, no
 run directory, and of fsbarrier this checkout. With peft it tries LoRA too, with flash-attn packed micro-batches.
 
+The file is longer than others: who doubts a figure of the table finds in one place how it was taken.
+
 Exit code 0: every mode worked, or did not fit into memory. 1: one failed for another reason. 2: bad flags.
 """
 
@@ -40,6 +42,7 @@ from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.settings.sections import EngineSettings, LoraSettings, Settings, TrainerSettings
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.optimizer_step import train
+from fsbarrier.training.pinned_memory import OnHost
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.slices import local_part
 from fsbarrier.training.trainer import Trainer, update_load
@@ -62,7 +65,8 @@ PEAKS |= {"H100": 989, "A100": 312, "A10": 125, "L40S": 362, "L4": 121, "MI300X"
 # What a launcher tells its processes; each one here is alone.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
 MEMORY_WORDS = ("out of memory", "can't allocate memory", "alloc_failed")
-COLUMNS = ("tokens/s", "s/step", "MFU", "peak GiB", "reserved", "plan", "gradient", "write MB/s", "read MB/s")
+COLUMNS = ("tokens/s", "s/step", "MFU", "peak GiB", "reserved", "plan", "gradient", "left GiB", "move MB/s")
+COLUMNS += ("write MB/s", "read MB/s")
 
 Show = Callable[[str], None]
 
@@ -170,6 +174,8 @@ def train_mode(show: Show, mode: Mode, model: Path, out: Path, options: argparse
     began = finished(processes)
     train(trainer, rest, settings, model, lambda done: show(f"step {done + 1} of {options.steps}"))
     seconds, written_s = finished(processes) - began, None
+    show("making room for an engine")
+    left, speed = leave_and_come_back(trainer)
     needed = shape.parameters * (processes.serving_dtype.itemsize + (0 if mode.lora_rank else 12))
     if options.checkpoint and shutil.disk_usage(out.parent).free > needed:
         show("writing a checkpoint")
@@ -189,8 +195,26 @@ def train_mode(show: Show, mode: Mode, model: Path, out: Path, options: argparse
         f"{torch.cuda.max_memory_reserved() / GIB:.2f}" if card else "-",
         f"{update_load(model, settings, processes).total / GIB:.2f}",
         f"{first.grad_norm:.4g}",
+        left,
+        speed,
     ]
     return Measured(cells, written_s, bits_of(trainer))
+
+
+def leave_and_come_back(trainer: Trainer) -> tuple[str, str]:
+    """Move what is on the accelerator to the host and back, as a trainer that stays does for an engine: what torch still holds in between,
+    and how fast it went. Raises RuntimeError where it is not the same afterwards."""
+    before, began = bits_of(trainer), finished(trainer.processes)
+    on_host = OnHost.copied(trainer.model, trainer.backend.optimizer, trainer.processes.device)
+    size = sum(copy.numel() for _, copy in on_host.copies)
+    on_host.free()
+    memory = trainer.processes.accelerator_memory()
+    left = f"{torch.cuda.memory_reserved() / GIB:.2f}" if memory else "-"
+    on_host.move_back()
+    seconds = finished(trainer.processes) - began
+    if bits_of(trainer) != before:
+        raise RuntimeError("what came back from the host is not what was moved there")
+    return left, f"{2 * size / seconds / 1e6:,.2f}" if size else "-"
 
 
 def read_mode(

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from engine_bench import TINY, write_model
+from engine_bench import NEVER, TINY, write_model
 
 from fsbarrier.engine import command as engine_command
 from fsbarrier.engine import log as engine_log
@@ -21,7 +22,10 @@ from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachabl
 from fsbarrier.engine.command import Plan
 from fsbarrier.engine.engine import Engine
 from fsbarrier.engine.model import inspect
+from fsbarrier.engine.server import Server
 from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.host import accelerators
+from fsbarrier.host.accelerators import Accelerator, Released
 from fsbarrier.host.own_folder import PREFIX, remove_abandoned
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.workers.vllm_server import KeyGuard
@@ -329,3 +333,46 @@ def test_where_a_path_is_too_long_for_a_socket_there_is_a_folder_that_ends_with_
     assert folder.is_dir()
     engine.stop()
     assert not folder.exists() and engine._socket.parent == work
+
+
+# --- sleep ----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_trainer_keeps_of_the_accelerator_is_not_taken_for_the_engine_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container the driver tells no memory by process, so what was in use before counts: at the first sleep before the server's start,
+    at the next ones before it woke, when a trainer that stays was there already."""
+    used, seen = {"bytes": 1 << 30}, []
+
+    def detect(_: object) -> list[Accelerator]:
+        return [Accelerator(0, "nvidia", "H100", 80 << 30, used["bytes"])]
+
+    def wait_released(_: object, *, before: list[Accelerator], **__: object) -> Released:
+        seen.append(before[0].memory_used_bytes)
+        return Released(0.0, "level")
+
+    monkeypatch.setattr(accelerators, "detect", detect)
+    monkeypatch.setattr(accelerators, "wait_released", wait_released)
+    log_file = tmp_path / "log"
+    log_file.touch()
+    server = Server(
+        child=cast(Any, SimpleNamespace(log_file=log_file, pids=list)),
+        client=cast(Any, SimpleNamespace(call=lambda *_, **__: None)),
+        first_model=inspect(write_model(tmp_path / "m")),
+        start_timeout_s=1.0,
+        environ={},
+        accelerators_before=detect(None),
+        can_sleep=True,
+        stopping=NEVER,
+    )
+    for context_bytes in (1 << 30, 2 << 30):
+        assert not isinstance(server.fall_asleep(NEVER), str)
+        used["bytes"] += context_bytes
+        assert server.reload(server.first_model, NEVER) == ""
+        # Awake it takes nothing for granted.
+        used["bytes"] += 64 << 30
+        assert server.reload(server.first_model, NEVER) == ""
+        used["bytes"] -= 64 << 30
+    assert not isinstance(server.fall_asleep(NEVER), str)
+    assert [bytes_ >> 30 for bytes_ in seen] == [1, 2, 4]

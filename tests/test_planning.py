@@ -519,6 +519,18 @@ def test_more_than_the_host_has_is_refused_with_what_fits() -> None:
     assert "trainer.offload=optimizer (227.5 GiB of each node's memory)" in problem or " nodes" in problem
 
 
+def test_a_trainer_that_stays_has_its_part_of_the_host() -> None:
+    """Sharded over the node, its processes have 12 bytes a parameter together: 85 GiB, or 28 where the moments are on the host anyway."""
+    sharded = {"trainer.keep": "process", "trainer.shard": "node"}
+    made = plan(QWEN_7B, 1, accelerators=8, **sharded)
+    assert round(made.kept_on_host / GIB) == 85
+    assert "85.1 GiB for trainers that make room for the engine" in "\n".join(plan_text.lines(made))
+    moved = plan(QWEN_7B, 1, accelerators=8, **sharded, **{"trainer.offload": "optimizer"})
+    assert round(moved.kept_on_host / GIB) == 28 and round(moved.host / GIB) == 57
+    for chosen in ({}, {"trainer.keep": "auto"}):
+        assert plan(QWEN_7B, 1, accelerators=8, **chosen).kept_on_host == 0
+
+
 def test_impossible_engines_are_told() -> None:
     (problem, *_) = plan(QWEN_7B, 1, **{"engine.tensor_parallel_size": 16}).problems
     assert "over several nodes is not supported" in problem

@@ -153,6 +153,8 @@ class Server:
             self.client.call("POST", path, body, timeout_s=self.start_timeout_s, cancel=cancel)
 
         if self.asleep:
+            # What trainers that stay have of the accelerator by now, they will have when this server sleeps the next time.
+            self.accelerators_before = accelerators.detect(self.environ)
             post("/wake_up?tags=weights")
         post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model.path)}})
         if self.asleep:

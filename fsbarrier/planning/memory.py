@@ -187,6 +187,11 @@ class UpdateLoad:
         return {"reference": sharded, "gathered": gathered}
 
     @property
+    def held_between_updates(self) -> int:
+        """Bytes of the accelerator that a process which stays has when it computes nothing."""
+        return self.parts["weights"] + (self.parts["moments"] if self.offload == "none" else 0)
+
+    @property
     def on_host(self) -> int:
         """Bytes of the host's memory that this process's offloaded parts take."""
         if self.offload == "none":

@@ -400,8 +400,9 @@ class TrainerSettings(Section):
     processes_per_node: CountOrZero = setting(0, "Training processes a node; 0: one an accelerator, else 1.")
     keep: Literal["auto", "process", "nothing"] = setting(
         "auto",
-        "What stays from one update to the next: each training `process`, with the process group, the policy and the optimizer's state in "
-        "place, or `nothing`; auto: the process on CPUs. On accelerators it takes memory from the engine, and is untried.",
+        "What stays from one update to the next: each training `process`, with the process group, the policy and the optimizer's state, "
+        "or `nothing`; auto: the process on CPUs. On an accelerator that has no room for both, they wait in the host's memory while the "
+        "engine works; that is untried.",
     )
     timeout_s: Seconds = setting(1800.0, "Seconds after which a silent peer ends the process group.", AT_ONCE)
     command: CommandLine | None = setting(

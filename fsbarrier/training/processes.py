@@ -92,6 +92,15 @@ class Processes:
             here = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         return int(self.gather(torch.tensor([here], device=self.device)).max())
 
+    def accelerator_memory(self) -> tuple[int, int] | None:
+        """(free, all) bytes of this process's accelerator, whoever has the rest; None on a CPU."""
+        if self.device.type == "cpu":
+            return None
+        # What PyTorch keeps for later is not free for others.
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(free), int(total)
+
     def memory_bytes(self) -> int:
         """What one process may take at most: its accelerator's memory, or its part of the host's. The least of any process."""
         if self.device.type == "cuda":

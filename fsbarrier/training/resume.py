@@ -48,6 +48,7 @@ def go_on(
     agreed = all(gather_objects(held is not None and held.serves(policy, settings)))
     if not agreed or held is None or trainer_state is None:
         return None
+    held.trainer.come_back()
     return Beginning(held.trainer, model, checkpoints.newest_state(trainer_state.parent))
 
 

@@ -22,6 +22,7 @@ from fsbarrier.training.deepspeed_backend import DeepSpeedBackend, configuration
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
+from fsbarrier.training.pinned_memory import OnHost, bytes_for_engine
 from fsbarrier.training.policy_model import PolicyModel, packs
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout, choose_layout
@@ -44,6 +45,8 @@ class Trainer:
     # The adapters that are trained in the policy's place; None: the policy itself is trained.
     adapters: Adapters | None
     pace: Pace
+    # Where it is while the engine has the accelerator, if it had to leave it.
+    on_host: OnHost | None = None
 
     @classmethod
     def load(
@@ -137,6 +140,32 @@ class Trainer:
         if isinstance(self.backend, TorchBackend):
             optimizer.read_back(self.backend.optimizer)
         return checkpoints.identity(out.name, digest)
+
+    def leave_room(self, settings: Settings) -> bool:
+        """Whether the engine finds the memory that it needs while this process stays. What is in its way is moved to the host's memory."""
+
+        def there_is_room() -> bool:
+            memory = self.processes.accelerator_memory()
+            return memory is None or memory[0] >= bytes_for_engine(settings, memory[1])
+
+        if there_is_room():
+            return True
+        if isinstance(self.backend, DeepSpeedBackend):
+            # It has buffers of its own, which refer to the parameters' memory.
+            return False
+        try:
+            self.on_host = OnHost.copied(self.model, self.backend.optimizer, self.processes.device)
+        except RuntimeError:
+            # The host has no room either.
+            return False
+        self.on_host.free()
+        return there_is_room()
+
+    def come_back(self) -> None:
+        """Be as before `leave_room`. Raises torch.OutOfMemoryError."""
+        if self.on_host is not None:
+            self.on_host.move_back()
+            self.on_host = None
 
 
 def update_load(model_folder: Path, settings: Settings, processes: Processes) -> UpdateLoad:

@@ -22,6 +22,7 @@ from fsbarrier import files
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
+from fsbarrier.supervision.kept_program import JOBS
 from fsbarrier.supervision.worker_contract import Progress, run_worker
 from fsbarrier.training import save_plan
 from fsbarrier.training.batch import TrainingBatch
@@ -78,7 +79,7 @@ class Updates:
         self._held: Held | None = None
         # Of the host's memory after the first update that went on with what was held; 0: there was none yet.
         self._steady_bytes = 0
-        self._grows = False
+        self._fit = True
 
     def main(self, spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, object] | None:
         """One update."""
@@ -103,7 +104,7 @@ class Updates:
 
     def stay(self) -> bool:
         """Whether all processes are fit for another update."""
-        return not self._grows
+        return self._fit
 
     def _update(self, spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, object] | None:
         """This process's part of the update; the result from one process of each node."""
@@ -118,14 +119,18 @@ class Updates:
         totals = update.train(start, progress)
         trained = time.monotonic()
         new = update.save(start, on_node, trained)
+        peak = update.processes.peak_memory_bytes()
+        self._held = Held(start.trainer, new, update.settings)
+        fit = self._keeps_to_its_memory(went_on=went_on)
+        if JOBS in os.environ:
+            # This process takes other jobs, so it does not leave its memory to the engine by its end.
+            fit = fit and start.trainer.leave_room(update.settings)
+        self._fit = all(gather_objects(fit))
         times = {
             "load_s": loaded - update.started,
             "work_s": trained - loaded,
             "save_s": time.monotonic() - trained,
         }
-        self._held = Held(start.trainer, new, update.settings)
-        self._watch_memory(went_on=went_on)
-        peak = update.processes.peak_memory_bytes()
         if not update.processes.speaks_for_its_node:
             return None
         update.node.forget_before(spec["new_policy_version"] - 1)
@@ -139,13 +144,12 @@ class Updates:
             "memory_peak_gb": round(peak / 1e9, 3),
         }
 
-    def _watch_memory(self, *, went_on: bool) -> None:
+    def _keeps_to_its_memory(self, *, went_on: bool) -> bool:
         gc.collect()
         here = resident_bytes()
         if went_on and not self._steady_bytes:
             self._steady_bytes = here
-        grows = self._steady_bytes and here > GROWN * self._steady_bytes + SLACK_BYTES
-        self._grows = any(gather_objects(bool(grows)))
+        return not self._steady_bytes or here <= GROWN * self._steady_bytes + SLACK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
