@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from fsbarrier import files
+from fsbarrier.protocol.facts import Fact
+from fsbarrier.rundir.record_store import PosixStore
 
 PROCESSES, NAMES = 4, 50
 
@@ -278,3 +280,22 @@ def test_two_who_append_do_not_overwrite_each_other(tmp_path: Path) -> None:
         os.close(first)
         os.close(second)
     assert (tmp_path / "log").read_bytes() == b"line\n" * 3
+
+
+def test_a_record_that_is_a_folder_is_read_and_removed_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As records are made where there are no hard links; what a process left that was killed is no record."""
+
+    def no_links(*names: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    store, path = PosixStore(), tmp_path / "facts" / "iter-000001.node-0000.done"
+    store.make_dir(path.parent)
+    assert store.create(path, Fact(0, 1, "done")) and path.is_dir()
+    files.temporary_beside(path).mkdir()
+    assert store.names(path.parent) == [path.name]
+    assert store.read(path, Fact) == Fact(0, 1, "done")
+    store.remove(path)
+    assert store.names(path.parent) == []

@@ -278,6 +278,23 @@ def test_whoever_leaves_before_a_collective_is_lost_all_the_same(tmp_path: Path)
         assert isinstance(error, fsbarrier.PeerLost) and error.rank == 0 and "it left the group" in str(error)
 
 
+def test_whoever_came_and_left_is_not_lost_to_those_who_wait_for_another(tmp_path: Path) -> None:
+    trio = Trio(tmp_path)
+    trio.old.old = False
+    for rank in (0, 1):
+        trio.call(rank, 1)
+    trio.look(0, 1)
+    trio.look(0, 1)
+    trio.leave(1)
+    for _ in range(4):
+        trio.look(0, 2)
+    assert trio.members[0].snapshot.outcome is None
+    trio.call(2, 1)
+    for _ in range(4):
+        trio.look(0, 2)
+    assert trio.outcome(0) == trio.outcome(2) == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [(b"fsbarrier/3 generation 2 0\n{}", "record format 3"), (b"", "empty")],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -64,13 +66,20 @@ def test_a_node_that_does_not_beat_is_not_alive(tmp_path: Path) -> None:
 
 
 class FullDisk(PosixStore):
-    """A shared directory in which nothing can be written while `full`."""
+    """A shared directory in which nothing can be written while `full`; a heartbeat's write hangs until `writable` where that is clear."""
 
     full = False
+
+    def __init__(self) -> None:
+        self.writable, self.hanging = threading.Event(), threading.Semaphore(0)
+        self.writable.set()
 
     def put(self, path: Path, record: Record, *, durable: bool = False) -> None:
         if self.full:
             raise OSError(errno.ENOSPC, "No space left on device")
+        if not self.writable.is_set():
+            self.hanging.release()
+            self.writable.wait()
         super().put(path, record, durable=durable)
 
     def create(self, path: Path, record: Record) -> bool:
@@ -79,13 +88,13 @@ class FullDisk(PosixStore):
         return super().create(path, record)
 
 
-@pytest.mark.parametrize("full_s, lost", [(60, False), (200, True)])
-def test_whoever_cannot_write_a_heartbeat_takes_nobody_for_dead(
-    tmp_path: Path, full_s: int, lost: bool
-) -> None:
-    """A shared disk is full for a while: the first node that can write again must not go on without the others. But each wait ends."""
-    paths, store, events = RunPaths(tmp_path), FullDisk(), list[str]()
-    rules = Rules(Program("one", (Phase(0, "work", each=lambda context: Value({})),)), 2)
+ENDLESS = Phase(0, "work", each=lambda context: Value({}))
+
+
+def started(root: Path, store: PosixStore, events: list[str], row: Phase = ENDLESS) -> list[NodeLoop]:
+    """Two nodes of a run of one row."""
+    paths = RunPaths(root)
+    rules = Rules(Program("one", (row,)), 2)
 
     def start(rank: int) -> NodeLoop:
         observer = Observer(store, paths, rules.table, Paces(0.0, 0.0))
@@ -97,7 +106,16 @@ def test_whoever_cannot_write_a_heartbeat_takes_nobody_for_dead(
         loop.start(0.0)
         return loop
 
-    loops = [start(0), start(1)]
+    return [start(0), start(1)]
+
+
+@pytest.mark.parametrize("full_s, lost", [(60, False), (200, True)])
+def test_whoever_cannot_write_a_heartbeat_takes_nobody_for_dead(
+    tmp_path: Path, full_s: int, lost: bool
+) -> None:
+    """A shared disk is full for a while: the first node that can write again must not go on without the others. But each wait ends."""
+    store, events = FullDisk(), list[str]()
+    loops = started(tmp_path, store, events)
     for second in range(10 + full_s + 20):
         store.full = 10 <= second < 10 + full_s
         for loop in loops:
@@ -106,3 +124,90 @@ def test_whoever_cannot_write_a_heartbeat_takes_nobody_for_dead(
                 loop.tick(float(second))
     assert ("node_lost" in events) == lost
     assert (tmp_path / "coordination" / "generations" / "gen-000002.json").exists() == lost
+
+
+@pytest.mark.parametrize("fails", ["create", "journal"])
+def test_a_proposal_that_failed_is_made_anew_from_what_is_seen_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Node 1 was silent, and node 0 could not create the generation without it. When it can, node 1 has been heard again."""
+    store, events = FullDisk(), list[str]()
+    loops, create = started(tmp_path, store, events), store.create
+    failing = False
+
+    def refuse() -> None:
+        if failing:
+            raise OSError(errno.EIO, "Input/output error")
+
+    def creating(path: Path, record: Record) -> bool:
+        if fails == "create" and path.parent.name == "generations":
+            refuse()
+        return create(path, record)
+
+    def noting(event: str, node: object, fields: object) -> None:
+        if fails == "journal":
+            refuse()
+        events.append(event)
+
+    monkeypatch.setattr(store, "create", creating)
+    loops[0].write_event = noting
+    for second in range(60):
+        failing = 20 <= second < 40
+        for loop in loops[: 1 if 10 <= second < 30 else 2]:
+            loop.write_beat(loop.beat(), store, float(second))
+            with contextlib.suppress(OSError):
+                loop.tick(float(second))
+    assert events.count("generation_started") == 2 and "node_lost" in events
+    assert os.listdir(tmp_path / "coordination" / "generations") == ["gen-000001.json"]
+
+
+def test_whoever_hangs_in_the_write_of_a_heartbeat_takes_nobody_for_dead(tmp_path: Path) -> None:
+    """The server lets nobody write for a while, and answers what is read: the first write that comes through must not be a generation
+    without the others."""
+    store, events, threads = FullDisk(), list[str](), list[threading.Thread]()
+    loops = started(tmp_path, store, events)
+
+    def write_beats(now: float) -> None:
+        threads[:] = [
+            threading.Thread(target=loop.write_beat, args=(loop.beat(), store, now)) for loop in loops
+        ]
+        for thread in threads:
+            thread.start()
+
+    for second in range(100):
+        if second == 20:
+            store.writable.clear()
+            write_beats(20.0)
+            for _ in loops:
+                assert store.hanging.acquire(timeout=60)
+        elif second == 70:
+            store.writable.set()
+            for thread in threads:
+                thread.join()
+        if not 20 <= second < 70:
+            for loop in loops:
+                loop.write_beat(loop.beat(), store, float(second))
+        for loop in loops:
+            loop.tick(float(second))
+    assert events.count("generation_started") == 2 and "node_lost" not in events
+
+
+class HiddenFacts(PosixStore):
+    """A mount that never shows what node 0 published."""
+
+    def names(self, directory: Path) -> list[str]:
+        return [name for name in super().names(directory) if not name.endswith("node-0000.done")]
+
+
+def test_whoever_waits_in_the_last_row_passes_it_with_those_who_have_finished(tmp_path: Path) -> None:
+    """Its mount does not show what they published there, and they have gone: they are not lost, and the run is done."""
+    events = list[str]()
+    loops = started(tmp_path, PosixStore(), events, Phase(0, "last"))
+    loops[1].observer.store = loops[1].store = HiddenFacts()
+    for second in range(40):
+        for loop in loops:
+            loop.write_beat(loop.beat(), PosixStore(), float(second))
+            if loop.exit is None:
+                loop.tick(float(second))
+    assert [loop.exit and loop.exit.state for loop in loops] == ["finished", "finished"]
+    assert "node_lost" not in events

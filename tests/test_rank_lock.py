@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 
+from fsbarrier import reading
 from fsbarrier.errors import UsageError
 from fsbarrier.host import mounts
 from fsbarrier.host.identity import host_name
@@ -67,6 +68,45 @@ def test_a_daemon_in_another_container_of_this_host_is_left_alone(
         finally:
             ended.set()
             thread.join()
+
+
+@pytest.mark.parametrize("older", [None, "left"])
+def test_a_heartbeat_that_is_met_in_its_replacement_is_watched(
+    record: RunRecord, monkeypatch: pytest.MonkeyPatch, older: str | None
+) -> None:
+    """It cannot be read in that moment, and belongs to a node that lives, whatever an older start of the rank said last."""
+    if older is not None:
+        beat(record, 3, 9, older)
+    beat(record, 4, 1)
+    path, ended, half, read = record.paths.beat(2, 4), threading.Event(), [True, True], reading.read_bytes
+
+    def beating() -> None:
+        counter = 1
+        while not ended.wait(0.01):
+            beat(record, 4, counter := counter + 1)
+
+    def read_half(found: Path, most: int) -> bytes:
+        data = read(found, most)
+        return data[:-5] if found == path and half and half.pop() else data
+
+    monkeypatch.setattr(reading, "read_bytes", read_half)
+    thread = threading.Thread(target=beating)
+    thread.start()
+    try:
+        with pytest.raises(UsageError, match="already running on"):
+            hold_rank(record.log_path, record.run_id, 2, FOREVER_S).__enter__()
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_heartbeat_that_stays_torn_keeps_nobody_out(record: RunRecord) -> None:
+    beat(record, 3, 9)
+    beat(record, 4, 1)
+    path = record.paths.beat(2, 4)
+    path.write_bytes(path.read_bytes()[:-5])
+    with hold_rank(record.log_path, record.run_id, 2, 0.1):
+        pass
 
 
 def test_what_held_this_lock_last_is_dead_and_not_watched(record: RunRecord) -> None:

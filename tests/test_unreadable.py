@@ -154,18 +154,69 @@ def test_a_stop_that_cannot_be_read_is_one_all_the_same(tmp_path: Path, name: st
     assert stop is None or (not stop.now and "000001.json cannot be read: no record of fsbarrier" in stop.who)
 
 
-def test_a_stop_of_another_user_that_this_one_may_not_read_ends_no_node_by_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Example: root calls `fsbarrier stop`. Such a request counts as one that cannot be read."""
-    read = files.read_created
+@pytest.fixture
+def forbidden(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What another user wrote, like root, so that this one may not read it: files with these words in their paths."""
+    words, read = set[str](), files.read_created
 
-    def forbidden(path: Path) -> bytes:
-        if path.parent.name == "stops":
+    def reading(path: Path) -> bytes:
+        if any(word in str(path) for word in words):
             raise PermissionError(13, "Permission denied", str(path))
         return read(path)
 
-    monkeypatch.setattr(files, "read_created", forbidden)
+    monkeypatch.setattr(files, "read_created", reading)
+    return words
+
+
+def test_a_start_of_another_user_ends_nobody(tmp_path: Path, forbidden: set[str]) -> None:
+    """Example: node 1 is started as root in a container. Nobody can take it in, and the others go on."""
+    forbidden.add("node-0001")
+    agent = node_loop(tmp_path)
+    paths, store = agent.observer.paths, agent.store
+    store.create(paths.generation(1), Generation(1, (Member(0, 1),), 0, Position(1, 0), "start", until=9))
+    store.put(paths.join(1, 1), Join(1, 1, "host", 1, "boot"))
+    for second in range(20):
+        store.put(paths.beat(1, 1), Beat(1, 1, second, "host", 1, "joining"))
+        agent.tick(float(second))
+    assert agent.exit is not None and agent.exit.reason == "9 iterations are done"
+
+
+def test_a_generation_of_another_user_is_named_with_what_to_do(tmp_path: Path, forbidden: set[str]) -> None:
+    forbidden.add("gen-000001")
+    agent = node_loop(tmp_path)
+    generation = agent.observer.paths.generation(1)
+    agent.store.create(generation, Generation(1, (Member(0, 1),), 0, Position(1, 0), "start"))
+    for second in range(20):
+        agent.tick(float(second))
+    assert agent.exit is not None and agent.exit.code == 3
+    assert agent.exit.reason.startswith(
+        f"{generation} cannot be read for 15 s: Permission denied: another user"
+    )
+    assert "--shared-group" in agent.exit.reason
+
+
+def test_a_failure_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
+    """Others who can read it go on without this node; without an end it would wait for ever."""
+    agent = node_loop(tmp_path, rank=1)
+    paths, store = agent.observer.paths, agent.store
+    members = (Member(0, 1), Member(1, 1))
+    store.create(paths.generation(1), Generation(1, members, 0, Position(1, 0), "start"))
+    fact = agent.observer.row_dir(1, Position(1, 0)) / fact_name(1, 0, "failed")
+    store.make_dir(fact.parent)
+    store.put(fact, Fact(0, 1, "failed"))
+    cut(fact)
+    for second in range(30):
+        store.put(paths.beat(0, 1), Beat(0, 1, second, "host", 1, "running", 1, 1, 0))
+        agent.tick(float(second))
+    assert agent.exit is not None
+    assert agent.exit.code == 3 and agent.exit.reason.startswith(f"{fact} cannot be read")
+
+
+def test_a_stop_of_another_user_that_this_one_may_not_read_ends_no_node_by_an_error(
+    tmp_path: Path, forbidden: set[str]
+) -> None:
+    """Example: root calls `fsbarrier stop`. Such a request counts as one that cannot be read."""
+    forbidden.add("/stops/")
     observer = Observer(PosixStore(), RunPaths(tmp_path), RULES.table)
     observer.prepare()
     observer.learn_join(Join(0, 1, "host", 1, "boot"))

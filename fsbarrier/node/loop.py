@@ -49,6 +49,10 @@ from fsbarrier.rundir.record_store import Store
 #: write comes after twice the time.
 REPEAT_S = 5.0
 
+#: Actions that leave the node as it is, so that the state machine asks for them as long as there is reason to. Example: node 2 was
+#: silent, and an outage keeps node 0 from creating the generation without it. After the outage node 2 is heard again.
+ASKED_AGAIN = (Propose, FindResumePoint)
+
 #: writes an event, the node as it is then, and the event's fields to the journal
 WriteEvent = Callable[[str, Node, Payload], None]
 
@@ -122,7 +126,8 @@ class NodeLoop:
     def tick(self, now: float) -> bool:
         """Look once and do what follows from it. True if anything happened. Raises OSError when the filesystem fails.
 
-        If an action fails, it and those after it come first at the next tick: the state machine will not ask for them again.
+        If an action fails, it and those after it come first at the next tick: the state machine will not ask for them again. Those
+        that it does ask for again (`ASKED_AGAIN`), from what can be seen by then, are dropped.
         """
         # Old facts are removed here, after the row was passed, so that no member waits for it.
         self._collect()
@@ -160,7 +165,11 @@ class NodeLoop:
         while pending:
             # The action may change what this node sees, so the last view no longer holds.
             self.observer.last_view = None
-            self._perform(pending[0], now)
+            try:
+                self._perform(pending[0], now)
+            except OSError:
+                self._pending = deque(action for action in pending if not isinstance(action, ASKED_AGAIN))
+                raise
             pending.popleft()
 
     def _repeat(self, now: float) -> None:
@@ -179,8 +188,10 @@ class NodeLoop:
     def beat(self) -> Beat:
         """The next heartbeat."""
         self.counter += 1
+        # In this order: once the exit is set the node is as it ended, so that "finished" stands beside the generation that is.
+        ended = self.exit
         node = self.node
-        state = self.exit.state if self.exit is not None else node.stage
+        state = ended.state if ended is not None else node.stage
         if self._announced != node.incarnation and state == JOINING:
             # It is leaving its old generation. Nobody may admit the incarnation that was in it.
             state = "leaving"
@@ -191,11 +202,10 @@ class NodeLoop:
     def write_beat(self, beat: Beat, store: Store, now: float) -> None:
         """Write a heartbeat. Where that fails, the loop meets the same filesystem, and decides what follows."""
         observer = self.observer
-        try:
+        # Noted before, because a write may also hang.
+        observer.unheard_since = observer.unheard_since or now
+        with contextlib.suppress(OSError):
             store.put(observer.paths.beat(beat.rank, beat.incarnation), beat)
-        except OSError:
-            observer.unheard_since = observer.unheard_since or now
-        else:
             observer.unheard_since = None
 
     def _announce(self, incarnation: int) -> bool:

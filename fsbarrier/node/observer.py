@@ -6,7 +6,6 @@ a look at them is due. While nothing happens all paces slow down to one look a b
 
 from __future__ import annotations
 
-import contextlib
 import errno
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from fsbarrier.protocol.facts import (
     R,
     StopRequest,
 )
-from fsbarrier.protocol.membership import Ledger, left_to_others
+from fsbarrier.protocol.membership import FINISHED, Ledger, left_to_others
 from fsbarrier.protocol.rows import Table
 from fsbarrier.protocol.state import WATCHING, Node, Part, ResumePoint, Stage, Unreadable, View, WorkReport
 from fsbarrier.protocol.stops import concerns, missed_by
@@ -78,8 +77,10 @@ class Observer:
     _learnt: set[str] = field(default_factory=set)
     #: ranks whose heartbeats are listed and can no longer be read, and since when
     hidden_beats: Mapping[int, float] = field(default_factory=dict)
-    #: since when this node's own heartbeats cannot be written; None: the last one was
+    #: since when this node tries to write a heartbeat; None: the last one is written
     unheard_since: float | None = None
+    #: generations whose last row was passed, as a member's last heartbeat says
+    _finished: set[int] = field(default_factory=set)
     _stops: dict[str, StopRequest] = field(default_factory=dict)
     #: the keys of all requests to say what this node's processes do, which the daemon answers
     debug_requests: set[str] = field(default_factory=set)
@@ -186,6 +187,10 @@ class Observer:
             failures = [name for name in names if name.endswith(".failed")]
             if self._read_failures(generation, row, failures, now):
                 row.names = names
+        if generation.number in self._finished and len(row.arrived) < len(generation.members):
+            # Somebody passed this row, the last of all: all facts are there, also where this mount does not list them for long.
+            self.last_view = None
+            row.arrived = frozenset(generation.ranks)
         row.leaders_fact = None
         if node.part is Part.ANNOUNCED and len(row.arrived) == len(generation.members):
             self.last_view = None
@@ -292,10 +297,7 @@ class Observer:
         One that could not be read when this node started was made for an earlier session.
         """
         path = self.paths.stops / name
-        request = None
-        # Another user may have asked, like root.
-        with contextlib.suppress(PermissionError):
-            request = self.store.read(path, StopRequest)
+        request = self.store.read(path, StopRequest)
         since = None if request is not None else self._unreadable_stops.setdefault(name, now)
         if now is not None and since is not None and now - since >= self.paces.unreadable_s:
             why = self.store.fault(path, StopRequest).why
@@ -357,9 +359,9 @@ class Observer:
         else:
             self._looked_at_all = now
         beats, unread = self.read_beats(spared, now)
-        since, paces = self.unheard_since, self.paces
-        unheard = since is not None and now - since < paces.outage_s
-        self.ledger = self.ledger.observe(beats, now, now, paces.blind_s, unread, left_out, unheard=unheard)
+        unheard, blind_s = self.paces.unheard(self.unheard_since, now), self.paces.blind_s
+        self.ledger = self.ledger.observe(beats, now, now, blind_s, unread, left_out, unheard=unheard)
+        self._finished.update(beat.generation for beat in beats.values() if beat.state == FINISHED)
 
     def read_beats(
         self, spared: Set[int] = frozenset(), now: float | None = None

@@ -27,6 +27,10 @@ class Paces:
     #: for so long a node that cannot write its own heartbeats counts nobody's silence
     outage_s: float = OUTAGE_S
 
+    def unheard(self, since: float | None, now: float) -> bool:
+        """Whether nobody's silence counts, since this node has tried to write a heartbeat from `since` on (None: it is written)."""
+        return since is not None and self.blind_s <= now - since < self.outage_s
+
 
 def eagerness(num_nodes: int) -> float:
     """For `Paces.eager`. While they start, all nodes read all heartbeats: the more nodes, the less often each may do it."""

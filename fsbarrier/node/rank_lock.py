@@ -18,7 +18,7 @@ from fsbarrier import reading
 from fsbarrier.errors import UsageError
 from fsbarrier.host.mounts import LOCAL, mount_of_resolved
 from fsbarrier.host.private_folder import private_folder
-from fsbarrier.rundir.heartbeats import live_nodes, read_beats
+from fsbarrier.rundir.heartbeats import live_nodes, read_newest_starts
 
 
 class RankTaken(UsageError):
@@ -77,7 +77,7 @@ def hold_rank(root: Path, run_id: str, rank: int, watch_s: float) -> Iterator[Ra
     private = private_folder().path
     lock_file = private / f"{name}.lock"
     lock = filelock.FileLock(lock_file, mode=0o600)
-    beat = read_beats(root, rank).get(rank)
+    start, beat = next(iter(read_newest_starts(root, rank)), (None, None))
     try:
         with _folder_lock(private, fcntl.LOCK_SH):
             lock.acquire(timeout=0)
@@ -89,7 +89,7 @@ def hold_rank(root: Path, run_id: str, rank: int, watch_s: float) -> Iterator[Ra
     try:
         _remove_locks_of_gone_runs(private)
         held = RankLock(lock_file.with_suffix(".holder"), run_id, real)
-        proven = beat is None or held.last_start_was(beat.incarnation)
+        proven = start is None or held.last_start_was(start.incarnation)
         if not proven and (alive := live_nodes(root, watch_s, rank)):
             raise RankTaken(
                 f"node {rank} of {root} is already running on {alive[0].host}, process {alive[0].pid}; "

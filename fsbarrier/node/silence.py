@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fsbarrier.node.observer import Observer
 from fsbarrier.protocol.facts import Member, Payload
-from fsbarrier.protocol.membership import Limits, silent_members
+from fsbarrier.protocol.membership import FINISHED, Limits, silent_members
 from fsbarrier.protocol.state import Node, Stage
 
 
@@ -43,7 +43,7 @@ class Silence:
         for member in members if silent or known else ():
             suspect = {"suspect": member.rank, "host": member.host}
             if member in silent:
-                if member not in known and ledger.state(member) not in ("finished", "stopped"):
+                if member not in known and ledger.state(member) not in (FINISHED, "stopped"):
                     known.add(member)
                     yield "node_suspected", {**suspect, "silent_s": round(silent[member], 3)}
             elif member in known:

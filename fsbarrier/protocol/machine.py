@@ -29,7 +29,7 @@ from dataclasses import replace
 from fsbarrier.errors import EXIT_DONE, Fenced, StoreError, TooFewNodes, UsageError
 from fsbarrier.protocol.facts import Fact, Generation, Member, Payload, Position, Verdict
 from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
-from fsbarrier.protocol.membership import GONE, occupied
+from fsbarrier.protocol.membership import FINISHED, GONE, occupied
 from fsbarrier.protocol.revisions import MASTER, revision_as_fields
 from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.situation import Situation
@@ -258,7 +258,7 @@ def end_when_too_late(at: Situation) -> Step | None:
     """The generation that this node waited for has finished the run in the meantime. Only one that it saw at work counts."""
     if not at.node.saw_others_at_work or at.view.newest is None:
         return None
-    finished = any(at.view.ledger.state(member) == "finished" for member in at.others)
+    finished = any(at.view.ledger.state(member) == FINISHED for member in at.others)
     return _nothing_to_do(at, at.view.newest.until) if finished else None
 
 
@@ -364,7 +364,7 @@ def form_a_generation(at: Situation) -> Step | None:
 def _nothing_to_do(at: Situation, until: int | None) -> Step:
     assert until is not None
     done = f"the run has already done its {counted(until, 'iteration')}; a larger --iterations goes on"
-    return replace(at.node, stage=Stage.ENDED), (Exit(EXIT_DONE, "finished", done),)
+    return replace(at.node, stage=Stage.ENDED), (Exit(EXIT_DONE, FINISHED, done),)
 
 
 # --- RUNNING: the generation changes ---------------------------------------------------------------------------------------
@@ -435,7 +435,7 @@ def release(at: Situation) -> Step | None:
     if position.phase == last and generation.until is not None and position.iteration >= generation.until:
         are = "is" if position.iteration == 1 else "are"
         done = f"{counted(position.iteration, 'iteration')} {are} done"
-        return replace(node, stage=Stage.ENDED), (*passed, Exit(EXIT_DONE, "finished", done))
+        return replace(node, stage=Stage.ENDED), (*passed, Exit(EXIT_DONE, FINISHED, done))
     if position.phase < last:
         following = Position(position.iteration, position.phase + 1)
         part, actions = _begin(at, at.rules.row(following, generation))

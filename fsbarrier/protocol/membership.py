@@ -15,8 +15,10 @@ from fsbarrier.protocol.timing import DEAD_S, JOIN_TIMEOUT_S, OUTAGE_S, REJOIN_T
 
 #: the state of a node that waits to be taken in, under the incarnation that its heartbeat names
 JOINING = "joining"
+#: the state of a node that ended because nothing was left to do; under a generation's number, because it passed that one's last row
+FINISHED = "finished"
 #: states in which a node has gone for good
-GONE = frozenset({"left", "finished", "stopped", "broken"})
+GONE = frozenset({"left", FINISHED, "stopped", "broken"})
 #: the one of them after which the peers need a new generation at once. A node in another of these states has left on disk all
 #: that its peers wait for: they have `dead_s` to find it
 DESERTED = frozenset({"left"})

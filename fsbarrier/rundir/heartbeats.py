@@ -66,9 +66,15 @@ class HeartbeatReader:
 
 def read_beats(log_path: Path, rank: int | None = None) -> dict[int, Beat]:
     """The last heartbeat of each rank (of `rank` alone, if given) in a run; unreadable ones are left out. Raises OSError."""
-    reader = HeartbeatReader(PosixStore(), RunPaths(log_path).beats)
-    found = retry(lambda: [*reader.read(lambda newest: rank is None or newest.rank == rank)], errnos=FAILING)
+    found = read_newest_starts(log_path, rank)
     return {start.rank: beat for start, beat in found if beat is not None}
+
+
+def read_newest_starts(log_path: Path, rank: int | None = None) -> list[tuple[StartName, Beat | None]]:
+    """Of each rank (of `rank` alone, if given) the newest start that has beaten, and the newest heartbeat that can be read now, which may
+    be an older start's. Raises OSError."""
+    reader = HeartbeatReader(PosixStore(), RunPaths(log_path).beats)
+    return retry(lambda: [*reader.read(lambda newest: rank is None or newest.rank == rank)], errnos=FAILING)
 
 
 def iteration_of_others(log_path: Path, rank: int) -> int:
@@ -80,19 +86,30 @@ def iteration_of_others(log_path: Path, rank: int) -> int:
 def live_nodes(log_path: Path, watch_s: float, rank: int | None = None) -> list[Beat]:
     """The nodes (`rank` alone, if given) whose counter moves within `watch_s` seconds; for commands that are no node themselves.
 
-    Returns as soon as every node is seen to be alive or gone. Raises OSError.
+    Returns as soon as every node is seen to be alive or gone. One whose heartbeat is listed and cannot be read may be alive: it may be
+    about to be replaced. Raises OSError.
     """
-    first = read_beats(log_path, rank)
-    unknown = {rank for rank, beat in first.items() if beat.state not in GONE}
-    alive: dict[int, Beat] = {}
+    before, alive = _beats_of_newest_starts(log_path, rank), dict[int, Beat]()
+    unknown = {node for node, beat in before.items() if beat is None or beat.state not in GONE}
     pause, deadline = threading.Event(), time.monotonic() + watch_s
     while unknown - alive.keys() and time.monotonic() < deadline:
         pause.wait(LOOK_S)
-        for node, beat in read_beats(log_path, rank).items():
-            old = first.get(node)
-            if old is None or (beat.incarnation, beat.counter) != (old.incarnation, old.counter):
-                if beat.state in GONE:
-                    unknown.discard(node)
-                else:
-                    alive[node] = beat
+        for node, beat in _beats_of_newest_starts(log_path, rank).items():
+            if beat is None:
+                continue
+            if beat.state in GONE:
+                unknown.discard(node)
+            elif node in before and before[node] is None:
+                # It can be read for the first time: whether it moves shows from here on.
+                before[node] = beat
+            elif beat != before.get(node):
+                alive[node] = beat
     return [alive[node] for node in sorted(alive)]
+
+
+def _beats_of_newest_starts(log_path: Path, rank: int | None) -> dict[int, Beat | None]:
+    """None where the newest start's heartbeat cannot be read; what an older start wrote last says nothing of it. Raises OSError."""
+    return {
+        start.rank: beat if beat is not None and beat.incarnation == start.incarnation else None
+        for start, beat in read_newest_starts(log_path, rank)
+    }

@@ -17,8 +17,8 @@ from fsbarrier.protocol.codec import CorruptRecord, Fault, decode, encode
 from fsbarrier.protocol.facts import R, Record
 from fsbarrier.reading import NotPlain
 
-#: errors that a reader may get while a writer replaces the file; every other error is raised
-REPLACED = frozenset({errno.ENOENT, errno.ESTALE})
+#: errors of one record: its writer is replacing the file, or is another user; every other error is the mount's, and is raised
+OF_ONE_RECORD = frozenset({errno.ENOENT, errno.ESTALE, errno.EACCES, errno.EPERM})
 
 
 class Store(Protocol):
@@ -86,7 +86,7 @@ class PosixStore:
         except CorruptRecord:
             return None
         except OSError as error:
-            if error.errno in REPLACED:
+            if error.errno in OF_ONE_RECORD:
                 return None
             raise
 
@@ -101,6 +101,10 @@ class PosixStore:
             self._read(path, cls)
         except CorruptRecord as error:
             return error.fault
+        except PermissionError as error:
+            return Fault(
+                f"{error.strerror}: another user wrote it; start all nodes as one user, or with --shared-group"
+            )
         except OSError as error:
             return Fault(f"{error.strerror or error}, although it is listed")
         return Fault("it does not fit its name, or this run's program")

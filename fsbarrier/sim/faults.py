@@ -162,7 +162,7 @@ def draw_old_view(seed: int, mix: Collection[str], nodes: int, iterations: int) 
 class StaleHandles:
     """Files that a host cannot read for a while, with a random generator of its own; each read of a file asks it.
 
-    A record is then not there yet (record_store.REPLACED), also one that this host has read before.
+    A record is then not there yet (record_store.OF_ONE_RECORD), also one that this host has read before.
     """
 
     def __init__(self, seed: int, mix: Collection[str], struck: set[str]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fsbarrier.protocol.codec import CorruptRecord, Fault, decode
 from fsbarrier.protocol.facts import R, Record
-from fsbarrier.rundir.record_store import REPLACED
+from fsbarrier.rundir.record_store import OF_ONE_RECORD
 from fsbarrier.sim.disk import Content, Directory, Disk, File, SimPath, as_record
 
 # in the names of all that belongs to rows
@@ -141,7 +141,7 @@ class Client:
             try:
                 after = self.alarm("read", path)
             except OSError as error:
-                if error.errno in REPLACED:
+                if error.errno in OF_ONE_RECORD:
                     self._unread(path)
                     return None
                 raise
