@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -67,10 +67,10 @@ def model_of(seed: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=False))
 
 
-def shard(model: Qwen2ForCausalLM, mode: str, world: int) -> None:
+def shard(model: Qwen2ForCausalLM, mode: str, world: int, per_node: int = 0) -> None:
     if mode == "none":
         return
-    per_node = 2 if world % 2 == 0 else 1
+    per_node = per_node or (2 if world % 2 == 0 else 1)
     shape, names = {
         "all": ((world,), ("all",)),
         "node": ((world // per_node, per_node), ("nodes", "node")),
@@ -81,9 +81,11 @@ def shard(model: Qwen2ForCausalLM, mode: str, world: int) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def train(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer) -> None:
+def train(
+    model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, steps: Iterable[int] = range(STEPS)
+) -> None:
     """Steps whose gradients are the same however the model is cut up; AdamW looks at each number alone."""
-    for step in range(STEPS):
+    for step in steps:
         for number, parameter in enumerate(model.parameters()):
             seeded = torch.Generator().manual_seed(1000 * step + number)
             whole = torch.randn(tuple(parameter.shape), generator=seeded)
@@ -103,11 +105,11 @@ def like(target: Tensor, whole: Tensor) -> Tensor:
     )
 
 
-def trained(mode: str, world: int, seed: int = 0) -> tuple[Qwen2ForCausalLM, torch.optim.AdamW]:
-    model = model_of(seed)
+def trained(mode: str, world: int, steps: int = STEPS) -> tuple[Qwen2ForCausalLM, torch.optim.AdamW]:
+    model = model_of(seed=0)
     shard(model, mode, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    train(model, optimizer)
+    train(model, optimizer, range(steps))
     return model, optimizer
 
 
@@ -122,9 +124,24 @@ def save(
     copy: NodeCopy | None = None,
 ) -> None:
     model, optimizer = trained(mode, world)
+    save_trained(out, model, optimizer, rank, world, dtype, beside, on_node, copy)
+
+
+def save_trained(
+    out: Path,
+    model: Qwen2ForCausalLM,
+    optimizer: torch.optim.AdamW,
+    rank: int,
+    world: int,
+    dtype: torch.dtype,
+    beside: Path,
+    on_node: NodeState | None = None,
+    copy: NodeCopy | None = None,
+    steps: int = STEPS,
+) -> None:
     parameters = dict(model.named_parameters())
     state = trainer_state.TrainerState.of(
-        parameters, optimizer, STEPS, without_weights=dtype is torch.float32
+        parameters, optimizer, steps, without_weights=dtype is torch.float32
     )
     new = checkpoint_write.NewVersion(
         *(1, model, model.state_dict(), dtype, beside, state), on_node=on_node, copy=copy
@@ -134,17 +151,27 @@ def save(
 
 def check_restored(folder: Path, mode: str, world: int, kept: Path | None = None) -> None:
     """What a process of another group reads is to the last bit what one process alone would have."""
-    expected_model, expected = trained("none", 1)
     model = model_of(seed=99)
     shard(model, mode, world)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    restore_into(model, torch.optim.AdamW(model.parameters(), lr=0.1), folder, STEPS, kept)
+
+
+def restore_into(
+    model: Qwen2ForCausalLM,
+    optimizer: torch.optim.AdamW,
+    folder: Path,
+    steps: int,
+    kept: Path | None = None,
+) -> None:
+    """Go on from what was saved after `steps`; it is to the last bit what one process alone would have."""
+    expected_model, expected = trained("none", 1, steps)
     parameters = dict(model.named_parameters())
     with StoredTensors.of_model(folder / "model") as stored:
         for name, parameter in parameters.items():
             stored.fill(name, parameter)
     folders = [folder / "trainer"] if kept is None else [kept / "trainer", folder / "trainer"]
     found = trainer_state.restore_first(folders, parameters, optimizer, 1)
-    assert found.optimizer_steps == STEPS
+    assert found.optimizer_steps == steps
     for name, one in expected_model.named_parameters():
         mine = parameters[name]
         assert torch.equal(local(mine), local(like(mine, one.detach()))), f"{name} differs"
@@ -209,6 +236,39 @@ def reshard(folder: Path, draw: random.Random, number: int) -> None:
     )
     assert not any(read), read
     check_files(out, dtype)
+
+
+#: Nodes, and processes on each of them.
+PLACES = ((3, 2), (2, 2), (1, 3), (1, 1))
+
+
+def fewer(folder: Path, draw: random.Random, number: int) -> None:
+    """A run that loses one node after the other: each group of processes goes on from what the one before it saved."""
+    beside, dtype = beside_of(folder), (torch.float32, torch.bfloat16)[number % 2]
+    modes_of = [draw.choice(["none", "node", "all"]) for _ in PLACES]
+    print(f"{number}: {modes_of}, {dtype}", flush=True)
+
+    def out(turn: int) -> Path:
+        return folder / f"v{number}-{turn}"
+
+    def turn_of(turn: int, rank: int) -> None:
+        (node_count, per_node), mode = PLACES[turn], modes_of[turn]
+        world = node_count * per_node
+        model = model_of(seed=99 if turn else 0)
+        shard(model, mode, world, per_node)
+        done = turn * STEPS
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if turn:
+            restore_into(model, optimizer, out(turn - 1), done)
+        train(model, optimizer, range(done, done + STEPS))
+        save_trained(out(turn), model, optimizer, rank, world, dtype, beside, steps=done + STEPS)
+
+    for turn, (node_count, per_node) in enumerate(PLACES):
+        ended = in_ranks(node_count * per_node, folder / "store", lambda rank, turn=turn: turn_of(turn, rank))
+        assert not any(ended), ended
+    last, alone = out(len(PLACES) - 1), model_of(seed=99)
+    restore_into(alone, torch.optim.AdamW(alone.parameters(), lr=0.1), last, len(PLACES) * STEPS)
+    checkpoints.verify(last)
 
 
 def nodes(folder: Path, draw: random.Random, number: int) -> None:
@@ -489,7 +549,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     where, seed, *rounds = sys.argv[1:]
     rounds_of = {"reshard": reshard, "nodes": nodes, "follow": follow, "kill": kill, "damage": damage}
-    rounds_of["stages"] = stages
+    rounds_of |= {"stages": stages, "fewer": fewer}
     for one in rounds:
         what, _, times = one.partition("=")
         folder = Path(where) / what

@@ -50,6 +50,9 @@ def place(tmp_path: Path) -> Path:
         (chat / f"{split}.jsonl").write_text(json.dumps(TASK) + "\n" + json.dumps(messages) + "\n")
     shutil.copytree(model, tmp_path / "short")
     (tmp_path / "short" / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 64}')
+    shutil.copytree(model, tmp_path / "tied")
+    (tmp_path / "tied" / "config.json").write_text('{"model_type": "qwen2", "tie_word_embeddings": true}')
+    (tmp_path / "tied" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "raises.py").write_text("raise RuntimeError('no')\n")
     (tmp_path / "nothing.py").write_text("x = 1\n")
     (tmp_path / "ds.json").write_text('{"gradient_clipping": 3}')
@@ -293,6 +296,10 @@ CASES = {
     "answers longer than the model's positions": (
         "run --data-path data --model short rollout.max_tokens=64",
         ["rollout.max_tokens=64", "the model has 64 positions"],
+    ),
+    "adapters in a head that is the embedding": (
+        RL.replace("--model model", "--model tied") + "lora.rank=4 lora.targets=q_proj,lm_head",
+        ["lora.targets=q_proj,lm_head: the output head of this model is its embedding"],
     ),
     "function without its judge": (RL + "reward.kind=reward.py:judged", ["judge.url is not set"]),
     "judge's address": (

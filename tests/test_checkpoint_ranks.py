@@ -24,6 +24,12 @@ def test_a_process_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+def test_three_nodes_then_two_then_one_go_on_from_each_other(tmp_path: Path) -> None:
+    run_script("checkpoint_ranks.py", tmp_path, 7, "fewer=12")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_process_killed_at_each_stage_of_a_save(tmp_path: Path) -> None:
     run_script("checkpoint_ranks.py", tmp_path, 5, "stages=9")
 

@@ -114,6 +114,9 @@ def test_what_is_wrong(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "name a new folder" in capsys.readouterr().err
     assert export(run, tmp_path / "out", "--policy-version", "7") == 2
     assert "--policy-version 7: not on disk; there are 0, 1, 2" in capsys.readouterr().err
+    checkpoint(run, 3, 1, "three, half", complete=False)
+    assert export(run, tmp_path / "out", "--policy-version", "3") == 2
+    assert "--policy-version 3: not on disk; there are 0, 1, 2 (" in capsys.readouterr().err
     (RunPaths(run).checkpoint(1, 1) / "model" / "model.safetensors").write_bytes(weights("eno"))
     assert export(run, tmp_path / "out") == 4
     assert "model.safetensors differs" in capsys.readouterr().err

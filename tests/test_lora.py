@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,47 @@ def test_only_the_named_layers_are_trained_and_unknown_ones_refused(tmp_path: Pa
         work.nested["lora"]["targets"] = wrong
         with pytest.raises(UsageError, match=r"lora\.targets: .*no_such_layer"):
             work.update("other")
+
+
+def test_an_output_head_that_is_the_embedding_gets_no_adapter(tmp_path: Path) -> None:
+    work = lora_bench(tmp_path, lora__targets=["q_proj", "lm_head"])
+    with pytest.raises(
+        UsageError, match=r"lora\.targets=q_proj,lm_head: the output head .* is its embedding"
+    ):
+        work.update("v1")
+    # One of its own is trained and served like any layer.
+    (tmp_path / "own").mkdir()
+    own = bench(tmp_path / "own", lora__rank=4, lora__targets=["lm_head"], optimizer__lr=1e-2)
+    own.prepare()
+    own.update("v1")
+    first, weights = first_weights(tmp_path / "own"), own.weights("v1")
+    assert {name for name in first if bool((first[name] != weights[name]).any())} == {"lm_head.weight"}
+
+
+def test_a_mixture_of_experts_needs_the_names_of_its_layers(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from fsbarrier.settings.sections import LoraSettings
+    from fsbarrier.training.lora import Adapters
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(num_hidden_layers=2, **sizes, **heads, **experts)
+    with pytest.raises(UsageError) as refused, warnings.catch_warnings():
+        # peft's, of what it put into the experts.
+        warnings.simplefilter("ignore")
+        Adapters.put_into(Qwen3MoeForCausalLM(config), LoraSettings(rank=4), tmp_path)
+    said = str(refused.value)
+    assert (
+        said.startswith("lora.rank=4: without lora.targets") and "model.layers.0.mlp.experts of this" in said
+    )
+    named = said.rpartition("=")[2].split(",")
+    assert named == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    adapters = Adapters.put_into(
+        Qwen3MoeForCausalLM(config), LoraSettings(rank=4, targets=tuple(named)), tmp_path
+    )
+    assert len(adapters.layers) == 2 * 4
 
 
 def test_in_bfloat16_the_adapters_are_still_exact(tmp_path: Path) -> None:

@@ -403,7 +403,7 @@ def test_four_billion_on_an_accelerator() -> None:
     # 36 layers, 8 heads of 128 for keys and for values.
     assert made.cache_tokens == (int(80 * GIB * 0.85) - 2 * count - 2 * GIB) // (2 * 2 * 36 * 8 * 128)
     assert (made.model_bytes, made.trainer_state_bytes) == (2 * count, 12 * count)
-    assert made.kept_bytes == 4 * 14 * count
+    assert made.kept_bytes == 5 * 14 * count
     assert [made.update[name] // count for name in ("weights", "gradients", "moments")] == [4, 4, 8]
     assert made.problems == ()
 
@@ -440,6 +440,30 @@ def test_four_billion_on_many_accelerators(
     }
     said = "\n".join(plan_text.lines(made))
     assert ("160 of 256 engines have none (rollout.tasks)" in said) == bool(without_group)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "versions"),
+    [
+        # Three that are kept, one that is written, and the best.
+        ({}, 5),
+        ({"checkpoint.keep_best": False}, 4),
+        ({"eval_interval": 0}, 4),
+        # The one before the newest stays all the same.
+        ({"checkpoint.keep": 1}, 4),
+        ({"checkpoint.keep_every": 10}, 5),
+        ({"checkpoint.keep_every": 10, "iterations": 100}, 15),
+        ({"iterations": 2}, 2),
+    ],
+)
+def test_as_many_versions_count_as_will_be_on_the_disk(chosen: dict[str, Any], versions: int) -> None:
+    assert plan(QWEN3_4B, 1, **chosen).kept_bytes == versions * 14 * 4_022_468_096
+
+
+def test_the_state_of_adapters_has_them_in_float32_in_any_precision() -> None:
+    for dtype in ("float32", "bfloat16"):
+        made = plan(QWEN_7B, 1, **{"lora.rank": 16, "trainer.dtype": dtype})
+        assert made.trainer_state_bytes == 12 * 40_370_176
 
 
 def test_processes_without_a_trajectory_are_told() -> None:

@@ -180,6 +180,21 @@ def test_a_start_under_way_ends_with_the_program_that_needed_it(
     assert (first.action, second.action) == ("started", "kept")
 
 
+def test_one_whose_log_cannot_be_written_is_given_up_and_comes_back_later(tmp_path: Path, make: Make) -> None:
+    """A program must not wait for it: nothing else would end the wait."""
+    replicas = make(1)
+    (first,) = replicas.ensure(write_model(tmp_path / "a"), 0, cancel=NEVER)
+    (tmp_path / "logs").rename(tmp_path / "kept")
+    (tmp_path / "logs").write_text("no folder any more")
+    with replicas.kept_alive() as keeper:
+        os.kill(first.pid, signal.SIGKILL)
+        wait_until(lambda: keeper.problem)
+    assert keeper.problem.startswith("engine 0 is given up: ") and str(tmp_path / "logs") in keeper.problem
+    (tmp_path / "logs").unlink()
+    (again,) = replicas.ensure(tmp_path / "a", 0, cancel=NEVER)
+    assert (again.action, again.note) == ("started", "restarted: the server was gone (signal 9)")
+
+
 class Dying:
     """An engine that dies whenever it was started."""
 

@@ -63,6 +63,8 @@ def value(word: str) -> Any:
         ('trainer.command=["python", "my trainer.py"]', "python 'my trainer.py'"),
         ("engine.extra_args=--seed 1", ["--seed", "1"]),
         ("engine.extra_args=[]", []),
+        ("lora.targets=q_proj,v_proj", ["q_proj", "v_proj"]),
+        ('lora.targets=["q_proj"]', ["q_proj"]),
         ("custom.names=[1, 'a']", [1, "a"]),
         ("custom.deep.er=x=y", "x=y"),
     ],

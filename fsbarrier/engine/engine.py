@@ -26,7 +26,7 @@ from fsbarrier.engine.model import ModelFolder, inspect
 from fsbarrier.engine.own_head import with_own_head
 from fsbarrier.engine.placement import ANYWHERE, Placement
 from fsbarrier.engine.server import Server
-from fsbarrier.errors import ProgramFailed
+from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.host import accelerators
 from fsbarrier.host.own_folder import SHORT_PLACE, own_folder
 from fsbarrier.settings.sections import EngineSettings
@@ -160,7 +160,8 @@ class Engine:
         return server.how_it_ended() if server is not None and server.child.poll() is not None else ""
 
     def revive(self, cancel: threading.Event) -> None:
-        """Start a server that has ended by itself with what it served. Raises ProgramFailed where it does not come up."""
+        """Start a server that has ended by itself with what it served. Raises ProgramFailed where it does not come up; StoreError and
+        OSError where its log or its folder cannot be written."""
         with self._lock:
             server = self._server
             if server is None or server.serving is None or not self.how_it_ended():
@@ -170,7 +171,7 @@ class Engine:
             deadline = time.monotonic() + self.settings.start_timeout_s
             try:
                 self._start(inspect(folder), policy_version, deadline, cancel)
-            except ProgramFailed:
+            except (ProgramFailed, StoreError, OSError):
                 # Keep it, so that the next `ensure` says that the server was gone, and not that there never was one.
                 self._server = server
                 raise

@@ -19,7 +19,7 @@ from typing import Self, TypeVar
 
 from fsbarrier.engine.engine import Engine, EngineInfo, Release
 from fsbarrier.engine.placement import ANYWHERE, placements
-from fsbarrier.errors import ProgramFailed
+from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.host.accelerator_device import Accelerator
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.settings.sections import EngineSettings
@@ -167,7 +167,7 @@ class Keeper:
             self._note(number, f"was gone ({how}) and is started again")
             try:
                 engine.revive(self._over)
-            except ProgramFailed as error:
+            except (ProgramFailed, StoreError, OSError) as error:
                 how = str(error)
                 break
         else:

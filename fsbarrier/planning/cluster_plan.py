@@ -107,7 +107,8 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Plan:
     longest = settings.engine.max_model_len
     in_one = max(1, load.tokens // longest)
     serving = EXACT if load.element == EXACT else 2
-    exact_copy = 0 if serving == EXACT else EXACT
+    # What is served does not hold adapters, since they are merged into it.
+    exact_copy = 0 if serving == EXACT and not settings.lora.rank else EXACT
     model = shape.parameters * serving
     drawn = math.ceil(rollout.tasks * rollout.oversample)
     groups = min(drawn, rollout.concurrency * count * cluster.nodes)
@@ -137,7 +138,7 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Plan:
         available=available,
         model_bytes=model,
         trainer_state_bytes=state,
-        kept_bytes=(model + state) * (settings.checkpoint.keep + 1),
+        kept_bytes=(model + state) * _versions_on_disk(settings),
         host=load.on_host * per_node,
         kept_on_host=load.held_between_updates * per_node
         if trainer.keep == "process" and cluster.accelerators
@@ -145,6 +146,16 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Plan:
         weights_copy=model if copies_weights(settings, cluster) else 0,
         problems=tuple(problems),
     )
+
+
+def _versions_on_disk(settings: Settings) -> int:
+    """How many policy versions are there at most, while one of them is written (retention.py says which stay)."""
+    kept, iterations = settings.checkpoint, settings.iterations
+    for_good = (iterations or 0) // kept.keep_every if kept.keep_every else 0
+    best = kept.keep_best and settings.eval_interval > 0
+    # The newest and the one before it always stay.
+    at_most = max(kept.keep, 2) + 1 + best + for_good
+    return min(at_most, iterations) if iterations else at_most
 
 
 def processes_per_node(trainer: TrainerSettings, cluster: Cluster) -> int:

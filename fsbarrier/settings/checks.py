@@ -169,6 +169,14 @@ def _trainer(s: Settings, named: AsChosen) -> Iterator[str]:
         )
 
 
+def tied_head(targets: Collection[str]) -> str:
+    """Why adapters cannot be put into an output head that is the embedding."""
+    return (
+        f"lora.targets={','.join(targets)}: the output head of this model is its embedding (tie_word_embeddings), so adapters in the head "
+        "would be trained and not served; leave it out"
+    )
+
+
 def answer_lengths(settings: Settings) -> Iterator[tuple[str, int]]:
     """Each setting that says how long answers may be, by its dotted name; 0 where it follows another one."""
     yield "rollout.max_tokens", settings.rollout.max_tokens

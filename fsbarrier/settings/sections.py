@@ -34,6 +34,7 @@ from fsbarrier.settings.value_types import (
     Fraction,
     FractionOrZero,
     Name,
+    Names,
     Nodes,
     NotNegative,
     Numbers,
@@ -420,7 +421,7 @@ class LoraSettings(Section):
 
     rank: CountOrZero = setting(0, "Their rank; 0: none, and the policy itself is trained.")
     alpha: Positive = setting(32.0, "What they add counts alpha / rank times.")
-    targets: Words = setting(
+    targets: Names = setting(
         (), "The linear layers that get one, like q_proj,v_proj; not given: all but the output head."
     )
 

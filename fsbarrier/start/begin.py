@@ -297,6 +297,7 @@ def _inputs(
     model = model_folder.find_model(settings.model, data_path, environ) if settings.model else None
     if model is not None:
         model_folder.check_lengths(model, settings)
+        model_folder.check_adapters(model, settings)
     tasks: dict[str, TaskSource] = {}
     if data_path and named:
         tasks = task_files.read_tasks(data_path, named, settings.reward.kind, model=model)

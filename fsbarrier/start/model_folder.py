@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsbarrier.errors import UsageError
-from fsbarrier.settings.checks import answer_lengths
+from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.settings.checks import answer_lengths, tied_head
 from fsbarrier.start.preflight import absolute
 
 if TYPE_CHECKING:
@@ -87,6 +87,20 @@ def check_lengths(folder: Path, settings: Settings) -> None:
                 f"{key}={tokens}: leaves no room for a prompt, since the model has {most} positions "
                 f"(max_position_embeddings in {folder / 'config.json'})"
             )
+
+
+def check_adapters(folder: Path, settings: Settings) -> None:
+    """No adapters are asked for in an output head that is the embedding. Raises UsageError."""
+    from fsbarrier.engine.model import inspect
+
+    lora = settings.lora
+    if lora.rank and any(one.rpartition(".")[2] == "lm_head" for one in lora.targets):
+        try:
+            tied = inspect(folder).tied
+        except ProgramFailed as error:
+            raise UsageError(str(error)) from None
+        if tied:
+            raise UsageError(tied_head(lora.targets))
 
 
 def check_chat_template(folder: Path, tasks: Iterable[Task], path: Path) -> None:

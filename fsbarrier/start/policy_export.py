@@ -66,7 +66,8 @@ def find(record: RunRecord, wanted: int | None) -> Exported:
         raise UsageError(
             f"--log-path {record.log_path}: this run has no policy (program {record.settings.program})"
         )
-    kept = ", ".join(str(version) for version in sorted({0, *(version for version, _ in there)}))
+    whole = (version for version, folder in there if (folder / checkpoints.MANIFEST).is_file())
+    kept = ", ".join(str(version) for version in sorted({0, *whole}))
     raise UsageError(
         f"--policy-version {wanted}: not on disk; there are {kept} (checkpoint.keep says how many stay)"
     )

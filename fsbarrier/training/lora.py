@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsbarrier.errors import UsageError
+from fsbarrier.settings.checks import tied_head
 from fsbarrier.settings.sections import LoraSettings
 from fsbarrier.training.slices import distinct, whole_tensor
 
@@ -49,17 +50,21 @@ class Adapters:
             base_model_name_or_path=str(folder),
             inference_mode=False,
         )
+        _refuse_tied_head(causal, settings)
         try:
             peft.inject_adapter_in_model(config, causal, ADAPTER)
         except ValueError as error:
             raise UsageError(f"lora.targets: {str(error).splitlines()[0]}") from None
+        chosen = {
+            name: module
+            for name, module in causal.named_modules()
+            if isinstance(module, peft.tuners.lora.LoraLayer)
+        }
+        _refuse_other_layers(chosen, settings)
         layers = {}
-        for name, module in causal.named_modules():
-            if isinstance(module, peft.tuners.lora.LoraLayer):
-                if not isinstance(module.get_base_layer(), torch.nn.Linear):
-                    raise UsageError(f"lora.targets: {name} is no linear layer")
-                module.lora_A.float(), module.lora_B.float()
-                layers[f"{name}.weight"] = module
+        for name, module in chosen.items():
+            module.lora_A.float(), module.lora_B.float()
+            layers[f"{name}.weight"] = module
         # peft is content with one that is there.
         for target in settings.targets:
             if not any(name.endswith(f"{target}.weight") for name in layers):
@@ -91,3 +96,30 @@ class Adapters:
             for name, value in causal.state_dict().items()
             if ".lora_" in name
         }
+
+
+def _refuse_tied_head(causal: PreTrainedModel, settings: LoraSettings) -> None:
+    """What is served has one weight for both, so nothing can be added to the head alone. Raises UsageError."""
+    head = causal.get_output_embeddings()
+    if head is None or head.weight is not causal.get_input_embeddings().weight:
+        return
+    names = [f".{name}" for name, module in causal.named_modules() if module is head]
+    if any(name.endswith(f".{target}") for name in names for target in settings.targets):
+        raise UsageError(tied_head(settings.targets))
+
+
+def _refuse_other_layers(chosen: Mapping[str, Any], settings: LoraSettings) -> None:
+    """peft puts adapters into more than linear layers; what those would add is not merged here. Raises UsageError."""
+    linear = {name: isinstance(module.get_base_layer(), torch.nn.Linear) for name, module in chosen.items()}
+    other = next((name for name, holds in linear.items() if not holds), None)
+    if other is None:
+        return
+    if settings.targets:
+        raise UsageError(f"lora.targets: {other} is no linear layer")
+    # The same last name may stand for a linear layer in one block and for experts in another.
+    names = dict.fromkeys(name.rpartition(".")[2] for name, holds in linear.items() if holds)
+    usable = [one for one in names if all(linear[name] for name in linear if name.rpartition(".")[2] == one)]
+    raise UsageError(
+        f"lora.rank={settings.rank}: without lora.targets every layer but the output head gets adapters, and {other} of this model is no "
+        f"linear layer (a mixture of experts has such); name the layers, like lora.targets={','.join(usable)}"
+    )
