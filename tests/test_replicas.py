@@ -188,7 +188,7 @@ def test_one_whose_log_cannot_be_written_is_given_up_and_comes_back_later(tmp_pa
     (tmp_path / "logs").write_text("no folder any more")
     with replicas.kept_alive() as keeper:
         os.kill(first.pid, signal.SIGKILL)
-        wait_until(lambda: keeper.problem)
+        until(lambda: keeper.problem)
     assert keeper.problem.startswith("engine 0 is given up: ") and str(tmp_path / "logs") in keeper.problem
     (tmp_path / "logs").unlink()
     (again,) = replicas.ensure(tmp_path / "a", 0, cancel=NEVER)
