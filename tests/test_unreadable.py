@@ -23,6 +23,8 @@ from fsbarrier.node.paces import Paces
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Revision
 from fsbarrier.protocol.state import Node, Part, Rules, Stage
+from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir.journal import Journal
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -303,6 +305,37 @@ def test_what_a_recovery_records_knows_the_newest_starts_and_hands_the_settings_
     generation = found.generation
     assert (generation.number, generation.start, generation.leader) == (3, Position(2, 0), 0)
     assert generation.members == (Member(0, 2), Member(1, 3)) and generation.revisions == (changed,)
+
+
+def test_a_recovered_run_keeps_its_best_version_and_its_reference_policy(tmp_path: Path) -> None:
+    paths, store = RunPaths(tmp_path), PosixStore()
+    for folder in (paths.joins, paths.generations):
+        store.make_dir(folder)
+    store.create(
+        paths.generation(1), Generation(1, (Member(0, 1),), 0, Position(1, 0), "start", revisions=())
+    )
+    store.create(paths.join(0, 1), Join(0, 1, "host", 1, "boot"))
+    flip_a_bit(paths.generation(1))
+    served = paths.checkpoint(7, 1)
+    (served / "model").mkdir(parents=True)
+    (served / "model" / "weights").write_text("7")
+    checkpoints.write_manifest(served, 7)
+    checkpoints.publish_link(tmp_path, served)
+    beside = {"best_reward": 0.5, "best_policy_version": 3, "best_folder": "policy-000003.g0001"}
+    beside |= {"best_measured": "reward_mean one", "reference_folder": "policy-000004.g0001"}
+    journal = Journal(paths.journal(0, 1), run_id="run", node_rank=0, incarnation=1)
+    for number in (6, 7):
+        value = {**beside, "folder": str(paths.checkpoint(number, 1)), "best_policy_version": number - 4}
+        place = {"incarnation": 1, "generation": 1, "iteration": number, "phase": 11, "phase_name": "publish"}
+        journal.write("weights_published", 0.0, place, value)
+    journal.close()
+    record = cast(
+        RunRecord, SimpleNamespace(paths=paths, settings=Settings(program="toy"), log_path=tmp_path)
+    )
+    found = superseding.needed(record, 8)
+    assert found is not None
+    value = found.generation.decisions["weights_publish"]["value"]
+    assert {name: value[name] for name in beside} == beside and value["policy_version"] == 7
 
 
 def other_clone(folder: Path, file: str, old: str, new: str) -> dict[str, str]:

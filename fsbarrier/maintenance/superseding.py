@@ -16,10 +16,12 @@ from fsbarrier.loader import load_program
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.resume import LastGeneration
 from fsbarrier.node.run_rules import make_rules
+from fsbarrier.program import BEST, REFERENCE
 from fsbarrier.protocol.facts import Generation, Member, Payload, Position, Verdict
 from fsbarrier.protocol.state import Rules
 from fsbarrier.protocol.succession import leader_of
 from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir.journal import read_events
 from fsbarrier.rundir.names import GENERATION, START
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -110,5 +112,20 @@ def _served(log_path: Path, iteration: int) -> dict[str, Payload]:
         "policy_version": made.number,
         "folder": str(folder),
         "digest": checkpoints.read_manifest(folder).digest,
+        **_needed_beside(log_path, folder.name),
     }
     return {"weights_publish": {"iteration": iteration - 1, "value": value}}
+
+
+def _needed_beside(log_path: Path, folder: str) -> Payload:
+    """Which older versions the publication of `folder` named, the best one and the reference policy, as the journal has it.
+
+    Without them clean-up would remove the best version, and a reference policy that had moved would be the run's first model again.
+    """
+    lines = (event.fields for event in read_events(log_path) if event.name == "weights_published")
+    published = [line for line in lines if Path(str(line.get("folder"))).name == folder]
+    return (
+        {name: published[-1][name] for name in (*BEST, REFERENCE) if name in published[-1]}
+        if published
+        else {}
+    )
