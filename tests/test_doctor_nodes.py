@@ -22,7 +22,7 @@ from fsbarrier.doctor.meeting import FOLDER, Interruption, Meeting
 from fsbarrier.doctor.messages import pack
 from fsbarrier.doctor.roll_call import Visitor
 from fsbarrier.errors import StoreError, TooFewNodes
-from fsbarrier.supervision.signals import ENDING, handled
+from fsbarrier.supervision.signals import ending_signals_handled
 
 REPO = Path(__file__).resolve().parent.parent
 DEADLINE_S = 120.0
@@ -215,7 +215,7 @@ def test_measuring_ends_with_the_node_that_would_answer(tmp_path: Path) -> None:
 
 def test_a_signal_is_heeded_where_it_is_safe_and_a_second_one_at_once() -> None:
     interruption = Interruption()
-    with handled(ENDING, interruption.handle):
+    with ending_signals_handled(interruption.handle):
         interruption.heed()
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(SystemExit, match="143"):
@@ -223,7 +223,7 @@ def test_a_signal_is_heeded_where_it_is_safe_and_a_second_one_at_once() -> None:
         with pytest.raises(SystemExit, match="143"):
             signal.raise_signal(signal.SIGINT)
     waiting = Interruption()
-    with handled(ENDING, waiting.handle), pytest.raises(SystemExit, match="130"), waiting.at_once():
+    with ending_signals_handled(waiting.handle), pytest.raises(SystemExit, match="130"), waiting.at_once():
         signal.raise_signal(signal.SIGINT)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from fsbarrier.rundir.journal import Event, number, parse
 from fsbarrier.rundir.phase_time import PhaseTime
-from fsbarrier.view.timings import CUT_SHORT, OPEN, PASSED, iteration_times, read_spans, rows, together
+from fsbarrier.view.timings import CUT_SHORT, OPEN, PASSED, iteration_times, read_spans, row_times, together
 
 BEGIN = datetime(2026, 3, 1, tzinfo=UTC)
 NAMES = {0: "iteration_start", 2: "train_rollout", 13: "iteration_end"}
@@ -59,7 +59,7 @@ def passage(
 def test_coordination_runs_from_the_last_work_done_to_the_last_entry_of_the_next_row() -> None:
     node0 = [*passage(0, (1, 1, 0), 0.0, 0.0, 1.0), *passage(0, (1, 1, 2), 1.0, 5.0, 9.25)]
     node1 = [*passage(1, (1, 1, 0), 0.5, 0.5, 1.1), *passage(1, (1, 1, 2), 1.2, 9.0, 9.5)]
-    first, second = rows(read_spans([node0, node1]))
+    first, second = row_times(read_spans([node0, node1]))
     assert (first.phase, first.last_rank, first.exact) == (0, 1, True)
     assert first.seconds == pytest.approx(0.7)  # 0.5 (the last one in) to 1.2 (the last one in the next)
     assert first.coordination_s == pytest.approx(0.7)  # nobody had work: done when they entered
@@ -107,7 +107,7 @@ def test_rows_of_an_iteration_add_up_to_its_time() -> None:
         for phase in (0, 2, 13):
             journal += passage(0, (1, iteration, phase), t, t + 0.3 * phase, t + 0.3 * phase + 0.01)
             t += 0.3 * phase + 0.01
-    one, two = iteration_times(rows(read_spans([journal])))
+    one, two = iteration_times(row_times(read_spans([journal])))
     assert one.complete and two.complete
     assert one.seconds == pytest.approx(4.53)
     assert one.coordination_s == pytest.approx(0.03)
@@ -124,7 +124,7 @@ def test_hosts_are_compared_by_their_wall_clocks_and_said_to_be() -> None:
     far = passage(1, (1, 1, 0), 0.0, 0.0, 1.5, clock="far") + passage(
         1, (1, 1, 2), 1.5, 2.0, 3.0, clock="far"
     )
-    first = rows(read_spans([near, far]))[0]
+    first = row_times(read_spans([near, far]))[0]
     assert not first.exact
     assert first.coordination_s == pytest.approx(1.5)
 
@@ -137,7 +137,7 @@ def test_clocks_that_disagree_never_give_a_negative_time() -> None:
         *passage(1, (1, 1, 0), 0.0, 0.9, 1.0, clock="far", skew=-40.0),
         *passage(1, (1, 1, 2), 1.0, 2.0, 3.0, clock="far", skew=-40.0),
     ]
-    for row in rows(read_spans([near, far])):
+    for row in row_times(read_spans([near, far])):
         assert row.seconds >= 0 and 0 <= (row.coordination_s or 0.0) <= row.seconds
 
 
@@ -154,7 +154,7 @@ def test_a_row_that_a_new_generation_cuts_short_is_no_coordination() -> None:
     assert {(s.node_rank, s.generation, s.outcome) for s in spans} == {
         *((0, 1, CUT_SHORT), (0, 2, PASSED), (1, 1, OPEN)),
     }
-    (iteration,) = iteration_times(rows(spans))
+    (iteration,) = iteration_times(row_times(spans))
     assert iteration.cut_short_s == pytest.approx(20.0)
     assert iteration.coordination_s == pytest.approx(0.2)
     assert iteration.seconds == pytest.approx(23.2)
@@ -167,7 +167,7 @@ def test_a_night_between_two_sessions_is_not_counted() -> None:
         *passage(0, (2, 1, 2), 40_000.0, 40_004.0, 40_004.1),
         *passage(0, (2, 1, 13), 40_004.1, 40_004.1, 40_004.2),
     ]
-    (iteration,) = iteration_times(rows(read_spans([before, after])))
+    (iteration,) = iteration_times(row_times(read_spans([before, after])))
     assert iteration.seconds == pytest.approx(7.2)
 
 
@@ -178,19 +178,19 @@ def test_failed_work_is_known_and_an_unended_row_is_open() -> None:
     ]
     (span,) = read_spans([journal])
     assert span.failed and span.outcome == OPEN and span.seconds == pytest.approx(3.0)
-    (iteration,) = iteration_times(rows([span]), last_phase=13)
+    (iteration,) = iteration_times(row_times([span]), last_phase=13)
     assert not iteration.complete and iteration.coordination_s == 0
 
 
 def test_rows_that_one_member_never_reported_still_count_once_another_passed() -> None:
     node0 = [*passage(0, (1, 1, 0), 0.0, 1.0, 1.5), *passage(0, (1, 1, 13), 1.5, 1.5, 1.6)]
     killed_in_it = [line(1, "phase_started", 0.1, (1, 1, 0))]
-    first = rows(read_spans([node0, killed_in_it]))[0]
+    first = row_times(read_spans([node0, killed_in_it]))[0]
     assert first.coordination_s == pytest.approx(0.5) and not first.cut_short
 
 
 def test_nothing_comes_of_nothing() -> None:
-    assert rows([]) == [] and iteration_times([]) == [] and together([]).phases == {}
+    assert row_times([]) == [] and iteration_times([]) == [] and together([]).phases == {}
 
 
 @pytest.mark.parametrize(

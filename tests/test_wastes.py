@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsbarrier.rundir.phase_time import PhaseTime
-from fsbarrier.view.timings import CUT_SHORT, PASSED, Span, rows
+from fsbarrier.view.timings import CUT_SHORT, PASSED, Span, row_times
 from fsbarrier.view.wastes import parts_by_iteration, parts_by_phase, wastes
 
 NAMES = {2: "train_rollout", 10: "update"}
@@ -75,7 +75,7 @@ CASES = {
 
 @pytest.mark.parametrize(("spans", "sentences"), CASES.values(), ids=CASES)
 def test_what_cost_most_is_said_in_words(spans: list[Span], sentences: list[str]) -> None:
-    assert [waste.sentence() for waste in wastes(spans, rows(spans))] == sentences
+    assert [waste.sentence() for waste in wastes(spans, row_times(spans))] == sentences
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from fsbarrier.doctor.findings import Level, Report
 from fsbarrier.doctor.meeting import Interruption
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.start import ranks
-from fsbarrier.supervision.signals import ENDING, handled
+from fsbarrier.supervision.signals import ending_signals_handled
 
 SUMMARY = "Probe a directory: can it carry a run? On several nodes at once: what do they see of each other, and how late?"
 EXAMPLE = "fsbarrier doctor /shared/runs\n  fsbarrier doctor /shared/runs --num-nodes 3      (on each of three nodes)"
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--num-nodes 0: must be 1 or more")
     interruption = Interruption()
     try:
-        with handled(ENDING, interruption.handle):
+        with ending_signals_handled(interruption.handle):
             if count is None or count == 1:
                 with interruption.at_once():
                     report = examine.alone(args.path)

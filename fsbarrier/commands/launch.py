@@ -189,7 +189,7 @@ def _in_containers(args: argparse.Namespace) -> int:
             raise UsageError(f"launch {args.place}: give {flag}, {what}")
     machine = Machine(image=args.image, volume=args.volume, mount=args.mount or "/shared")
     job = _job(args, _nodes(args), args.log_path)
-    check_below_mount(job, machine, "--log-path")
+    check_below_mount(job, machine)
     path = _written(args, file_of[args.place](job, machine), f"{job.name}.{args.place}.yaml")
     if path is not None:
         print(f"written: {path}; its first line says how to start it")

@@ -44,7 +44,7 @@ from fsbarrier.host.identity import host_name
 from fsbarrier.retry import FAILING, retry
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class AggregateReport:
     """What a merge did; `dataclasses.asdict` of it is JSON."""
 
@@ -74,7 +74,7 @@ class AggregateReport:
     figures: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Progress:
     """How far a merge is."""
 

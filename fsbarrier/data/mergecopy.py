@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsbarrier.data.mergeplan import GroupPlace
-from fsbarrier.data.shardscan import reading
+from fsbarrier.data.shardscan import opened
 from fsbarrier.data.torchpickle import FormatError
 from fsbarrier.data.torchzip import read_at, write_at
 from fsbarrier.retry import FAILING, retry
@@ -49,7 +49,7 @@ def copy_pieces(
 
     Once something is damaged nothing more is written, only checked. Raises StoreError, FormatError, OSError.
     """
-    with reading(path) as fd:
+    with opened(path) as fd:
         local = threading.local()
 
         def work(batch: list[Piece]) -> list[Piece]:

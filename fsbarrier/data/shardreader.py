@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import cast
 
-from fsbarrier.data.shardscan import DATA, GroupEntry, read_checked, reading, scan_shard
+from fsbarrier.data.shardscan import DATA, GroupEntry, opened, read_checked, scan_shard
 from fsbarrier.data.torchpickle import FormatError
 from fsbarrier.data.torchunpickle import FetchStorage, Unpickler
 from fsbarrier.data.torchzip import Entry, read_directory
@@ -31,7 +31,7 @@ def iter_trajectories(path: Path) -> Iterator[Trajectory]:
     Of a growing file: those of its valid groups. Raises StoreError, FormatError (damage in a finished file too).
     """
     scan = scan_shard(path, verify=False)
-    with reading(path) as fd:
+    with opened(path) as fd:
         for group in scan.groups:
             try:
                 yield from read_trajectories(fd, group)
@@ -46,7 +46,7 @@ def load(path: Path) -> TrajectoryFile:
 
     Raises StoreError, FormatError (ForeignObject where Python objects are inside).
     """
-    with reading(path) as fd:
+    with opened(path) as fd:
         try:
             entries = read_directory(fd, retry(lambda: os.fstat(fd), errnos=FAILING).st_size)
         except FormatError:

@@ -113,7 +113,7 @@ def mean_reward(groups: Iterator[GroupEntry] | tuple[GroupEntry, ...] | list[Gro
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[int]:
+def opened(path: Path) -> Iterator[int]:
     """A descriptor of `path`; what goes wrong inside names the file. Raises StoreError, FormatError."""
     try:
         fd = retry(lambda: _open(path), errnos=FAILING)
@@ -146,7 +146,7 @@ def scan_shard(path: Path, limit_bytes: int | None = None, *, verify: bool = Tru
     the groups has to check the rest. A torn tail is left out and counted.
     Raises StoreError (cannot be read), NotOurs, FormatError (no start of a trajectory file).
     """
-    with reading(path) as fd:
+    with opened(path) as fd:
         size = retry(lambda: os.fstat(fd), errnos=FAILING).st_size
         limited = size if limit_bytes is None else min(size, limit_bytes)
         if _is_torn_start(fd, limited):

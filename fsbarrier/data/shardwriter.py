@@ -54,7 +54,7 @@ CREATED_BY = f"fsbarrier {__version__}"
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ShardInfo:
     """What a finished file holds; `bytes` is its size."""
 

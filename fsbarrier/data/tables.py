@@ -15,7 +15,7 @@ from fsbarrier import files
 from fsbarrier.data import rankfiles
 from fsbarrier.data.rankfiles import FileState
 from fsbarrier.data.shardreader import read_trajectories
-from fsbarrier.data.shardscan import NotOurs, reading, scan_shard
+from fsbarrier.data.shardscan import NotOurs, opened, scan_shard
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.rundir.names import SPLITS, parse_trajectories
 from fsbarrier.rundir.paths import RunPaths
@@ -44,7 +44,7 @@ COLUMNS = {
 Row = Mapping[str, object]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Exported:
     """What was written, and from which files."""
 
@@ -138,7 +138,7 @@ def _rows(path: Path, seen: set[tuple[object, ...]]) -> Iterator[Row]:
     for note in scan.damaged:
         raise UsageError(f"{path}: {note}; merge what is whole by hand (fsbarrier aggregate)")
     iteration = scan.header.get("iteration")
-    with reading(path) as fd:
+    with opened(path) as fd:
         for group in scan.groups:
             key = (scan.header.get("run_id"), scan.header.get("split"), iteration, group.task_index)
             if key not in seen:

@@ -55,7 +55,7 @@ class Task:
         return [dict(message) for message in self.prompt]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TaskFile:
     """The tasks that were read from `path`, by index; `count` is how many the whole file has."""
 

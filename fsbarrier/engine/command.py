@@ -32,7 +32,7 @@ _FOREIGN = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     """How one server is to be started."""
 

@@ -24,7 +24,7 @@ Shapes = dict[str, list[int]]
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ModelFolder:
     """A model folder. `signature` is equal for two folders where one's weights fit into the other's running model;
     None where that cannot be told (weights that are no safetensors). `parameters`: how many numbers the weights are; 0: not known."""

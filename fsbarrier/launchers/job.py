@@ -81,11 +81,11 @@ def check_name(name: str) -> str:
     return name
 
 
-def check_below_mount(job: Job, machine: Machine, flag: str) -> None:
+def check_below_mount(job: Job, machine: Machine) -> None:
     """In a container only what lies on the shared volume is there again after a restart. Raises UsageError."""
     if Path(machine.mount) not in Path(job.log_path).parents:
         raise UsageError(
-            f"{flag} {job.log_path}: must lie below {machine.mount}, where the nodes see the shared volume {machine.volume}"
+            f"--log-path {job.log_path}: must lie below {machine.mount}, where the nodes see the shared volume {machine.volume}"
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from fsbarrier.supervision.signals import ENDING, handled
+from fsbarrier.supervision.signals import ENDING, ending_signals_handled
 from fsbarrier.view.event_wording import says_generation
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def ending_signals() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
         raise Interrupted(number)
 
-    with handled(ENDING, handle):
+    with ending_signals_handled(handle):
         yield
 
 

@@ -35,7 +35,7 @@ ROUND_S = 10.0
 Passage = tuple[float, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Latency:
     """Barrier times in seconds."""
 
@@ -77,9 +77,9 @@ def ping(folder: Path, nodes: int, iterations: int) -> Latency:
 def barrier_times(log_path: Path) -> list[float]:
     """The time of each barrier that a run passed, but for the first iteration's: there the nodes still start."""
     from fsbarrier.rundir.journal import JournalReader, journal_files
-    from fsbarrier.view.timings import read_spans, rows
+    from fsbarrier.view.timings import read_spans, row_times
 
-    passed = rows(read_spans(JournalReader(path).read() for path in journal_files(log_path)))
+    passed = row_times(read_spans(JournalReader(path).read() for path in journal_files(log_path)))
     return [row.coordination_s for row in passed if row.coordination_s is not None and row.iteration > 1]
 
 

@@ -19,7 +19,7 @@ from fsbarrier.rundir.revisions import settings_in
 from fsbarrier.rundir.runrecord import RunRecord
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ContextMaker:
     """Called with a node that is about to work. Runs in the work's thread, where a slow disk holds up no loop. Raises OSError."""
 

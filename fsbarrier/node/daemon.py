@@ -57,7 +57,7 @@ from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
-from fsbarrier.supervision.signals import ENDING, handled
+from fsbarrier.supervision.signals import ending_signals_handled
 from fsbarrier.supervision.template import Template
 from fsbarrier.view.amounts import ranks
 
@@ -318,7 +318,7 @@ class Daemon:
             # the event's lock, setting the event would wait for that lock for ever.
             self._signal = number
 
-        with handled(ENDING, note):
+        with ending_signals_handled(note):
             yield
 
     def close(self) -> None:

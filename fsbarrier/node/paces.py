@@ -8,7 +8,7 @@ from fsbarrier.protocol.timing import OUTAGE_S
 from fsbarrier.settings.sections import Settings
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Paces:
     """How often to look, in seconds."""
 

@@ -70,7 +70,7 @@ class LastGeneration:
         return ResumePoint(position, decisions, trail.generation.number, now, span, sealed=seal is not None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Trail:
     """The facts of one generation, which ran the rows `first` to `last`."""
 

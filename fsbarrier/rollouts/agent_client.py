@@ -33,7 +33,7 @@ class TurnFailed(Exception):
     """There is no answer to this turn, and why: no room is left for one, a time limit, sampling other than the run's."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Reply:
     """One answer of the policy. `message` is to be appended to the messages of the next turn, as it is."""
 

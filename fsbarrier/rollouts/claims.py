@@ -30,7 +30,7 @@ from fsbarrier.rundir.names import CUT, DURABLE_COUNT, LOT, ROUND_DONE
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Lot:
     """Lot `number` of the share of node `rank`: its tasks."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsbarrier.data.shardreader import read_trajectories
-from fsbarrier.data.shardscan import GroupEntry, reading, scan_shard
+from fsbarrier.data.shardscan import GroupEntry, opened, scan_shard
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import FsbarrierError
 from fsbarrier.protocol.facts import Payload
@@ -30,7 +30,7 @@ class EarlierGroups:
         path = Path(part["path"])
         try:
             group = self._groups(path, part["valid_bytes"])[task]
-            with reading(path) as fd:
+            with opened(path) as fd:
                 found = read_trajectories(fd, group)
         except (FsbarrierError, KeyError) as error:
             print(f"task {task} is rolled out again: {path} cannot be read: {error}", file=sys.stderr)

@@ -36,7 +36,7 @@ class Segment:
         self.logprobs += [0.0] * len(shown) + sample.logprobs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """What an agent's `run` gives back; the turns themselves are recorded by the client.
 
@@ -48,7 +48,7 @@ class Trajectory:
     metadata: Mapping[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Episode(Sample):
     """An episode as a sample of its group. Its tokens are in its segments; `token_ids` and `logprobs` of the sample are empty."""
 

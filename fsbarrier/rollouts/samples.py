@@ -26,7 +26,7 @@ class Sampling:
     max_tokens: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One answer, token for token. If the model sampled an end token, that is the last of `token_ids`.
 
@@ -72,7 +72,7 @@ class Sample:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Group:
     """All samples of a task. `error`: why the server does not serve this prompt; `samples` is then empty. `replica`: which of the node's
     engines made them; None where that is not known.

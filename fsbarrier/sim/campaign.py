@@ -19,7 +19,7 @@ from fsbarrier.sim.world import World
 CHUNK = 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What became of one seed. `struck`: the kinds of faults that really happened."""
 

@@ -14,6 +14,9 @@ from typing import Any, cast
 from fsbarrier.protocol.codec import CorruptRecord, decode, encode
 from fsbarrier.protocol.facts import R, Record
 
+#: For so long a host may keep what it wrote without a flush before it is on the disk.
+UNFLUSHED_S = 10.0
+
 
 class SimPath(str):
     """A path as a plain string: what RunPaths needs of pathlib.Path, but several times as fast."""
@@ -205,14 +208,14 @@ class Disk:
             directory.listing = self._ordered(directory.names)
         return directory.listing
 
-    def lose_power(self, hosts: set[str], rng: Random, horizon_s: float) -> list[str]:
-        """What `hosts` wrote in the last `horizon_s` without flushing may be lost or torn, unless another host saw it.
+    def lose_power(self, hosts: set[str], rng: Random) -> list[str]:
+        """What `hosts` wrote in the last `UNFLUSHED_S` without flushing may be lost or torn, unless another host saw it.
 
         Gives the names that suffered.
         """
         hurt = []
         for path, file in self.files.items():
-            if file.durable or file.host not in hosts or self.now - file.time > horizon_s:
+            if file.durable or file.host not in hosts or self.now - file.time > UNFLUSHED_S:
                 continue
             if any(when >= file.time for host, when in file.directory.seen.items() if host not in hosts):
                 continue

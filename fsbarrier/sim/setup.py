@@ -34,7 +34,7 @@ PATHS = RunPaths(cast(Path, ROOT))
 HASTY_S = 4.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Setup:
     """What is simulated. Fields left at None are drawn from the seed."""
 

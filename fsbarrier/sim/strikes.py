@@ -260,7 +260,7 @@ def cut_power(world: World, struck: list[Process], *, again: bool) -> None:
     if not any(process.up for process in world.processes):
         # Without a living process, all hosts lose power: they may be one machine.
         hosts = set(world.clients)
-    for path in world.disk.lose_power(hosts, world.rng, 10.0):
+    for path in world.disk.lose_power(hosts, world.rng):
         world.say(f"{path} was not flushed and is lost or torn")
     for process in struck if again else ():
         maybe_again(world, process)

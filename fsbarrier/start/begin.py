@@ -48,7 +48,7 @@ USED_WITH = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Request:
     """What was typed for one start of one node. `chosen`: weakest source first. `defaults`: below all of them."""
 
@@ -63,7 +63,7 @@ class Request:
     defaults: Mapping[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Start:
     """A node that can begin.
 
@@ -102,7 +102,7 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     return start
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Asked:
     """What a start asks for, before the run's record is known. `chosen`: what was typed, by dotted names; `typed`: the settings that this
     alone makes."""

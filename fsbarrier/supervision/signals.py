@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -17,14 +17,12 @@ def end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 @contextmanager
-def handled(
-    numbers: Sequence[signal.Signals], handle: Callable[[int, FrameType | None], None]
-) -> Iterator[None]:
-    """While this lasts, `handle` is called for these signals; afterwards they do what they did before.
+def ending_signals_handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """While this lasts, `handle` is called for the signals that end programs; afterwards they do what they did before.
 
     For the main thread, where alone Python lets handlers be set.
     """
-    before = {number: signal.signal(number, handle) for number in numbers}
+    before = {number: signal.signal(number, handle) for number in ENDING}
     try:
         yield
     finally:

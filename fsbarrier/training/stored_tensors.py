@@ -66,7 +66,7 @@ class StoredTensors:
         shapes: dict[str, tuple[int, ...]] = {}
         parts: dict[str, list[StoredPart]] = {}
         for path in sorted(folder.glob("*.safetensors")):
-            with reading(path), safe_open(path, framework="pt") as file:
+            with naming_the_file(path), safe_open(path, framework="pt") as file:
                 # In the order of the file, which is that of the layers.
                 for name in file.offset_keys():
                     shapes[name] = tuple(file.get_slice(name).get_shape())
@@ -76,7 +76,7 @@ class StoredTensors:
     def dtype(self, name: str) -> torch.dtype:
         """Raises ProgramFailed."""
         part = self.parts[name][0]
-        with reading(self.folder / part.file):
+        with naming_the_file(self.folder / part.file):
             return TYPES[self._file(part.file).get_slice(name).get_dtype()]
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -118,7 +118,7 @@ class StoredTensors:
         `common` may be of the flattened tensor even where the part is not.
         """
         path = self.folder / part.file
-        with reading(path):
+        with naming_the_file(path):
             file = self._file(part.file)
             rows = file.get_slice(name)
             shape, size = part.box.shape, torch.empty(0, dtype=TYPES[rows.get_dtype()]).element_size()
@@ -152,7 +152,7 @@ class StoredTensors:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def naming_the_file(path: Path) -> Iterator[None]:
     """What goes wrong with a safetensors file names the file. Raises ProgramFailed."""
     try:
         yield

@@ -27,7 +27,7 @@ ANSWER_TOKENS = demo_tasks.LENGTH + 1
 IGNORED = -100
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class WarmStart:
     """Parameters of the warm start; about 200 steps, less than 20 s on one core."""
 

@@ -23,7 +23,7 @@ from fsbarrier.view.report_style import STYLE
 from fsbarrier.view.report_timelines import timelines
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
-from fsbarrier.view.timings import IterationTime, rows, together
+from fsbarrier.view.timings import IterationTime, row_times, together
 from fsbarrier.view.wastes import parts_by_iteration, parts_by_phase, wastes
 
 #: How much is shown at most, of the newest: iterations as bars, events.
@@ -207,7 +207,7 @@ def _parts(reader: RunReader, finished: Sequence[IterationTime]) -> str:
     spans = [span for span in reader.spans() if span.iteration in shown]
     if not spans:
         return ""
-    sentences = "".join(f"<li>{escape(one.sentence())}</li>" for one in wastes(spans, rows(spans)))
+    sentences = "".join(f"<li>{escape(one.sentence())}</li>" for one in wastes(spans, row_times(spans)))
     times = parts_by_phase(parts_by_iteration(spans), shown)
     names = {span.phase: one_line(span.phase_name) for span in spans}
     bars, body = [], []

@@ -20,7 +20,7 @@ FEW = 60
 LETTER = 6.2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Series:
     """A curve: its name, its class in the style sheet, its points by rising x."""
 
@@ -29,7 +29,7 @@ class Series:
     points: Sequence[tuple[float, float]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """A piece of a stacked bar."""
 
@@ -38,7 +38,7 @@ class Part:
     value: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Block:
     """A piece of a lane, in seconds: work until `done`, then waiting. `cut`: it was not gone through with."""
 
@@ -50,7 +50,7 @@ class Block:
     cut: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Lane:
     """One node's line in a timeline. `marks`: (second, what happened there)."""
 

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from fsbarrier.data.shardreader import read_trajectories
-from fsbarrier.data.shardscan import GroupEntry, reading, scan_shard
+from fsbarrier.data.shardscan import GroupEntry, opened, scan_shard
 from fsbarrier.data.torchpickle import FormatError
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import StoreError
@@ -62,7 +62,7 @@ def choose(merged: Path, lot: random.Random) -> list[tuple[str, Trajectory]]:
     if not groups:
         return []
     by_mean = sorted(groups, key=_mean_reward)
-    with reading(merged) as fd:
+    with opened(merged) as fd:
         best = max(_judged(fd, by_mean[-1]), key=_reward)
         worst = min(_judged(fd, by_mean[0]), key=_reward)
         chosen = [("best", best)]

@@ -25,7 +25,7 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.processes import Stat
 from fsbarrier.view.history import MAX_EVENTS, History
 from fsbarrier.view.phase_names import last_phase, phase_name
-from fsbarrier.view.timings import IterationTime, Span, SpanReader, iteration_times, rows
+from fsbarrier.view.timings import IterationTime, Span, SpanReader, iteration_times, row_times
 
 #: If more seconds lie between two polls, they count as nobody's silence: this process did not look.
 BLIND_S = 5.0
@@ -128,7 +128,7 @@ class RunReader:
         if self._times is None:
             last = last_phase(self.record.settings.rl_phase, self._phase_names)
             whole = (span for span in self._spans if span.iteration >= self._whole_from)
-            self._times = iteration_times(rows(whole), last)
+            self._times = iteration_times(row_times(whole), last)
         return self._times
 
     # --- what follows from what was read ---

@@ -141,7 +141,7 @@ def read_spans(journals: Iterable[Iterable[Event]]) -> list[Span]:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RowTime:
     """One phase of one iteration under one generation, over all members. Seconds; `began_at` is a wall-clock time.
 
     `coordination_s` is None where the row was not passed (yet); `cut_short`: nor will it be, under this generation.
@@ -164,7 +164,7 @@ class Row:
         return self.seconds - (self.coordination_s or 0.0)
 
 
-def rows(spans: Iterable[Span]) -> list[Row]:
+def row_times(spans: Iterable[Span]) -> list[RowTime]:
     """The rows of a run in order of generation, iteration and phase."""
     members: dict[tuple[int, int, int], list[Span]] = defaultdict(list)
     clocks: dict[int, set[str]] = defaultdict(set)
@@ -181,7 +181,7 @@ def rows(spans: Iterable[Span]) -> list[Row]:
     return found
 
 
-def _row(spans: Sequence[Span], following: Sequence[Span], exact: bool) -> Row:
+def _row(spans: Sequence[Span], following: Sequence[Span], exact: bool) -> RowTime:
     def on_axis(span: Span, mono_s: float) -> float:
         return mono_s if exact else mono_s + span.wall_offset
 
@@ -198,7 +198,7 @@ def _row(spans: Sequence[Span], following: Sequence[Span], exact: bool) -> Row:
     coordination = None
     if passed and done:
         coordination = min(max(0.0, ended - done[last_rank]), max(0.0, ended - began))
-    return Row(
+    return RowTime(
         *first.row,
         first.phase_name,
         began_at=max(span.began_at for span in spans),
@@ -234,9 +234,9 @@ class IterationTime:
         return self.coordination_s / self.seconds if self.seconds > 0 else 0.0
 
 
-def iteration_times(run_rows: Iterable[Row], last_phase: int | None = None) -> list[IterationTime]:
+def iteration_times(run_rows: Iterable[RowTime], last_phase: int | None = None) -> list[IterationTime]:
     """The iterations in order. `last_phase`: the row that ends an iteration; None: the highest that was ever seen."""
-    by_iteration: dict[int, list[Row]] = defaultdict(list)
+    by_iteration: dict[int, list[RowTime]] = defaultdict(list)
     for row in run_rows:
         by_iteration[row.iteration].append(row)
     last = (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fsbarrier.rundir.phase_time import PhaseTime
 from fsbarrier.view.amounts import percent, ranks
-from fsbarrier.view.timings import CUT_SHORT, PASSED, Row, Span
+from fsbarrier.view.timings import CUT_SHORT, PASSED, RowTime, Span
 
 #: a cause that costs a smaller share of the time gets no sentence
 LEAST = 0.01
@@ -60,7 +60,7 @@ def _what(cause: Cause) -> str:
             return "coordination: seeing that all nodes are done"
 
 
-def wastes(spans: Iterable[Span], rows: Iterable[Row], most: int = 3) -> list[Waste]:
+def wastes(spans: Iterable[Span], rows: Iterable[RowTime], most: int = 3) -> list[Waste]:
     """What cost most time beside work, the largest first. Spans whose row is not among `rows` are left out."""
     known = {(row.generation, row.iteration, row.phase): row for row in rows}
     whole: dict[int, float] = defaultdict(float)
@@ -86,7 +86,7 @@ def wastes(spans: Iterable[Span], rows: Iterable[Row], most: int = 3) -> list[Wa
     return sorted(found, key=lambda waste: (-waste.seconds, waste.sentence()))[:most]
 
 
-def _losses(span: Span, row: Row) -> Iterable[tuple[Cause, float]]:
+def _losses(span: Span, row: RowTime) -> Iterable[tuple[Cause, float]]:
     """A span's time that was no work, by cause."""
     name = span.phase_name
     if span.outcome == CUT_SHORT and row.cut_short:
