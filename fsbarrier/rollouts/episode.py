@@ -48,7 +48,8 @@ class Trajectory:
     metadata: Mapping[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+# No slots: such a dataclass is made anew, and Python 3.11 then no longer finds its super().
+@dataclass(frozen=True)
 class Episode(Sample):
     """An episode as a sample of its group. Its tokens are in its segments; `token_ids` and `logprobs` of the sample are empty."""
 
