@@ -6,12 +6,14 @@ import errno
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from trainer_bench import Bench, bench
 
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.host import memory
 from fsbarrier.node.job import Job
 from fsbarrier.node.state_upload import StateUpload
 from fsbarrier.rundir import checkpoints, retention
@@ -118,6 +120,21 @@ def test_a_node_without_room_writes_to_the_shared_directory(
 
     monkeypatch.setattr(NodeState, "has_room", lambda self, size: False)
     assert update(work, 1)["trainer_state"] == "shared"
+
+
+def test_a_temporary_folder_in_memory_is_filled_no_further_than_programs_can_bear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsbarrier.training.node_state import NodeState
+
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 0, 100))
+    monkeypatch.setattr(memory, "host_memory", lambda: (200, 80))
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "none")
+    node = NodeState(tmp_path / "kept", range(1))
+    for kind, room in (("tmpfs", 40), ("ext4", 100)):
+        monkeypatch.setattr(memory, "mount_of", lambda path, kind=kind: SimpleNamespace(kind=kind))
+        assert node.has_room(room) and not node.has_room(room + 1)
 
 
 def test_room_is_checked_before_anything_is_trained(work: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

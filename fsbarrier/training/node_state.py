@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from fsbarrier import files
+from fsbarrier.host.memory import free_bytes
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.names import POLICY_FOLDER
 from fsbarrier.settings.sections import CheckpointSettings
@@ -52,7 +53,7 @@ class NodeState:
         try:
             files.make_dirs(self.folder)
             ours = self.folder.stat().st_uid == os.getuid() and not self.folder.is_symlink()
-            return ours and shutil.disk_usage(self.folder).free >= size
+            return ours and free_bytes(self.folder) >= size
         except OSError:
             return False
 
