@@ -16,7 +16,7 @@ from fsbarrier.engine.engine import Engine
 from fsbarrier.rewards.matching import numeric
 from fsbarrier.settings.resolve import resolve
 
-pytestmark = [pytest.mark.engine, pytest.mark.torch, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CALCULATOR = Path(__file__).parent.parent / "phases" / "agents" / "calculator.py"
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<u>", "<a>", "<t>")

@@ -14,6 +14,7 @@ def test_any_processes_go_on_from_what_any_others_left(tmp_path: Path) -> None:
     run_script("checkpoint_ranks.py", tmp_path, 1, "reshard=2", "nodes=3", "follow=3", "damage=20")
 
 
+@pytest.mark.slow
 def test_a_tied_embedding_of_which_a_process_has_no_row(tmp_path: Path) -> None:
     run_script("zero_checkpoints.py", tmp_path, "tied", "1x4:all:5", "1x2:all:5")
 

@@ -185,6 +185,7 @@ def test_zero_makes_the_same_update(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_a_state_of_zero_3_goes_on_bit_by_bit_on_other_processes_and_in_other_stages(tmp_path: Path) -> None:
     run_script("zero_checkpoints.py", tmp_path, "1x2:auto:5:zero3", "3x1:auto:5:zero1", "1x2:all:5")
 

@@ -43,7 +43,12 @@ def test_work_is_spread_and_a_group_stays_where_it_is(tmp_path: Path, fakes: lis
     prompts = [f"{letter}a!gate=" for letter in "bcdefghi"]
     spec = spec_for(tmp_path, fakes, prompts, **{"rollout.prompts_per_request": 2})
     process = start(spec)
-    while process.poll() is None and not all((fake.folder / "at-gate").exists() for fake in fakes):
+
+    def all_is_sent() -> bool:
+        begun = all((fake.folder / "at-gate").exists() for fake in fakes)
+        return begun and sum(len(prompts_at(fake)) for fake in fakes) == len(prompts)
+
+    while process.poll() is None and not all_is_sent():
         pass
     shown = json.loads((tmp_path / "progress.json").read_text())
     for fake in fakes:
