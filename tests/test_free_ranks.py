@@ -68,6 +68,16 @@ def test_one_s_own_rank_first_then_free_ones_then_those_that_ended_then_silent_o
     assert order(record) == [(2, 2), (3, 1), (1, 2), (0, 2), (2, 2), (4, 2)]
 
 
+def test_what_an_older_start_said_last_frees_no_rank(record: RunRecord) -> None:
+    """Its newest start has joined, and is about to write its first heartbeat."""
+    started(record, 0, "a")
+    beat(record, 0)
+    started(record, 1, "b")
+    beat(record, 1, "left")
+    started(record, 1, "b", incarnation=2)
+    assert order(record)[3:] == [(0, 2), (1, 3)]
+
+
 def test_a_rank_of_which_something_is_heard_is_not_free(record: RunRecord) -> None:
     for rank in range(5):
         started(record, rank, "a")

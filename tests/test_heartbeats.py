@@ -91,13 +91,15 @@ class FullDisk(PosixStore):
 ENDLESS = Phase(0, "work", each=lambda context: Value({}))
 
 
-def started(root: Path, store: PosixStore, events: list[str], row: Phase = ENDLESS) -> list[NodeLoop]:
-    """Two nodes of a run of one row."""
+def started(
+    root: Path, store: PosixStore, events: list[str], row: Phase = ENDLESS, nodes: int = 2, watchers: int = 4
+) -> list[NodeLoop]:
+    """The nodes of a run of one row."""
     paths = RunPaths(root)
-    rules = Rules(Program("one", (row,)), 2)
+    rules = Rules(Program("one", (row,)), nodes)
 
     def start(rank: int) -> NodeLoop:
-        observer = Observer(store, paths, rules.table, Paces(0.0, 0.0))
+        observer = Observer(store, paths, rules.table, Paces(0.0, 0.0, watchers=watchers))
         join = Join(rank, 0, f"host{rank}", rank, "boot", until=1)
         loop = NodeLoop(
             store, observer, rules, CollectiveWork(), join, lambda event, node, fields: events.append(event)
@@ -106,7 +108,7 @@ def started(root: Path, store: PosixStore, events: list[str], row: Phase = ENDLE
         loop.start(0.0)
         return loop
 
-    return [start(0), start(1)]
+    return [start(rank) for rank in range(nodes)]
 
 
 @pytest.mark.parametrize("full_s, lost", [(60, False), (200, True)])
@@ -211,3 +213,14 @@ def test_whoever_waits_in_the_last_row_passes_it_with_those_who_have_finished(tm
                 loop.tick(float(second))
     assert [loop.exit and loop.exit.state for loop in loops] == ["finished", "finished"]
     assert "node_lost" not in events
+
+
+def test_a_node_whose_watcher_is_silent_looks_at_all_watchers(tmp_path: Path) -> None:
+    """Those of nodes 2 and 3 die together: the second one is found `suspect_s` after the first, not another `dead_s`."""
+    loops = started(tmp_path, PosixStore(), [], nodes=4, watchers=2)
+    for second in range(10 + 15 + 6 + 3):
+        for loop in loops if second < 10 else loops[2:]:
+            loop.write_beat(loop.beat(), PosixStore(), float(second))
+            loop.tick(float(second))
+    assert (tmp_path / "coordination" / "generations" / "gen-000003.json").exists()
+    assert [loop.node.generation and loop.node.generation.ranks for loop in loops[2:]] == [(2, 3)] * 2

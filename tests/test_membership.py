@@ -498,6 +498,18 @@ def test_work_knows_the_joins_of_all_members(tmp_path: Path) -> None:
         observer.joins_of(Generation(1, (Member(0, 1),), 0, Position(1, 0), "start"))
 
 
+def test_the_last_look_lists_the_generations_afresh(tmp_path: Path) -> None:
+    """It does not rest on what the loop saw last, nor on whether the newer record can be read."""
+    paths = RunPaths(tmp_path)
+    observer = Observer(PosixStore(), paths, PING)
+    observer.prepare()
+    generation = Generation(2, (Member(1, 2),), 1, Position(1, 0), "start")
+    PosixStore().create(paths.generation(2), generation)
+    assert observer.newest is None and observer.newest_number() == 2
+    paths.generation(3).touch()
+    assert observer.newest_number() == 3
+
+
 def test_two_requests_at_once_have_two_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither listing shows the other's request."""
     RunPaths(tmp_path).record.touch()

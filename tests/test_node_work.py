@@ -441,6 +441,43 @@ def test_a_cancelled_job_leaves_nothing_and_reports_nothing(place: Workplace) ->
     assert running.report() is None and not woken.is_set() and running.progress() == {}
 
 
+def test_a_job_that_cannot_be_ended_ends_the_node(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Example: it hangs in the shared directory. The next generation's work must not begin beside it."""
+    begun, let_go = threading.Event(), threading.Event()
+
+    def each(context: Context) -> Work:
+        begun.set()
+        assert let_go.wait(60)
+        return Value({})
+
+    monkeypatch.setattr("fsbarrier.node.job_runner.CANCEL_S", 0.05)
+    running, _ = jobs(place, each)
+    running.launch(NODE, Part.EACH)
+    thread = running._thread
+    assert thread is not None and begun.wait(30)
+    try:
+        with pytest.raises(StoreError, match="does not end within"):
+            running.cancel()
+    finally:
+        let_go.set()
+        thread.join()
+
+
+def test_a_last_look_that_fails_for_a_moment_is_no_failure(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, fails = context(), [OSError(errno.EIO, "for a moment")]
+
+    def newest() -> int:
+        if fails:
+            raise fails.pop()
+        return 1
+
+    monkeypatch.setattr(here, "newest", newest)
+    work_kinds.carry_out(PublishWeights(made(tmp_path, 6, 1), 6, keep=0), here, Job(), place)
+    assert (tmp_path / "model.pt" / "weights").read_bytes() == b"6" and not fails
+
+
 def test_no_work_begins_for_a_cancelled_job(place: Workplace) -> None:
     job = Job()
     job.cancel.set()
