@@ -31,6 +31,21 @@ def test_three_nodes_then_two_then_one_go_on_from_each_other(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ["3x2:node:5", "2x2:all:5", "1x3:none:5", "1x1:none:5"],
+        ["3x2:all:5:bf16", "2x2:node:5:bf16", "1x3:all:5:bf16", "1x1:none:5:bf16"],
+        ["3x2:auto:5:zero3", "2x2:auto:5:zero2", "1x3:all:5", "1x1:none:5"],
+    ],
+    ids=["float32", "bfloat16", "zero3"],
+)
+def test_what_the_trainer_saved_on_three_nodes_is_read_on_fewer(tmp_path: Path, cases: list[str]) -> None:
+    run_script("zero_checkpoints.py", tmp_path, *cases)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_process_killed_at_each_stage_of_a_save(tmp_path: Path) -> None:
     run_script("checkpoint_ranks.py", tmp_path, 5, "stages=9")
 
