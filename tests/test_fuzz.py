@@ -564,3 +564,11 @@ def test_sizes_that_lie_take_no_memory_and_nothing_is_run(shards: dict[str, byte
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "alive"), done.stderr[-2000:]
     assert not marker.exists()
+
+
+def test_fields_that_this_version_does_not_know_are_ignored() -> None:
+    """Of a record, and of what is nested in it."""
+    known = facts.Generation(1, (facts.Member(0, 1),), 0, Position(1, 0), "start")
+    fields = json.loads(codec.encode(known).partition(b"\n")[2])
+    fields["members"][0]["later"] = fields["later"] = {"of": "another version"}
+    assert codec.decode(encoded_body(known, fields), facts.Generation) == known

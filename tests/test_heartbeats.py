@@ -16,10 +16,10 @@ from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import Paces
 from fsbarrier.program import Phase, Program, Value
 from fsbarrier.protocol.codec import encode
-from fsbarrier.protocol.facts import Beat, Join, Record
-from fsbarrier.protocol.state import Rules
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Record
+from fsbarrier.protocol.state import Node, Part, Rules, Stage
 from fsbarrier.rundir.heartbeats import HeartbeatReader, live_nodes, read_beats
-from fsbarrier.rundir.names import StartName
+from fsbarrier.rundir.names import StartName, fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 
@@ -224,3 +224,28 @@ def test_a_node_whose_watcher_is_silent_looks_at_all_watchers(tmp_path: Path) ->
             loop.tick(float(second))
     assert (tmp_path / "coordination" / "generations" / "gen-000003.json").exists()
     assert [loop.node.generation and loop.node.generation.ranks for loop in loops[2:]] == [(2, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("state", "generation", "arrived"),
+    [
+        ("finished", 1, {0, 1}),
+        ("finished", 0, {1}),
+        ("left", 1, {1}),
+        ("stopped", 1, {1}),
+        ("running", 1, {1}),
+    ],
+)
+def test_only_whoever_finished_this_generation_has_passed_its_last_row(
+    tmp_path: Path, state: str, generation: int, arrived: set[int]
+) -> None:
+    paths, store, members = RunPaths(tmp_path), PosixStore(), (Member(0, 1), Member(1, 1))
+    observer = Observer(store, paths, Program("one", (Phase(0, "last"),)), Paces(0.0, 0.0))
+    observer.prepare()
+    here = Generation(1, members, 0, Position(1, 0), "start", until=1)
+    node = Node(1, 1, 0.0, stage=Stage.RUNNING, generation=here, position=here.start, part=Part.ANNOUNCED)
+    store.create(paths.generation(1), here)
+    store.make_dir(observer.row_dir(1, here.start))
+    store.mark(observer.row_dir(1, here.start) / fact_name(1, 1), Fact(1, 1, "done"))
+    store.put(paths.beat(0, 1), Beat(0, 1, 1, "host", 1, state, generation, 1, 0))
+    assert observer.view(node, 0.0).arrived == arrived

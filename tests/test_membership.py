@@ -184,6 +184,13 @@ def test_the_time_for_which_this_node_was_blind_is_no_silence(
     assert ledger.age(Member(0, 1), end) == pytest.approx(age)
 
 
+def test_where_each_look_is_slow_a_node_that_cannot_write_counts_no_silence_either() -> None:
+    ledger = Ledger()
+    for now in range(0, 60, 4):
+        ledger = ledger.observe({0: beat(1)}, now, now, 1.5, unheard=True)
+    assert ledger.age(Member(0, 1), 56.0) == 0.0
+
+
 def test_silence_is_never_paused_into_the_future() -> None:
     """A look that overlaps the news: the pause is longer than the time since."""
     ledger = Ledger().observe({0: beat(5)}, 0.0, 0.0, BLIND_S).observe({0: beat(6)}, 2.0, 2.0, BLIND_S)
