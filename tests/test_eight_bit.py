@@ -94,6 +94,7 @@ def test_whoever_goes_on_from_a_state_does_what_the_one_that_saved_it_does(work:
 
 @pytest.mark.torch
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_shards_make_the_same_update_and_go_on_alone(work: Bench) -> None:
     from fsbarrier.training.trainer_state import StateLayout
 

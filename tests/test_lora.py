@@ -150,6 +150,7 @@ def test_in_bfloat16_the_adapters_are_still_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("shard", ["none", "all"])
 def test_sharded_adapters_are_trained_as_one_process_trains_them(tmp_path: Path, shard: str) -> None:
     """Two updates of two processes, the second of which resumes on one."""

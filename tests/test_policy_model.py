@@ -269,6 +269,7 @@ def test_no_tensor_is_larger_than_the_logits_may_be() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_long_answer_takes_no_more_memory_than_allowed(dtype: str) -> None:
     """8,192 tokens at a vocabulary of 152k: 4.6 GiB of logits, in at most 256 MiB of a real process's memory."""

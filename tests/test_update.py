@@ -28,6 +28,7 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_update_is_the_same_however_many_processes_share_it(tmp_path: Path) -> None:
     """24 trajectories in minibatches of 10 and 14: neither 2 nor 3 processes get equal shards of all of them."""
     work = bench(tmp_path)
@@ -54,6 +55,7 @@ def test_the_update_is_the_same_however_many_processes_share_it(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_node_that_fails_ends_the_others_with_its_reason(tmp_path: Path) -> None:
     work = bench(tmp_path)
     work.prepare()
