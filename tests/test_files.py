@@ -299,3 +299,22 @@ def test_a_record_that_is_a_folder_is_read_and_removed_like_any_other(
     assert store.read(path, Fact) == Fact(0, 1, "done")
     store.remove(path)
     assert store.names(path.parent) == []
+
+
+def test_without_hard_links_a_name_that_is_taken_in_this_moment_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, open_new = tmp_path / "claim", files.open_new
+
+    def no_links(*names: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    def other_is_first(name: Path, more_flags: int = 0) -> int:
+        if name == path:
+            path.write_bytes(b"theirs")
+        return open_new(name, more_flags)
+
+    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(files, "open_new", other_is_first)
+    assert not files.create_exclusive(path, b"ours", durable=False)
+    assert path.read_bytes() == b"theirs"

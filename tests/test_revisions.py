@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from cluster import FAST, Cluster
 
-from fsbarrier.errors import UsageError
+from fsbarrier.errors import Fenced, UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
@@ -272,6 +272,19 @@ def test_a_node_that_comes_back_by_itself_asks_for_nothing_again(tmp_path: Path)
     node._perform(Announce(2), 0.0)
     stated = [found.stated for n in (1, 2) if (found := store.read(paths.join(2, n), Join)) is not None]
     assert stated == [{"optimizer.lr": 2.0}, {}]
+
+
+def test_a_node_that_comes_back_and_finds_its_next_start_taken_ends(tmp_path: Path) -> None:
+    store, paths, program = PosixStore(), RunPaths(tmp_path), load_program("ping")
+    observer = Observer(store, paths, program)
+    observer.prepare()
+    work = cast(WorkRunner, None)
+    here = Join(2, 0, "host", 1, "boot")
+    node = NodeLoop(store, observer, Rules(program, 3), work, here, lambda event, node, fields: None)
+    node.start(0.0)
+    store.create(paths.join(2, 2), Join(2, 2, "elsewhere", 1, "boot"))
+    with pytest.raises(Fenced, match="another process took this rank"):
+        node._perform(Announce(2), 0.0)
 
 
 # --- three daemons --------------------------------------------------------------------------------------------------------------
