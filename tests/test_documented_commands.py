@@ -316,7 +316,7 @@ def test_check_sh(line: str, scene: Scene, tmp_path: Path) -> None:
     *checks, pytest_words = (tmp_path / "said").read_text().splitlines()
     assert len(checks) == 3 and pytest_words.startswith("-m pytest ")
     flags = {word for word in pytest_words.split()[2:] if word.startswith("-")}
-    assert flags <= {"-m", "-n", "--dist", "-x"} and not missing_of(pytest_words)
+    assert flags <= {"-m", "-n", "--dist", "--no-loadscope-reorder", "-x"} and not missing_of(pytest_words)
 
 
 @pytest.mark.slow
