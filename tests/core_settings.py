@@ -33,10 +33,13 @@ CHANGE = Revision(2, 2, {"optimizer.lr": 3.0}, {"optimizer.lr": 1.0}, "ann@host9
 CHANGED = generation(2, reason="joined", revisions=(CHANGE,))
 
 
-def asks(rank: int, incarnation: int = 1, **stated: Any) -> dict[int, Join]:
+def asks(
+    rank: int, incarnation: int = 1, digest: str = "", version: str = "", **stated: Any
+) -> dict[int, Join]:
     """A start whose command line names settings; `__` stands for the dot."""
     named = {name.replace("__", "."): value for name, value in stated.items()}
-    return started(rank, incarnation=incarnation, stated=named, by="ann@host9", time="noon")
+    code = {"digest": digest, "version": version}
+    return started(rank, incarnation=incarnation, stated=named, by="ann@host9", time="noon", **code)
 
 
 def second(rank: int, **fields: Any) -> Node:
@@ -83,6 +86,31 @@ SETTINGS_ROWS = [
         sees(joins=started(0, 2) | asks(1, 2, optimizer__lr=2.0), ledger=heard(ranks=())),
         machine.look_where_the_run_was_left,
         (FindResumePoint(),),
+        rules=KNOWN,
+    ),
+    Case(
+        "nobody else came in time: what it asks for is not the run's, and it ends before it touches anything",
+        second(1, for_s=61.0),
+        sees(
+            joins=started(0, 2) | asks(1, 2, optimizer__lr=2.0),
+            ledger=heard(ranks=()),
+            resume_point=left_off(1, OPEN, of=1, sealed=False),
+        ),
+        machine.end_when_nobody_asks_for_the_same,
+        refused(1, "optimizer.lr=2", "1"),
+        ENDED,
+        rules=KNOWN,
+    ),
+    Case(
+        "nobody else came in time, and it names what the run has: it goes on alone",
+        second(1, for_s=80.0),
+        sees(
+            joins=started(0, 2) | asks(1, 2, optimizer__lr=1.0),
+            ledger=heard(ranks=()),
+            resume_point=left_off(1, OPEN, of=1),
+        ),
+        machine.form_a_generation,
+        proposes(2, (1,), restarted={1: 2}, reason="start again", created_by=1),
         rules=KNOWN,
     ),
     Case(
@@ -139,6 +167,38 @@ SETTINGS_ROWS = [
         machine.begin_the_row,
         (Publish(done(0)),),
         {"part": Part.ANNOUNCED},
+        rules=KNOWN,
+    ),
+    Case(
+        "who asks for the same as a node 0 with other code is not admitted either: that node 0 is not",
+        at_row(1, OPEN, Part.NONE, generation=generation(ranks=(1,))),
+        sees(
+            generation(ranks=(1,)),
+            joins=started(1, digest="a")
+            | asks(0, optimizer__lr=2.0)
+            | asks(2, digest="a", optimizer__lr=2.0),
+            ledger=heard(seen(0, state=JOINING), seen(2, state=JOINING)),
+        ),
+        machine.begin_the_row,
+        (Publish(done(1)),),
+        {"part": Part.ANNOUNCED},
+        rules=KNOWN,
+    ),
+    Case(
+        "a node 0 with other code waits beside it: it hears of the code, and not that its settings differ",
+        second(1, for_s=20.0),
+        sees(
+            joins=asks(0, 2, optimizer__lr=2.0) | asks(1, 2, digest="a", version="1", optimizer__lr=2.0),
+            ledger=heard(seen(0, state=JOINING, incarnation=2), ranks=()),
+        ),
+        machine.end_when_the_code_differs,
+        ends(
+            2,
+            "left",
+            "node 1 on host1 runs fsbarrier 1 (code a), node 0 on host0 runs  (code ); start all nodes with the same fsbarrier "
+            "and program",
+        ),
+        ENDED,
         rules=KNOWN,
     ),
     # --- node 0's

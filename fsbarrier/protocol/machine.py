@@ -215,13 +215,23 @@ def end_when_its_settings_differ(at: Situation) -> Step | None:
     It knows what the run has once a generation names it, a member of the newest is seen at work, or node 0 waits beside it.
     """
     view, node = at.view, at.node
-    own, newest = view.joins.get(node.rank), view.newest
+    newest = view.newest
     named = newest is not None and newest.incarnation_of(node.rank) == node.incarnation
     at_work = any(view.ledger.moved(m) and view.ledger.state(m) not in GONE for m in at.others)
-    if own is None or not (named or at_work or MASTER in at.waiting):
+    if not (named or at_work or MASTER in at.joiners):
         return None
-    found = at.contradiction(own, at.changed if named else at.to_be)
-    why = f"node {node.rank}: {found}; drop it, or start node 0 (--master) with it"
+    return _end_for_its_settings(at, at.changed if named else at.to_be)
+
+
+def end_when_nobody_asks_for_the_same(at: Situation) -> Step | None:
+    """The waiting is over, and node 0 did not come to ask for what this node's command line names: it does not go on with the run."""
+    return _end_for_its_settings(at, at.to_be)
+
+
+def _end_for_its_settings(at: Situation, changed: Payload) -> Step | None:
+    own = at.view.joins.get(at.node.rank)
+    found = at.contradiction(own, changed) if own is not None else ""
+    why = f"node {at.node.rank}: {found}; drop it, or start node 0 (--master) with it"
     return _end(at, UsageError.exit_code, "left", why) if found else None
 
 
@@ -649,6 +659,7 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
         note_who_came,
         wait_for_all_nodes,
         give_up_waiting,
+        end_when_nobody_asks_for_the_same,
         let_lower_ranks_go_first,
         seal_the_old_generation,
         form_a_generation,

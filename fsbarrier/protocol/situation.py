@@ -81,13 +81,13 @@ class Situation:
 
     @cached_property
     def to_be(self) -> Payload:
-        """With what node 0 asks for, if it waits to be taken in, or is this node."""
+        """With what node 0 asks for, if it is this node, or waits to be taken in and runs the same code."""
         newest, own = self.view.newest, self.view.joins.get(MASTER)
         if own is None or not own.stated:
             return self.changed
-        waits = self.node.rank == MASTER or MASTER in self.waiting
+        comes = self.node.rank == MASTER or (MASTER in self.waiting and not self.differs(own))
         taken_in = newest is not None and newest.incarnation_of(MASTER) == own.incarnation
-        return {**self.changed, **own.stated} if waits and not taken_in else self.changed
+        return {**self.changed, **own.stated} if comes and not taken_in else self.changed
 
     def contradiction(self, join: Join, changed: Payload) -> str:
         """The first setting that a start names and the run, whose settings have `changed`, does not have; "" where there is none."""
