@@ -7,14 +7,14 @@ The file is longer than others: it is all that one who writes a program has to r
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from fsbarrier.decisions import BestPolicy, Decision, NeededVersions, PublishDecision
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.protocol.facts import Join, JsonObject, Member, Payload
+from fsbarrier.protocol.facts import Join, Member, Payload
 from fsbarrier.protocol.rows import Row, Slice, Table
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.paths import RunPaths
@@ -22,6 +22,8 @@ from fsbarrier.rundir.paths import RunPaths
 if TYPE_CHECKING:
     from fsbarrier.rundir.runrecord import TaskSource
     from fsbarrier.settings.sections import Settings
+
+D = TypeVar("D", bound=Decision)
 
 #: the phases of an RL iteration, by number: what status and the journal promise to show
 PHASE_NAMES = (
@@ -40,10 +42,6 @@ PHASE_NAMES = (
     "engine_start",
     "iteration_end",
 )
-#: what a publication says of the best policy so far
-BEST = ("best_reward", "best_policy_version", "best_folder", "best_measured")
-#: and of the version that the trained policy is held against
-REFERENCE = "reference_folder"
 #: what `--rl-phase` may run alone
 RL_SLICES = (
     Slice("rollout", "iteration_start", "eval_rollout", result="train_aggregate"),
@@ -138,8 +136,7 @@ class PublishWeights:
     """Check a policy version's folder, then point the run at it. Of older versions keep the newest `keep`, every `keep_every`-th, and
     those that `needed` names.
 
-    `needed` names the folder of the best policy so far, with its reward and version, and that of the reference policy (None: it is the
-    run's first model, which has no such folder). It becomes a part of the result.
+    `needed` becomes a part of the result.
     `trained_on`: the iteration of the update that made this version. Trajectories that are `keep_trajectories` iterations older, or more,
     are removed (0: none are).
     """
@@ -150,7 +147,7 @@ class PublishWeights:
     trained_on: int = 0
     keep_trajectories: int = 0
     keep_every: int = 0
-    needed: Payload = field(default_factory=dict)
+    needed: NeededVersions = field(default_factory=NeededVersions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,33 +207,6 @@ class PartOnDisk:
     sampled_how: str = ""
 
 
-def adopt_parts(
-    parts: Sequence[PartOnDisk], wanted: Sequence[int]
-) -> tuple[list[JsonObject], list[JsonObject]]:
-    """What a decision adopts from parts on disk, each task from the first part that has it: (groups to be merged as they are, groups to
-    be judged again). Groups in which the reward or the agent failed are judged again, because that is no finished work, and because a
-    reward function that was mended in the meantime should judge all of them."""
-    left = set(wanted)
-
-    def take(*, unjudged: bool) -> list[JsonObject]:
-        taken = []
-        for part in parts:
-            useful = [task for task in part.tasks if task in left and (task in part.unjudged) == unjudged]
-            if useful:
-                left.difference_update(useful)
-                taken.append({"path": part.path, "valid_bytes": part.valid_bytes, "tasks": useful})
-        return taken
-
-    adopted = take(unjudged=False)
-    return adopted, take(unjudged=True)
-
-
-def adoption_events(split: str, adopted: Sequence[JsonObject]) -> list[JsonObject]:
-    """A line for the journal with the adopted parts: who checks a merged file later needs it, when the decision has been removed."""
-    parts = [{"name": Path(part["path"]).name, "bytes": part["valid_bytes"]} for part in adopted]
-    return [{"event": "parts_adopted", "split": split, "parts": parts}] if parts else []
-
-
 @dataclass(frozen=True, slots=True)
 class Policy:
     """The policy that this iteration rolls out: its version and its folder ("model" below it is what vLLM loads)."""
@@ -294,79 +264,74 @@ class Context:
         return max(1, self.cpus // max(1, len(sharing)))
 
     @property
+    def published(self) -> PublishDecision | None:
+        """The newest published policy version; None before the first."""
+        value = self.latest("weights_publish")
+        return PublishDecision.from_json(value) if value is not None else None
+
+    @property
     def policy_version(self) -> int:
-        """How many updates the policy that this iteration rolls out has had."""
-        published = self.latest("weights_publish")
-        return published["policy_version"] if published is not None else 0
+        """The version of the policy that this iteration rolls out: how many updates it has had."""
+        published = self.published
+        return published.policy_version if published is not None else 0
 
     @property
     def policy_identity(self) -> str:
-        """What tells the policy of this iteration from any other, also from one of the same version: its folder and what is in it.
+        """Tells the policy of this iteration from every other, also from one of the same version, by its folder and the folder's digest.
 
-        Example: a run is taken back to an earlier iteration. Then there are two policies of version 6, and what one rolled out must not
-        be taken for the other's.
+        Example: after a run is taken back to an earlier iteration there are two policies of version 6. Trajectories of one must not
+        pass for the other's.
         """
-        published = self.latest("weights_publish")
-        if published is None:
-            return "start"
-        return checkpoints.identity(Path(published["folder"]).name, published.get("digest", ""))
+        published = self.published
+        return "start" if published is None else checkpoints.identity(published.folder_name, published.digest)
 
     @property
     def policy(self) -> Policy:
         """The newest published policy; the run's model as version 0 before the first."""
-        published = self.latest("weights_publish")
+        published = self.published
         if published is not None:
-            folder = self.named_in(self.paths.checkpoints, published["folder"])
-            return Policy(published["policy_version"], folder / "model", folder / "trainer")
+            folder = self.named_in(self.paths.checkpoints, published.folder)
+            return Policy(published.policy_version, folder / "model", folder / "trainer")
         if self.model is None:
             raise UsageError(f"phase {self.phase.name}: this program needs a model, and the run has none")
         return Policy(0, self.model, None)
 
     @property
-    def best_evaluated(self) -> Payload:
-        """The policy with the best evaluation so far (`checkpoint.best_by`), which each publication copies from the one before.
+    def best_evaluated(self) -> BestPolicy | None:
+        """The policy with the best evaluation so far by `checkpoint.best_by`. Each publication copies it from the one before.
 
-        `best_measured` names the figure and how it was sampled. Figures of two ways cannot be compared: after a change of the
-        settings the best one is looked for anew.
+        After a change of the settings, figures cannot be compared any more, and the search begins anew.
         """
-        published, evaluated = self.latest("weights_publish") or {}, self.decided("eval_rollout")
-        before = {name: published[name] for name in BEST if name in published}
+        published, evaluated = self.published, self.decided("eval_rollout")
+        best = published.needed.best if published is not None else None
         if evaluated is None:
-            # The session before may have ended with its evaluation.
+            # The session before may have ended with the evaluation of this very policy.
             final = self.latest("iteration_end") or {}
             evaluated = final if final.get("policy_version") == self.policy_version else {}
-        figure = self.settings.checkpoint.best_by
-        reward, how = evaluated.get(figure), str(evaluated.get("sampled_how", ""))
-        measured = f"{figure} {how}"
-        before_figure, _, before_how = before.get("best_measured", measured).partition(" ")
-        # Older versions did not say how they sampled.
-        comparable = before_figure == figure and (before_how == how or not (before_how and how))
-        if reward is None or (comparable and reward <= before.get("best_reward", -math.inf)):
-            return before
-        # The run's first model has no folder among the checkpoints.
-        folder = Path(published["folder"]).name if published else None
-        return dict(zip(BEST, (reward, self.policy_version, folder, measured), strict=True))
+        figure, how = self.settings.checkpoint.best_by, str(evaluated.get("sampled_how", ""))
+        reward = evaluated.get(figure)
+        if reward is None or (best is not None and best.is_comparable(figure, how) and reward <= best.reward):
+            return best
+        folder = published.folder_name if published is not None else None
+        return BestPolicy(reward, self.policy_version, folder, figure, how)
 
     @property
     def reference(self) -> Path | None:
-        """The model folder of the policy that the trained one is held against; None: nothing is (`algorithm.kl_coef`)."""
+        """The model folder of the reference policy of the KL term; None without that term (`algorithm.kl_coef`)."""
         if not self.settings.algorithm.kl_coef:
             return None
-        name = (self.latest("weights_publish") or {}).get(REFERENCE)
+        published = self.published
+        name = published.needed.reference if published is not None else None
         return self.named_in(self.paths.checkpoints, name) / "model" if name else self.model
 
-    def needed_beside(self, folder: Path, policy_version: int) -> Payload:
-        """Which older versions must be kept once `folder` is published as `policy_version`: see PublishWeights.needed."""
-        best = self.best_evaluated if self.settings.checkpoint.keep_best else {}
+    def needed_beside(self, folder: Path, policy_version: int) -> NeededVersions:
+        """The older versions that must be kept once `folder` is published as `policy_version`."""
+        best = self.best_evaluated if self.settings.checkpoint.keep_best else None
         every = self.settings.algorithm.kl_reference_every if self.settings.algorithm.kl_coef else 0
         if not every:
-            return best
-        due = policy_version % every == 0
-        # None: it is the run's first model still, which has no folder among the checkpoints.
-        return {
-            **best,
-            REFERENCE: folder.name if due else (self.latest("weights_publish") or {}).get(REFERENCE),
-        }
+            return NeededVersions(best)
+        before = self.published.needed.reference if self.published is not None else None
+        return NeededVersions(best, folder.name if policy_version % every == 0 else before or None)
 
     def named_in(self, folder: Path, said: object) -> Path:
         """The file in one of the run's folders that a record names by its name, or by its path on the node that made it.
@@ -386,6 +351,18 @@ class Context:
             return None
         value: Payload = entry["value"]
         return value
+
+    def find_decision(self, phase_name: str, kind: type[D]) -> D | None:
+        """`decided`, as the record that phases/rl.py wrote (fsbarrier/decisions.py); None where there is no decision."""
+        value = self.decided(phase_name)
+        return kind.from_json(value) if value else None
+
+    def decision(self, phase_name: str, kind: type[D]) -> D:
+        """The same, where the program's table says that there must be one. Raises ProgramFailed."""
+        found = self.find_decision(phase_name, kind)
+        if found is None:
+            raise ProgramFailed(f"phase {self.phase.name} needs the decision of {phase_name}, which has none")
+        return found
 
     def latest(self, phase_name: str) -> Payload | None:
         """What the leader last published for `phase_name`, in whichever iteration."""

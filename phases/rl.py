@@ -13,9 +13,20 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
+from fsbarrier.decisions import (
+    NO_EVALUATION,
+    BatchDecision,
+    MergeDecision,
+    PartGroups,
+    ReachReport,
+    RendezvousDecision,
+    RolloutDecision,
+    RolloutReport,
+    UpdateDecision,
+)
 from fsbarrier.errors import UsageError
 from fsbarrier.program import (
     RL_SLICES,
@@ -33,14 +44,13 @@ from fsbarrier.program import (
     Steps,
     Value,
     Work,
-    adopt_parts,
-    adoption_events,
     fill_placeholders,
 )
-from fsbarrier.protocol.assign import refill_tasks, sample_tasks, split_by_weight
-from fsbarrier.protocol.facts import JsonObject, Payload
+from fsbarrier.protocol.assign import refill_tasks, sample_tasks
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.settings.sections import EvalSet, RolloutSettings
+from fsbarrier.sharing import share_out, sharing_events
 
 NOTHING = Value({})
 SAMPLING_SETTINGS = ("samples", "temperature", "top_p", "top_k", "max_tokens")
@@ -49,95 +59,69 @@ SAMPLING_SETTINGS = ("samples", "temperature", "top_p", "top_k", "max_tokens")
 
 
 def assign_train(ctx: Context) -> Work:
-    """Leader: which tasks this iteration rolls out, and who starts with which. What is already on disk is adopted by name."""
+    """Leader: which tasks this iteration rolls out, and which node begins with which."""
     if ctx.settings.rollout_split == "eval-only":
         return NOTHING
     settings = ctx.settings.rollout
     there, wanted = ctx.tasks["train"]["count"], math.ceil(settings.tasks * settings.oversample)
     sampled = sample_tasks(there, wanted, seed=settings.seed, iteration=ctx.iteration)
     more = settings.oversample > 1 or settings.max_refills
-    return Value(share_out_train(ctx, sampled, keep=settings.tasks if more else None))
+    return decide_rollout(share_out_train(ctx, sampled, keep=settings.tasks if more else None))
 
 
-def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -> dict[str, object]:
-    """Train tasks to ranks, those that the last iteration cut off first. Of more than `keep` groups the merge keeps so many.
+def decide_rollout(decision: RolloutDecision) -> Value:
+    """The decision, with the lines for the journal that tell of it."""
+    events = sharing_events(decision)
+    return Value({**decision.as_json(), **({"events": events} if events else {})})
 
-    With refills they come in rounds, and `rounds` says how many tasks each has; fsbarrier/rollouts/refills.py says which are done.
+
+def share_out_train(ctx: Context, sampled: list[int], keep: int | None = None) -> RolloutDecision:
+    """Share out the sampled tasks, after those that the last iteration cut off. The merge keeps at most `keep` groups.
+
+    With refills there are further rounds of other tasks; fsbarrier/rollouts/refills.py decides whether each takes place.
     """
     settings = ctx.settings.rollout
     carried = carried_over(ctx) if settings.carry_over else []
-    again = set(carried)
-    first = carried + [task for task in sampled if task not in again]
+    first = [*carried, *(task for task in sampled if task not in set(carried))]
     there = ctx.tasks.get("train", {"count": 0})["count"]
-    # Where the merge keeps all groups it drops none, so there is nothing to make up for.
+    # A merge that keeps all groups drops none, so there is nothing to make up for.
     most = settings.max_refills if keep is not None else 0
     refills = refill_tasks(there, first, len(sampled), most=most, seed=settings.seed, iteration=ctx.iteration)
     rounds = [first, *refills]
-    decision = share_out(ctx, "train", list(chain.from_iterable(rounds)), rounds)
-    decision |= {"keep": keep, "carried": carried}
-    return {**decision, "rounds": [len(tasks) for tasks in rounds]} if refills else decision
+    decision = share_out(ctx, "train", sampled_how(ctx, "train"), rounds)
+    sizes = [len(tasks) for tasks in rounds] if refills else None
+    return replace(decision, keep=keep, carried=carried, rounds=sizes)
 
 
-def carried_over(ctx: Context) -> list[int]:
-    """The tasks that were cut off at the end of the iteration before."""
+def carried_over(ctx: Context) -> Sequence[int]:
+    """The tasks that were cut off at the end of the last iteration."""
     last = ctx.decisions.get("train_aggregate")
-    return last["value"].get("cut_off", []) if last and last["iteration"] == ctx.iteration - 1 else []
-
-
-def share_out(
-    ctx: Context, split: str, wanted: list[int], rounds: Sequence[list[int]] | None = None
-) -> dict[str, object]:
-    """Tasks to ranks by weight, less those whose groups an earlier attempt at this iteration left whole on disk.
-
-    Groups that could not be judged are shared out too, to be judged again. `fixed_shares` says why each node does its own share
-    and no more; "" where those that run out take over from the slowest. `rounds`: where the tasks come in several, these, each shared
-    out by itself. `with_signal`: of each round, how many of the groups that need not be done have rewards that differ.
-    """
-    # An earlier version of this program did not say how.
-    ways = ("", sampled_how(ctx, split))
-    parts = [
-        part
-        for part in ctx.inventory(split)
-        if part.policy == ctx.policy_identity and part.sampled_how in ways
-    ]
-    adopted, judge_again = adopt_parts(parts, wanted)
-    missing = set(wanted).difference(*(part["tasks"] for part in adopted))
-    signal_in = {part.path: part.with_signal for part in parts}
-    with_signal = {task for part in adopted for task in part["tasks"] if task in signal_in[part["path"]]}
-    rounds = rounds or [wanted]
-    each = [split_by_weight([task for task in tasks if task in missing], ctx.weights) for tasks in rounds]
-    shares = [list(chain.from_iterable(of_one_node)) for of_one_node in zip(*each, strict=True)]
-    fixed = "rollout.take_over is off" if not ctx.settings.rollout.take_over else ctx.claims_unsafe()
-    events = [{"event": "shares_fixed", "why": fixed}] if fixed and len(shares) > 1 else []
-    events += adoption_events(split, adopted)
-    return {
-        "wanted": wanted,
-        "shares": {str(rank): share for rank, share in zip(ctx.ranks, shares, strict=True)},
-        "adopted": adopted,
-        "judge_again": judge_again,
-        "with_signal": [len(with_signal.intersection(tasks)) for tasks in rounds],
-        "fixed_shares": fixed,
-        **({"events": events} if events else {}),
-    }
+    return (
+        MergeDecision.from_json(last["value"]).cut_off
+        if last and last["iteration"] == ctx.iteration - 1
+        else []
+    )
 
 
 def rollout_train(ctx: Context) -> Work:
     """Every node: its share of the tasks against the local vLLM, then what slower nodes have not begun."""
-    assigned = ctx.decided("train_assign")
-    if not assigned:
+    decision = ctx.find_decision("train_assign", RolloutDecision)
+    if decision is None:
         return NOTHING
     source, sampling = ctx.tasks["train"], sampling_of(ctx.settings.rollout)
-    left = iter(assigned["wanted"])
+    left = iter(decision.wanted)
     rounds: list[JsonObject] = [
-        {"tasks": list(islice(left, count)), "task_file": source["path"], "sampling": sampling}
-        for count in assigned.get("rounds", [len(assigned["wanted"])])
+        {"tasks": list(islice(left, size)), "task_file": source["path"], "sampling": sampling}
+        for size in decision.round_sizes
     ]
-    return rollout(ctx, "train", assigned, rounds)
+    return rollout(ctx, decision, rounds)
 
 
 def sampled_how(ctx: Context, split: str) -> str:
-    """Names all that decides how this iteration's tasks are answered. Example: the evaluation that ended a session had one sample a task,
-    and the next session, whose first iteration would adopt it, asks for eight."""
+    """A digest of everything that decides how this iteration's tasks are answered.
+
+    Example: a session ends with an evaluation of one sample a task. The next session asks for eight, and must not adopt those groups.
+    """
     settings = ctx.settings
     if split == "train":
         return text_digest([sampling_of(settings.rollout)])
@@ -152,15 +136,15 @@ def sampling_of(settings: RolloutSettings | EvalSet) -> dict[str, object]:
     return {name: getattr(settings, name) for name in SAMPLING_SETTINGS}
 
 
-def rollout(ctx: Context, split: str, assigned: Payload, rounds: list[JsonObject]) -> Work:
-    """`rounds`: which tasks are sampled how, as fsbarrier/rollouts/rounds.py reads it."""
-    if not assigned["shares"][str(ctx.node_rank)]:
+def rollout(ctx: Context, decision: RolloutDecision, rounds: list[JsonObject]) -> Work:
+    """One node's rollouts. `rounds`: which tasks are sampled how, as fsbarrier/rollouts/rounds.py reads it."""
+    if not decision.shares[ctx.node_rank]:
         return NOTHING
     policy = ctx.policy
     command = ctx.worker(
         "rollout",
         "rollout.log",
-        **share_of(ctx, split, assigned),
+        **rollout_spec(ctx, decision),
         rounds=rounds,
         model=str(policy.model),
         engine="{engine}",
@@ -168,26 +152,25 @@ def rollout(ctx: Context, split: str, assigned: Payload, rounds: list[JsonObject
     return Steps((ServeWeights(policy.model, policy.version, ctx.threads, ctx.policy_identity), command))
 
 
-def share_of(ctx: Context, split: str, assigned: Payload) -> dict[str, object]:
-    """What a rollout program is told of its share: where it begins, what it may take over, when it may end, where results go."""
-    settings, rank = ctx.settings.rollout, ctx.node_rank
+def rollout_spec(ctx: Context, decision: RolloutDecision) -> dict[str, object]:
+    """What a rollout program is told (fsbarrier/rollouts/rollout_spec.py): its tasks, when it may end, where its results go."""
+    settings, rank, split = ctx.settings.rollout, ctx.node_rank, decision.split
     ends_early = split == "train" and settings.completion_threshold < 1
+    refills = {"rounds": decision.rounds, "with_signal": decision.with_signal}
     return {
         "split": split,
-        "tasks": assigned["shares"][str(rank)],
-        "shares": assigned["shares"],
-        "fixed_shares": assigned["fixed_shares"],
+        "tasks": decision.shares[rank],
+        "shares": {str(other): share for other, share in decision.shares.items()},
+        "fixed_shares": decision.fixed_shares,
         "claims": str(ctx.paths.claims(ctx.generation, ctx.iteration, split)),
         "old_claims": [str(ctx.paths.claims(ctx.generation, ctx.iteration - 1, name)) for name in SPLITS],
         "completion_threshold": settings.completion_threshold if ends_early else 1.0,
         "grace_s": settings.grace_s,
-        "there": sum(len(part["tasks"]) for part in assigned["adopted"]),
-        "judge_again": adopted_parts(ctx, split, assigned.get("judge_again", [])),
-        "expected": assigned["wanted"],
-        "keep": assigned.get("keep"),
-        "refills": {name: assigned[name] for name in ("rounds", "with_signal")}
-        if "rounds" in assigned
-        else None,
+        "there": sum(len(part.tasks) for part in decision.adopted),
+        "judge_again": [part.as_json() for part in parts_here(ctx, split, decision.judge_again)],
+        "expected": decision.wanted,
+        "keep": decision.keep,
+        "refills": None if decision.rounds is None else refills,
         "part": str(ctx.paths.part(split, ctx.iteration, rank, ctx.generation, ctx.incarnation)),
         "prefix": f"{split}-g{ctx.generation:04d}n{rank:04d}i{ctx.incarnation:04d}",
         "checkpoint": str(ctx.paths.rank_checkpoint(split, ctx.iteration, rank)),
@@ -198,98 +181,97 @@ def share_of(ctx: Context, split: str, assigned: Payload) -> dict[str, object]:
 
 
 def aggregate_train(ctx: Context) -> Work:
-    """Leader: merge the shards into one file."""
-    return aggregate(ctx, "train", ctx.decided("train_assign"), "train_rollout")
+    """Leader: merge the parts into one file."""
+    return aggregate(ctx, ctx.find_decision("train_assign", RolloutDecision), "train_rollout")
 
 
-def aggregate(ctx: Context, split: str, assigned: Payload | None, rolled_out_in: str) -> Work:
-    if not assigned:
+def aggregate(ctx: Context, decision: RolloutDecision | None, rolled_out_in: str) -> Work:
+    """Merge the groups of one split: those that were adopted, and those of the nodes' reports about the row `rolled_out_in`."""
+    if decision is None:
         return NOTHING
-    reports, folder = ctx.reports(rolled_out_in), ctx.paths.trajectories(split)
-    parts = adopted_parts(ctx, split, assigned["adopted"])
-    parts += [
-        {
-            "path": str(ctx.named_in(folder, report["part"])),
-            "valid_bytes": None,
-            "tasks": report.get("tasks", assigned["shares"][str(rank)]),
-        }
-        for rank in ctx.ranks
-        if "part" in (report := reports.get(rank, {}))
-    ]
-    begun, wanted = rounds_begun(assigned, reports)
+    split, parts = decision.split, parts_here(ctx, decision.split, decision.adopted)
+    reports = {rank: RolloutReport.from_json(one) for rank, one in ctx.reports(rolled_out_in).items()}
+    for rank, report in reports.items():
+        if report.part:
+            tasks = decision.shares[rank] if report.tasks is None else report.tasks
+            parts += parts_here(ctx, split, [PartGroups(report.part, None, tasks)])
+    begun, wanted = rounds_begun(decision, reports)
     cut_off = tasks_cut_off(ctx, wanted, parts, reports)
-    without = set(cut_off)
-    merged = ctx.paths.merged_by(split, ctx.iteration, ctx.generation)
-    event: dict[str, object] = {
+    made = MergeDecision(
+        merged=str(ctx.paths.merged_by(split, ctx.iteration, ctx.generation)),
+        cut_off=cut_off,
+        groups_taken_over=sum(report.taken_over for report in reports.values()),
+        earlier=earlier_merges(ctx) if split == "train" else (),
+        sampled_how=sampled_how(ctx, split) if split == "test" else None,
+        rounds=begun if decision.rounds is not None else None,
+    )
+    origin: dict[str, object] = {
         "split": split,
         "policy_version": ctx.policy_version,
         "policy": ctx.policy_identity,
-    }
-    event |= {"final": True} if ctx.phase.name == "iteration_end" else {}
-    known = {
-        "merged": str(merged),
-        "cut_off": cut_off,
-        "groups_cut_off": len(cut_off),
-        "groups_taken_over": sum(report.get("taken_over", 0) for report in reports.values()),
-        **(
-            {"earlier": earlier_merges(ctx)} if split == "train" else {"sampled_how": sampled_how(ctx, split)}
-        ),
-        **({"rounds": begun} if "rounds" in assigned else {}),
-        **event,
+        **({"final": True} if ctx.phase.name == "iteration_end" else {}),
     }
     command = Command(
         (ctx.python, "-P", "-m", "fsbarrier.aggregate", "--spec", "{spec}"),
         "aggregate.log",
         spec={
             **ctx.identity(),
-            "parts": parts,
-            "out": str(merged),
-            "expected": [task for task in wanted if task not in without],
-            "keep": assigned.get("keep"),
+            "parts": [part.as_json() for part in parts],
+            "out": made.merged,
+            "expected": [task for task in wanted if task not in set(cut_off)],
+            "keep": decision.keep,
             "success": success_by_set(ctx) if split == "test" else None,
             "metadata": {
                 "run_id": ctx.run_id,
                 "iteration": ctx.iteration,
                 "generation": ctx.generation,
                 "cut_off": cut_off,
-                "carried": assigned.get("carried", []),
-                **event,
+                "carried": decision.carried,
+                **origin,
             },
         },
-        extra=known,
+        extra={**made.as_json(), **origin},
         event="rolled_out" if split == "train" else "evaluated",
     )
-    return Steps((command, PublishFile(merged, ctx.paths.merged(split, ctx.iteration))))
+    return Steps((command, PublishFile(Path(made.merged), ctx.paths.merged(split, ctx.iteration))))
 
 
-def adopted_parts(ctx: Context, split: str, adopted: list[JsonObject]) -> list[JsonObject]:
-    """Parts that a decision names, where they lie for this node."""
+def parts_here(ctx: Context, split: str, parts: Sequence[PartGroups]) -> list[PartGroups]:
+    """Parts that a decision or a report names, by their paths on this node."""
     folder = ctx.paths.trajectories(split)
-    return [{**part, "path": str(ctx.named_in(folder, part["path"]))} for part in adopted]
+    return [replace(part, path=str(ctx.named_in(folder, part.path))) for part in parts]
 
 
 def earlier_merges(ctx: Context) -> list[str]:
-    """The merged files of the iterations before, the last one first, as many as an update may draw from beside the new one."""
+    """The merged files of earlier iterations, the last one first, as many as an update may draw from beside the new one."""
     last, most = ctx.latest("train_aggregate"), ctx.settings.update.recency - 1
-    return [last["merged"], *last.get("earlier", ())][:most] if last else []
+    if last is None:
+        return []
+    before = MergeDecision.from_json(last)
+    return [before.merged, *before.earlier][:most]
 
 
-def rounds_begun(assigned: Payload, reports: Mapping[int, Payload]) -> tuple[int, list[int]]:
+def rounds_begun(
+    decision: RolloutDecision, reports: Mapping[int, RolloutReport]
+) -> tuple[int, Sequence[int]]:
     """How many rounds the nodes did until there was enough, and the tasks of those."""
-    counts = assigned.get("rounds", [len(assigned["wanted"])])
-    # Where no node had anything to do, an older generation has left all of it.
-    begun = max((report["rounds"] for report in reports.values() if "rounds" in report), default=len(counts))
-    return begun, assigned["wanted"][: sum(counts[:begun])]
+    sizes, told = (
+        decision.round_sizes,
+        [report.rounds for report in reports.values() if report.rounds is not None],
+    )
+    # Where no node had anything to do, an older generation has left the groups of all rounds.
+    begun = max(told, default=len(sizes))
+    return begun, decision.wanted[: sum(sizes[:begun])]
 
 
 def tasks_cut_off(
-    ctx: Context, wanted: list[int], parts: list[JsonObject], reports: Mapping[int, Payload]
+    ctx: Context, wanted: Sequence[int], parts: Sequence[PartGroups], reports: Mapping[int, RolloutReport]
 ) -> list[int]:
     """The tasks that no part holds because the phase ended early. If any other task is missing, the merge fails."""
-    done = {task for part in parts for task in part["tasks"]}
+    done = {task for part in parts for task in part.tasks}
     left = [task for task in wanted if task not in done]
     enough = ctx.settings.rollout.completion_threshold * len(wanted)
-    ended = any(report.get("ended_early") for report in reports.values())
+    ended = any(report.ended_early for report in reports.values())
     return left if ended and len(wanted) - len(left) >= enough else []
 
 
@@ -301,20 +283,18 @@ def evaluates(ctx: Context) -> bool:
 
 
 def decide_eval(ctx: Context) -> Work:
-    """Leader: does this iteration evaluate, and who takes which held-out task. All nodes read this one answer."""
-    if not evaluates(ctx):
-        return Value({"evaluate": False})
-    return Value(share_out_eval(ctx))
+    """Leader: whether this iteration evaluates, and which node begins with which held-out task. All nodes read this one answer."""
+    return decide_rollout(share_out_eval(ctx)) if evaluates(ctx) else Value(NO_EVALUATION)
 
 
-def share_out_eval(ctx: Context) -> dict[str, object]:
-    """Held-out tasks to ranks, each set by itself. The tasks of all sets are numbered as if they stood in one file."""
+def share_out_eval(ctx: Context) -> RolloutDecision:
+    """Share out the held-out tasks, each set by itself."""
     rounds = [one["tasks"] for one in eval_rounds(ctx)]
-    return {"evaluate": True, **share_out(ctx, "test", list(chain.from_iterable(rounds)), rounds)}
+    return share_out(ctx, "test", sampled_how(ctx, "test"), rounds)
 
 
 def eval_rounds(ctx: Context) -> list[JsonObject]:
-    """One for each set of held-out tasks."""
+    """One round for each set of held-out tasks. The tasks of all sets are numbered as if they stood in one file."""
     rounds: list[JsonObject] = []
     first = 0
     for name, one in ctx.settings.eval_sets.items():
@@ -339,20 +319,21 @@ def success_by_set(ctx: Context) -> dict[str, float]:
     return {name if named else "": one.success or 0.0 for name, one in ctx.settings.eval_sets.items()}
 
 
-def evaluating(ctx: Context) -> Payload | None:
-    decision = ctx.decided("eval_decide")
-    return decision if decision and decision["evaluate"] else None
+def evaluating(ctx: Context) -> RolloutDecision | None:
+    """The decision of an iteration that evaluates."""
+    value = ctx.decided("eval_decide")
+    return RolloutDecision.from_json(value) if value and value["evaluate"] else None
 
 
 def rollout_eval(ctx: Context) -> Work:
     """Every node, if decided: its share of the held-out tasks."""
-    decided = evaluating(ctx)
-    return rollout(ctx, "test", decided, eval_rounds(ctx)) if decided else NOTHING
+    decision = evaluating(ctx)
+    return rollout(ctx, decision, eval_rounds(ctx)) if decision is not None else NOTHING
 
 
 def aggregate_eval(ctx: Context) -> Work:
     """Leader, once all are done: merge the evaluation."""
-    return aggregate(ctx, "test", evaluating(ctx), "eval_rollout")
+    return aggregate(ctx, evaluating(ctx), "eval_rollout")
 
 
 # --- update (7-13) ----------------------------------------------------------------------------------------------------
@@ -378,17 +359,16 @@ def prepare_batch(ctx: Context) -> Work:
 
 
 def learned_from(ctx: Context) -> list[str]:
-    """What the batch is drawn from, this iteration's merged file first. Earlier ones may be gone: then there is less to draw from.
+    """The merged files that the batch is drawn from, this iteration's first. Earlier ones may be gone: then there is less to draw from.
 
-    Each is the one that a decision names; only where this run has rolled out nothing, it is what lies under the public names.
+    They are those that the decision names. In a run that has rolled out nothing, they are the files under the public names.
     """
-    elsewhere, aggregated = ctx.settings.update.trajectories, ctx.decided("train_aggregate")
+    elsewhere, merge = ctx.settings.update.trajectories, ctx.find_decision("train_aggregate", MergeDecision)
     if elsewhere:
         return [elsewhere]
-    if aggregated:
-        named = (aggregated["merged"], *aggregated.get("earlier", ()))
+    if merge is not None:
         folder = ctx.paths.trajectories("train")
-        return [str(ctx.named_in(folder, path)) for path in named]
+        return [str(ctx.named_in(folder, path)) for path in (merge.merged, *merge.earlier)]
     first = max(1, ctx.iteration - ctx.settings.update.recency + 1)
     return [str(ctx.paths.merged("train", n)) for n in range(ctx.iteration, first - 1, -1)]
 
@@ -407,25 +387,25 @@ def leaders_addresses(ctx: Context) -> tuple[str, ...]:
 
 def probe_leader(ctx: Context) -> Work:
     """Every node but the leader: which of the leader's addresses can be reached from here, and which trainer is still here."""
-    prepared = ctx.decided("batch_prepare")
-    if ctx.node_rank == ctx.leader or not prepared:
+    prepared = ctx.find_decision("batch_prepare", BatchDecision)
+    if ctx.node_rank == ctx.leader or prepared is None:
         return NOTHING
-    return Steps((Value({"trainer": ctx.kept}), ProbeAddresses(leaders_addresses(ctx), prepared["port"])))
+    return Steps((Value({"trainer": ctx.kept}), ProbeAddresses(leaders_addresses(ctx), prepared.port)))
 
 
 def choose_address(ctx: Context) -> Work:
-    """Leader: the first of its addresses that every other node has connected to; and the trainer that all nodes still have, if any."""
-    prepared = ctx.decided("batch_prepare")
-    assert prepared is not None
-    reports = {rank: report for rank, report in ctx.reports("update_ready").items() if rank != ctx.leader}
-    everywhere = all(report.get("trainer") == ctx.kept for report in reports.values())
-    trainer = ctx.kept if everywhere else ""
+    """Leader: the first of its addresses that every other node has reached; and the trainer that all nodes have kept, if any."""
+    prepared = ctx.decision("batch_prepare", BatchDecision)
+    reports = {
+        rank: ReachReport.from_json(report)
+        for rank, report in ctx.reports("update_ready").items()
+        if rank != ctx.leader
+    }
+    everywhere = all(report.trainer == ctx.kept for report in reports.values())
     for address in leaders_addresses(ctx):
-        if all(address in report.get("reached", ()) for report in reports.values()):
-            return Value({"master_addr": address, "master_port": prepared["port"], "trainer": trainer})
-    tried = "; ".join(
-        f"node {rank} reached {report.get('reached') or 'none'}" for rank, report in reports.items()
-    )
+        if all(address in report.reached for report in reports.values()):
+            return Value(RendezvousDecision(address, prepared.port, ctx.kept if everywhere else "").as_json())
+    tried = "; ".join(f"node {rank} reached {report.reached or 'none'}" for rank, report in reports.items())
     raise UsageError(
         f"no address of node {ctx.leader} ({', '.join(leaders_addresses(ctx))}) is reached by all: {tried}"
     )
@@ -433,12 +413,12 @@ def choose_address(ctx: Context) -> Work:
 
 def update(ctx: Context) -> Work:
     """Every node: one multi-node torchrun, whose processes stay for the next update, or the user's own trainer command."""
-    prepared, ready = ctx.decided("batch_prepare"), ctx.decided("update_ready")
-    assert prepared is not None and ready is not None
+    prepared = ctx.decision("batch_prepare", BatchDecision)
+    rendezvous = ctx.decision("update_ready", RendezvousDecision)
     policy, version = ctx.policy, ctx.policy_version + 1
     out = ctx.paths.checkpoint(version, ctx.generation)
     spec: dict[str, object] = {
-        "batch": str(ctx.named_in(ctx.paths.batches, prepared["batch"])),
+        "batch": str(ctx.named_in(ctx.paths.batches, prepared.batch)),
         "model": str(policy.model),
         "first_model": str(ctx.model),
         "trainer_state": str(policy.trainer) if policy.trainer else None,
@@ -448,9 +428,9 @@ def update(ctx: Context) -> Work:
         "policy": ctx.policy_identity,
         "new_policy_version": version,
     }
-    address, port = ready["master_addr"], ready["master_port"]
+    address, port = rendezvous.master_addr, rendezvous.master_port
     node, nodes = ctx.ranks.index(ctx.node_rank), len(ctx.ranks)
-    known = {"out": str(out), "policy_version": version}
+    known = UpdateDecision(str(out), version).as_json()
     env = {} if ctx.accelerators else {"OMP_NUM_THREADS": str(ctx.threads)}
     if address == "127.0.0.1":
         env["GLOO_SOCKET_IFNAME"] = "lo"
@@ -472,16 +452,15 @@ def update(ctx: Context) -> Work:
     event = "updated" if ctx.node_rank == ctx.leader else ""
     # On accelerators only where it is asked for: nobody has tried how an engine and a trainer that stays share one.
     keeps = trainer.keep == "process" or (trainer.keep == "auto" and not ctx.accelerators)
-    keep = Keep(processes, ready.get("trainer", "")) if keeps else None
+    keep = Keep(processes, rendezvous.trainer) if keeps else None
     spec = {**ctx.identity(), **spec, "weights_dir": "{weights_dir}"}
     return Command(argv, "update.log", spec=spec, env=env, extra=known, event=event, keep=keep)
 
 
 def publish_weights(ctx: Context) -> Work:
     """Leader: the new checkpoint is verified and becomes what the run serves."""
-    updated = ctx.decided("update")
-    assert updated is not None
-    return publish(ctx, ctx.named_in(ctx.paths.checkpoints, updated["out"]), updated["policy_version"])
+    updated = ctx.decision("update", UpdateDecision)
+    return publish(ctx, ctx.named_in(ctx.paths.checkpoints, updated.out), updated.policy_version)
 
 
 def publish(ctx: Context, folder: Path, version: int) -> PublishWeights:
@@ -501,8 +480,10 @@ def start_engine(ctx: Context) -> Work:
 
 
 def following(ctx: Context) -> Context:
-    """What the last policy does belongs to the iteration that would begin with it, should the run go on some day. That iteration's
-    evaluation is decided in this one's row 12, and done in row 13."""
+    """The context of the next iteration, whose evaluation row 12 of this one decides and row 13 carries out.
+
+    If the run goes on some day, that iteration adopts the results and does not evaluate the same policy twice.
+    """
     iteration, decided = ctx.iteration + 1, ctx.decided("engine_start")
     decision = {"eval_decide": {"iteration": iteration, "value": decided}} if decided else {}
     return replace(
@@ -514,8 +495,8 @@ def following(ctx: Context) -> Context:
 
 
 def decide_final(ctx: Context) -> Work:
-    """Leader: who takes which held-out task."""
-    return Value(share_out_eval(following(ctx))) if ctx.settings.eval_interval else NOTHING
+    """Leader: which node begins with which held-out task."""
+    return decide_rollout(share_out_eval(following(ctx))) if ctx.settings.eval_interval else NOTHING
 
 
 def rollout_final(ctx: Context) -> Work:
@@ -524,9 +505,9 @@ def rollout_final(ctx: Context) -> Work:
 
 
 def aggregate_final(ctx: Context) -> Work:
-    """Leader, once all are done: merge it. The result says that the run was closed, also where it never evaluates."""
+    """Leader, once all are done: merge the evaluation. A run that never evaluates leaves a result too: it says that the run was closed."""
     evaluated = following(ctx)
-    return aggregate_eval(evaluated) if evaluating(evaluated) else Value({"evaluate": False})
+    return aggregate_eval(evaluated) if evaluating(evaluated) else Value(NO_EVALUATION)
 
 
 PROGRAM = Program(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fsbarrier.decisions import NO_EVALUATION, RolloutDecision
 from fsbarrier.loader import load_module
 from fsbarrier.program import RL_SLICES, Command, Context, Phase, Program, Steps, Value, Work
-from fsbarrier.protocol.facts import Payload
+from fsbarrier.sharing import share_out
 
 # This program takes from the default one whatever it does not define itself.
 rl = load_module("rl")
@@ -23,29 +24,31 @@ def all_tasks(ctx: Context) -> list[int]:
 def assign_train(ctx: Context) -> Work:
     if ctx.settings.rollout_split == "eval-only":
         return Value({})
-    return Value(rl.share_out_train(ctx, all_tasks(ctx)))
+    work: Work = rl.decide_rollout(rl.share_out_train(ctx, all_tasks(ctx)))
+    return work
 
 
 def rollout_train(ctx: Context) -> Work:
-    return rollout(ctx, "train", ctx.decided("train_assign"))
+    return rollout(ctx, ctx.find_decision("train_assign", RolloutDecision))
 
 
 def decide_eval(ctx: Context) -> Work:
     if not rl.evaluates(ctx):
-        return Value({"evaluate": False})
-    return Value({"evaluate": True, **rl.share_out(ctx, "test", all_tasks(ctx))})
+        return Value(NO_EVALUATION)
+    work: Work = rl.decide_rollout(share_out(ctx, "test", rl.sampled_how(ctx, "test"), [all_tasks(ctx)]))
+    return work
 
 
 def rollout_eval(ctx: Context) -> Work:
-    return rollout(ctx, "test", rl.evaluating(ctx))
+    return rollout(ctx, rl.evaluating(ctx))
 
 
-def rollout(ctx: Context, split: str, assigned: Payload | None) -> Work:
-    if not assigned or not assigned["shares"][str(ctx.node_rank)]:
+def rollout(ctx: Context, decision: RolloutDecision | None) -> Work:
+    if decision is None or not decision.shares[ctx.node_rank]:
         return Value({})
     speeds = ctx.settings.toy.speeds
     speed = speeds[ctx.node_rank] if ctx.node_rank < len(speeds) else 1.0
-    return toy(ctx, "rollout", "rollout.log", **rl.share_of(ctx, split, assigned), speed=speed)
+    return toy(ctx, "rollout", "rollout.log", **rl.rollout_spec(ctx, decision), speed=speed)
 
 
 def toy(ctx: Context, do: str, log: str, **fields: object) -> Command:
@@ -74,14 +77,7 @@ def update(ctx: Context) -> Work:
 
 
 def publish_weights(ctx: Context) -> Work:
-    updated = ctx.decided("update")
-    assert updated is not None
-    return Steps(
-        (
-            toy(ctx, "wait", "publish.log"),
-            rl.publish(ctx, ctx.named_in(ctx.paths.checkpoints, updated["out"]), updated["policy_version"]),
-        )
-    )
+    return Steps((toy(ctx, "wait", "publish.log"), rl.publish_weights(ctx)))
 
 
 PROGRAM = Program(

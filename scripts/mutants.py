@@ -71,6 +71,8 @@ TESTS = (
     ("fsbarrier/training/", "trainer_state checkpoint_ranks"),
     ("fsbarrier/sim/", ""),
     ("phases/rl", "assign program_rows take_over refills"),
+    ("fsbarrier/sharing", "assign program_rows take_over refills"),
+    ("fsbarrier/decisions", "assign program_rows retention unreadable"),
     ("fsbarrier/program", "assign program_rows retention take_over"),
     ("fsbarrier/", "supervisor node_work"),
 )
@@ -80,6 +82,8 @@ RUNS = (
     "fsbarrier/node/",
     "fsbarrier/sim/",
     "fsbarrier/program",
+    "fsbarrier/decisions",
+    "fsbarrier/sharing",
     "fsbarrier/rundir/heart",
     "phases/rl",
 )

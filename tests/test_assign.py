@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fsbarrier.decisions import PartGroups, RolloutDecision, RolloutReport
 from fsbarrier.loader import load_module
 from fsbarrier.program import Context, PartOnDisk, ServeWeights, Value
 from fsbarrier.protocol.facts import Member, Position
@@ -50,10 +51,8 @@ def assigned(ctx: Context) -> dict[str, Any]:
 
 
 def cut_off(ctx: Context, done: list[int], **report: Any) -> Any:
-    decision = {"wanted": [5, 6, 7, 8], "shares": {"0": [5, 6, 7], "1": [8]}, "adopted": [], "keep": None}
-    reports = {0: {"part": "p", "tasks": done, **report}, 1: {}}
-    parts = [{"path": "p", "tasks": done}]
-    return rl.tasks_cut_off(ctx, decision["wanted"], parts, reports)
+    reports = {0: RolloutReport("p", done, **report), 1: RolloutReport()}
+    return rl.tasks_cut_off(ctx, [5, 6, 7, 8], [PartGroups("p", None, done)], reports)
 
 
 def test_more_tasks_than_are_wanted_when_asked_for() -> None:
@@ -194,7 +193,7 @@ def test_what_was_sampled_otherwise_is_not_adopted() -> None:
     for settings, taken in ((ctx.settings, 3), (more, 0)):
         decision = rl.decide_eval(replace(ctx, settings=settings, parts_of=lambda split, iteration: (part,)))
         assert sum(len(one["tasks"]) for one in decision.value["adopted"]) == taken
-    assert rl.share_of(ctx, "test", {**decision.value, "shares": {"0": []}})["sampled_how"] == how
+    assert rl.rollout_spec(ctx, RolloutDecision.from_json(decision.value))["sampled_how"] == how
 
 
 def test_the_sets_of_an_evaluation_are_shared_out_one_by_one() -> None:
@@ -248,7 +247,7 @@ def test_the_best_policy_is_best_by_the_figure_that_was_chosen(
         decisions["iteration_end"] = {"iteration": 2, "value": {"reward_mean": 0.8, "policy_version": final}}
     settings = Settings(checkpoint=CheckpointSettings(best_by=figure))
     found = context(settings=settings, decisions=decisions).best_evaluated
-    assert (found["best_reward"], found["best_policy_version"]) == best
+    assert found is not None and (found.reward, found.version) == best
 
 
 @pytest.mark.parametrize(
@@ -278,7 +277,7 @@ def test_only_figures_of_one_kind_are_compared(measured: str, figure: str, best:
     }
     settings = Settings(checkpoint=CheckpointSettings(best_by=figure))
     found = context(settings=settings, decisions=decisions).best_evaluated
-    assert (found["best_reward"], found["best_policy_version"]) == best
+    assert found is not None and (found.reward, found.version) == best
 
 
 @pytest.mark.parametrize(
@@ -334,5 +333,6 @@ def test_engines_are_told_which_policy_was_published(published: dict[str, Any], 
     version, threads = published.get("policy_version", 0), ctx.threads
     wanted = ServeWeights(folder, version, threads, policy)
     assert rl.start_engine(ctx) == wanted
-    rollout = rl.rollout(ctx, "train", assigned(replace(ctx, tasks=context().tasks)), [])
+    decision = RolloutDecision.from_json(assigned(replace(ctx, tasks=context().tasks)))
+    rollout = rl.rollout(ctx, decision, [])
     assert rollout.works[0] == wanted

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from test_assign import context, rl
 
+from fsbarrier.decisions import RolloutDecision
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.program import Command, Context, Steps, Work
 
@@ -62,7 +63,7 @@ def test_what_decisions_name_is_looked_for_in_the_run_alone(said: str) -> None:
     )
     parts = spec_of(rl.aggregate_train(ctx))["parts"]
     assert [one["path"] for one in parts] == [f"{folder}/part"] * 3
-    again = rl.share_of(ctx, "train", decision)["judge_again"]
+    again = rl.rollout_spec(ctx, RolloutDecision.from_json(decision))["judge_again"]
     assert [one["path"] for one in again] == [f"{folder}/part"]
     batch = said.format("batch", "batch")
     ready = {"master_addr": "127.0.0.1", "master_port": 1, "trainer": ""}

@@ -100,7 +100,7 @@ def test_the_best_evaluated_is_handed_on(tmp_path: Path) -> None:
         )
         folder = RunPaths(tmp_path).checkpoint(iteration, 2)
         known = {"policy_version": iteration, "folder": str(folder)}
-        return {**known, **rl.publish(context, folder, iteration).needed}
+        return {**known, **rl.publish(context, folder, iteration).needed.as_json()}
 
     one = publication(1, 0.5, None)
     assert (one["best_policy_version"], one["best_folder"]) == (0, None)
@@ -129,7 +129,7 @@ def test_the_reference_policy_moves_every_so_often_and_is_kept(tmp_path: Path) -
     for version in range(1, 6):
         held_against.append(context.reference)
         needed = context.needed_beside(RunPaths(tmp_path).checkpoint(version, 1), version)
-        value = {"policy_version": version, **needed}
+        value = {"policy_version": version, **needed.as_json()}
         published = {"weights_publish": {"iteration": version, "value": value}}
         context = replace(context, iteration=version + 1, decisions=published)
     second, fourth = (RunPaths(tmp_path).checkpoint(version, 1) / "model" for version in (2, 4))

@@ -10,13 +10,13 @@ import errno
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsbarrier.decisions import NeededVersions, PublishDecision
 from fsbarrier.errors import EXIT_DONE, UsageError
 from fsbarrier.host.identity import user_at_host
 from fsbarrier.loader import load_program
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.resume import LastGeneration
 from fsbarrier.node.run_rules import make_rules
-from fsbarrier.program import BEST, REFERENCE
 from fsbarrier.protocol.facts import Generation, Member, Payload, Position, Verdict
 from fsbarrier.protocol.state import Rules
 from fsbarrier.protocol.succession import leader_of
@@ -108,24 +108,16 @@ def _served(log_path: Path, iteration: int) -> dict[str, Payload]:
     if made is None:
         return {}
     folder = RunPaths(log_path).checkpoint(made.number, made.generation)
-    value = {
-        "policy_version": made.number,
-        "folder": str(folder),
-        "digest": checkpoints.read_manifest(folder).digest,
-        **_needed_beside(log_path, folder.name),
-    }
-    return {"weights_publish": {"iteration": iteration - 1, "value": value}}
+    digest = checkpoints.read_manifest(folder).digest
+    decision = PublishDecision(made.number, str(folder), digest, _needed_beside(log_path, folder.name))
+    return {"weights_publish": {"iteration": iteration - 1, "value": decision.as_json()}}
 
 
-def _needed_beside(log_path: Path, folder: str) -> Payload:
-    """Which older versions the publication of `folder` named, the best one and the reference policy, as the journal has it.
+def _needed_beside(log_path: Path, folder: str) -> NeededVersions:
+    """The older versions that the publication of `folder` named, as the journal has it: the best one and the reference policy.
 
     Without them clean-up would remove the best version, and a reference policy that had moved would be the run's first model again.
     """
     lines = (event.fields for event in read_events(log_path) if event.name == "weights_published")
     published = [line for line in lines if Path(str(line.get("folder"))).name == folder]
-    return (
-        {name: published[-1][name] for name in (*BEST, REFERENCE) if name in published[-1]}
-        if published
-        else {}
-    )
+    return NeededVersions.from_json(published[-1]) if published else NeededVersions()

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from fsbarrier import files
+from fsbarrier.decisions import PublishDecision
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.rendezvous import listen, port_of, reachable
 from fsbarrier.node.engines_ahead import load_policy, take_from_ahead
@@ -131,15 +132,11 @@ def _publish_weights(work: PublishWeights, context: Context, job: Job, log_path:
     last_look = partial(_refuse_if_outdated, context, job)
     manifest = job.patiently(partial(checkpoints.check_sizes, work.folder))
     checkpoints.publish_link(log_path, work.folder, last_look)
-    value = {
-        "policy_version": work.policy_version,
-        "folder": str(work.folder),
-        "digest": manifest.digest,
-        **work.needed,
-    }
+    decision = PublishDecision(work.policy_version, str(work.folder), manifest.digest, work.needed)
+    value = decision.as_json()
     events = [journal_line("weights_published", value)]
     last_look()
-    needed = (work.needed.get("best_folder"), work.needed.get("reference_folder"), manifest.state_in)
+    needed = (*work.needed.folders, manifest.state_in)
     retention.remove_old_versions(log_path, work.keep, work.folder, work.keep_every, needed, job.live_on)
     last_look()
     removed = retention.remove_old(

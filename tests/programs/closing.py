@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsbarrier.loader import load_module
-from fsbarrier.program import Command, Context, Phase, Program, Value, Work
+from fsbarrier.program import Command, Context, Phase, Program, Work
+from fsbarrier.sharing import share_out
 
 rl, toy = load_module("rl"), load_module("toy")
 
 
 def decide_final(ctx: Context) -> Work:
     following = rl.following(ctx)
-    return Value({"evaluate": True, **rl.share_out(following, "test", toy.all_tasks(following))})
+    how = rl.sampled_how(following, "test")
+    work: Work = rl.decide_rollout(share_out(following, "test", how, [toy.all_tasks(following)]))
+    return work
 
 
 def rollout_final(ctx: Context) -> Work:

@@ -1,0 +1,77 @@
+"""Shares an iteration's tasks out among the nodes, less those whose groups an earlier attempt left on disk. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+from fsbarrier.decisions import PartGroups, RolloutDecision
+from fsbarrier.program import Context, PartOnDisk
+from fsbarrier.protocol.assign import split_by_weight
+from fsbarrier.protocol.facts import JsonObject
+
+
+def share_out(ctx: Context, split: str, sampled_how: str, rounds: Sequence[Sequence[int]]) -> RolloutDecision:
+    """Give the tasks of `rounds` to the nodes by their weights, each round by itself, so that no node is idle in one.
+
+    A node takes no part in a round only if all its tasks of it are on disk. Groups are adopted from disk where this very policy
+    made them, sampled as this iteration samples (`sampled_how`; "" in the parts of an older fsbarrier).
+    """
+    wanted = [*chain.from_iterable(rounds)]
+    parts = [
+        part
+        for part in ctx.inventory(split)
+        if part.policy == ctx.policy_identity and part.sampled_how in ("", sampled_how)
+    ]
+    adopted, judge_again = adopt_parts(parts, wanted)
+    missing = set(wanted).difference(*(part.tasks for part in adopted))
+    signal_in = {part.path: part.with_signal for part in parts}
+    with_signal = {task for part in adopted for task in part.tasks if task in signal_in[part.path]}
+    each = [split_by_weight([task for task in tasks if task in missing], ctx.weights) for tasks in rounds]
+    shares = [[*chain.from_iterable(of_one_node)] for of_one_node in zip(*each, strict=True)]
+    return RolloutDecision(
+        split,
+        wanted,
+        dict(zip(ctx.ranks, shares, strict=True)),
+        adopted,
+        judge_again,
+        fixed_shares="rollout.take_over is off"
+        if not ctx.settings.rollout.take_over
+        else ctx.claims_unsafe(),
+        with_signal=[len(with_signal.intersection(tasks)) for tasks in rounds],
+    )
+
+
+def adopt_parts(
+    parts: Sequence[PartOnDisk], wanted: Sequence[int]
+) -> tuple[list[PartGroups], list[PartGroups]]:
+    """Find the wanted groups on disk: (those to merge as they are, those to judge again). The first part that has a task counts.
+
+    A group in which the reward or the agent failed is not finished. All of its trajectories are judged again, because a reward function
+    that was mended since then should judge all of them.
+    """
+    left = set(wanted)
+
+    def take(*, unjudged: bool) -> list[PartGroups]:
+        taken = []
+        for part in parts:
+            useful = [task for task in part.tasks if task in left and (task in part.unjudged) == unjudged]
+            if useful:
+                left.difference_update(useful)
+                taken.append(PartGroups(part.path, part.valid_bytes, useful))
+        return taken
+
+    adopted = take(unjudged=False)
+    return adopted, take(unjudged=True)
+
+
+def sharing_events(decision: RolloutDecision) -> list[JsonObject]:
+    """The decision in the journal: a later check of the merged file needs it, when the decision itself has been removed."""
+    events: list[JsonObject] = []
+    if decision.fixed_shares and len(decision.shares) > 1:
+        events.append({"event": "shares_fixed", "why": decision.fixed_shares})
+    if decision.adopted:
+        parts = [{"name": Path(part.path).name, "bytes": part.valid_bytes} for part in decision.adopted]
+        events.append({"event": "parts_adopted", "split": decision.split, "parts": parts})
+    return events
