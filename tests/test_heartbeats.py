@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import Paces
 from fsbarrier.program import Phase, Program, Value
 from fsbarrier.protocol.codec import encode
-from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Record
+from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, R, Record
 from fsbarrier.protocol.state import Node, Part, Rules, Stage
 from fsbarrier.rundir.heartbeats import HeartbeatReader, live_nodes, read_beats
 from fsbarrier.rundir.names import StartName, fact_name
@@ -58,6 +59,84 @@ def test_what_is_not_wanted_is_not_read(tmp_path: Path) -> None:
     assert [start for start, _ in reader.read(lambda newest: newest.incarnation > 1)] == [StartName(0, 2)]
     paths.beat(0, 2).unlink()
     assert dict(reader.read())[StartName(0, 1)] == beat(0, 1)
+
+
+class Opened(PosixStore):
+    """Counts the records that are opened."""
+
+    opened = 0
+
+    def read(self, path: Path, cls: type[R]) -> R | None:
+        self.opened += 1
+        return super().read(path, cls)
+
+
+def running(counter: int, generation: int = 1, state: str = "running") -> Beat:
+    return Beat(0, 1, counter, "host", 1, state, generation)
+
+
+def test_a_heartbeat_whose_pulse_moves_need_not_be_opened(tmp_path: Path) -> None:
+    """Only once, to know what it says beside its counter; then a listing shows all members' counters."""
+    store, (loop, *_) = Opened(), started(tmp_path, PosixStore(), [])
+    reader = HeartbeatReader(store, RunPaths(tmp_path).beats, pulses=True)
+    loop.node = replace(loop.node, stage=Stage.RUNNING)
+    for _ in range(9):
+        loop.write_beat(loop.beat(), PosixStore(), 0.0)
+        assert dict(reader.read()) == {StartName(0, 1): replace(loop.beat(), counter=loop.counter - 1)}
+        loop.counter -= 1
+    assert store.opened == 1
+    assert len(os.listdir(RunPaths(tmp_path).beats)) == 2, "one pulse, which is renamed"
+
+
+@pytest.mark.parametrize(
+    ("first", "shown", "then", "now"),
+    [
+        pytest.param(running(1), (7, 7), (7, 7), running(1), id="one that stands still, a dead node's"),
+        pytest.param(running(5), (2, 2), (2, 3), running(5), id="one behind what was read"),
+        pytest.param(running(5), (5, 5), (5, 5), running(6, state="left"), id="a node that left"),
+        pytest.param(running(5), (5, 5), (5, 9), running(9, 2), id="another generation"),
+        pytest.param(running(5, state="finished"), (4, 4), (4, 9), running(9), id="one that did not run"),
+        pytest.param(running(5), (), (), running(6), id="none"),
+        pytest.param(running(5), (), (8,), running(6), id="one that is listed for the first time"),
+        pytest.param(running(5), (9,), (7,), running(6), id="an older listing"),
+    ],
+)
+def test_a_pulse_that_does_not_tell_all_is_not_believed(
+    tmp_path: Path, first: Beat, shown: tuple[int, ...], then: tuple[int, ...], now: Beat
+) -> None:
+    """`shown`, `then`: the counters of the pulses in two listings."""
+    paths, reader = written(tmp_path, first), HeartbeatReader(PosixStore(), RunPaths(tmp_path).beats, True)
+    for beats, counters in ((first, shown), (now, then)):
+        for old in paths.beats.glob("*.pulse-*"):
+            old.unlink()
+        for counter in counters:
+            paths.pulse(0, 1, now.generation, counter).touch()
+        PosixStore().put(paths.beat(0, 1), beats)
+        assert dict(reader.read()) == {StartName(0, 1): beats}
+
+
+@pytest.mark.parametrize("renamed", [True, False], ids=["done all the same", "not done"])
+def test_a_pulse_that_cannot_be_renamed_keeps_no_heartbeat_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renamed: bool
+) -> None:
+    store, (loop, *_) = Opened(), started(tmp_path, PosixStore(), [])
+    reader = HeartbeatReader(store, RunPaths(tmp_path).beats, pulses=True)
+    loop.node = replace(loop.node, stage=Stage.RUNNING)
+
+    def failing(path: Path, new: Path) -> bool:
+        if renamed:
+            path.rename(new)
+        raise OSError(errno.EIO, "Input/output error")
+
+    for number in range(1, 7):
+        with monkeypatch.context() as patched:
+            if number in (2, 3):
+                patched.setattr(store, "rename", failing)
+            loop.write_beat(loop.beat(), store, 1.0)
+        assert loop.observer.unheard_since is None
+        ((_, read),) = reader.read()
+        assert read is not None and read.counter == number
+    assert store.opened <= 3, "since then the pulse moves again"
 
 
 def test_a_node_that_does_not_beat_is_not_alive(tmp_path: Path) -> None:

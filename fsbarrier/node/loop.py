@@ -10,6 +10,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from fsbarrier.errors import Fenced
 from fsbarrier.node.collection import Collection
@@ -35,6 +36,7 @@ from fsbarrier.protocol.state import (
     Propose,
     Publish,
     Rules,
+    Stage,
     View,
     WorkReport,
 )
@@ -98,6 +100,8 @@ class NodeLoop:
     _row: Position | None = None
     #: the rows that it has passed since it last removed old facts, and what their folders showed
     _passed: list[tuple[Generation, Position, list[str]]] = field(default_factory=list)
+    #: this node's pulse, under the name that it was given last
+    _pulse: Path | None = None
 
     def __post_init__(self) -> None:
         self.last_generation = LastGeneration(self.observer)
@@ -206,7 +210,20 @@ class NodeLoop:
         observer.unheard_since = observer.unheard_since or now
         with contextlib.suppress(OSError):
             store.put(observer.paths.beat(beat.rank, beat.incarnation), beat)
+            with contextlib.suppress(OSError):
+                self.show_pulse(beat, store.rename, store.mark)
             observer.unheard_since = None
+
+    def show_pulse(
+        self, beat: Beat, rename: Callable[[Path, Path], bool], mark: Callable[[Path, Beat], None]
+    ) -> None:
+        """Let this node's pulse name a heartbeat that is written. Where that fails, the others open the heartbeat itself."""
+        if beat.state != Stage.RUNNING or not self.observer.paces.pulses:
+            return
+        pulse = self.observer.paths.pulse(beat.rank, beat.incarnation, beat.generation, beat.counter)
+        if self._pulse is None or not rename(self._pulse, pulse):
+            mark(pulse, beat)
+        self._pulse = pulse
 
     def _announce(self, incarnation: int) -> bool:
         join = replace(self.join, incarnation=incarnation)

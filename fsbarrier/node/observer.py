@@ -95,7 +95,7 @@ class Observer:
     _unchanged_since: float = _AT_ONCE
 
     def __post_init__(self) -> None:
-        self._heartbeats = HeartbeatReader(self.store, self.paths.beats)
+        self._heartbeats = HeartbeatReader(self.store, self.paths.beats, self.paces.pulses)
 
     def prepare(self) -> None:
         """Make the directories that will be listed, and look at what is there. Raises OSError; may be tried again."""

@@ -22,6 +22,8 @@ class Paces:
     eager: float = 10.0
     #: so many members of a generation read all heartbeats, each of the others that of one of these (`left_to_others`)
     watchers: int = 4
+    #: whether this node shows a pulse, and believes the others' (`HeartbeatReader`)
+    pulses: bool = True
     #: a request to stop that could not be read for so long counts as one to stop at the next safe point
     unreadable_s: float = 15.0
     #: for so long a node that cannot write its own heartbeats counts nobody's silence

@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fsbarrier.protocol.facts import Beat
 from fsbarrier.protocol.membership import GONE
+from fsbarrier.protocol.state import Stage
 from fsbarrier.retry import FAILING, retry
-from fsbarrier.rundir.names import START, StartName
+from fsbarrier.rundir.names import PULSE, START, PulseName, StartName
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore, Store
 
@@ -24,12 +25,24 @@ LOOK_S = 0.05
 
 @dataclass
 class HeartbeatReader:
-    """Reads the heartbeats in `folder` again and again. It parses each name in the listing only once."""
+    """Reads the heartbeats in `folder` again and again.
+
+    Most of them say nothing new but that their counter has moved, and that the name of the node's *pulse* says too: a file beside the
+    heartbeat, which is renamed after it. So where `pulses` is set, a heartbeat is not opened if since the last listing its pulse came
+    further, in the generation in which the node was seen to run. A pulse that did not move says nothing, however old the listing is,
+    and the heartbeat is opened. What a node says beside its counter (how it ended, how far it is) is as old as its last opening.
+    """
 
     store: Store
     folder: Path
+    pulses: bool = False
     _listing: list[str] = field(default_factory=list)
     _starts: dict[int, list[StartName]] = field(default_factory=dict)
+    #: the newest pulse of each start that was listed so far, and the starts whose pulse the last listing showed to have moved
+    _pulses: dict[StartName, PulseName] = field(default_factory=dict)
+    _moved: set[StartName] = field(default_factory=set)
+    #: the last heartbeat of each start that was given
+    _given: dict[StartName, Beat] = field(default_factory=dict)
 
     def read(
         self, wanted: Callable[[StartName], bool] = lambda newest: True
@@ -45,23 +58,37 @@ class HeartbeatReader:
 
     def _list(self) -> None:
         listing = self.store.names(self.folder)
+        self._moved.clear()
         if listing == self._listing:
             return
-        known = set(self._listing)
-        if not known.issubset(listing):
-            known, self._starts = set(), {}
-        self._listing = listing
-        for start in START.parse_all(name for name in listing if name not in known):
-            starts = self._starts.setdefault(start.rank, [])
-            starts.append(start)
-            starts.sort(reverse=True)
+        known, self._listing, self._starts = set(self._listing), listing, {}
+        for start in sorted(START.parse_all(listing), reverse=True):
+            self._starts.setdefault(start.rank, []).append(start)
+        for pulse in PULSE.parse_all(set(listing) - known) if self.pulses else ():
+            start = StartName(pulse.rank, pulse.incarnation)
+            before = self._pulses.get(start)
+            if before is None or pulse.counter > before.counter:
+                self._pulses[start] = pulse
+                if before is not None:
+                    self._moved.add(start)
 
     def _newest_of(self, starts: list[StartName]) -> Beat | None:
         for start in starts:
-            beat = self.store.read(self.folder / START.build(start.rank, start.incarnation), Beat)
+            path = self.folder / START.build(start.rank, start.incarnation)
+            beat = self._by_pulse(start) or self.store.read(path, Beat)
             if beat is not None and (beat.rank, beat.incarnation) == (start.rank, start.incarnation):
+                self._given[start] = beat
                 return beat
         return None
+
+    def _by_pulse(self, start: StartName) -> Beat | None:
+        """The heartbeat of a start as its pulse tells it; None where the heartbeat itself is to be opened."""
+        last = self._given.get(start)
+        if last is None or start not in self._moved:
+            return None
+        pulse, runs = self._pulses[start], last.state == Stage.RUNNING
+        further = pulse.counter > last.counter and pulse.generation == last.generation
+        return replace(last, counter=pulse.counter) if runs and further else None
 
 
 def read_beats(log_path: Path, rank: int | None = None) -> dict[int, Beat]:

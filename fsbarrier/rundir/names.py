@@ -67,6 +67,16 @@ class StartName:
 
 
 @dataclass(frozen=True, slots=True, order=True)
+class PulseName:
+    """How far the counter of one start's heartbeat has come while that node runs in one generation, by the name alone."""
+
+    rank: int
+    incarnation: int
+    generation: int
+    counter: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
 class PhaseName:
     """The folder of one row of the program."""
 
@@ -93,6 +103,7 @@ class CallName:
 
 
 START = Name("node-{:04d}.inc-{:04d}.json", StartName)
+PULSE = Name("node-{:04d}.inc-{:04d}.gen-{:06d}.pulse-{:d}", PulseName)
 GENERATION = Name("gen-{:06d}.json", int)
 GENERATION_FOLDER = Name("gen-{:06d}", int)
 PHASE_FOLDER = Name("p{:02d}-{:s}", PhaseName)

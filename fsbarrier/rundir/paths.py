@@ -36,11 +36,15 @@ class RunPaths:
 
     @cached_property
     def beats(self) -> Path:
-        """One heartbeat file for each start of a node, replaced as a whole at each beat."""
+        """One heartbeat file for each start of a node, replaced as a whole at each beat, and beside it its pulse."""
         return self.coordination / "beats"
 
     def beat(self, rank: int, incarnation: int) -> Path:
         return self.beats / names.START.build(rank, incarnation)
+
+    def pulse(self, rank: int, incarnation: int, generation: int, counter: int) -> Path:
+        """A file whose name alone tells of a heartbeat, as long as nothing but the counter matters; see HeartbeatReader."""
+        return self.beats / names.PULSE.build(rank, incarnation, generation, counter)
 
     @cached_property
     def generations(self) -> Path:

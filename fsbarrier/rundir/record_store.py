@@ -55,6 +55,9 @@ class Store(Protocol):
     def create(self, path: Path, record: Record) -> bool:
         """Create a file exclusively and durably; False where somebody else's is there."""
 
+    def rename(self, path: Path, new: Path) -> bool:
+        """Give a file of one's own another name in the same directory; False where it is not there."""
+
     def remove(self, path: Path) -> None:
         """Remove a file of one's own; one that is gone is fine."""
 
@@ -117,6 +120,13 @@ class PosixStore:
 
     def create(self, path: Path, record: Record) -> bool:
         return files.create_exclusive(path, encode(record), never_torn=True)
+
+    def rename(self, path: Path, new: Path) -> bool:
+        try:
+            os.rename(path, new)
+        except FileNotFoundError:
+            return False
+        return True
 
     def remove(self, path: Path) -> None:
         try:

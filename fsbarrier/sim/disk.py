@@ -169,6 +169,15 @@ class Disk:
         directory.listing = None
         self.touch(directory)
 
+    def rename(self, path: str, new: str) -> File | None:
+        """Give a file another name in its directory, if it is there."""
+        file = self.files.pop(path, None)
+        if file is not None:
+            self.files[new] = file
+            self._dropped(file.directory, path)
+            self._added(file.directory, new.rpartition("/")[2])
+        return file
+
     def remove(self, path: str) -> None:
         """Remove a file, if it is there."""
         file = self.files.pop(path, None)

@@ -285,6 +285,7 @@ class Process:
             self._beat_path = cast(SimPath, PATHS.beat(self.rank, beat.incarnation))
             self._beats = world.history.beats.setdefault((self.rank, beat.incarnation), [])
         file = self.client.replace(self._beat_path, beat)
+        self.loop.show_pulse(beat, self.client.move, self.client.replace)  # type: ignore[arg-type]
         self._beats.append(world.now)
         # The second heartbeat shows the others that it lives; later ones tell them nothing new.
         if len(self._beats) <= 2:

@@ -233,6 +233,21 @@ class Client:
             raise after()
         return free
 
+    def rename(self, path: SimPath, new: SimPath) -> bool:
+        after = self._trouble("rename", path)
+        there = self.move(path, new)
+        if after is not None:
+            raise after()
+        return there
+
+    def move(self, path: SimPath, new: SimPath) -> bool:
+        """As `rename`, but without mishaps."""
+        file = self.disk.rename(path, new)
+        if self._caching and file is not None:
+            self._forget(path, file)
+            self._forget(new, file)
+        return file is not None
+
     def remove(self, path: SimPath) -> None:
         after = self._trouble("remove", path)
         file = self.disk.files.get(path)
