@@ -1,6 +1,6 @@
 """fsbarrier: synchronous multi-node RL post-training over a shared directory, one command per node.
 
-Your own scripts can use what the runs are built on: `fsbarrier.join` (see fsbarrier/group/group.py).
+`fsbarrier.join` makes barriers and collectives available to your own scripts (see fsbarrier/group/group.py).
 """
 
 import os
@@ -32,7 +32,7 @@ _HOMES = {
 }
 
 
-# A daemon started this program: it is to tell its stacks when the daemon asks for them.
+# The daemon that started this program may ask it for its stacks.
 if "FSBARRIER_STACKS" in os.environ:
     from fsbarrier.stack_signal import register
 
@@ -40,7 +40,7 @@ if "FSBARRIER_STACKS" in os.environ:
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are loaded when they are first used: `import fsbarrier` itself stays instant."""
+    """Load public names on first use, to keep `import fsbarrier` fast."""
     if name not in _HOMES:
         raise AttributeError(f"module 'fsbarrier' has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""`python -m fsbarrier`: the same as the command `fsbarrier`."""
+"""`python -m fsbarrier` is the same as the command `fsbarrier`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The program that merges trajectories, started by a phase or by a person.
+"""Merges trajectory files; started by a phase or by a user.
 
-`python -m fsbarrier.aggregate --spec SPEC.json` is the worker: a phase says what to merge. `python -m fsbarrier.aggregate
---log-path D --iteration 5` finds the rank files and the parts still growing, shows what each left, and merges them
-(`fsbarrier aggregate` is the same). From Python: `aggregate`, `load` and `iter_trajectories`.
+`python -m fsbarrier.aggregate --spec SPEC.json` is the worker that a phase starts. `python -m fsbarrier.aggregate --log-path D
+--iteration 5` (the same as `fsbarrier aggregate`) finds the ranks' files, finished or not, lists and merges them. Python API: `aggregate`,
+`load` and `iter_trajectories`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from fsbarrier.supervision import worker_contract
 
 __all__ = ["AggregateReport", "Part", "Progress", "aggregate", "iter_trajectories", "load"]
 
-SUMMARY = "merge what the ranks saved in one iteration, finished or not, into one file"
+SUMMARY = "Merge the trajectory files that the ranks wrote in one iteration, finished or not, into one file."
 EXAMPLE = "fsbarrier aggregate --log-path runs/default --iteration 5 --dry-run"
-#: bytes; a smaller merge ends before a bar could be drawn
+#: in bytes; a smaller merge is too quick for a progress bar
 BAR_FROM = 64 << 20
 
 
@@ -53,9 +53,9 @@ def aggregate(
     allow_partial: bool = False,
     on_progress: OnProgress | None = None,
 ) -> AggregateReport:
-    """Merge the groups of `parts` into `out`, which appears by one rename, or stays as it is; see `MergeRequest` and `merge`.
+    """Merge the groups of `parts` into `out`, atomically (by rename); see `MergeRequest` and `merge`.
 
-    Raises UsageError (missing tasks, parts that cannot be merged, a foreign file in the way), StoreError.
+    Raises UsageError (missing tasks, incompatible parts, a foreign file at `out`), StoreError.
     """
     wanted = None if expected is None else tuple(expected)
     request = MergeRequest(tuple(parts), out, metadata, wanted, keep, allow_partial)
@@ -68,28 +68,28 @@ def aggregate(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-path", type=Path, default=None, metavar="D", help="the run directory")
     parser.add_argument("--iteration", type=int, required=True, metavar="N", help="the iteration to merge")
+    parser.add_argument("--split", choices=SPLITS, help="merge only this split (default: both)")
     parser.add_argument(
-        "--split", choices=SPLITS, help="only this one (default: both, where there are files)"
-    )
-    parser.add_argument(
-        "--allow-partial", action="store_true", help="merge although tasks are missing; the result says which"
+        "--allow-partial",
+        action="store_true",
+        help="merge even if tasks are missing, and record them in the result",
     )
     parser.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="also take files that torch.save wrote with Python objects inside; loading one can run any code in it",
+        help="also accept files that contain pickled Python objects; loading such a file can run arbitrary code",
     )
-    parser.add_argument("--dry-run", action="store_true", help="show what there is and what would be done")
+    parser.add_argument("--dry-run", action="store_true", help="list the files and show what would be merged")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(args: argparse.Namespace) -> int:
-    """By hand. Raises UsageError (nothing to merge, tasks missing, foreign files), StoreError, ProgramFailed."""
+    """`fsbarrier aggregate`. Raises UsageError (nothing to merge, tasks missing, foreign files), StoreError, ProgramFailed."""
     from fsbarrier.start.preflight import default_log_path
 
     log_path: Path = args.log_path or default_log_path(os.environ)
     if args.iteration < 0:
-        raise UsageError(f"--iteration {args.iteration}: not a number of an iteration")
+        raise UsageError(f"--iteration {args.iteration}: must be 0 or more")
     if not log_path.is_dir():
         raise UsageError(f"--log-path {log_path}: no such directory")
     if runrecord.exists(log_path):
@@ -99,7 +99,7 @@ def main(args: argparse.Namespace) -> int:
     found = {split: items for split, items in found.items() if items}
     if not found:
         where = " or ".join(str(RunPaths(log_path).trajectories(split)) for split in chosen)
-        raise UsageError(f"no rank left a file of iteration {args.iteration} in {where}")
+        raise UsageError(f"--iteration {args.iteration}: no rank wrote a file for this iteration in {where}")
     splits: dict[str, dict[str, object]] = {}
     if not args.json:
         for split, items in found.items():
@@ -139,7 +139,7 @@ def _file_json(item: FoundFile) -> dict[str, object]:
 
 
 def merge_with_bar(request: RanksRequest) -> RanksMerged:
-    """Merge, with a progress bar on a terminal where it takes a while. Raises as `merge_ranks`."""
+    """Merge, with a progress bar on a terminal if it takes a while. Raises the errors of `merge_ranks`."""
     if not sys.stderr.isatty():
         return merge_ranks(request)
     with _bar(f"merging {request.out.name}") as show:
@@ -157,7 +157,7 @@ def _bar(name: str) -> Iterator[OnProgress]:
     task = bar.add_task(name, total=None)
 
     def show(done: Progress) -> None:
-        # Only now the total is known.
+        # The total is not known earlier.
         if done.bytes_total >= BAR_FROM:
             bar.start()
             bar.update(task, completed=done.bytes, total=done.bytes_total)
@@ -173,9 +173,7 @@ def _print_table(split: str, iteration: int, items: list[FoundFile]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        title=f"{split}, iteration {iteration}: what each rank left", title_justify="left", box=None
-    )
+    table = Table(title=f"{split}, iteration {iteration}: files of each rank", title_justify="left", box=None)
     for name in ("rank", "gen", "state", "groups", "trajectories", "reward", "torn bytes", "duplicates"):
         table.add_column(name, justify="left" if name == "state" else "right")
     table.add_column("file", overflow="fold")
@@ -194,7 +192,7 @@ def _print_table(split: str, iteration: int, items: list[FoundFile]) -> None:
 
 def _print_outcome(split: str, merged: RanksMerged) -> None:
     if merged.expected is None:
-        print(f"{split}: which tasks were assigned is not known from these files")
+        print(f"{split}: these files do not record which tasks were assigned")
     elif merged.missing:
         print(f"{split}: {missing_text(merged.missing)} of {merged.expected}")
     report = merged.report
@@ -206,24 +204,24 @@ def _print_outcome(split: str, merged: RanksMerged) -> None:
     what = f"{report.trajectories} trajectories in {report.groups} groups, reward {reward}"
     print(f"{split}: {'already merged' if report.already_done else 'merged'}: {what}: {report.out}")
     for note in report.damaged:
-        print(f"{split}: dropped, damaged: {printable(note)}")
+        print(f"{split}: dropped because damaged: {printable(note)}")
 
 
 # --- the worker -------------------------------------------------------------------------------------------------------
 
 
 def work(spec: JsonObject, settings: Settings, progress: worker_contract.Progress) -> dict[str, object]:
-    """Merge as the spec says; gives the report."""
+    """Merge according to the spec and return the report."""
     report = merge(MergeRequest.from_spec(spec), _shown_in(progress))
     success = spec.get("success")
     evaluated = {} if success is None else figures(iter_trajectories(Path(report.out)), success)
     result = {**asdict(report), **report.figures, **evaluated}
-    # The phase knows the file by name, and only another merge of the same groups has a use for their fingerprint.
+    # The phase already knows the file name, and the fingerprint is only needed to detect a repeated merge.
     return {name: value for name, value in result.items() if name not in ("figures", "out", "fingerprint")}
 
 
 def _shown_in(shown: worker_contract.Progress) -> OnProgress:
-    """Shows how far the merge is, a few times a second at most."""
+    """A callback that reports the progress of the merge."""
 
     def show(progress: Progress) -> None:
         shown.show(
@@ -238,10 +236,10 @@ def _shown_in(shown: worker_contract.Progress) -> OnProgress:
 
 
 def command_line(words: Sequence[str]) -> int:
-    """`python -m fsbarrier.aggregate`, either way; gives the exit code."""
+    """`python -m fsbarrier.aggregate` as worker or command; returns the exit code."""
     if words and words[0] == "--spec":
         return worker_contract.run_worker(work)
-    # The command `fsbarrier aggregate`, which this module is.
+    # This module also implements the command `fsbarrier aggregate`.
     return run_command.run("aggregate", words, lambda name: cast(Command, sys.modules[__name__]))
 
 

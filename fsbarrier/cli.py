@@ -1,6 +1,6 @@
-"""The command `fsbarrier`: finds the command's module among those in fsbarrier/commands, and runs it.
+"""The `fsbarrier` command: dispatches to the modules in fsbarrier/commands.
 
-Only the one that is asked for is imported; the summaries of the others stand here.
+Imports only the requested command. The summaries for --help are listed here so that the other modules need not be imported.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from fsbarrier.errors import UsageError
 from fsbarrier.run_command import Command
 from fsbarrier.settings.sources import nearest
 
-#: Name -> what it is for, in the order in which a person meets them.
+#: Name -> summary, in the order in which a user needs them.
 COMMANDS = {
-    "run": "run this node (./run.sh is the same, and makes its environment first)",
-    "plan": "what a run comes to on given machines: engines, shards, memory; before anything starts",
-    "launch": "start several nodes: here, through ssh, Slurm, Kubernetes, SkyPilot or dstack",
-    "daemon": "offer this node to a pool, whose jobs it then runs",
-    "submit": "put a run into a pool's queue",
-    "jobs": "the jobs of a pool; their logs; stop one",
-    "status": "where a run is, and how each node is doing",
-    "runs": "the runs in a folder, one line each",
-    "top": "a run, live",
-    "logs": "the nodes' logs, last lines or as they come",
-    "debug": "what every node's processes do at this moment, in one archive",
-    "stop": "end a run on all its nodes, from any machine that sees it",
-    "recover": "after a disaster: what each rank left, and the way on",
-    "aggregate": "merge what the ranks saved, by hand",
-    "export": "copy a policy out of a run as a Hugging Face folder, or its trajectories as a table",
-    "report": "a run's figures as a file to read and to send",
-    "doctor": "whether this filesystem and these nodes can carry a run",
-    "bench": "how fast barriers are here, beside a bare directory scan",
-    "simulate": "the protocol under faults: many seeds, virtual time",
+    "run": "run this node (./run.sh does the same, but creates its environment first)",
+    "plan": "estimate engines, sharding and memory of a run on given machines, before starting it",
+    "launch": "start several nodes: on this machine, or through ssh, Slurm, Kubernetes, SkyPilot or dstack",
+    "daemon": "add this node to a pool and run its jobs",
+    "submit": "add a run to a pool's queue",
+    "jobs": "list a pool's jobs, show their logs, stop one",
+    "status": "show the progress of a run and the state of each node",
+    "runs": "list the runs in a folder",
+    "top": "watch a run live",
+    "logs": "show or follow the nodes' logs",
+    "debug": "collect stacks, memory and logs of all nodes in one archive",
+    "stop": "end a run on all its nodes",
+    "recover": "after a disaster: check what each rank left, and repair the run",
+    "aggregate": "merge the ranks' trajectory files by hand",
+    "export": "export a policy as a Hugging Face model folder, or trajectories as a table",
+    "report": "write a run's metrics to a file",
+    "doctor": "check whether a filesystem and the nodes can support a run",
+    "bench": "measure barrier latency on this machine",
+    "simulate": "test the protocol under injected faults, in virtual time",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; gives the exit code. Never raises, save for a second Ctrl-C."""
+    """Run one command line and return its exit code. Never raises, except for a second Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview(), end="", file=sys.stdout if arguments else sys.stderr)
@@ -51,16 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fsbarrier {fsbarrier.__version__}")
         return 0
     if arguments[0] == "run" and arguments[1:2] and arguments[1] in COMMANDS:
-        # As one types after `./run.sh`, which starts a node and knows no other command.
+        # A user typed `./run.sh COMMAND`, but run.sh only supports `run`.
         other = f"fsbarrier {arguments[1]}"
-        error = UsageError(f"{arguments[1]}: a command of its own, `{other}`; in a clone `.venv/bin/{other}`")
+        error = UsageError(
+            f"{arguments[1]} is a separate command: type `{other}`, in a clone `.venv/bin/{other}`"
+        )
         print(run_command.error_text(error), file=sys.stderr)
         return error.exit_code
     return run_command.run(arguments[0], arguments[1:], load_command)
 
 
 def overview() -> str:
-    """What `fsbarrier --help` shows; imports no command."""
+    """The text of `fsbarrier --help`; imports no command."""
     lines = [
         "usage: fsbarrier COMMAND [flags]",
         "",
@@ -77,8 +79,8 @@ def overview() -> str:
 def load_command(name: str) -> Command:
     """Import the module of a command. Raises UsageError for an unknown one."""
     if name not in COMMANDS:
-        hint = nearest(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
-        raise UsageError(f"no command {name!r}{hint}")
+        hint = nearest(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
+        raise UsageError(f"unknown command {name!r}{hint}")
     if importlib.util.find_spec(f"fsbarrier.commands.{name}") is None:
         raise UsageError(f"{name}: not part of this version ({fsbarrier.__version__})")
     return cast(Command, importlib.import_module(f"fsbarrier.commands.{name}"))

@@ -1,6 +1,6 @@
-"""The error families and the exit code each of them means.
+"""The error classes and their exit codes.
 
-A message is one line a person can act on: what happened, on which node, in which phase, with which path, what to do next.
+A message is one line that tells the user what happened, where (node, phase, path), and what to do next.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ EXIT_SIGTERM = 143
 
 
 def first_line(error: Exception) -> str:
-    """What another library's error says, in one line."""
+    """The first line of another library's error message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class FsbarrierError(Exception):
-    """Base of everything that fsbarrier raises on purpose; `exit_code` is what the command ends with."""
+    """Base class of the errors that fsbarrier raises on purpose; the command exits with `exit_code`."""
 
     exit_code = EXIT_INTERNAL
 
@@ -29,11 +29,11 @@ class UsageError(FsbarrierError):
 
 
 class NodesRefused(UsageError):
-    """The nodes of a run do not fit together, or lack what it needs; to try again changes nothing."""
+    """The nodes of a run are incompatible, or lack something the run needs. A retry would fail in the same way."""
 
 
 class NodeError(FsbarrierError):
-    """An error about one node: its `rank` and `host`, and `age`, the seconds for which nothing was heard of it; None: not known."""
+    """An error about one node. `age`: seconds since its last heartbeat; None: unknown."""
 
     def __init__(
         self, message: str, rank: int | None = None, host: str = "", age: float | None = None
@@ -43,7 +43,7 @@ class NodeError(FsbarrierError):
 
 
 class StoreError(NodeError):
-    """The shared filesystem failed (EIO, ENOSPC, a mount that went away) beyond what retrying can hide."""
+    """The shared filesystem failed (EIO, ENOSPC, lost mount), and retries did not help."""
 
     exit_code = 3
 
@@ -55,30 +55,30 @@ class ProgramFailed(FsbarrierError):
 
 
 class TooFewNodes(FsbarrierError):
-    """Fewer nodes are left than the run may go on with; the message names the missing ones."""
+    """Fewer nodes are left than `min_nodes`; the message names the missing ones."""
 
     exit_code = 5
 
 
 class PeerLost(NodeError):
-    """A member of a group is dead, left, or was started anew; `Group.regroup()` goes on without it."""
+    """A member of a group died, left or was restarted; `Group.regroup()` continues without it."""
 
     exit_code = 5
 
 
 class OutOfStep(NodeError, RuntimeError):
-    """The members of a group called different collectives; `rank` is a member that called another one than this node."""
+    """The members of a group called different collectives; `rank` is a member whose call differs from this node's."""
 
     exit_code = 4
 
 
 class BarrierTimeout(NodeError):
-    """A member of a group did not come in time."""
+    """A member of a group did not reach the barrier in time."""
 
     exit_code = 5
 
 
 class Fenced(NodeError):
-    """A newer incarnation took this node's rank, or the others went on without this node."""
+    """A newer incarnation took this node's rank, or the other nodes continued without this node."""
 
     exit_code = 6

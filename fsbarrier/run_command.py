@@ -1,4 +1,4 @@
-"""One command line: parses it, calls the command, and turns every error into a line and an exit code."""
+"""Parses a command line, runs the command, and turns every error into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fsbarrier.settings.sources import nearest
 
 
 class Command(Protocol):
-    """What a command's module has. SUMMARY and EXAMPLE are what its --help shows."""
+    """The interface of a module in fsbarrier/commands. --help shows SUMMARY and EXAMPLE."""
 
     SUMMARY: str
     EXAMPLE: str
@@ -34,11 +34,11 @@ class Command(Protocol):
 
     @staticmethod
     def main(args: argparse.Namespace) -> int:
-        """Do it; gives the exit code."""
+        """Run the command and return its exit code."""
 
 
 def run(name: str, arguments: Sequence[str], find_command: Callable[[str], Command]) -> int:
-    """Run the command `name`; gives the exit code. Never raises, save for a second Ctrl-C."""
+    """Run the command `name` and return its exit code. Never raises, except for a second Ctrl-C."""
     args: argparse.Namespace | None = None
     _open_missing_streams()
     try:
@@ -53,7 +53,7 @@ def run(name: str, arguments: Sequence[str], find_command: Callable[[str], Comma
     except KeyboardInterrupt:
         return EXIT_SIGINT
     except BrokenPipeError:
-        # The reader of our output (head, less) has ended.
+        # The reader of our output (head, less) has exited.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
@@ -67,8 +67,8 @@ def run(name: str, arguments: Sequence[str], find_command: Callable[[str], Comma
 
 
 def _open_missing_streams() -> None:
-    """Where this process was started with stdin, stdout or stderr closed, the next file that it opens would have that number, and get
-    what is printed."""
+    """Open stdin, stdout and stderr on /dev/null if they are closed. Otherwise the next file opened would get that file descriptor and
+    receive our output."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
@@ -76,7 +76,7 @@ def _open_missing_streams() -> None:
 
 
 def error_text(error: FsbarrierError) -> str:
-    """An error as people see it. A mistake of the user's is one line; a failed program's may end with its last log lines."""
+    """The text shown for an error: one line for a usage error; a failed program's last log lines may follow other errors."""
     lines = [str(error)] if isinstance(error, UsageError) else str(error).splitlines()
     return "\n".join(
         ["fsbarrier: error: " + one_line(lines[0] if lines else "")] + [one_line(line) for line in lines[1:]]
@@ -84,18 +84,18 @@ def error_text(error: FsbarrierError) -> str:
 
 
 def one_line(message: str) -> str:
-    """A message in one line, as it may hold what a user or a file said."""
+    """`message` as one printable line. It may contain arbitrary text from a user or a file."""
     return printable(re.sub(r"\s+", " ", message)).strip()
 
 
 def parse(command: Command, name: str, arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments of one command. Raises UsageError."""
+    """Parse the arguments of one command. Raises UsageError."""
     parser = Parser(
         prog=f"fsbarrier {name}",
         description=command.SUMMARY,
         epilog=f"example:\n  {command.EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        # A shortened flag could mean another flag in the next version.
+        # An abbreviated flag could become ambiguous in the next version.
         allow_abbrev=False,
     )
     command.add_arguments(parser)
@@ -103,10 +103,10 @@ def parse(command: Command, name: str, arguments: Sequence[str]) -> argparse.Nam
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with mistakes as one line that knows the nearest flag."""
+    """argparse with one-line errors that suggest the nearest flag."""
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Flags and plain words in any order. Raises UsageError."""
+        """Parse flags and positional arguments in any order. Raises UsageError."""
         args, rest = self.parse_known_intermixed_args(self._with_values_joined(arguments))
         if rest:
             flag = rest[0].partition("=")[0]
@@ -118,7 +118,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(re.sub(r"^argument (-[^:/]*?)(/[^:]*)?: ", r"\1: ", message))
 
     def _with_values_joined(self, arguments: Sequence[str]) -> list[str]:
-        """`--flag -1,2` as `--flag=-1,2`: else argparse takes the value for a flag, and its message misleads."""
+        """Rewrite `--flag -1,2` as `--flag=-1,2`, because argparse would take the value for a flag."""
         joined: list[str] = []
         for argument in arguments:
             before = joined[-1] if joined else ""
@@ -131,21 +131,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def save_traceback(args: argparse.Namespace | None) -> Path | str:
-    """Put the current traceback into the run's logs where there is a run, else into a temporary file. No link of the run is followed."""
+    """Save the current traceback in the run's logs, or in a temporary file if there is no run. Never follows a link inside the run."""
     text = without_passwords(traceback.format_exc()).encode(errors="replace")
-    # A folder, and from where on no link may lead to it.
+    # Pairs of a folder and the root below which no component may be a link.
     temporary = Path(tempfile.gettempdir())
     folders = [(temporary, temporary)]
     if args is not None and hasattr(args, "log_path"):
         from fsbarrier.rundir.paths import RunPaths
         from fsbarrier.start import preflight
 
-        said = args.log_path
-        log_path = preflight.absolute(said) if said else preflight.default_log_path(os.environ)
+        given = args.log_path
+        log_path = preflight.absolute(given) if given else preflight.default_log_path(os.environ)
         folders.insert(0, (RunPaths(log_path).logs, log_path))
     name = f"fsbarrier-error-{secrets.token_hex(6)}.txt"
     for folder, root in folders:
-        # This folder has no such run, or cannot be written to: try the next one.
+        # The folder does not exist or is not writable: try the next one.
         with contextlib.suppress(OSError), reading.folder_below(root, folder) as fd:
             new = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=fd)
             with os.fdopen(new, "wb") as stream:

@@ -576,9 +576,9 @@ def test_by_hand_refuses_what_it_cannot_read(run: RunPaths, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--iteration", "6"], "no rank left a file of iteration 6"),
+        (["--iteration", "6"], "no rank wrote a file for this iteration"),
         (["--iteration", "-1"], "--iteration -1"),
-        (["--iteration", "5", "--split", "test"], "no rank left a file of iteration 5"),
+        (["--iteration", "5", "--split", "test"], "no rank wrote a file for this iteration"),
         (["--iteration", "5", "--split", "other"], "--split"),
         (["--iteration", "5", "--log-path", "/nowhere"], "no such directory"),
     ],

@@ -299,7 +299,7 @@ CASES = {
     ),
     "adapters in a head that is the embedding": (
         RL.replace("--model model", "--model tied") + "lora.rank=4 lora.targets=q_proj,lm_head",
-        ["lora.targets=q_proj,lm_head: the output head of this model is its embedding"],
+        ["lora.targets=q_proj,lm_head: this model's output head is tied to its embedding"],
     ),
     "function without its judge": (RL + "reward.kind=reward.py:judged", ["judge.url is not set"]),
     "judge's address": (
@@ -312,7 +312,7 @@ CASES = {
     ),
     "a DeepSpeed file that says something else": (
         RL + "trainer.backend=deepspeed trainer.deepspeed=ds.json",
-        ["trainer.deepspeed=", "ds.json", "gradient_clipping=3, and optimizer.grad_clip=1"],
+        ["trainer.deepspeed=", "ds.json", "gradient_clipping=3, but optimizer.grad_clip=1"],
     ),
     "a DeepSpeed file that is not there": (
         RL + "trainer.backend=deepspeed trainer.deepspeed=none.json",
@@ -320,12 +320,15 @@ CASES = {
     ),
     "a DeepSpeed file for another backend": (
         RL + "trainer.deepspeed=ds.json",
-        ["trainer.deepspeed=", "only with trainer.backend=deepspeed", "trainer.backend=torch"],
+        ["trainer.deepspeed=", "requires trainer.backend=deepspeed", "trainer.backend=torch"],
     ),
-    "adapters with DeepSpeed": (RL + "trainer.backend=deepspeed lora.rank=4", ["lora.rank=4: not with"]),
+    "adapters with DeepSpeed": (
+        RL + "trainer.backend=deepspeed lora.rank=4",
+        ["lora.rank=4: not supported with"],
+    ),
     "copies of a node with DeepSpeed": (
         RL + "trainer.backend=deepspeed trainer.shard=node",
-        ["trainer.shard=node: with", "zero_optimization.stage"],
+        ["trainer.shard=node: not supported with", "zero_optimization.stage"],
     ),
     "a set without a file": (RL + "eval.sets.aime.samples=2", ["data: has no aime.jsonl or aime.parquet"]),
     "a set whose file is not there": (
@@ -348,7 +351,7 @@ CASES = {
         RL + "--rl-phase update update.trajectories=.",
         ["has no merged train rollouts of iteration 1"],
     ),
-    "replay and rollouts": (RL + "update.trajectories=.", ["only with --rl-phase update"]),
+    "replay and rollouts": (RL + "update.trajectories=.", ["requires --rl-phase update"]),
     "reward file is no Python": (RL + "reward.kind=broken.py:reward", ["broken.py, line 1"]),
     "engine address is none": (RL + "engine.url=ftp://x", ["engine.url=ftp://x", "http://"]),
     "engine key is not set": (
@@ -489,7 +492,7 @@ def test_a_worker_that_contradicts_the_record(place: Path, quick: Call, real: Ca
     words = "run --master --program toy"
     refused(quick, words, place=place, says=["--program toy contradicts", "(ping, from run/run.json"])
     refused(quick, "run --worker 1", place=place, says=["--worker 1: out of range, this run has one node"])
-    refused(quick, "logs --node 7", place=place, says=["--node 7", "no such logs"])
+    refused(quick, "logs --node 7", place=place, says=["--node 7", "no matching logs"])
 
 
 def test_a_record_that_was_edited(place: Path, quick: Call, real: Call) -> None:

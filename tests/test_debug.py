@@ -97,14 +97,14 @@ def test_what_every_node_does_is_in_the_archive(tmp_path: Path, capsys: pytest.C
         assert files["logs/attempt_1/node_0/link.log"].startswith("(not collected: ")
         assert files["logs/attempt_1/node_0/fifo.log"].startswith("(not collected: ")
         assert SECRET not in "".join(files.values())
-        assert "does not answer" not in capsys.readouterr().out
+        assert "did not answer" not in capsys.readouterr().out
 
         # One daemon is stopped: the other answers.
         cluster.signal(1, signal.SIGSTOP)
         out = tmp_path / "out.tar.gz"
         assert cli.main(["debug", "--log-path", log_path, "--out", str(out)]) == 0
         said = capsys.readouterr().out
-        assert f"(pid {cluster.processes[1].pid}) does not answer" in said and "node 0 on" not in said
+        assert f"(pid {cluster.processes[1].pid}) did not answer" in said and "node 0 on" not in said
         files = unpacked(out)
         assert set(answers(files)) == {"000002.node-0000.txt"}
         assert "node 0 answered" in files["nodes.txt"] and "did not answer" in files["nodes.txt"]

@@ -269,7 +269,7 @@ def test_one_node_finds_its_disk_fit_and_leaves_nothing(
     assert {"mount", "exclusive create", "replace", "list", "free space", "open files", "versions"} <= names
     assert os.listdir(tmp_path) == []
     assert cli.main(["doctor", str(tmp_path)]) == 0
-    assert "can carry a run" in capsys.readouterr().out
+    assert "can support a run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

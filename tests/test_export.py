@@ -128,11 +128,11 @@ def test_a_file_of_data_is_no_folder_to_make(
     run: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export(run, tmp_path / name) == 2
-    assert "trajectories go to a file that ends in .jsonl or .parquet" in capsys.readouterr().err
+    assert "to export trajectories, name a file that ends in .jsonl or .parquet" in capsys.readouterr().err
     assert not (tmp_path / name).exists()
     assert export(run, tmp_path / "Qwen2.5-0.5B") == 0
     assert export(run, tmp_path / "rows.jsonl", "--push", "me/mine") == 2
-    assert "--push: only for a policy" in capsys.readouterr().err
+    assert "--push: only for exporting a policy" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

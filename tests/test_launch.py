@@ -213,7 +213,7 @@ def test_the_demo_takes_nobody_s_own_run(tmp_path: Path) -> None:
     leave_other_runs_alone((ChosenValue("log_path", str(tmp_path / "new"), "--log-path"),))
     goes_on("demo", str(tmp_path / "demo" / "demo"))
     for name, data, program in (("one", "/data", "rl"), ("two", None, "ping")):
-        with pytest.raises(UsageError, match=f"{name} is a run of your own"):
+        with pytest.raises(UsageError, match=f"{name} contains a run that is not a demo"):
             goes_on(name, data, program)
 
 

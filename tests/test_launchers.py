@@ -138,7 +138,7 @@ def test_a_host_that_does_not_answer_ends_the_start_at_once(
 ) -> None:
     run = launched(connection, "a,down")
     code, out = run.end()
-    assert code == 255 and "node 1 on down: ssh has no connection: no route to it" in out
+    assert code == 255 and "node 1 on down: ssh could not connect: no route to it" in out
     until(lambda: not leftovers(run.log_path))
 
 
@@ -276,7 +276,7 @@ def test_files_for_containers(
         (["mars"], "`local`, `ssh`, `slurm`"),
         (["slurm"], "give --nodes N"),
         (["slurm", "--nodes", "none"], "--nodes none: must be a whole number, 1 or more"),
-        (["slurm", "--nodes", "2", "--hosts", "a"], "--hosts: only with launch ssh"),
+        (["slurm", "--nodes", "2", "--hosts", "a"], "--hosts: only valid with launch ssh"),
         (["slurm", "--nodes", "2", "--sbatch=--x\n#SBATCH y"], "--sbatch"),
         (["slurm", "--nodes", "2", "--name", "My Job"], "--name My Job: lower-case"),
         (["slurm", "--nodes", "2", "rollout.temprature=1"], "rollout.temperature"),
@@ -285,7 +285,10 @@ def test_files_for_containers(
         (["ssh", "--hosts", "a,me@-oProxyCommand=x"], "is not a host"),
         (["ssh", "--hosts", "a,b;touch${IFS}x"], "is not a host"),
         (["ssh", "--hosts", "$(touch x)"], "is not a host"),
-        (["ssh", "--hosts", "a", "custom.secret.key=hunter2"], "custom.secret.key=*** would stand in files"),
+        (
+            ["ssh", "--hosts", "a", "custom.secret.key=hunter2"],
+            "custom.secret.key=*** would be visible to other users",
+        ),
         (
             ["slurm", "--nodes", "2", "judge.url=https://me:hunter2@j"],
             "judge.url=https://me:***@j would stand",
@@ -293,9 +296,9 @@ def test_files_for_containers(
         (["ssh", "--hosts", "a,b", "--nodes", "3"], "--nodes 3: 2 hosts named"),
         (["ssh", "--hosts", "a", "--nodes", "3"], "--nodes 3: 1 host named"),
         (["ssh", "--hosts", "a", "--ssh", "ssh 'x"], "--ssh ssh 'x: No closing quotation"),
-        (["ssh", "--hosts-file", "/nowhere/hosts"], "--hosts-file /nowhere/hosts: cannot be read"),
+        (["ssh", "--hosts-file", "/nowhere/hosts"], "--hosts-file /nowhere/hosts: cannot read the file"),
         (["kubernetes", "--nodes", "2"], "launch kubernetes: give --image"),
-        (["dstack", *IN_CONTAINERS, "--log-path", "/home/run"], "must lie below /shared"),
+        (["dstack", *IN_CONTAINERS, "--log-path", "/home/run"], "must be below /shared"),
         (
             ["skypilot", *IN_CONTAINERS, "--log-path", "/shared/run", "--gpus-per-node", "8"],
             "--gpus-per-node needs --accelerator",
@@ -320,7 +323,7 @@ def test_only_our_own_file_is_written_over(
     (tmp_path / "mine.yaml").write_text("kind: mine\n")
     capsys.readouterr()
     assert main([*words, "--output", "mine.yaml"]) == 2
-    assert "a file that fsbarrier did not write" in capsys.readouterr().err
+    assert "exists and was not written by fsbarrier" in capsys.readouterr().err
     assert (tmp_path / "mine.yaml").read_text() == "kind: mine\n"
 
 
@@ -458,7 +461,7 @@ def test_a_real_slurm_job_stops_at_its_time_limit_and_goes_on(
     until(requeued)
     # The toy's iterations are so short that its nodes may have ended before anybody looks whom the request reaches.
     told = (tmp_path / f"fsbarrier-{job}.log").read_text()
-    assert "asked nodes 0, 1, 2 of run" in told or "nothing is left to end" in told
+    assert "asked nodes 0, 1, 2 of run" in told or "there is nothing to stop" in told
     before = finished()
     assert before and not leftovers(log_path)
     slurm_says("scontrol", "update", f"JobId={job}", "StartTime=now")

@@ -99,7 +99,7 @@ def test_what_a_job_in_the_queue_waits_for() -> None:
     assert waiting({0, 1, 2}) == [
         "",
         "3 nodes, of which 2 of the pool's 3 are free",
-        "job 2, which goes first",
+        "job 2, which is ahead of it",
         "",
     ]
     assert waiting({0}) == [
@@ -282,7 +282,7 @@ def test_words_that_no_record_can_hold_are_refused_when_they_are_submitted(
     pool: PoolDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["submit", str(pool.root), "--name", os.fsdecode(b"a\xff")]) == 2
-    assert "a pool keeps words as UTF-8" in capsys.readouterr().err
+    assert "every argument must be valid UTF-8" in capsys.readouterr().err
     assert pool.read().jobs == {}
 
 
@@ -304,7 +304,7 @@ def test_a_job_in_the_queue_says_for_what_it_waits(
     pool: PoolDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool.submit(job(2))
-    says = "waits for 2 nodes, of which the pool has "
+    says = "is waiting for 2 nodes, of which the pool has "
     assert main(["jobs", str(pool.root)]) == 0
     assert f"job 1 {says}0\n" in capsys.readouterr().out
     # However slow this machine is, the node that lives is seen before the watch ends.
@@ -327,7 +327,7 @@ def test_a_job_in_the_queue_says_for_what_it_waits(
         (row,) = json.loads(capsys.readouterr().out)
         assert (row["state"], row["waits_for"]) == ("queued", "2 nodes, of which the pool has 1")
         assert main(["jobs", "logs", str(pool.root), "1"]) == 2
-        assert f"job 1: has printed nothing yet; it {says}1\n" in capsys.readouterr().err
+        assert f"job 1 has no output yet; it {says}1\n" in capsys.readouterr().err
     finally:
         over.set()
         beating.join()
@@ -375,7 +375,7 @@ def test_logs_behind_a_link_are_not_the_pools(
     link.symlink_to(outside.parent if planted == "logs" else outside)
     assert main(["jobs", "logs", str(pool.root), "1"]) == StoreError.exit_code
     said = capsys.readouterr()
-    assert "it is a link, and leads out of the pool" in said.err and "canary" not in said.out
+    assert "is a symbolic link, which could lead out of the pool" in said.err and "canary" not in said.out
 
 
 @pytest.mark.parametrize("name", [".", "decisions", "stops", "ended", "logs", "runs"])
@@ -394,7 +394,7 @@ def test_so_is_one_whose_folder_is_a_link(
     (tmp_path / "elsewhere").mkdir()
     (pool.root / "runs").symlink_to(tmp_path / "elsewhere")
     assert main(["daemon", str(pool.root)]) == 2
-    assert "it is a link, and leads out of the pool" in capsys.readouterr().err
+    assert "is a symbolic link, which could lead out of the pool" in capsys.readouterr().err
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
@@ -404,7 +404,7 @@ def test_a_pool_that_others_may_write_is_refused(
     assert pool.root.stat().st_mode & 0o777 == 0o700
     (pool.root / "jobs").chmod(0o770)
     assert main(["daemon", str(pool.root)]) == 2
-    assert "its group may write there, and could run anything as you" in capsys.readouterr().err
+    assert "writable by its group, who could run commands as you" in capsys.readouterr().err
     (pool.root / "jobs").chmod(0o777)
     assert main(["daemon", str(pool.root), "--shared-group"]) == 2
 
@@ -413,9 +413,9 @@ def test_a_pool_that_others_may_write_is_refused(
     ("words", "says"),
     [
         (("submit", "POOL", "--nodes", "0"), "--nodes 0"),
-        (("submit", "POOL", "--num-nodes", "2"), "give --nodes N"),
+        (("submit", "POOL", "--num-nodes", "2"), "use --nodes N"),
         (("submit", "POOL", "toy.task=3"), "did you mean toy.tasks?"),
-        (("submit", "nowhere"), "no pool there"),
+        (("submit", "nowhere"), "not a pool"),
         (("jobs", "stop", "POOL"), "give POOL_DIR N"),
         (("jobs", "stop", "POOL", "7"), "no such job"),
         (("daemon", "POOL", "--dead", "0"), "--dead 0"),
@@ -526,6 +526,6 @@ def test_ten_jobs_on_three_nodes_of_which_one_dies(daemons: Daemons) -> None:
     # Whichever of them is the pool's node 1.
     for number, process in daemons.processes.items():
         said = (daemons.root.parent / f"host{number}" / "said.txt").read_text()
-        if "node 1 of the pool" in said:
+        if "as node 1;" in said:
             process.kill()
     daemons.until(lambda facts: all(facts.state(number) == "finished" for number in range(1, 11)))

@@ -85,7 +85,7 @@ def halted(tmp_path: Path) -> Any:
         for rank in (0, 1):
             cluster.beating(rank, lambda beat: beat.phase == 2 and beat.progress.get("done", 0) >= 4)
         said = recover(cluster.log_path, code=2)
-        assert "is held by node 0 (" in said and "node 1 (" in said and "fsbarrier stop --now" in said
+        assert "is in use by node 0 (" in said and "node 1 (" in said and "fsbarrier stop --now" in said
         assert "partial" in recover(cluster.log_path, "--dry-run")
         for rank in (0, 1):
             cluster.kill(rank)
@@ -105,7 +105,7 @@ def test_recovery_and_the_normal_command_afterwards(halted: Cluster) -> None:
     shown = recover(log_path, "--dry-run", "--aggregate")
     assert "would not merge train" in shown and "of 24 tasks" in shown
     assert "missing" in recover(log_path, "--aggregate", code=2)
-    assert "only with --aggregate" in recover(log_path, "--allow-partial", code=2)
+    assert "only valid with --aggregate" in recover(log_path, "--allow-partial", code=2)
     assert everything(log_path) == before
 
     said = recover(log_path, "--aggregate", "--allow-partial")

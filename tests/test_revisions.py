@@ -169,13 +169,16 @@ def test_what_was_changed_holds_for_starts_that_do_not_repeat_it(run: Path) -> N
     [
         (
             ["optimizer.betas=0.8,0.9"],
-            "for the optimizer's state is that of the value that the run began with",
+            "because the saved optimizer state depends on it",
         ),
         (["algorithm.loss=gspo"], "algorithm.loss=gspo contradicts this run's record (grpo, from "),
-        (["program=toy"], "for what the run has made so far depends on it"),
-        (["coordination.dead_s=99"], "it cannot change, for all nodes must judge each other's silence alike"),
+        (["program=toy"], "because what the run has made so far depends on it"),
+        (
+            ["coordination.dead_s=99"],
+            "it cannot change, because all nodes must use the same failure-detection timeouts",
+        ),
         (["optimizer.lr=-1"], "optimizer.lr: must be greater than 0"),
-        (["trainer.micro_batch=512"], "trainer.micro_batch=512: must not be above trainer.minibatch=256"),
+        (["trainer.micro_batch=512"], "trainer.micro_batch=512: must not exceed trainer.minibatch=256"),
         (["num_nodes=2", "rank_weights=1,2,3"], "rank_weights=1,2,3: 3 weights for 2 nodes"),
         (["update.recency=2", "rollout.temperature=0.5"], "cannot change while update.recency is above 1"),
     ],
@@ -222,14 +225,17 @@ def test_a_set_of_held_out_tasks_changes_in_all_but_its_file(with_sets: Path) ->
     [
         (
             ["eval.sets.gsm.file=other.jsonl"],
-            "cannot change, for the run's record names the sets and their task",
+            "cannot change, because the run's record names the sets and their task",
         ),
         (
             ["eval.sets.math.samples=4"],
             "this run has no set math (its sets are aime, gsm), and sets cannot be added",
         ),
         (["eval.sets.math.file=math.jsonl"], "begin another run from this one's policy (init_from="),
-        (["eval.sets.aime.samples=4"], "checkpoint.best_by=aime/pass_at_8: no evaluation has this figure"),
+        (
+            ["eval.sets.aime.samples=4"],
+            "checkpoint.best_by=aime/pass_at_8: no evaluation produces this metric",
+        ),
         (["eval.sets.aime.samples=0"], "eval.sets.aime.samples: must be 1 or more"),
     ],
 )

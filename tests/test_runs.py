@@ -36,7 +36,7 @@ def test_each_run_is_one_line_the_newest_first(
         os.utime(beat, (1.0, 1.0))
     assert main(["runs", str(tmp_path), "--json"]) == 0
     captured = capsys.readouterr()
-    assert captured.err.startswith("fsbarrier: torn is left out: ") and captured.err.count("\n") == 1
+    assert captured.err.startswith("fsbarrier: skipped torn: ") and captured.err.count("\n") == 1
     runs = json.loads(captured.out)
     assert [Path(run["path"]).name for run in runs] == ["begun", "done"]
     assert runs[1]["state"] == "finished" and runs[1]["iteration"] == 3 and runs[1]["nodes"] == 3
@@ -62,7 +62,7 @@ def test_folders_that_are_nested_too_deep_cost_one_line(
     run = long_run(tmp_path / "runs" / "deep", 1)
     with nested(run.log_path / "nested"):
         assert main(["runs", str(tmp_path / "runs")]) == 0
-    assert "deep is left out: its folders are nested too deep" in capsys.readouterr().err
+    assert "skipped deep: its folders are nested too deeply" in capsys.readouterr().err
 
 
 def test_on_a_narrow_terminal_only_the_names_of_runs_are_shortened(

@@ -167,7 +167,10 @@ def test_what_is_handed_on_to_nodes_stands_in_no_list_of_processes(
     secret = f"custom.secret.key={CANARY}"
     assert cli.main(["submit", str(pool.root), "--nodes", "1", "--program", "ping", secret]) == 2
     said = capsys.readouterr()
-    assert "custom.secret.key=*** would stand in files" in said.err and CANARY not in said.out + said.err
+    assert (
+        "custom.secret.key=*** would be visible to other users" in said.err
+        and CANARY not in said.out + said.err
+    )
     assert not pool.read().jobs
 
 

@@ -146,11 +146,11 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(
     other = tmp_path / "other"
     other.write_bytes(b"PK")
     for out, words, said in (
-        ("there.jsonl", [], "is there already; name a new file"),
+        ("there.jsonl", [], "already exists; name a new file"),
         ("a.jsonl", ["--iteration", "9"], "no train trajectories of iteration 9"),
         ("a.jsonl", ["--split", "test"], "no test trajectories"),
-        ("a.jsonl", ["--policy-version", "1"], "--policy-version: only for a policy"),
-        ("folder", ["--no-tokens"], "--no-tokens: only for trajectories"),
+        ("a.jsonl", ["--policy-version", "1"], "--policy-version: only for exporting a policy"),
+        ("folder", ["--no-tokens"], "--no-tokens: only for exporting trajectories"),
         ("a.jsonl", ["--file", str(tmp_path / "none")], "No such file"),
     ):
         assert export(run, tmp_path / out, *words) in (2, 3), said

@@ -250,7 +250,7 @@ def test_after_a_flipped_bit_the_run_goes_neither_back_nor_elsewhere(tmp_path: P
         shown = recover(cluster.log_path, "--iteration", "3", "--dry-run")
         assert (
             "gen-000002.json: torn" in shown
-            and "would go on at iteration 3 with policy-000002.g0002" in shown
+            and "would continue at iteration 3 with policy-000002.g0002" in shown
         )
         assert len(os.listdir(paths.generations)) == 2
         paths.generation(2).write_bytes(whole)
@@ -274,7 +274,7 @@ def test_a_person_may_let_the_run_go_on_without_it(tmp_path: Path, spoilt: str) 
         assert cluster.wait() == {0: 0}
         fact = next(paths.facts_of(1).glob("p11-*")) / fact_name(2, 0)
         flip_a_bit(paths.generation(1) if spoilt == "generation" else fact)
-        assert "goes on at iteration 3 with policy-000002.g0001" in recover(
+        assert "continues at iteration 3 with policy-000002.g0001" in recover(
             cluster.log_path, "--iteration", "3"
         )
         assert "supersedes" not in recover(cluster.log_path, "--iteration", "3")

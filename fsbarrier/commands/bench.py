@@ -1,4 +1,4 @@
-"""`fsbarrier bench`: how fast barriers are on this machine and filesystem, beside a bare directory scan."""
+"""`fsbarrier bench`: measures barrier latency on this machine and filesystem, compared with a bare directory scan."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
 
-SUMMARY = "Measure barriers on this machine: N daemons of the program ping, N scripts that fsbarrier.join, N bare directory scans."
+SUMMARY = "Measure barrier latency with N processes on this machine: daemons, scripts that use fsbarrier.join, and bare directory scans."
 EXAMPLE = "fsbarrier bench --nodes 3 --path /shared/scratch"
 PHASES = 14
-# Bare scans are measured before and after everything else. If one of the two took this many times as long as the other, other work has
-# disturbed the figures between them.
+# Bare scans are measured before and after everything else. If they differ by more than this factor, other load on the machine has
+# disturbed the measurement.
 DISTURBED = 1.5
 
 
@@ -25,10 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes", metavar="N", type=flags.whole_number, default=3, help="processes (default 3)"
     )
     parser.add_argument(
-        "--iterations", metavar="K", type=flags.whole_number, default=20, help="of 14 barriers (default 20)"
+        "--iterations",
+        metavar="K",
+        type=flags.whole_number,
+        default=20,
+        help="iterations of 14 barriers each (default 20)",
     )
     parser.add_argument(
-        "--path", metavar="DIR", type=Path, help="measure on this directory's filesystem (default: temporary)"
+        "--path",
+        metavar="DIR",
+        type=Path,
+        help="measure on this directory's filesystem (default: the temporary directory)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -40,14 +47,14 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--nodes {args.nodes}: must be 1 or more")
     if args.iterations < 2:
         raise UsageError(
-            f"--iterations {args.iterations}: must be 2 or more, as the first one is not counted"
+            f"--iterations {args.iterations}: must be 2 or more, because the first iteration is not counted"
         )
     if args.path is not None and not args.path.is_dir():
         raise UsageError(f"--path {args.path}: not an existing directory")
     try:
         folder = Path(tempfile.mkdtemp(prefix="fsbarrier-bench-", dir=args.path))
     except OSError as error:
-        raise UsageError(f"--path {args.path}: cannot be written: {error.strerror}") from None
+        raise UsageError(f"--path {args.path}: not writable: {error.strerror}") from None
     try:
         bare = benchmark.scripts("bare", folder / "bare", args.nodes, args.iterations * PHASES)
         group = benchmark.scripts("group", folder / "group", args.nodes, args.iterations * PHASES)
@@ -72,5 +79,7 @@ def main(args: argparse.Namespace) -> int:
         times = "".join(f"{1000 * seconds:>10.2f}" for seconds in (one.median_s, one.p99_s, one.max_s))
         print(f"{name:<16}{one.barriers:>10}{times}{one.median_s / scan_s:>10.1f}")
     if changed > DISTURBED:
-        print(f"bare scans changed by a factor of {changed:.1f} meanwhile: other work disturbs these figures")
+        print(
+            f"the two bare scans differ by a factor of {changed:.1f}: other load on this machine disturbed the results"
+        )
     return 0

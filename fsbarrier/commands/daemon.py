@@ -1,4 +1,4 @@
-"""`fsbarrier daemon POOL_DIR`: this machine becomes a node of a pool, and runs what is submitted there."""
+"""`fsbarrier daemon POOL_DIR`: adds this machine to a pool and runs the jobs submitted there."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from fsbarrier.protocol.timing import DEAD_S
 from fsbarrier.start import preflight
 
 SUMMARY = (
-    "Offer this node to a pool: run one node of one job at a time, until Ctrl-C. The pool is a directory that all of its nodes share. "
-    "For two jobs at once on one machine start two daemons, with CUDA_VISIBLE_DEVICES apart."
+    "Add this node to a pool and run one job at a time, until Ctrl-C. A pool is a directory shared by all of its nodes. To run two jobs "
+    "at once on one machine, start two daemons with different CUDA_VISIBLE_DEVICES."
 )
 EXAMPLE = "fsbarrier daemon /shared/pool"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "pool", metavar="POOL_DIR", help="the pool's directory; it is made where there is none"
-    )
+    parser.add_argument("pool", metavar="POOL_DIR", help="the pool's directory; created if it does not exist")
     parser.add_argument(
         "--dead",
         metavar="S",
         type=float,
         default=DEAD_S,
-        help=f"seconds without a sign of life after which another node counts as gone (default {DEAD_S:g})",
+        help=f"seconds without a heartbeat after which another node is considered dead (default {DEAD_S:g})",
     )
     parser.add_argument(
-        "--shared-group", action="store_true", help="let the group submit jobs, which then run as you"
+        "--shared-group",
+        action="store_true",
+        help="let the owner's group submit jobs, which run under your account",
     )
 
 
 def main(args: argparse.Namespace) -> int:
     if not 0.5 <= args.dead <= 86400:
-        raise UsageError(f"--dead {args.dead:g}: must be seconds, 0.5 at least and at most a day")
+        raise UsageError(f"--dead {args.dead:g}: must be between 0.5 and 86400 seconds")
     from fsbarrier.pool.daemon import serve
 
     return serve(preflight.absolute(args.pool), args.dead, args.shared_group, flags.say)

@@ -1,4 +1,4 @@
-"""`fsbarrier debug`: what every node of a run does at this moment, in one archive."""
+"""`fsbarrier debug`: collects the current state of every node of a run in one archive."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fsbarrier.printable import printable
 from fsbarrier.rundir import debug_requests
 from fsbarrier.start import preflight
 
-SUMMARY = "Collect the stacks of all nodes' processes, their memory, open files, accelerators and logs in one archive. No run is changed."
+SUMMARY = "Collect stacks, memory, open files, accelerator state and logs of all nodes in one archive. Does not disturb the run."
 EXAMPLE = "fsbarrier debug --log-path runs/default"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_log_path(parser)
     parser.add_argument(
-        "--out", metavar="FILE", help="where to write (default: debug-NUMBER.tar.gz in the run directory)"
+        "--out", metavar="FILE", help="output file (default: debug-NUMBER.tar.gz in the run directory)"
     )
 
 
@@ -29,17 +29,17 @@ def main(args: argparse.Namespace) -> int:
         key = debug_requests.request(paths)
         out = preflight.absolute(args.out) if args.out else paths.debug_archive(key)
         if out.is_dir():
-            raise UsageError(f"--out {args.out}: it is a folder")
+            raise UsageError(f"--out {args.out}: is a directory; name a file")
         reading.check_may_replace(out)
-        flags.say(f"asked the nodes of run {printable(record.run_id)}; waiting for those that live")
+        flags.say(f"asked the nodes of run {printable(record.run_id)}; waiting for their answers")
         silent = debug_requests.collect(paths, key, record.settings.coordination.suspect_s, out)
     except reading.NotPlain as error:
         raise UsageError(f"{error.filename}: {error.strerror}; name another file with --out") from None
     except PermissionError as error:
-        raise UsageError(f"{error.filename}: you may not write there ({error.strerror})") from None
+        raise UsageError(f"{error.filename}: no permission to write there ({error.strerror})") from None
     except OSError as error:
-        raise StoreError(f"the archive cannot be written: {error}") from None
+        raise StoreError(f"cannot write the archive: {error}") from None
     for beat in silent:
-        print(f"node {beat.rank} on {printable(beat.host)} (pid {beat.pid}) does not answer")
-    print(f"wrote {out}; it holds logs, so look at it before you send it to others")
+        print(f"node {beat.rank} on {printable(beat.host)} (pid {beat.pid}) did not answer")
+    print(f"wrote {out}; it contains logs, so review it before you share it")
     return 0

@@ -1,4 +1,4 @@
-"""`fsbarrier doctor PATH`: can this directory carry a run? Exit code 3 where it cannot. Started on several nodes, they ask together."""
+"""`fsbarrier doctor PATH`: checks whether a directory can support a run; exits with code 3 if not. Several nodes can check it together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.start import ranks
 from fsbarrier.supervision.signals import ending_signals_handled
 
-SUMMARY = "Probe a directory: can it carry a run? On several nodes at once: what do they see of each other, and how late?"
+SUMMARY = "Check whether a directory can support a run. On several nodes at once: also measure how late they see each other's files."
 EXAMPLE = "fsbarrier doctor /shared/runs\n  fsbarrier doctor /shared/runs --num-nodes 3      (on each of three nodes)"
 MARKS = {
     Level.OK: "[green]ok[/]",
@@ -27,12 +27,12 @@ MARKS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, help="an existing directory on the filesystem in question")
+    parser.add_argument("path", type=Path, help="an existing directory on the filesystem to check")
     parser.add_argument(
         "--num-nodes",
         metavar="N",
         type=flags.whole_number,
-        help="how many nodes run this at about the same time, on the same directory",
+        help="number of nodes that run this command at about the same time, on the same directory",
     )
     parser.add_argument("--master", action="store_true", help="this is node 0")
     parser.add_argument(
@@ -40,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--node-rank",
         metavar="R",
         type=flags.whole_number,
-        help="this is node R; without it, ranks are given in the order of arrival and a missing node has no name",
+        help="this is node R (default: ranks are assigned in order of arrival, and a missing node cannot be named)",
     )
     parser.add_argument(
         "--wait",
         metavar="S",
         type=float,
         default=examine.WAIT_S,
-        help="how long to wait for the others (default 60)",
+        help="seconds to wait for the other nodes (default 60)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     if not args.path.is_dir():
         raise UsageError(f"{args.path} is not an existing directory")
     if not 0 < args.wait <= 86400:
-        raise UsageError(f"--wait {args.wait:g}: must be seconds, more than 0 and at most a day")
+        raise UsageError(f"--wait {args.wait:g}: must be more than 0 and at most 86400 seconds")
     rank = ranks.node_rank(
         master=args.master, worker=args.worker, environ=os.environ, num_nodes=args.num_nodes
     )
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     if count is None and (found := ranks.count_nodes(rank, os.environ)) is not None:
         count = found.value
     if count is None and (args.master or args.worker is not None):
-        raise UsageError("--num-nodes: how many nodes are there? a rank alone does not say")
+        raise UsageError("--num-nodes is missing: give the number of nodes along with the rank")
     if count == 0:
         raise UsageError("--num-nodes 0: must be 1 or more")
     interruption = Interruption()
@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def show(report: Report) -> None:
-    """The table for people."""
+    """Print the report as a table."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -104,8 +104,8 @@ def show(report: Report) -> None:
     console.print(f"Class: {report.category}. Proven {report.proven}.", markup=False)
     if report.refused:
         names = ", ".join(check.name for check in report.refused)
-        console.print(f"[red]This directory cannot carry a run[/]: {escape(names)}.")
+        console.print(f"[red]This directory cannot support a run[/]: {escape(names)}.")
         return
     settings = " ".join(f"{name}={value:g}" for name, value in report.timeouts.items())
-    console.print("[green]This directory can carry a run.[/]")
-    console.print(f"Timeouts that fit: {settings}", markup=False, soft_wrap=True)
+    console.print("[green]This directory can support a run.[/]")
+    console.print(f"Suggested timeouts: {settings}", markup=False, soft_wrap=True)

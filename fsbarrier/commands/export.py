@@ -1,6 +1,6 @@
-"""`fsbarrier export DIR`: copies a policy version out of a run, as a Hugging Face model folder that other tools load.
+"""`fsbarrier export DIR`: copies a policy version out of a run as a Hugging Face model folder.
 
-`fsbarrier export FILE.jsonl` (or .parquet) writes its trajectories as a table instead (fsbarrier/data/tables.py).
+`fsbarrier export FILE.jsonl` (or .parquet) writes the run's trajectories as a table instead (fsbarrier/data/tables.py).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fsbarrier.rundir.runrecord import load
 from fsbarrier.start import policy_export, preflight
 
 SUMMARY = (
-    "Copy a policy out of a run as a Hugging Face model folder, every file checked against its SHA-256; or its trajectories "
-    "as JSON lines or parquet."
+    "Copy a policy out of a run as a Hugging Face model folder, verifying the SHA-256 of every file; or export trajectories as JSON "
+    "lines or Parquet."
 )
 EXAMPLE = "fsbarrier export ./my-model --policy-version 6; fsbarrier export ./five.parquet --iteration 5"
-# Who names a target that ends like this expects a table in that format. There is none, and a folder of that name would surprise.
+# A user who names such a target expects a table in that format. It is not supported, and a folder of that name would be a surprise.
 DATA_SUFFIXES = (
     ".csv",
     ".tsv",
@@ -43,23 +43,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "to",
         metavar="DIR|FILE",
         type=Path,
-        help="the folder (a policy) or the .jsonl or .parquet file to make",
+        help="the folder (for a policy) or the .jsonl or .parquet file (for trajectories) to create",
     )
     parser.add_argument(
         "--policy-version",
         metavar="V",
         type=flags.whole_number,
-        help="which (default: what the run serves now; 0: the start)",
+        help="policy version (default: the one the run serves now; 0: the initial model)",
     )
     parser.add_argument(
         "--dtype",
         choices=("bf16", "fp32"),
-        help="the weights' precision (default: as they are served; fp32: the trainer's own weights)",
+        help="precision of the weights (default: as served; fp32: the trainer's full-precision weights)",
     )
     parser.add_argument(
         "--push",
         metavar="REPO",
-        help="also send the folder to the Hugging Face hub (or $HF_ENDPOINT), as a private repository unless it is there",
+        help="also upload the folder to the Hugging Face Hub (or $HF_ENDPOINT); a new repository is private",
     )
     rows = parser.add_argument_group("trajectories, to a .jsonl or .parquet file")
     rows.add_argument(
@@ -67,15 +67,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=flags.whole_number,
         action="append",
-        help="which; may be given several times (default: all that are on disk)",
+        help="iteration to export; may be repeated (default: all on disk)",
     )
     rows.add_argument("--split", choices=SPLITS, default="train", help="train (default) or test")
     rows.add_argument(
-        "--file", metavar="F", type=Path, action="append", help="trajectory files to take, instead of a run's"
+        "--file",
+        metavar="F",
+        type=Path,
+        action="append",
+        help="export this trajectory file instead of a run's; may be repeated",
     )
-    rows.add_argument(
-        "--no-tokens", action="store_true", help="leave token ids, masks and log-probabilities out"
-    )
+    rows.add_argument("--no-tokens", action="store_true", help="omit token ids, masks and log-probabilities")
     flags.add_log_path(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -91,27 +93,28 @@ def main(args: argparse.Namespace) -> int:
     ):
         if given:
             raise UsageError(
-                f"{flag}: only for trajectories; name a file that ends in {' or '.join(tables.SUFFIXES)}"
+                f"{flag}: only for exporting trajectories; name a target that ends in {' or '.join(tables.SUFFIXES)}"
             )
     if target.suffix in DATA_SUFFIXES:
         raise UsageError(
-            f"{target}: trajectories go to a file that ends in {' or '.join(tables.SUFFIXES)}, a policy to a folder"
+            f"{target}: unsupported format; to export trajectories, name a file that ends in {' or '.join(tables.SUFFIXES)}; to export "
+            "a policy, name a folder"
         )
     record = load(log_path)
     if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
-        raise UsageError(f"{target}: is there already; name a new folder")
+        raise UsageError(f"{target}: already exists; name a new folder")
     chosen = policy_export.find(record, args.policy_version)
     try:
         policy_export.export(chosen, target, args.dtype)
     except OSError as error:
         raise StoreError(f"{error.filename or target}: {error.strerror or error}") from None
-    said = f"policy version {chosen.version} of run {printable(record.run_id)}"
-    pushed = printable(policy_export.push(target, args.push, said)) if args.push else None
+    title = f"policy version {chosen.version} of run {printable(record.run_id)}"
+    pushed = printable(policy_export.push(target, args.push, title)) if args.push else None
     if args.json:
-        told = {"policy_version": chosen.version, "folder": str(target), "from": str(chosen.model)}
-        print(json.dumps({**told, "checked": bool(chosen.digests), "pushed": pushed}))
+        result = {"policy_version": chosen.version, "folder": str(target), "from": str(chosen.model)}
+        print(json.dumps({**result, "checked": bool(chosen.digests), "pushed": pushed}))
     else:
-        print(f"{said} is in {target}{f' and at {pushed}' if pushed else ''}")
+        print(f"exported {title} to {target}{f' and {pushed}' if pushed else ''}")
     return 0
 
 
@@ -123,7 +126,7 @@ def export_table(args: argparse.Namespace, log_path: Path, target: Path) -> int:
         ("--push", args.push),
     ):
         if given:
-            raise UsageError(f"{flag}: only for a policy; name a folder")
+            raise UsageError(f"{flag}: only for exporting a policy; name a folder as the target")
     aside: list[str] = []
     if args.file:
         found = [preflight.absolute(path).resolve() for path in args.file]
@@ -139,6 +142,6 @@ def export_table(args: argparse.Namespace, log_path: Path, target: Path) -> int:
         )
     else:
         for note in aside:
-            print(f"left aside: {printable(note)}")
-        print(f"{done.trajectories} trajectories of {len(done.files)} files are in {target}")
+            print(f"skipped: {printable(note)}")
+        print(f"exported {done.trajectories} trajectories from {len(done.files)} files to {target}")
     return 0

@@ -1,4 +1,4 @@
-"""The flags that commands share: what `run` and `launch` begin a run with, and the one that names a run for all the others."""
+"""Flags shared by several commands: those that define a run (`run`, `launch`, `submit`), and --log-path, which selects one."""
 
 from __future__ import annotations
 
@@ -15,47 +15,55 @@ from fsbarrier.settings.sources import FLAGS, ChosenValue, with_range_of_nodes
 from fsbarrier.start import preflight
 
 _HELP = {
-    "--data-path": ("P", "read-only shared data: train and test as .jsonl or .parquet, a model cache"),
+    "--data-path": ("P", "read-only shared data: train and test as .jsonl or .parquet, and a model cache"),
     "--log-path": (
         "P",
         "the run directory, the same on all nodes (default: $FSBARRIER_LOG_PATH, else runs/default)",
     ),
     "--model": (
         "M",
-        "Hugging Face model folder, or a name below the data path or in the local cache; nothing is downloaded",
+        "Hugging Face model: a folder, or a name in the data path or the local cache; nothing is downloaded",
     ),
-    "--program": ("NAME|FILE.py", "what an iteration is: rl (default), toy, ping, or your own"),
-    "--rl-phase": ("rollout|update|both", "phases 0-6, 7-13, or all (default)"),
-    "--rollout-split": ("train-only|eval-only", "with --rl-phase rollout"),
+    "--program": ("NAME|FILE.py", "the program of an iteration: rl (default), toy, ping, or your own file"),
+    "--rl-phase": ("rollout|update|both", "run phases 0-6, 7-13, or all (default)"),
+    "--rollout-split": (
+        "train-only|eval-only",
+        "with --rl-phase rollout: only the training rollout, or only the evaluation",
+    ),
     "--eval-interval": (
         "N",
-        "evaluate when iteration %% N == 1; every iteration for 1 (default), never for 0",
+        "evaluate when iteration %% N == 1 (default 1: every iteration; 0: never)",
     ),
     "--num-nodes": (
         "N|A:B",
-        "nodes of the run (default 1); A:B begins with at least A, takes in others as they come, and ends with fewer than A",
+        "number of nodes (default 1); A:B: start with at least A, admit up to B, end the run below A",
     ),
-    "--rank-weights": ("w0,w1,...", "one positive weight a node, its share of the tasks (default: equal)"),
-    "--min-nodes": ("M", "end with exit code 5 when fewer nodes are left (default 1)"),
+    "--rank-weights": ("w0,w1,...", "one positive weight per node: its share of the tasks (default: equal)"),
+    "--min-nodes": ("M", "end the run with exit code 5 when fewer nodes are left (default 1)"),
     "--expect-gpus": (
         "N",
-        "refuse to start with fewer accelerators on all nodes together; says who lacks them",
+        "refuse to start if all nodes together have fewer accelerators; names the nodes that lack them",
     ),
-    "--on-node-failure": ("shrink|wait|abort", "go on with the others (default), wait for the node, or end"),
+    "--on-node-failure": (
+        "shrink|wait|abort",
+        "continue with the other nodes (default), wait for the node, or end the run",
+    ),
     "--rejoin-timeout": (
         "S",
-        "with --on-node-failure wait: seconds until the run ends without it (default 1800)",
+        "with --on-node-failure wait: seconds to wait before the run ends (default 1800)",
     ),
-    "--iterations": ("N", "stop after iteration N (default: endless)"),
-    "--debug-mode": ("", "do not manage vLLM: use the server that is there (engine.url)"),
-    "--shared-group": ("", "let the group read and write the run directory"),
+    "--iterations": ("N", "stop after iteration N (default: run until stopped)"),
+    "--debug-mode": ("", "do not start or stop vLLM; use the server that is already running (engine.url)"),
+    "--shared-group": ("", "give the owner's group read and write access to the run directory"),
 }
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    """Everything that says what a run is, but not which node this is; and the dry run."""
+    """Add the flags that define a run, and --dry-run; not those that say which node this is."""
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the settings and every node's commands; start nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the settings and every node's commands without starting anything",
     )
     parser.add_argument("--json", action="store_true", help="with --dry-run: as JSON")
     for flag, (value, text) in _HELP.items():
@@ -64,18 +72,20 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         else:
             parser.add_argument(flag, action="store_true", help=text)
     parser.add_argument(
-        "--config", metavar="FILE.toml", help="settings from a file; flags and key=value win over it"
+        "--config", metavar="FILE.toml", help="read settings from a file; flags and key=value override it"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="changes nothing (resuming is the rule), but refuses a new run"
+        "--resume",
+        action="store_true",
+        help="resume only, refuse to start a new run (without it, an existing run is resumed too)",
     )
     parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="any setting: rollout.temperature=0.8"
+        "settings", nargs="*", metavar="key=value", help="any setting, for example rollout.temperature=0.8"
     )
 
 
 def gather(args: argparse.Namespace) -> tuple[ChosenValue, ...]:
-    """What was typed, the weakest source first: file, flags, key=value. Raises UsageError."""
+    """The user's choices, lowest precedence first: file, flags, key=value. Raises UsageError."""
     from fsbarrier.settings.resolve import known_names
     from fsbarrier.settings.sources import from_file, from_flags, from_words
 
@@ -86,7 +96,7 @@ def gather(args: argparse.Namespace) -> tuple[ChosenValue, ...]:
 
 
 def as_typed(args: argparse.Namespace) -> list[str]:
-    """The words that say the same to another `fsbarrier run`."""
+    """The arguments that repeat these choices in another `fsbarrier run`."""
     found = ["--resume"] if args.resume else []
     for flag, (takes_value, _) in _HELP.items():
         value = getattr(args, flag[2:].replace("-", "_"))
@@ -98,38 +108,38 @@ def as_typed(args: argparse.Namespace) -> list[str]:
 
 
 def words_for_others(args: argparse.Namespace, command: str) -> tuple[str, ...]:
-    """The same words, for nodes that somebody else starts. Raises UsageError where one of them has a key or a password."""
+    """The same arguments for nodes that a launcher starts. Raises UsageError if one contains a key or a password."""
     words = tuple(as_typed(args))
     for word in words:
         if shown_word(word) != word:
             raise UsageError(
-                f"{command}: {shown_word(word)} would stand in files, and in lists of processes that others can read; put it "
-                "into a file that only you can read, and give that with --config"
+                f"{command}: {shown_word(word)} would be visible to other users in files and process lists; put it into a file that "
+                "only you can read, and pass that with --config"
             )
     return words
 
 
 def add_log_path(parser: argparse.ArgumentParser) -> None:
-    """The flag by which a command finds its run."""
+    """Add the flag that selects the run."""
     parser.add_argument(
         "--log-path", metavar="P", help=_HELP["--log-path"][1].replace(", the same on all nodes", "")
     )
 
 
 def find_log_path(args: argparse.Namespace) -> Path:
-    """The run directory that a command is about; it need not exist."""
+    """The run directory selected by the flags; it need not exist."""
     return preflight.absolute(args.log_path) if args.log_path else preflight.default_log_path(os.environ)
 
 
 def find_run(args: argparse.Namespace) -> RunRecord:
-    """The run that a command is about. What the command writes there is open to whom the run is. Raises UsageError, StoreError."""
+    """Load the selected run, and apply its file permissions to whatever the command writes. Raises UsageError, StoreError."""
     record = load(find_log_path(args))
     files.set_shared_group(record.settings.shared_group)
     return record
 
 
 def whole_number(text: str) -> int:
-    """An argument that is 0 or more. argparse's own message would name this function instead of the mistake."""
+    """Parse an argument that must be 0 or more. With `type=int` argparse's own message would be less clear."""
     try:
         number = int(text)
     except ValueError:
@@ -140,5 +150,5 @@ def whole_number(text: str) -> int:
 
 
 def say(line: str) -> None:
-    """Tell the user what takes long."""
+    """Print a progress message."""
     print(f"fsbarrier: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`fsbarrier jobs POOL_DIR`: a pool's jobs; `jobs logs`: what one printed; `jobs stop`: end one."""
+"""`fsbarrier jobs POOL_DIR` lists a pool's jobs; `jobs logs` shows the output of one; `jobs stop` stops one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fsbarrier.pool.directory import PoolDirectory
     from fsbarrier.pool.facts import Facts
 
-SUMMARY = "List a pool's jobs, show what one printed, or stop one: jobs POOL_DIR | jobs logs POOL_DIR N | jobs stop POOL_DIR N"
+SUMMARY = "List a pool's jobs, show a job's output, or stop a job: jobs POOL_DIR | jobs logs POOL_DIR N | jobs stop POOL_DIR N"
 EXAMPLE = """fsbarrier jobs /shared/pool
   fsbarrier jobs logs /shared/pool 7 --node 2 --follow
   fsbarrier jobs stop /shared/pool 7"""
@@ -25,15 +25,20 @@ ACTIONS = ("logs", "stop")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("words", nargs="+", metavar="[logs|stop] POOL_DIR [N]", help="N: the number of a job")
-    parser.add_argument("--node", metavar="R", type=flags.whole_number, help="logs: only this node rank's")
+    parser.add_argument("words", nargs="+", metavar="[logs|stop] POOL_DIR [N]", help="N: number of the job")
+    parser.add_argument("--node", metavar="R", type=flags.whole_number, help="logs: only this node")
     parser.add_argument(
-        "-n", "--lines", metavar="N", type=flags.whole_number, default=20, help="logs: lines of each node"
+        "-n",
+        "--lines",
+        metavar="N",
+        type=flags.whole_number,
+        default=20,
+        help="logs: number of lines per node (default 20)",
     )
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="logs: go on with new lines until the job is over"
+        "-f", "--follow", action="store_true", help="logs: keep printing new lines until the job ends"
     )
-    parser.add_argument("--json", action="store_true", help="for programs: the list as JSON")
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -51,16 +56,18 @@ def main(args: argparse.Namespace) -> int:
         return _list(pool, facts, as_json=args.json)
     number = int(rest[1]) if rest[1].isdecimal() else -1
     if number not in facts.jobs:
-        raise UsageError(f"{rest[1]}: the pool has no such job; there are {len(facts.jobs)}")
+        raise UsageError(
+            f"{rest[1]}: the pool has no such job; `fsbarrier jobs {rest[0]}` lists its {len(facts.jobs)} jobs"
+        )
     return _logs(pool, facts, number, args) if action == "logs" else _stop(pool, facts, number)
 
 
 def _waiting(pool: PoolDirectory, facts: Facts, jobs: Iterable[int]) -> dict[int, str]:
-    """What each of these jobs waits for, of those that are in the queue."""
+    """What each queued job among `jobs` is waiting for."""
     from fsbarrier.pool.facts import waits_for
 
     queued = [number for number in jobs if facts.state(number) == "queued"]
-    # Only then look who lives, which takes a moment.
+    # Checking which nodes are alive takes a moment, so do it only if needed.
     living = pool.living() if queued else []
     return {number: what for number in queued if (what := waits_for(facts, number, living))}
 
@@ -100,7 +107,7 @@ def _list(pool: PoolDirectory, facts: Facts, *, as_json: bool) -> int:
     ]
     print_listing(names, cells, right=("job", "priority", "nodes"), shortened="name", styles={})
     for number, what in waiting.items():
-        print(f"job {number} waits for {what}")
+        print(f"job {number} is waiting for {what}")
     return 0
 
 
@@ -112,7 +119,7 @@ def _logs(pool: PoolDirectory, facts: Facts, number: int, args: argparse.Namespa
     found = [rank for rank in pool.logged(number) if args.node in (None, rank)]
     if not found:
         what = _waiting(pool, facts, [number]).get(number)
-        raise UsageError(f"job {number}: has printed nothing yet{f'; it waits for {what}' if what else ''}")
+        raise UsageError(f"job {number} has no output yet{f'; it is waiting for {what}' if what else ''}")
     for rank in found:
         for line in last_lines(pool.log(number, rank), args.lines):
             print(f"[node {rank}] {line}")
@@ -124,7 +131,7 @@ def _follow(pool: PoolDirectory, number: int, args: argparse.Namespace) -> int:
 
     pause, offsets, over = threading.Event(), dict[int, int](), False
     while not over:
-        # Asked before the logs are read, so that nothing of a job that is over is left out.
+        # Check the state before reading the logs, so that no output of a finished job is missed.
         over = pool.read().over(number) is not None
         for rank in pool.logged(number):
             if args.node in (None, rank):
@@ -143,8 +150,8 @@ def _stop(pool: PoolDirectory, facts: Facts, number: int) -> int:
     from fsbarrier.host.identity import user_at_host
 
     if facts.over(number):
-        print(f"job {number} is over: {facts.state(number)}")
+        print(f"job {number} has already ended: {facts.state(number)}")
         return 0
     pool.stop(number, user_at_host())
-    print(f"job {number} is asked to stop")
+    print(f"asked job {number} to stop")
     return 0

@@ -1,4 +1,4 @@
-"""`fsbarrier launch`: start a run's nodes from one place (fsbarrier/launchers)."""
+"""`fsbarrier launch`: starts all nodes of a run from one machine (fsbarrier/launchers)."""
 
 from __future__ import annotations
 
@@ -15,56 +15,62 @@ from fsbarrier.errors import UsageError
 from fsbarrier.launchers.job import Job, Machine, check_below_mount, check_name, commands_here, split, write
 from fsbarrier.protocol.wording import counted
 
-SUMMARY = """Start a run's nodes from one place, or write what a scheduler needs to start them. PLACE is
+SUMMARY = """Start all nodes of a run from one machine, or write the file with which a scheduler starts them. PLACE is
 
   local       several nodes on this machine, with one live view
-  ssh         on other machines, through ssh; Ctrl-C ends them all
-  slurm       a batch file, handed to sbatch
-  kubernetes  an indexed Job (file)
-  skypilot    a task (file)
-  dstack      a task (file)
+  ssh         other machines, through ssh; Ctrl-C stops them all
+  slurm       write a batch file and submit it with sbatch
+  kubernetes  write an indexed Job
+  skypilot    write a task file
+  dstack      write a task file
 
-All take the flags and settings of `fsbarrier run`. docs/launching.md has an example of each."""
+All accept the flags and settings of `fsbarrier run`. docs/launching.md has an example of each."""
 EXAMPLE = """fsbarrier launch local --nodes 3 --program toy --iterations 2
   fsbarrier launch ssh --hosts a,b,c --data-path /data/math --model Qwen2.5-0.5B-Instruct
   fsbarrier launch slurm --nodes 4 --gpus-per-node 8 --time 12:00:00 --sbatch=--partition=gpu --config run.toml"""
 
 CONTAINERS = ("kubernetes", "skypilot", "dstack")
-#: Flag -> the places that it is for, its value's name, its help. Every place has --nodes and the flags of `run`.
+#: Flag -> the places that accept it, its metavar, its help. All places accept --nodes and the flags of `run`.
 FLAGS = {
-    "--hosts": (("ssh",), "A,B,...", "the machines, node 0's first"),
-    "--hosts-file": (("ssh",), "FILE", "the same, one a line"),
-    "--ssh": (("ssh",), "COMMAND", "how to call ssh (default: ssh), such as 'ssh -p 2222'"),
+    "--hosts": (("ssh",), "A,B,...", "the machines, node 0 first"),
+    "--hosts-file": (("ssh",), "FILE", "a file with the machines, one per line"),
+    "--ssh": (("ssh",), "COMMAND", "ssh command (default: ssh), for example 'ssh -p 2222'"),
     "--fsbarrier": (
         ("ssh", "slurm", *CONTAINERS),
         "COMMAND",
-        "the fsbarrier of the nodes (default: this clone's; in a container: fsbarrier)",
+        "the fsbarrier command on the nodes (default: this clone's; in containers: fsbarrier)",
     ),
-    "--logs": (("ssh",), "DIR", "where the nodes' output goes (default: launch-logs/TIME here)"),
-    "--name": (("slurm", *CONTAINERS), "NAME", "the job's name (default: fsbarrier)"),
-    "--gpus-per-node": (("slurm", *CONTAINERS), "N", "accelerators to ask for on each node"),
-    "--output": (("slurm", *CONTAINERS), "FILE", "where the file is written"),
-    "--time": (("slurm",), "LIMIT", "Slurm's time limit, such as 12:00:00"),
-    "--warn": (("slurm",), "S", "stop and requeue so many seconds before that limit (default: 600)"),
+    "--logs": (("ssh",), "DIR", "folder for the nodes' output (default: ./launch-logs/TIME)"),
+    "--name": (("slurm", *CONTAINERS), "NAME", "job name (default: fsbarrier)"),
+    "--gpus-per-node": (("slurm", *CONTAINERS), "N", "accelerators to request on each node"),
+    "--output": (
+        ("slurm", *CONTAINERS),
+        "FILE",
+        "path of the file to write (default: NAME with a suffix, in this folder)",
+    ),
+    "--time": (("slurm",), "LIMIT", "time limit, for example 12:00:00"),
+    "--warn": (("slurm",), "S", "stop and requeue this many seconds before the time limit (default: 600)"),
     "--sbatch": (
         ("slurm",),
         "OPTION",
-        "one more option of sbatch, such as --sbatch=--partition=gpu; may be repeated",
+        "additional sbatch option, for example --sbatch=--partition=gpu; may be repeated",
     ),
-    "--image": (CONTAINERS, "IMAGE", "the container image that has fsbarrier in it (see scripts/Dockerfile)"),
+    "--image": (CONTAINERS, "IMAGE", "container image with fsbarrier installed (see scripts/Dockerfile)"),
     "--volume": (
         CONTAINERS,
         "NAME",
-        "the shared storage: a claim, a volume, with dstack a folder of the instances",
+        "the shared storage: a volume claim, a volume, or for dstack a folder on the instances",
     ),
-    "--mount": (CONTAINERS, "PATH", "where the nodes see it (default: /shared)"),
-    "--accelerator": (("skypilot",), "NAME", "which accelerator, such as H100"),
+    "--mount": (CONTAINERS, "PATH", "mount path of the volume on the nodes (default: /shared)"),
+    "--accelerator": (("skypilot",), "NAME", "accelerator type, for example H100"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", nargs="?", default="", metavar="PLACE", help=", ".join(PLACES))
-    parser.add_argument("--nodes", metavar="N", help="how many (default 1, or what the run's record says)")
+    parser.add_argument(
+        "--nodes", metavar="N", help="number of nodes (default: 1, or as in the run's record)"
+    )
     for flag, (places, value, text) in FLAGS.items():
         action = "append" if flag == "--sbatch" else "store"
         parser.add_argument(flag, metavar=value, action=action, help=f"{', '.join(places)}: {text}")
@@ -79,9 +85,11 @@ def main(args: argparse.Namespace) -> int:
         )
     for flag, (places, _, _) in FLAGS.items():
         if _value(args, flag) is not None and args.place not in places:
-            raise UsageError(f"{flag}: only with launch {', '.join(places)}")
+            raise UsageError(f"{flag}: only valid with launch {', '.join(places)}")
     if None not in (args.nodes, args.num_nodes) and args.nodes != args.num_nodes:
-        raise UsageError(f"--nodes {args.nodes} and --num-nodes {args.num_nodes} differ; one is enough")
+        raise UsageError(
+            f"--nodes {args.nodes} contradicts --num-nodes {args.num_nodes}; drop one of the two"
+        )
     return PLACES[args.place](args)
 
 
@@ -90,7 +98,7 @@ def _value(args: argparse.Namespace, flag: str) -> str | list[str] | None:
     return value
 
 
-# --- here ---------------------------------------------------------------------------------------------------------------
+# --- on this machine ----------------------------------------------------------------------------------------------------
 
 
 def _local(args: argparse.Namespace) -> int:
@@ -98,18 +106,18 @@ def _local(args: argparse.Namespace) -> int:
     if args.nodes is not None:
         flag, args.num_nodes = "--nodes", args.nodes
     chosen = flags.gather(args)
-    # So that a wrong number is reported with the flag that was typed.
+    # Report a wrong number under the flag that the user typed.
     chosen = tuple(replace(item, source=flag) if item.source == "--num-nodes" else item for item in chosen)
     from fsbarrier.launchers import local
 
     return local.run_all(chosen, {}, args, flags.say)
 
 
-# --- elsewhere ----------------------------------------------------------------------------------------------------------
+# --- on other machines --------------------------------------------------------------------------------------------------
 
 
 def _job(args: argparse.Namespace, nodes: int, log_path: str) -> Job:
-    """What each node is told. Raises UsageError for a flag or a setting that cannot be, before anything is started."""
+    """The job for the launcher. Validates flags and settings before anything starts. Raises UsageError."""
     from fsbarrier.settings.resolve import resolve
 
     args.num_nodes, args.log_path = str(nodes), log_path
@@ -146,7 +154,9 @@ def _ssh(args: argparse.Namespace) -> int:
 
     hosts = ssh.read_hosts(args.hosts, Path(args.hosts_file) if args.hosts_file else None)
     if (args.nodes or args.num_nodes) is not None and _nodes(args) != len(hosts):
-        raise UsageError(f"--nodes {_nodes(args)}: {counted(len(hosts), 'host')} named")
+        raise UsageError(
+            f"--nodes {_nodes(args)} contradicts the {counted(len(hosts), 'host')} listed; drop --nodes"
+        )
     job = _job(args, len(hosts), str(flags.find_log_path(args)))
     words = split("--ssh", args.ssh or "ssh")
     if args.dry_run:
@@ -173,16 +183,16 @@ def _in_containers(args: argparse.Namespace) -> int:
     from fsbarrier.launchers import dstack, kubernetes, skypilot
 
     if args.place == "skypilot" and args.gpus_per_node not in (None, "0") and not args.accelerator:
-        raise UsageError("launch skypilot: --gpus-per-node needs --accelerator NAME, such as H100")
+        raise UsageError("launch skypilot: --gpus-per-node needs --accelerator NAME, for example H100")
     file_of: dict[str, Callable[[Job, Machine], str]] = {
         "kubernetes": kubernetes.job_file,
         "skypilot": partial(skypilot.task_file, accelerator=args.accelerator or ""),
         "dstack": dstack.task_file,
     }
     needed = {
-        "--image": (args.image, "the container image that has fsbarrier in it"),
-        "--volume": (args.volume, "the storage that all nodes share"),
-        "--log-path": (args.log_path, "the run directory, on that volume"),
+        "--image": (args.image, "a container image with fsbarrier installed"),
+        "--volume": (args.volume, "the storage shared by all nodes"),
+        "--log-path": (args.log_path, "the run directory on that volume"),
     }
     for flag, (value, what) in needed.items():
         if not value:
@@ -192,12 +202,12 @@ def _in_containers(args: argparse.Namespace) -> int:
     check_below_mount(job, machine)
     path = _written(args, file_of[args.place](job, machine), f"{job.name}.{args.place}.yaml")
     if path is not None:
-        print(f"written: {path}; its first line says how to start it")
+        print(f"wrote {path}; its first line shows how to start it")
     return 0
 
 
 def _written(args: argparse.Namespace, text: str, name: str) -> Path | None:
-    """Where the file was written; None for a dry run, which prints it."""
+    """Write the file and return its path; in a dry run print it and return None."""
     if args.dry_run:
         print(text, end="")
         return None

@@ -1,4 +1,4 @@
-"""`fsbarrier logs`: the last lines of the nodes' logs, or new ones as they come."""
+"""`fsbarrier logs`: shows the last lines of the nodes' logs, or follows them."""
 
 from __future__ import annotations
 
@@ -16,32 +16,40 @@ from fsbarrier.rundir.log_tail import fit_for_terminal
 from fsbarrier.rundir.names import ATTEMPT_FOLDER, NODE_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 
-SUMMARY = "Show the last lines of the nodes' logs (each node's newest start), or follow them."
+SUMMARY = "Show the last lines of the nodes' logs (from each node's latest start), or follow them."
 EXAMPLE = """fsbarrier logs --node 2 --file vllm -n 100
   fsbarrier logs --first-error"""
 
-#: While following, the seconds between two looks for new lines and new files.
+#: polling interval for new lines and new files while following
 LOOK_S = 0.5
-#: How many bytes are read at a time, how many of one log at once, and how much is shown of a line.
+#: bytes per read, maximum bytes of one log in memory, maximum bytes of a line to show
 BLOCK_BYTES, MOST_BYTES, LINE_BYTES = 1 << 20, 64 << 20, 64 << 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_log_path(parser)
-    parser.add_argument("--node", metavar="R", type=flags.whole_number, help="only this node's")
+    parser.add_argument("--node", metavar="R", type=flags.whole_number, help="only this node")
     parser.add_argument("--file", metavar="NAME", help="only this log: daemon, vllm, rollout, update, ...")
     parser.add_argument(
-        "--attempt", metavar="A", type=flags.whole_number, help="of this start of the node, not the newest"
+        "--attempt",
+        metavar="A",
+        type=flags.whole_number,
+        help="logs of this start of the node (default: the latest)",
     )
     parser.add_argument(
-        "-n", "--lines", metavar="N", type=flags.whole_number, default=20, help="lines of each (default 20)"
+        "-n",
+        "--lines",
+        metavar="N",
+        type=flags.whole_number,
+        default=20,
+        help="number of lines per log (default 20)",
     )
     parser.add_argument(
         "--first-error",
         action="store_true",
-        help="only the first failure of all nodes, and what surrounds it",
+        help="show only the earliest failure on any node, with its context",
     )
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with new lines until Ctrl-C")
+    parser.add_argument("-f", "--follow", action="store_true", help="keep printing new lines until Ctrl-C")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +71,16 @@ def main(args: argparse.Namespace) -> int:
         return _first_error(log_path)
     logs = find(log_path, node=args.node, attempt=args.attempt, name=args.file)
     if not logs and not args.follow:
-        asked = {"--node": args.node, "--file": args.file, "--attempt": args.attempt}
-        typed = [f"{flag} {value}" for flag, value in asked.items() if value is not None]
+        filters = {"--node": args.node, "--file": args.file, "--attempt": args.attempt}
+        typed = [f"{flag} {value}" for flag, value in filters.items() if value is not None]
         flag = " ".join(typed) or f"--log-path {log_path}"
-        raise UsageError(f"{flag}: no such logs below {RunPaths(log_path).logs}")
+        raise UsageError(f"{flag}: no matching logs in {RunPaths(log_path).logs}")
     offsets: dict[Path, int] = {}
     for log in logs:
         lines, offsets[log.path] = last_lines(log.path, args.lines)
         for line in lines:
             print(log.label, line)
-    # until Ctrl-C
+    # Ends with Ctrl-C.
     while args.follow:
         for log in find(log_path, node=args.node, attempt=args.attempt, name=args.file):
             lines, offsets[log.path] = new_lines(log.path, offsets.get(log.path, 0))
@@ -92,10 +100,10 @@ def _first_error(log_path: Path) -> int:
 
 
 def find(log_path: Path, *, node: int | None, attempt: int | None, name: str | None) -> list[Log]:
-    """The logs that are asked for, of the newest start of each node that has any, by node and name."""
+    """The matching logs of each node's latest matching start, sorted by node and name."""
     found = []
     for path in RunPaths(log_path).logs.glob("*/*/*.log"):
-        # A link leads out of the run: the logs behind it are somebody else's.
+        # A link could lead out of the run directory to other files.
         if path.parent.is_symlink() or path.parent.parent.is_symlink():
             continue
         log_attempt = ATTEMPT_FOLDER.parse(path.parent.parent.name)
@@ -116,7 +124,7 @@ def find(log_path: Path, *, node: int | None, attempt: int | None, name: str | N
 
 
 def last_lines(path: Path, count: int) -> tuple[list[str], int]:
-    """The last `count` whole lines of a file, and the offset behind them. Reads from the end: logs grow large."""
+    """The last `count` complete lines of a file, and the offset after them. Reads from the end, because logs grow large."""
     try:
         with reading.open_stream(path) as stream:
             begin = end = stream.seek(0, os.SEEK_END)
@@ -129,7 +137,7 @@ def last_lines(path: Path, count: int) -> tuple[list[str], int]:
                 newlines += blocks[0].count(b"\n")
             data = b"".join(blocks)
     except OSError as error:
-        return [f"(cannot be read: {error.strerror})"], 0
+        return [f"(cannot read this log: {error.strerror})"], 0
     whole, newline, rest = data.rpartition(b"\n")
     lines = whole.split(b"\n") if newline else []
     kept = deque(lines if begin == 0 else lines[1:], maxlen=count)
@@ -137,18 +145,18 @@ def last_lines(path: Path, count: int) -> tuple[list[str], int]:
 
 
 def new_lines(path: Path, offset: int) -> tuple[list[str], int]:
-    """The whole lines behind `offset`, and the new offset."""
+    """The complete lines after `offset`, and the new offset."""
     try:
         with reading.open_stream(path) as stream:
             if stream.seek(0, os.SEEK_END) < offset:
-                # Somebody cut the log.
+                # The log was truncated.
                 offset = 0
             stream.seek(offset)
             data = stream.read(MOST_BYTES)
     except OSError:
         return [], offset
     if len(data) == MOST_BYTES and b"\n" not in data:
-        # One line that is longer than all that is read at once: show its beginning, and go on behind what was read.
+        # One line is longer than the read limit: show its beginning and skip the rest of what was read.
         data = data[:LINE_BYTES] + b"\n"
         return [_decoded(data[:-1])], offset + MOST_BYTES
     whole, newline, _ = data.rpartition(b"\n")
@@ -159,6 +167,6 @@ def new_lines(path: Path, offset: int) -> tuple[list[str], int]:
 
 def _decoded(line: bytes) -> str:
     if len(line) > LINE_BYTES:
-        # Of a progress bar only the last state is shown, so what counts is at the end.
+        # A progress bar overwrites itself, so only the end of the line matters.
         return f"({len(line) - LINE_BYTES} bytes) ... {fit_for_terminal(line[-LINE_BYTES:].decode('utf-8', errors='replace'))}"
     return fit_for_terminal(line.decode("utf-8", errors="replace"))

@@ -1,4 +1,4 @@
-"""`fsbarrier plan`: what settings come to on machines, also on those that are not there, before anything starts."""
+"""`fsbarrier plan`: estimates engines, sharding and memory of a run on given machines, which need not be available."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fsbarrier.errors import UsageError
 from fsbarrier.settings.sources import ChosenValue
 
 SUMMARY = (
-    "Work out what a run comes to: engines, shards, micro-batches, memory by part, bytes a checkpoint. Exit code 2, with the numbers "
-    "and the nearest that works, where it cannot be."
+    "Estimate a run's engines, shards, micro-batches, memory use and checkpoint size. Exits with code 2 if the run does not fit, and shows "
+    "the numbers and the nearest configuration that fits."
 )
 EXAMPLE = "fsbarrier plan --model /models/qwen-72b --nodes 32 --accelerators 8 --accelerator-memory-gb 80 engine.tensor_parallel_size=4"
 
@@ -23,25 +23,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="M", required=True, help="a model folder; its config.json is enough"
     )
-    parser.add_argument("--nodes", metavar="N", type=flags.whole_number, help="nodes (default: num_nodes)")
+    parser.add_argument(
+        "--nodes", metavar="N", type=flags.whole_number, help="number of nodes (default: num_nodes)"
+    )
     parser.add_argument(
         "--accelerators",
         metavar="N",
         type=flags.whole_number,
-        help="of each node; 0: CPUs (default: those here)",
+        help="accelerators per node; 0: train on CPUs (default: as on this machine)",
     )
     parser.add_argument(
         "--accelerator-memory-gb",
         metavar="G",
         type=float,
-        help="of each accelerator (default: of those here)",
+        help="memory of each accelerator (default: as on this machine)",
     )
     parser.add_argument(
-        "--host-memory-gb", metavar="G", type=float, help="of each node (default: not looked at)"
+        "--host-memory-gb", metavar="G", type=float, help="host memory of each node (default: not checked)"
     )
-    parser.add_argument("--config", metavar="FILE.toml", help="settings from a file; key=value win over it")
-    parser.add_argument("--json", action="store_true", help="all figures as JSON, sizes in bytes")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="any setting: trainer.shard=all")
+    parser.add_argument(
+        "--config", metavar="FILE.toml", help="read settings from a file; key=value overrides it"
+    )
+    parser.add_argument("--json", action="store_true", help="print all numbers as JSON, sizes in bytes")
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="any setting, for example trainer.shard=all"
+    )
 
 
 def main(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`fsbarrier recover`: see what an iteration left, put aside what cannot be used, merge on request."""
+"""`fsbarrier recover`: checks the files of an iteration, quarantines unusable ones, and merges the rest on request."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir import heartbeats
 from fsbarrier.rundir.names import SPLITS
 
-SUMMARY = "after a disaster: show what each rank left, keep what is valid, merge on request"
+SUMMARY = "After a disaster: show the files each rank left, move unusable ones to quarantine/, and merge the valid ones on request."
 EXAMPLE = "fsbarrier recover --iteration 5 --dry-run"
 WATCHED_BEATS = 2.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_log_path(parser)
-    parser.add_argument("--iteration", type=int, required=True, help="the iteration to look at")
-    parser.add_argument("--aggregate", action="store_true", help="merge what is valid")
+    parser.add_argument("--iteration", type=int, required=True, help="the iteration to check")
+    parser.add_argument("--aggregate", action="store_true", help="merge the valid files")
     parser.add_argument(
         "--allow-partial",
         action="store_true",
-        help="with --aggregate: merge although tasks are missing; recorded in the result",
+        help="with --aggregate: merge even if tasks are missing, and record that in the result",
     )
-    parser.add_argument("--dry-run", action="store_true", help="show, change nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show what would be done without changing anything"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -41,9 +43,9 @@ def main(args: argparse.Namespace) -> int:
     record = flags.find_run(args)
     log_path = record.log_path
     if args.iteration < 1:
-        raise UsageError(f"--iteration {args.iteration}: iterations count from 1")
+        raise UsageError(f"--iteration {args.iteration}: iterations are numbered from 1")
     if args.allow_partial and not args.aggregate:
-        raise UsageError("--allow-partial: only with --aggregate")
+        raise UsageError("--allow-partial: only valid with --aggregate")
     if not args.dry_run:
         refuse_if_live(log_path, record.settings.coordination.beat_s)
     found = recovery.inspect(log_path, args.iteration)
@@ -59,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
         plan = [merge(log_path, split, found, args, dry_run=True) for split in SPLITS]
         refused = [split["refused"] for split in plan if "refused" in split]
         if refused and not args.dry_run:
-            # Refuse before anything is changed.
+            # Fail before changing anything.
             raise UsageError(refused[0])
         superseding = needed(record, args.iteration)
         if superseding is not None:
@@ -77,12 +79,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def refuse_if_live(log_path: Path, beat_s: float) -> None:
-    """Raises UsageError naming the nodes that hold the run."""
+    """Raises UsageError if nodes of the run are alive, and names them."""
     live = heartbeats.live_nodes(log_path, WATCHED_BEATS * beat_s)
     if live:
         names = ", ".join(f"node {beat.rank} ({beat.host}, process {beat.pid})" for beat in live)
         raise UsageError(
-            f"{log_path} is held by {names}; end them first (fsbarrier stop --now), or use --dry-run"
+            f"{log_path} is in use by {names}; stop them first (fsbarrier stop --now), or use --dry-run"
         )
 
 
@@ -100,11 +102,11 @@ def _file_json(item: FoundFile) -> dict[str, object]:
 def merge(
     log_path: Path, split: str, found: list[FoundFile], args: argparse.Namespace, *, dry_run: bool
 ) -> JsonObject:
-    """What became, or would become, of one split's merged file; "refused" says why nothing would. Raises StoreError, OSError."""
+    """Merge one split, or plan the merge; "refused" in the result is the reason for not merging. Raises StoreError, OSError."""
     gone = recovery.gone(log_path, split, args.iteration, found)
     outcome: JsonObject = {"split": split, "gone": [str(path) for path in gone]}
     usable = {item.path for item in found if not item.state.in_the_way}
-    # Look again: files that were put aside meanwhile must not be merged.
+    # List the files again, because quarantined ones must not be merged.
     ranks = [item for item in rankfiles.find(log_path, split, args.iteration) if item.path in usable]
     if not ranks:
         return outcome
@@ -141,20 +143,22 @@ def as_text(outcome: JsonObject, found: list[FoundFile]) -> str:
         state = recovery.shown_state(item)
         lines.append(f"  {item.split:5}  {who:8} {state:10} {count}  {item.path.name}{note}")
     if not found:
-        lines.append("  nothing is there")
+        lines.append("  no files")
     if outcome.get("would_quarantine"):
         lines.append(f"would move {len(outcome['would_quarantine'])} file(s) to quarantine/")
     if outcome.get("quarantined_in"):
-        lines.append(f"moved what cannot be used to {outcome['quarantined_in']}")
+        lines.append(f"moved unusable files to {outcome['quarantined_in']}")
     if on := outcome.get("goes_on"):
-        does = "would go on" if outcome["dry_run"] else "goes on"
-        lines.append(f"no node can go on from {on['unreadable']}")
+        does = "would continue" if outcome["dry_run"] else "continues"
+        lines.append(f"the run cannot continue from {on['unreadable']}")
         lines.append(
             f"generation {on['generation']} supersedes it: the run {does} at iteration {on['iteration']} with {on['policy']}"
         )
     for split in outcome["splits"]:
         lines += _merged_as_text(split)
-    lines.append("nothing was changed" if outcome["dry_run"] else "the normal command goes on from here")
+    lines.append(
+        "nothing was changed" if outcome["dry_run"] else "start the run with its normal command to continue"
+    )
     return "\n".join(map(printable, lines))
 
 
@@ -175,5 +179,5 @@ def _merged_as_text(split: JsonObject) -> list[str]:
         lines.append(f"would merge {name}: {split['would_merge']['groups']} groups{missing}")
     if split["gone"] and not split.get("restored"):
         names = ", ".join(Path(path).name for path in split["gone"])
-        lines.append(f"the run counts on {names}, which is not there: --aggregate makes it anew")
+        lines.append(f"{names} is missing, but the run needs it: --aggregate recreates it")
     return lines

@@ -1,4 +1,4 @@
-"""`fsbarrier report`: a run's figures as one self-contained HTML file, or for other programs."""
+"""`fsbarrier report`: writes a run's metrics as a self-contained HTML file, CSV, Perfetto trace or Prometheus text."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
 from fsbarrier.start import preflight
 
-SUMMARY = "Write a run's rewards, times, node timelines and events as one HTML file that needs nothing else. The run may go on."
+SUMMARY = "Write a run's rewards, timings, node timelines and events as one self-contained HTML file. The run may still be in progress."
 EXAMPLE = """fsbarrier report --log-path runs/default --out report.html
   fsbarrier report --csv table.csv --perfetto trace.json"""
 
 FORMATS = {
-    "--csv": "a table of the iterations",
-    "--perfetto": "a trace of all nodes that ui.perfetto.dev opens",
-    "--prometheus": "the newest figures for Prometheus's textfile collector",
+    "--csv": "write a table of the iterations",
+    "--perfetto": "write a trace of all nodes for ui.perfetto.dev",
+    "--prometheus": "write the latest metrics for Prometheus's textfile collector",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_log_path(parser)
     parser.add_argument(
-        "--out", metavar="FILE", help="where to write (default: report.html in the run directory)"
+        "--out", metavar="FILE", help="the HTML file (default: report.html in the run directory)"
     )
     parser.add_argument(
         "--iterations",
         metavar="N",
         type=flags.whole_number,
         default=3,
-        help="newest iterations whose timeline is drawn (default 3)",
+        help="number of recent iterations to draw timelines for (default 3)",
     )
     parser.add_argument(
         "--no-samples",
         action="store_true",
-        help="without prompts and answers, for a page that goes to others",
+        help="leave out prompts and answers, for sharing the page",
     )
     for flag, what in FORMATS.items():
-        parser.add_argument(flag, metavar="FILE", help=f"{what}; the page then is written only with --out")
+        parser.add_argument(
+            flag, metavar="FILE", help=f"{what}; the HTML page is then written only with --out"
+        )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -68,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def write(out: Path, data: bytes, flag: str = "--out") -> None:
-    """Put the file there in one step. Raises UsageError where that cannot be done."""
+    """Write the file atomically. Raises UsageError on failure."""
     if out.is_dir():
         raise UsageError(f"{flag} {out}: is a directory; name a file")
     try:
@@ -76,5 +78,5 @@ def write(out: Path, data: bytes, flag: str = "--out") -> None:
         files.write_atomic(out, data)
     except OSError as error:
         raise UsageError(
-            f"{flag} {out}: cannot be written: {error.strerror or error}; name another file with {flag}"
+            f"{flag} {out}: cannot write the file: {error.strerror or error}; name another file with {flag}"
         ) from None

@@ -1,4 +1,4 @@
-"""`fsbarrier run`: this node of a run. Node 0 makes the run's record; the others need their rank and nothing else."""
+"""`fsbarrier run`: runs this node. Node 0 creates the run's record; the other nodes need only their rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.start import preflight
 
-SUMMARY = "Run this node: node 0 (--master) decides what the run is, the others (--worker R) take it from its record."
+SUMMARY = "Run this node. Node 0 (--master) defines the run; the other nodes (--worker R) read its record."
 EXAMPLE = "fsbarrier run --master --num-nodes 3 --rank-weights 1,1,1 rollout.temperature=0.8\n  fsbarrier run --worker 2"
 DEMO_NODES = 3
 
@@ -24,15 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--worker",
         metavar="R",
         type=flags.whole_number,
-        help="this is node R (else NODE_RANK, SLURM_NODEID, ...)",
+        help="this is node R (default: from NODE_RANK, SLURM_NODEID, ...)",
     )
     parser.add_argument(
         "--rank",
         choices=["auto"],
-        help="take a rank that is free; this host's own where it had one",
+        help="take a free rank, or the rank that this host had before",
     )
     parser.add_argument(
-        "--demo", action="store_true", help="three nodes on this machine, the built-in task, six iterations"
+        "--demo",
+        action="store_true",
+        help="run the built-in task for six iterations with three nodes on this machine",
     )
     flags.add_run_flags(parser)
 
@@ -40,12 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     chosen = flags.gather(args)
     if args.json and not args.dry_run:
-        raise UsageError("--json: only with --dry-run; `fsbarrier status --json` shows a run")
+        raise UsageError("--json: only valid with --dry-run; to inspect a run use `fsbarrier status --json`")
     if args.worker == 0:
-        # Node 0 alone makes the run's record, so that a worker 0 would wait for itself.
-        raise UsageError("--worker 0: node 0 is started with --master")
+        # Only node 0 creates the run's record, so a worker 0 would wait for itself.
+        raise UsageError("--worker 0: start node 0 with --master")
     if args.rank and (args.master or args.worker is not None):
-        raise UsageError("--rank auto: --master and --worker R name a rank; drop one of the two")
+        raise UsageError("--rank auto: contradicts --master and --worker R; drop one of the two")
     if args.demo:
         return _demo(args, chosen)
     from fsbarrier.start import begin
@@ -82,15 +84,15 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace, chosen: tuple[ChosenValue, ...]) -> int:
-    """The built-in task on three nodes of this machine; an unfinished demo goes on."""
+    """Run the built-in task on three nodes of this machine, or resume an unfinished demo."""
     from fsbarrier.data.demo_tasks import DEMO_SETTINGS
     from fsbarrier.launchers import local
 
     if args.master or args.worker is not None or args.rank:
-        raise UsageError("--demo: starts all its nodes itself; drop --master, --worker and --rank")
+        raise UsageError("--demo: starts all of its nodes itself; drop --master, --worker and --rank")
     for item in chosen:
         if item.key in ("data_path", "model"):
-            raise UsageError(f"{item.source}: the demo has its own task and model; drop it or drop --demo")
+            raise UsageError(f"{item.source}: the demo uses its own task and model; drop this or drop --demo")
     if not any(item.key == "log_path" for item in chosen):
         path = demo_path(preflight.default_log_path(os.environ).parent)
         chosen = (*chosen, ChosenValue("log_path", str(path), "--log-path"))
@@ -100,7 +102,7 @@ def _demo(args: argparse.Namespace, chosen: tuple[ChosenValue, ...]) -> int:
 
 
 def leave_other_runs_alone(chosen: tuple[ChosenValue, ...]) -> None:
-    """Raises UsageError where the run directory has a run that no demo made: `--demo` would go on with it."""
+    """Raises UsageError if the directory contains a run that is not a demo, because `--demo` would resume it."""
     from fsbarrier.rundir import runrecord
 
     by_key = {item.key: item.value for item in chosen}
@@ -111,7 +113,7 @@ def leave_other_runs_alone(chosen: tuple[ChosenValue, ...]) -> None:
     own_data = recorded.data_path not in (None, str(RunPaths(log_path).demo))
     if own_data or recorded.program != by_key.get("program", "rl"):
         raise UsageError(
-            f"--demo: {log_path} is a run of your own; name another --log-path, or drop --demo to go on with it"
+            f"--demo: {log_path} contains a run that is not a demo; use another --log-path, or drop --demo to resume it"
         )
 
 
@@ -122,7 +124,7 @@ def demo_path(runs: Path) -> Path:
 
 
 def is_finished(log_path: Path) -> bool:
-    """Whether the run there has done all its iterations, as its nodes' last heartbeats say."""
+    """Whether the run has completed all iterations, according to its nodes' last heartbeats."""
     from fsbarrier.rundir.heartbeats import read_beats
 
     try:

@@ -1,4 +1,4 @@
-"""`fsbarrier runs`: the runs below a folder, one line each."""
+"""`fsbarrier runs`: lists the runs in a folder."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fsbarrier.start import preflight
 from fsbarrier.view.amounts import amount, duration, one_line, short
 from fsbarrier.view.run_status import read_status
 
-SUMMARY = "List the runs in a folder: state, iteration, reward, size, last activity. Looks for one and a half beats whether they live."
+SUMMARY = "List the runs in a folder with state, iteration, rewards, size and last activity. Watches their heartbeats for 1.5 beats."
 EXAMPLE = "fsbarrier runs runs"
-#: How many runs are looked at side by side. Looking at one is mostly waiting for heartbeats.
+#: Number of runs to inspect concurrently. Most of the time is spent waiting for heartbeats.
 AT_ONCE = 16
 
 
@@ -30,19 +30,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder",
         nargs="?",
         metavar="DIR",
-        help="the folder that holds the run directories (default: the usual one)",
+        help="the folder with the run directories (default: the parent of the default --log-path)",
     )
-    parser.add_argument("--json", action="store_true", help="for programs: a JSON list")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
     parser.add_argument(
         "--no-size",
         action="store_true",
-        help="do not add up the files of each run, which takes long for many",
+        help="do not compute the size of each run, which is slow for many runs",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run. `train_reward`, `test_reward`: of the newest iteration that has one. `last_activity_s`: since its newest heartbeat."""
+    """One run. `train_reward`, `test_reward`: the latest known. `last_activity_s`: seconds since the newest heartbeat."""
 
     path: str
     state: str
@@ -58,7 +58,7 @@ class Summary:
 def main(args: argparse.Namespace) -> int:
     folder = preflight.absolute(args.folder) if args.folder else preflight.default_log_path(os.environ).parent
     try:
-        # A folder that this user may not enter counts as no run.
+        # A folder that this user may not enter is skipped.
         found = sorted(path for path in folder.iterdir() if os.path.lexists(RunPaths(path).record))
     except OSError as error:
         raise UsageError(f"runs {folder}: {error.strerror}") from None
@@ -73,21 +73,21 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([asdict(run) for run in runs], indent=2))
     elif not found:
-        print(f"no run in {folder}")
+        print(f"no runs in {folder}")
     else:
         _print(runs)
     return 0
 
 
 def _look(path: Path, *, sized: bool) -> Summary | str:
-    """One run, or what is wrong with it."""
+    """Summarize one run, or return an error message."""
     try:
         status = read_status(path)
         size = sum(_sizes(path)) if sized else None
     except (FsbarrierError, OSError) as error:
-        return f"{path.name} is left out: {one_line(str(error))}"
+        return f"skipped {path.name}: {one_line(str(error))}"
     except RecursionError:
-        return f"{path.name} is left out: its folders are nested too deep; --no-size shows it"
+        return f"skipped {path.name}: its folders are nested too deeply; list it with --no-size"
     beats = [node.last_beat_time for node in status.nodes if node.last_beat_time is not None]
     return Summary(
         path=str(path),
@@ -107,7 +107,7 @@ def _newest(values: list[float | None]) -> float | None:
 
 
 def _sizes(folder: Path) -> Iterator[int]:
-    """The bytes of each plain file below, a file with two names once; links are not followed."""
+    """The size of each regular file below `folder`. Counts hard links once and does not follow symbolic links."""
     known: set[tuple[int, int]] = set()
     for where, _, names in os.walk(folder):
         for name in names:
@@ -142,5 +142,5 @@ def _print(runs: list[Summary]) -> None:
 
 
 def _roughly(seconds: float) -> str:
-    """A duration to its largest unit: 5 min, 2 h, 3 d."""
+    """A duration in its largest unit: 5 min, 2 h, 3 d."""
     return " ".join(duration(seconds).split()[:2])

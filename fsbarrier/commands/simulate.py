@@ -1,4 +1,4 @@
-"""`fsbarrier simulate`: the protocol's own code under faults, in virtual time; every seed is a schedule that can be replayed."""
+"""`fsbarrier simulate`: runs the real protocol code under injected faults, in virtual time. Each seed is a replayable schedule."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ from fsbarrier.sim.faults import KINDS, parse_mix
 from fsbarrier.sim.setup import Setup
 from fsbarrier.sim.transcript import transcript, violations
 
-SUMMARY = "Run the protocol's own code under faults, in virtual time: one schedule a seed, each checked against the invariants."
+SUMMARY = "Run the real protocol code under injected faults, in virtual time: one schedule per seed, checked against the invariants."
 EXAMPLE = "fsbarrier simulate --nodes 8 --seeds 10000"
-#: So many of the seeds that broke an invariant are printed, with what they broke.
+#: maximum number of failing seeds to print
 SHOWN = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     number = flags.whole_number
+    parser.add_argument("--nodes", metavar="N", type=number, default=3, help="nodes per schedule (default 3)")
     parser.add_argument(
-        "--nodes", metavar="N", type=number, default=3, help="nodes in a schedule (default 3)"
+        "--seeds", metavar="K", type=number, default=1000, help="number of schedules to run (default 1000)"
     )
+    parser.add_argument("--first-seed", metavar="S", type=number, default=0, help="first seed (default 0)")
     parser.add_argument(
-        "--seeds", metavar="K", type=number, default=1000, help="schedules to run (default 1000)"
+        "--iterations", metavar="I", type=number, default=1, help="iterations of 14 phases each (default 1)"
     )
-    parser.add_argument(
-        "--first-seed", metavar="S", type=number, default=0, help="the first of them (default 0)"
-    )
-    parser.add_argument("--iterations", metavar="I", type=number, default=1, help="of 14 phases (default 1)")
     kinds = "; ".join(f"{name}: {what}" for name, what in KINDS.items())
     parser.add_argument(
-        "--faults", metavar="LIST", default="all", help=f"all, none, or names with commas. {kinds}"
+        "--faults",
+        metavar="LIST",
+        default="all",
+        help=f"all, none, or a comma-separated list of faults. {kinds}",
+    )
+    parser.add_argument("--jobs", metavar="J", type=number, default=1, help="parallel processes (default 1)")
+    parser.add_argument(
+        "--trace", metavar="SEED", type=number, help="run only this seed and print its history"
     )
     parser.add_argument(
-        "--jobs", metavar="J", type=number, default=1, help="processes that share the work (default 1)"
-    )
-    parser.add_argument(
-        "--trace", metavar="SEED", type=number, help="tell the story of one seed, and run no other"
-    )
-    parser.add_argument(
-        "--groups", action="store_true", help="simulate fsbarrier.join with random callers instead of runs"
+        "--groups",
+        action="store_true",
+        help="simulate groups (fsbarrier.join) with random calls instead of runs",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -75,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclass
 class Found:
-    """What came of all the schedules. `struck`: how many had a fault of each kind."""
+    """The results of all schedules. `struck`: number of schedules with a fault of each kind."""
 
     failed: list[Verdict] = field(default_factory=list)
     struck: Counter[str] = field(default_factory=Counter)
@@ -89,7 +90,7 @@ class Found:
 
 
 def _with_a_bar(verdicts: Iterator[Verdict], total: int) -> Iterator[Verdict]:
-    """The same, with a bar on the terminal's standard error."""
+    """Pass the verdicts through, with a progress bar on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -118,7 +119,7 @@ def _print_text(args: argparse.Namespace, found: Found, seconds: float) -> None:
             print(f"seed {verdict.seed}: {violation.number}: {violation.what}")
     if len(found.failed) > SHOWN:
         print(f"... and {len(found.failed) - SHOWN} more seeds")
-    hours, rate = f"{found.virtual_s / 3600:.1f} hours of their time", f"{args.seeds / seconds:.0f}"
+    hours, rate = f"{found.virtual_s / 3600:.1f} hours of virtual time", f"{args.seeds / seconds:.0f}"
     print(
         f"{counted(args.seeds, 'schedule')} of {counted(args.nodes, 'node')}, {hours}, in {seconds:.1f} s ({rate} schedules a second)"
     )
@@ -127,7 +128,7 @@ def _print_text(args: argparse.Namespace, found: Found, seconds: float) -> None:
     )
     if found.failed:
         first = found.failed[0]
-        print(f"{len(found.failed)} broke an invariant; to see one: {_replay(args, first.seed)}")
+        print(f"{len(found.failed)} violated an invariant; to replay the first: {_replay(args, first.seed)}")
     else:
         print("every invariant held in all of them")
 
@@ -156,6 +157,6 @@ def _print_json(args: argparse.Namespace, found: Found, seconds: float) -> None:
 
 
 def _replay(args: argparse.Namespace, seed: int) -> str:
-    """The command that tells one seed's story."""
+    """The command that replays one seed."""
     schedule = f"--nodes {args.nodes} --iterations {args.iterations} --faults {args.faults}"
     return f"fsbarrier simulate {schedule}{' --groups' if args.groups else ''} --trace {seed}"

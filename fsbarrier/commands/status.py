@@ -1,4 +1,4 @@
-"""`fsbarrier status`: where a run is and how each node is doing, from any machine that sees its directory."""
+"""`fsbarrier status`: shows the progress of a run and the state of each node, from any machine that mounts its directory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from fsbarrier.view.run_status import RunStatus, read_status
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-SUMMARY = "Show where a run is and how each node is doing. Looks until every heartbeat has moved, or for one and a half beats."
+SUMMARY = "Show the progress of a run and the state of each node. Waits until every heartbeat has advanced, at most 1.5 beats."
 EXAMPLE = "fsbarrier status --log-path runs/default --json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_log_path(parser)
-    parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--no-watch", action="store_true", help="answer at once; whether a silent node lives is then unknown"
+        "--no-watch",
+        action="store_true",
+        help="do not wait for heartbeats; the state of silent nodes is then unknown",
     )
 
 
@@ -41,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def page(status: RunStatus, width: int) -> Iterator[RenderableType]:
-    """What is printed for people."""
+    """The human-readable output."""
     from fsbarrier.view import terminal_lines as lines
     from fsbarrier.view.node_table import nodes_table
 

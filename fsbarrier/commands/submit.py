@@ -1,4 +1,4 @@
-"""`fsbarrier submit POOL_DIR`: put a run into a pool's queue."""
+"""`fsbarrier submit POOL_DIR`: adds a run to a pool's queue."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fsbarrier.host.identity import user_at_host
 from fsbarrier.start import preflight
 
 SUMMARY = (
-    "Put a run into a pool's queue. It takes the flags and settings of `fsbarrier run`, and starts in the directory that you are in now. "
-    "Jobs with a higher --priority go first, then older ones."
+    "Add a run to a pool's queue. Accepts the flags and settings of `fsbarrier run`; the job starts in the current directory. "
+    "Jobs run in order of --priority, then of age."
 )
 EXAMPLE = "fsbarrier submit /shared/pool --nodes 3 --data-path /data/math --model Qwen2.5-0.5B-Instruct"
 
@@ -21,11 +21,15 @@ EXAMPLE = "fsbarrier submit /shared/pool --nodes 3 --data-path /data/math --mode
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pool", metavar="POOL_DIR", help="the pool's directory")
     parser.add_argument(
-        "--nodes", metavar="N", type=flags.whole_number, default=1, help="how many (default 1)"
+        "--nodes", metavar="N", type=flags.whole_number, default=1, help="number of nodes (default 1)"
     )
-    parser.add_argument("--name", metavar="NAME", default="", help="what it is called in lists")
+    parser.add_argument("--name", metavar="NAME", default="", help="name to show in lists")
     parser.add_argument(
-        "--priority", metavar="P", type=int, default=0, help="a higher one goes first (default 0)"
+        "--priority",
+        metavar="P",
+        type=int,
+        default=0,
+        help="jobs with a higher priority run first (default 0)",
     )
     flags.add_run_flags(parser)
 
@@ -39,11 +43,13 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--nodes {args.nodes}: must be 1 or more")
     if args.num_nodes is not None or args.dry_run:
         raise UsageError(
-            "--num-nodes: give --nodes N" if args.num_nodes else "--dry-run: try it with fsbarrier run"
+            "--num-nodes: use --nodes N with submit"
+            if args.num_nodes
+            else "--dry-run: not supported by submit; use fsbarrier run --dry-run"
         )
     pool = directory.existing(preflight.absolute(args.pool))
     args.num_nodes = str(args.nodes)
-    # So that a mistyped setting is said here, and not on a node an hour later.
+    # Report a mistyped setting now instead of on a node an hour later.
     resolve(flags.gather(args))
     log_path = str(preflight.absolute(args.log_path)) if args.log_path else ""
     args.num_nodes = args.log_path = None
@@ -54,9 +60,9 @@ def main(args: argparse.Namespace) -> int:
         job = Job(name, args.nodes, args.priority, words, str(Path.cwd()), log_path, user_at_host(), now)
         name.encode()
     except ValueError as error:
-        raise UsageError(f"a pool keeps words as UTF-8: {error}") from None
+        raise UsageError(f"submit: every argument must be valid UTF-8: {error}") from None
     number = pool.submit(job)
     print(
-        f"job {number} is in the queue; fsbarrier jobs {args.pool} shows it, fsbarrier jobs logs {args.pool} {number} its output"
+        f"queued job {number}; see `fsbarrier jobs {args.pool}` for its state and `fsbarrier jobs logs {args.pool} {number}` for its output"
     )
     return 0

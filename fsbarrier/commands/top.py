@@ -1,4 +1,4 @@
-"""`fsbarrier top`: a run, live, from any machine that sees its directory."""
+"""`fsbarrier top`: watches a run live, from any machine that mounts its directory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import argparse
 
 from fsbarrier.commands import flags
 
-SUMMARY = (
-    "Watch a run live until it ends or Ctrl-C (the run goes on). Not on a terminal: its events, line by line."
-)
+SUMMARY = "Watch a run live until it ends, or until Ctrl-C, which does not stop the run. Without a terminal, print its events line by line."
 EXAMPLE = "fsbarrier top --log-path runs/default"
 
 

@@ -1,1 +1,1 @@
-"""Starting a run's nodes from one place: on this machine, through ssh, or by writing what a scheduler wants."""
+"""Starts all nodes of a run: on this machine, through ssh, or with a job file for a scheduler."""

@@ -1,4 +1,4 @@
-"""A dstack task: the same command on each of its nodes."""
+"""Writes a dstack task that runs the same command on each node."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ name: {name}
 nodes: {nodes}
 image: {image}
 working_dir: {mount}
-# The rank comes from DSTACK_NODE_RANK, which dstack sets.
+# fsbarrier takes the rank from DSTACK_NODE_RANK.
 commands:
   - {command}
-{resources}# A folder that every instance of the fleet has mounted, or a network volume's name.
+{resources}# A folder mounted on every instance of the fleet, or the name of a network volume.
 volumes:
   - {volume}
 """
@@ -30,7 +30,7 @@ def task_file(job: Job, machine: Machine) -> str:
         nodes=job.nodes,
         image=quoted(machine.image),
         mount=quoted(machine.mount),
-        # dstack puts values in the place of ${{ NAME }}; $$ stands for $.
+        # dstack expands ${{ NAME }}; $$ escapes $.
         command=quoted(shlex.join(["exec", *job.run, *job.words]).replace("$", "$$")),
         resources=f"resources:\n  gpu: {job.gpus_per_node}\n" if job.gpus_per_node else "",
         volume=quoted(f"{machine.volume}:{machine.mount}"),

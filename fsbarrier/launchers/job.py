@@ -1,4 +1,4 @@
-"""What a launcher starts: one command, the same on every node; each node learns its rank from its environment."""
+"""The job that a launcher starts: the same command on every node. Nodes take their rank from the environment."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fsbarrier import files, reading
 from fsbarrier.errors import UsageError
 from fsbarrier.start import preflight
 
-#: The first line of each file that a launcher writes. A file without it is somebody else's and is never written over.
+#: The first line of each generated file. A file without it is not ours and is never overwritten.
 MARK = "# Written by `fsbarrier launch`."
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`run`, `stop`: how these two commands begin on a node. `words`: what `run` is told on every node.
+    """`run`, `stop`: the beginning of these commands on a node. `words`: the arguments of `run`, the same on every node.
 
-    `folder`: where a node is started; relative paths in `words` begin there.
+    `folder`: the working directory, to which relative paths in `words` refer.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What schedulers that start containers want to know. `volume`: the shared storage, `mount`: where the nodes see it."""
+    """Settings for schedulers that start containers. `volume`: the shared storage; `mount`: its mount point in the container."""
 
     image: str
     volume: str
@@ -45,16 +45,16 @@ class Machine:
 
 
 def commands_here(chosen: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """How `fsbarrier run` and `fsbarrier stop` begin on a node that shares this machine's files.
+    """The beginning of `fsbarrier run` and `fsbarrier stop` on a node that shares this machine's files.
 
-    `chosen` is the `fsbarrier` that the user named; else it is the clone's (run.sh makes its environment first), else this Python's.
+    Uses `chosen` if the user gave a command, else the clone's run.sh (which creates its environment first), else this Python.
     Raises UsageError.
     """
     clone = preflight.checkout()
     if chosen is None and clone is not None and (clone / "run.sh").is_file():
         stop: tuple[str, ...] = (str(clone / ".venv" / "bin" / "fsbarrier"), "stop")
         if os.environ.get("FSBARRIER_VENV"):
-            # This environment is not the clone's own. It finds the clone's code only through PYTHONPATH.
+            # This is not the clone's own environment, so it finds the clone's code only through PYTHONPATH.
             stop = ("env", f"PYTHONPATH={clone}", sys.executable, "-P", "-m", "fsbarrier", "stop")
         return (str(clone / "run.sh"),), stop
     fsbarrier = [sys.executable, "-P", "-m", "fsbarrier"] if chosen is None else split("--fsbarrier", chosen)
@@ -62,46 +62,44 @@ def commands_here(chosen: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def split(flag: str, text: str) -> list[str]:
-    """The words of a command as a shell would see them. Raises UsageError."""
+    """Split a command into words like a shell. Raises UsageError."""
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise UsageError(f"{flag} {text}: {error}") from None
     if not words:
-        raise UsageError(f"{flag}: a command is needed")
+        raise UsageError(f"{flag}: must not be empty; give a command")
     return words
 
 
 def check_name(name: str) -> str:
-    """A name that every scheduler takes: that of a DNS label. Raises UsageError."""
+    """Check that all schedulers accept the name, i.e. that it is a DNS label. Raises UsageError."""
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?", name):
         raise UsageError(
-            f"--name {name}: lower-case letters, digits and hyphens, at most 50, a letter first and no hyphen last"
+            f"--name {name}: use at most 50 lower-case letters, digits and hyphens, starting with a letter and not ending with a hyphen"
         )
     return name
 
 
 def check_below_mount(job: Job, machine: Machine) -> None:
-    """In a container only what lies on the shared volume is there again after a restart. Raises UsageError."""
+    """Check that the run directory is on the shared volume: other files do not survive a container restart. Raises UsageError."""
     if Path(machine.mount) not in Path(job.log_path).parents:
         raise UsageError(
-            f"--log-path {job.log_path}: must lie below {machine.mount}, where the nodes see the shared volume {machine.volume}"
+            f"--log-path {job.log_path}: must be below {machine.mount}, the mount point of the shared volume {machine.volume}"
         )
 
 
 def quoted(text: str) -> str:
-    """A YAML scalar for any text: JSON's strings are YAML's, too."""
+    """A YAML scalar for any text: every JSON string is a YAML string."""
     return json.dumps(text)
 
 
 def write(path: Path, text: str) -> None:
-    """Write a launcher's file, over an older one of ours; only its owner can read it. Raises UsageError."""
+    """Write the file, readable only by its owner, and replace an older one of ours. Raises UsageError."""
     try:
         reading.check_may_replace(path)
         if path.exists() and MARK.encode() not in reading.read_bytes(path, reading.JSON_BYTES)[:500]:
-            raise UsageError(
-                f"--output {path}: there is a file that fsbarrier did not write; choose another name"
-            )
+            raise UsageError(f"--output {path}: exists and was not written by fsbarrier; choose another name")
         files.write_atomic(path, os.fsencode(text))
     except OSError as error:
-        raise UsageError(f"--output {path}: cannot be written: {error.strerror}") from None
+        raise UsageError(f"--output {path}: cannot write the file: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""A Kubernetes Job of one pod a node: indexed, so that each pod has a rank and a replacement gets the same one."""
+"""Writes an indexed Kubernetes Job with one pod per node. The index is the rank, and a replacement pod keeps it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fsbarrier.launchers.job import MARK, Job, Machine, quoted
 
-#: So many times a node may be replaced.
+#: how often a node may be replaced
 _REPLACEMENTS = 100
 
 _JOB = """\
@@ -22,7 +22,7 @@ spec:
   backoffLimitPerIndex: {replacements}
   podFailurePolicy:
     rules:
-      # Usage, the program of a phase, too few nodes: another pod would fail in the same way.
+      # Usage error, failed program, too few nodes: a replacement pod would fail in the same way.
       - action: FailJob
         onExitCodes:
           operator: In
@@ -33,7 +33,7 @@ spec:
         fsbarrier-run: {name}
     spec:
       restartPolicy: Never
-      # A node has a minute to end its programs.
+      # A node gets a minute to stop its programs.
       terminationGracePeriodSeconds: 60
       affinity:
         podAntiAffinity:
@@ -46,7 +46,7 @@ spec:
         - name: node
           image: {image}
           workingDir: {mount}
-          # The rank comes from JOB_COMPLETION_INDEX, which Kubernetes sets.
+          # fsbarrier takes the rank from JOB_COMPLETION_INDEX.
           command: [{command}]
           args: [{args}]
 {resources}          volumeMounts:
@@ -58,7 +58,7 @@ spec:
         - name: shared
           persistentVolumeClaim:
             claimName: {volume}
-        # Accelerators talk to each other through shared memory; a container's default of 64 MiB is too little.
+        # NCCL uses shared memory; the container default of 64 MiB is too small.
         - name: shm
           emptyDir:
             medium: Memory
@@ -87,5 +87,5 @@ def job_file(job: Job, machine: Machine) -> str:
 
 
 def _quoted_words(words: Sequence[str]) -> str:
-    # Kubernetes puts variables in the place of $(NAME); $$ stands for $.
+    # Kubernetes expands $(NAME); $$ escapes $.
     return ", ".join(quoted(word.replace("$", "$$")) for word in words)

@@ -1,7 +1,7 @@
-"""All nodes of a run on this machine, each a daemon in a session of its own: `launch local` and `run --demo`.
+"""Starts all nodes of a run on this machine, each as a daemon in its own session: `launch local` and `run --demo`.
 
-Everything is checked here first and the run's record is made here, so that a mistake is one line on this terminal. The daemons then
-need their ranks and nothing else. They end with this process, however it ends.
+Validates the input and creates the run's record before starting the daemons, so that a mistake is reported once, in one line. The daemons
+then need only their ranks. They end when this process ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Say = Callable[[str], None]
 def run_all(
     chosen: tuple[ChosenValue, ...], defaults: Mapping[str, object], args: argparse.Namespace, say: Say
 ) -> int:
-    """Check everything, make or find the run's record, then run all its nodes here; one exit code for all."""
+    """Validate, create or load the run's record, and run all nodes here; returns one exit code for all."""
     from fsbarrier.start import begin, ranks
 
-    # A launcher's variables say which node *this process* is. The nodes that it starts must not take them for theirs.
+    # A launcher's variables describe this process. The nodes started here must not take their rank from them.
     environ = {name: value for name, value in os.environ.items() if name not in ranks.VARIABLES}
     request = begin.Request(
         chosen=chosen,
@@ -56,12 +56,14 @@ def run_all(
         children: dict[int, Child] = {}
         try:
             logs = _start(start, environ, children, private / "secret.toml")
-            say(f"{counted(len(children), 'node')} in {log_path}, output in {logs}; Ctrl-C ends them")
+            say(
+                f"started {counted(len(children), 'node')} in {log_path}, output in {logs}; Ctrl-C stops them"
+            )
             codes = _follow(log_path, children, say)
         except Interrupted as stopped:
             stop_all(children)
             _print_summary(log_path)
-            say("everything that was started here has ended; the same command goes on from where it was")
+            say("all nodes have stopped; run the same command again to resume")
             return 128 + stopped.number
         except BaseException:
             stop_all(children)
@@ -70,9 +72,10 @@ def run_all(
 
 
 def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child], secret: Path) -> Path:
-    """Start the daemons, each into `children` at once, so that whatever happens they can be stopped. Gives their logs' folder.
+    """Start the daemons and return the folder of their logs. Each one is added to `children` immediately so that the caller can stop
+    it if a later step fails.
 
-    `secret`: a file to be made for what must not stand in lists of processes.
+    `secret`: path of a file for values that must not appear in process lists.
     """
     from fsbarrier.supervision.supervisor import Child, own_program, with_this_package
 
@@ -84,8 +87,8 @@ def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child],
         choices += ["--rollout-split", settings.rollout_split]
     if settings.expect_gpus:
         choices += ["--expect-gpus", str(settings.expect_gpus)]
-    # Only node 0 is told which settings change: the others take them from the run. But a node whose rank is beyond the old number of
-    # nodes would be refused, so all are told the new number.
+    # Only node 0 gets the changed settings; the others take them from the run. The exception is num_nodes: without it, a node whose rank
+    # is beyond the old number of nodes would refuse to start.
     changes = [
         f"{key}={'none' if value is None else json.dumps(value)}" for key, value in start.stated.items()
     ]
@@ -104,7 +107,7 @@ def _start(start: Start, environ: Mapping[str, str], children: dict[int, Child],
 
 
 def _follow(log_path: Path, children: Mapping[int, Child], say: Say) -> dict[int, int]:
-    """Show the run until all its nodes have ended, then what came of it; gives the exit codes of those that ended by themselves."""
+    """Show the run live until all nodes have ended, then its summary. Returns the exit codes of the nodes that ended by themselves."""
     from fsbarrier.view.live_view import follow
 
     follow(log_path, children, failed=lambda: failed_to_begin(children))
@@ -112,7 +115,7 @@ def _follow(log_path: Path, children: Mapping[int, Child], say: Say) -> dict[int
     stop_all({rank: child for rank, child in children.items() if rank not in codes})
     ended_by_itself = len(codes) == len(children)
     for rank, code in codes.items():
-        # Why a daemon refused to start, or crashed, is only in its own output, and not in the journal.
+        # The reason of a refused start or a crash is only in the daemon's own output, not in the journal.
         if code in (EXIT_INTERNAL, UsageError.exit_code) or (code and not ended_by_itself):
             say(f"node {rank}: {' | '.join(children[rank].last_log_lines(1))}")
     _print_summary(log_path)

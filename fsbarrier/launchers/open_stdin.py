@@ -1,6 +1,6 @@
-"""Run a program whose standard input stays open and empty for as long as it lives: `python open_stdin.py PROGRAM ...`.
+"""Runs a program with an empty standard input that stays open as long as the program lives: `python open_stdin.py PROGRAM ...`.
 
-Its input is a pipe that it holds open for writing, too, so there is an end of it only when the program is gone, however it ended.
+Standard input is a pipe that the program itself also holds open for writing, so EOF occurs only when the program is gone.
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 
 def main(argv: list[str]) -> None:
     reader, _ = os.pipe()
-    # One descriptor for both ends: ssh closes all descriptors but the first three.
+    # One descriptor for both ends, because ssh closes all descriptors except the first three.
     os.dup2(os.open(f"/proc/self/fd/{reader}", os.O_RDWR), 0)
     try:
         os.execvp(argv[0], argv)

@@ -1,4 +1,4 @@
-"""The processes of several nodes, started from here: ending them together, and one exit code for all."""
+"""Manages the processes of several nodes: stops them together and reduces their exit codes to one."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fsbarrier.view.event_wording import says_generation
 if TYPE_CHECKING:
     from fsbarrier.supervision.supervisor import Child
 
-#: A daemon needs a second or two to end its own programs. After this many seconds it is killed.
+#: A daemon needs a second or two to stop its own programs. It is killed after this many seconds.
 GRACE_S = 15.0
-#: The nodes may end with several exit codes. The one that comes first here is shown, since it is nearest to the cause: "too few nodes",
-#: for example, mostly follows from another failure.
+#: If the exit codes differ, the first of these is reported, because it is closest to the root cause: "too few nodes", for example, usually
+#: follows from another failure.
 _NEAREST_CAUSE = (2, 4, 3, 1, 5, 6)
 
 
 class Interrupted(BaseException):
-    """A signal asks this process to end."""
+    """A signal asked this process to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -33,7 +33,7 @@ class Interrupted(BaseException):
 
 @contextmanager
 def ending_signals() -> Iterator[None]:
-    """While this lasts the first SIGINT, SIGTERM or SIGHUP raises Interrupted; later ones change nothing, since the end is under way."""
+    """In this context the first SIGINT, SIGTERM or SIGHUP raises Interrupted. Later ones are ignored because shutdown is in progress."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         for each in ENDING:
@@ -45,7 +45,7 @@ def ending_signals() -> Iterator[None]:
 
 
 def stop_all(children: Mapping[int, Child]) -> None:
-    """End all of them at the same time; returns when nothing is left."""
+    """Stop all children in parallel and wait for them."""
     threads = [
         threading.Thread(target=child.stop, kwargs={"grace_s": GRACE_S}) for child in children.values()
     ]
@@ -56,9 +56,9 @@ def stop_all(children: Mapping[int, Child]) -> None:
 
 
 def failed_to_begin(children: Mapping[int, Child]) -> bool:
-    """Whether a node has failed before any of them was in a generation: the others would wait for it in vain.
+    """Whether a node failed before the first generation began. The other nodes would wait for it forever.
 
-    A node that fails later ends nobody, since the others know how to go on without it.
+    After that, a failed node need not stop the others: they continue without it.
     """
     failed = any(child.poll() for child in children.values())
     return failed and not any(_was_in_a_generation(child.log_file) for child in children.values())
@@ -70,7 +70,7 @@ def _was_in_a_generation(output: Path) -> bool:
 
 
 def outcome(codes: Mapping[int, int], say: Callable[[str], None]) -> int:
-    """One exit code for all nodes. A node killed from outside counts only where the others did not finish without it."""
+    """One exit code for all nodes. Ignores a node that was killed from outside if the others finished without it."""
     killed = {rank: -code for rank, code in codes.items() if code < 0}
     for rank, number in killed.items():
         say(f"node {rank} was killed by {signal.Signals(number).name}")

@@ -1,4 +1,4 @@
-"""A SkyPilot task: the same command on each of its nodes."""
+"""Writes a SkyPilot task that runs the same command on each node."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ resources:
   image_id: {image}
 {accelerators}volumes:
   {mount}: {volume}
-# The rank comes from SKYPILOT_NODE_RANK, which SkyPilot sets.
+# fsbarrier takes the rank from SKYPILOT_NODE_RANK.
 run: {run}
 """
 
 
 def task_file(job: Job, machine: Machine, accelerator: str) -> str:
-    """The text of the file. `accelerator`: SkyPilot's name of one, such as H100."""
+    """The text of the file. `accelerator`: SkyPilot's name of the accelerator type, such as H100."""
     accelerators = (
         f"  accelerators: {quoted(f'{accelerator}:{job.gpus_per_node}')}\n" if job.gpus_per_node else ""
     )
@@ -32,6 +32,6 @@ def task_file(job: Job, machine: Machine, accelerator: str) -> str:
         accelerators=accelerators,
         mount=quoted(machine.mount),
         volume=quoted(machine.volume),
-        # The command is one text in quotes, since a word may have line breaks in it.
+        # The command is a quoted scalar because an argument may contain line breaks.
         run=quoted(f"cd {shlex.quote(machine.mount)} && exec {shlex.join([*job.run, *job.words])}"),
     )

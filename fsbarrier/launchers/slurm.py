@@ -1,8 +1,7 @@
-"""A batch file for Slurm: one task a node, safe to requeue.
+"""Writes a Slurm batch file with one task per node that can be requeued.
 
-Some minutes before the time limit Slurm sends the batch script a signal. The script then asks the run to stop at its next safe
-point and puts the job back into the queue, where it goes on from there. A node that fails does not end the job (`--no-kill`): the
-run goes on with the others.
+Slurm signals the batch script some minutes before the time limit. The script then asks the run to stop at its next safe point and requeues
+the job, which resumes the run. A failed node does not end the job (`--no-kill`), because the run continues with the others.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from fsbarrier.launchers.job import MARK, Job
 _SCRIPT = """\
 #!/usr/bin/env bash
 {options}
-{mark} To change it, call that again; to submit it by hand: sbatch FILE
+{mark} To change it, run that command again; to submit it by hand: sbatch FILE
 set -uo pipefail
 cd -- {folder} || exit 2
 
-# The signal that Slurm sends {warn_s} s before the time limit.
+# Slurm sends this signal {warn_s} s before the time limit.
 requeue=no
 trap 'requeue=yes; {stop}' USR1
 
-# Each task takes its rank from SLURM_NODEID. One that fails ends no other: the nodes know whether they can go on without it.
+# Each task takes its rank from SLURM_NODEID. A failed task must not end the others: the nodes can continue without it.
 srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 \\
   {run} &
 step=$!
 while true; do
   wait "$step"
   code=$?
-  # A signal ends the wait, not the step.
+  # A signal interrupts the wait, not the step.
   kill -0 "$step" 2>/dev/null || break
 done
 if [ "$requeue" = yes ]; then
@@ -45,7 +44,7 @@ exit "$code"
 
 
 def batch_file(job: Job, *, time_limit: str | None, warn_s: int, extra: Sequence[str]) -> str:
-    """The text of the file. `extra`: further options of sbatch, such as `--partition=gpu`. Raises UsageError."""
+    """The text of the file. `extra`: additional sbatch options, such as `--partition=gpu`. Raises UsageError."""
     options = [
         f"--job-name={job.name}",
         f"--nodes={job.nodes}",
@@ -64,26 +63,26 @@ def batch_file(job: Job, *, time_limit: str | None, warn_s: int, extra: Sequence
     for option in (*options, *extra):
         if not option.startswith("--") or any(character in option for character in "\n\r"):
             raise UsageError(
-                f"--sbatch {option!r}: an option of sbatch as it takes it, such as --partition=gpu"
+                f"--sbatch {option!r}: must be a single sbatch option that begins with --, such as --partition=gpu"
             )
     return _SCRIPT.format(
         options="\n".join(f"#SBATCH {option}" for option in (*options, *extra)),
         mark=MARK,
         folder=shlex.quote(str(job.folder)),
         warn_s=warn_s,
-        # Inside a trap's single quotes.
+        # This ends up inside the single quotes of the trap.
         stop=shlex.join([*job.stop, "--log-path", job.log_path]).replace("'", "'\\''"),
         run=shlex.join([*job.run, *job.words]),
     )
 
 
 def submit(path: Path) -> str:
-    """Hand the file to sbatch; gives what it answered. Raises UsageError (no sbatch here), ProgramFailed (it refuses)."""
+    """Submit the file with sbatch and return its output. Raises UsageError (no sbatch here), ProgramFailed (sbatch failed)."""
     try:
         done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise UsageError(
-            f"launch slurm: no sbatch on this machine; {path} is written, submit it where Slurm is"
+            f"launch slurm: no sbatch on this machine; wrote {path}, submit it on a machine with Slurm"
         ) from None
     if done.returncode != 0:
         raise ProgramFailed(f"sbatch {path}: {done.stderr.strip() or f'exit code {done.returncode}'}")

@@ -1,7 +1,7 @@
-"""`fsbarrier launch ssh`: the nodes of a run on other machines, through the system's own ssh.
+"""`fsbarrier launch ssh`: runs the nodes on other machines, through the system's ssh.
 
-Every node's output comes back into a file here, node 0's also onto the terminal. Ctrl-C ends all nodes, and so does the end of this
-process or of a connection: on each machine a short shell script ends the node when its input ends.
+Each node's output is stored in a local file; node 0's output also goes to the terminal. Ctrl-C stops all nodes. A node also stops when this
+process ends or its connection breaks: on each machine a short shell script stops the node on EOF of its standard input.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from fsbarrier.supervision.supervisor import Child
 
 Say = Callable[[str], None]
-#: ssh's own exit code where there is no connection.
+#: ssh's exit code for a failed connection
 NO_CONNECTION = 255
-#: The first line of a node's output: it tells a connection that was lost from one that never came about.
+#: The first line of a node's output. It distinguishes a lost connection from one that was never established.
 CONNECTED = "fsbarrier: connected"
-#: Seconds between two looks at the nodes.
+#: polling interval
 LOOK_S = 0.25
-#: No prompt can be answered here. A machine that does not answer for a minute has failed.
+#: Disable prompts, which nobody could answer; give up on a machine after a minute without an answer.
 OPTIONS = ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=15", "ServerAliveCountMax=4")
-# On each machine: the node in a process group of its own, ended when our side of the connection ends.
+# Runs on each machine: starts the node in its own process group and stops it on EOF.
 _ON_EACH_MACHINE = f"""
 echo "{CONNECTED}"
 cd -- "$1" || exit 2
@@ -54,41 +54,41 @@ exit "$code"
 
 
 def read_hosts(text: str | None, file: Path | None) -> tuple[str, ...]:
-    """The machines, node 0's first: `a,b,user@c`, or a file with one a line. Raises UsageError."""
+    """Parse `a,b,user@c`, or a file with one host per line; node 0 comes first. Raises UsageError."""
     if (text is None) == (file is None):
         raise UsageError("launch ssh: give --hosts a,b,c or --hosts-file FILE")
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--hosts-file {file}: cannot be read: {error}") from None
+            raise UsageError(f"--hosts-file {file}: cannot read the file: {error}") from None
         hosts = [line.partition("#")[0].strip() for line in lines]
     else:
         hosts = [host.strip() for host in (text or "").split(",")]
     hosts = [host for host in hosts if host]
     for host in hosts:
-        # A host's name reaches a shell if the user's ssh configuration says so (ProxyCommand, Match exec).
+        # The user's ssh configuration may pass a host name to a shell (ProxyCommand, Match exec).
         if not re.fullmatch(r"[A-Za-z0-9_\[][A-Za-z0-9_.:%@/+\[\]-]*", host) or "@-" in host:
-            raise UsageError(f"--hosts: {host!r} is not a host; one is HOST or USER@HOST")
+            raise UsageError(f"--hosts: {host!r} is not a valid host; use HOST or USER@HOST")
     if not hosts:
-        raise UsageError("launch ssh: no hosts are named")
+        raise UsageError("launch ssh: the list of hosts is empty; name at least one")
     return tuple(hosts)
 
 
 def commands(job: Job, hosts: Sequence[str], ssh: Sequence[str]) -> list[list[str]]:
-    """What starts each node, by rank."""
+    """The ssh command of each node, by rank."""
     options = [word for option in OPTIONS for word in ("-o", option)]
     found = []
     for rank, host in enumerate(hosts):
         node = ["env", f"NODE_RANK={rank}", f"NNODES={len(hosts)}", *job.run, *job.words]
-        # ssh gives the other machine's shell one text. It is made of quoted words only.
+        # ssh passes a single string to the remote shell, so every word is quoted.
         script = shlex.join(["sh", "-c", _ON_EACH_MACHINE, "fsbarrier-node", str(job.folder), *node])
         found.append([*ssh, *options, host, script])
     return found
 
 
 def run_all(job: Job, hosts: Sequence[str], ssh: Sequence[str], logs: Path, say: Say) -> int:
-    """Start all nodes and stay until they have ended; one exit code for all. Raises UsageError, StoreError."""
+    """Start all nodes and wait for them; returns one exit code for all. Raises UsageError, StoreError."""
     from fsbarrier.supervision.supervisor import Child
 
     children: dict[int, Child] = {}
@@ -99,11 +99,13 @@ def run_all(job: Job, hosts: Sequence[str], ssh: Sequence[str], logs: Path, say:
                 children[rank] = Child.start(
                     argv, log_file=logs / f"node_{rank}.log", name=f"node {rank} on {hosts[rank]}"
                 )
-            say(f"{counted(len(children), 'node')} on {', '.join(hosts)}, output in {logs}; Ctrl-C ends them")
+            say(
+                f"started {counted(len(children), 'node')} on {', '.join(hosts)}, output in {logs}; Ctrl-C stops them"
+            )
             codes = _follow(children, hosts, logs / "node_0.log", say)
         except Interrupted as stopped:
             stop_all(children)
-            say("everything that was started has ended; the same command goes on from where it was")
+            say("all nodes have stopped; run the same command again to resume")
             return 128 + stopped.number
         except BaseException:
             stop_all(children)
@@ -112,9 +114,9 @@ def run_all(job: Job, hosts: Sequence[str], ssh: Sequence[str], logs: Path, say:
 
 
 def _follow(children: Mapping[int, Child], hosts: Sequence[str], shown: Path, say: Say) -> dict[int, int]:
-    """Show node 0's output until all nodes have ended; gives the exit codes of those that ended by themselves.
+    """Show node 0's output until all nodes have ended. Returns the exit codes of the nodes that ended by themselves.
 
-    A node that could not begin ends the others, which would wait for it. One that fails later does not: they know how to go on.
+    If a node fails to start, the others are stopped, because they would wait for it. After a later failure they continue.
     """
     codes: dict[int, int] = {}
     pause = threading.Event()
@@ -138,10 +140,10 @@ def _follow(children: Mapping[int, Child], hosts: Sequence[str], shown: Path, sa
             for line in lines:
                 if connected:
                     print(fit_for_terminal(line), flush=True)
-                # The lines before this one are about the connection and the command, and no output of the node.
+                # Lines before this one come from ssh or the shell, not from the node.
                 connected = connected or line == CONNECTED
     return codes
 
 
 def _reason(code: int) -> str:
-    return "ssh has no connection" if code == NO_CONNECTION else f"ended with {code}"
+    return "ssh could not connect" if code == NO_CONNECTION else f"ended with exit code {code}"

@@ -1,8 +1,8 @@
-"""How long a barrier takes here: the program `ping` on N real daemons, `fsbarrier.join` in N scripts, and a bare loop of scans.
+"""Measures barrier latency: the program `ping` on N daemons, `fsbarrier.join` in N scripts, and a bare scan loop as the baseline.
 
-The time of a barrier is from the last arrival to the last release, on the one monotonic clock of this host. The bare loop has no
-records, no membership and no heartbeats: each process creates a file for each round and scans the folder until
-all are there. `python -m fsbarrier.maintenance.benchmark bare|group FOLDER RANK N ROUNDS` is one process of those two.
+The latency of a barrier is the time from the last arrival to the last release, on this host's monotonic clock. In the bare loop each
+process creates a file per round and scans the folder until all files exist, without records, membership or heartbeats.
+`python -m fsbarrier.maintenance.benchmark bare|group FOLDER RANK N ROUNDS` runs one process of the latter two.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fsbarrier import files
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.retry import Backoff
 
-#: This interpreter, as carefully started as this process was.
+#: This interpreter, with the same -P option.
 PYTHON = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
-#: Of the bare loop, between two scans.
+#: polling interval of the bare loop
 PAUSES = Backoff(0.0001, 0.001)
-#: What starting the Python processes may take, in seconds, and what one round of all of them.
+#: Time limits in seconds: starting the Python processes, and one round of all of them.
 START_S = 60.0
 ROUND_S = 10.0
 
@@ -46,20 +46,20 @@ class Latency:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Latency:
-        """The figures of several barriers. Raises ProgramFailed for none."""
+        """Statistics of several barriers. Raises ProgramFailed if there are none."""
         if not seconds:
-            raise ProgramFailed("bench: no barrier was measured")
+            raise ProgramFailed("bench: no barriers were measured")
         ordered = sorted(seconds)
         return cls(
             len(ordered), statistics.median(ordered), ordered[int(0.99 * (len(ordered) - 1))], ordered[-1]
         )
 
 
-# --- ours ---------------------------------------------------------------------------------------------------------------
+# --- daemons ------------------------------------------------------------------------------------------------------------
 
 
 def ping(folder: Path, nodes: int, iterations: int) -> Latency:
-    """Run `ping` for some iterations in `folder`, which must be new. Raises what a run raises, ProgramFailed."""
+    """Run `ping` in `folder`, which must be new. Raises the errors of a run, and ProgramFailed."""
     deadline_s = START_S + nodes + iterations * 14 * ROUND_S
     what = f"--nodes {nodes} --program ping --iterations {iterations} --log-path".split()
     command = [*PYTHON, "-m", "fsbarrier", "launch", "local", *what, str(folder)]
@@ -75,7 +75,7 @@ def ping(folder: Path, nodes: int, iterations: int) -> Latency:
 
 
 def barrier_times(log_path: Path) -> list[float]:
-    """The time of each barrier that a run passed, but for the first iteration's: there the nodes still start."""
+    """The latency of each barrier of a run, except those of the first iteration, when the nodes are still starting."""
     from fsbarrier.rundir.journal import JournalReader, journal_files
     from fsbarrier.view.timings import read_spans, row_times
 
@@ -87,14 +87,13 @@ def barrier_times(log_path: Path) -> list[float]:
 
 
 def scripts(kind: str, folder: Path, nodes: int, rounds: int) -> Latency:
-    """Barriers of N processes of their own. `kind`: "group", members of a `fsbarrier.join`; "bare", which only create files and
-    scan directories. Raises ProgramFailed."""
+    """Measure N separate processes. `kind`: "group" for members of a `fsbarrier.join`, "bare" for the scan loop. Raises ProgramFailed."""
     files.make_dirs(folder)
     return barriers_of([*PYTHON, "-m", "fsbarrier.maintenance.benchmark"], kind, folder, nodes, rounds)
 
 
 def barriers_of(command: Sequence[str], kind: str, folder: Path, nodes: int, rounds: int) -> Latency:
-    """The same of N processes of `command`, to which kind, folder, rank, N and rounds are added. Raises ProgramFailed."""
+    """Measure N processes of `command`, which gets kind, folder, rank, N and rounds as arguments. Raises ProgramFailed."""
     processes = [
         subprocess.Popen(
             [*command, kind, str(folder), str(rank), str(nodes), str(rounds)],
@@ -121,14 +120,14 @@ def barriers_of(command: Sequence[str], kind: str, folder: Path, nodes: int, rou
 
 
 def latency(times: Sequence[Sequence[Passage]]) -> Latency:
-    """The figures of barriers, from each process's passage of each. Raises ProgramFailed for none."""
-    # As with ping, the first one does not count: there the processes still start.
+    """Statistics from each process's passages. Raises ProgramFailed if there are none."""
+    # As with ping, skip the first barrier, when the processes are still starting.
     counted = list(zip(*times, strict=True))[1:]
     return Latency.of([max(left for _, left in one) - max(arrived for arrived, _ in one) for one in counted])
 
 
 def passages(barrier: Callable[[int], object], rounds: int) -> list[Passage]:
-    """Pass `rounds` barriers, one after the other."""
+    """Pass `rounds` barriers."""
     times = []
     for number in range(rounds):
         arrived = time.monotonic()
@@ -147,7 +146,7 @@ def bare_process(folder: Path, rank: int, nodes: int, rounds: int) -> list[Passa
         os.close(files.open_new(place / f"node-{rank:04d}"))
         while len(os.listdir(place)) < nodes:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"round {number}: the others did not come")
+                raise TimeoutError(f"round {number}: the other processes did not arrive")
             idle.wait(next(pauses))
 
     return passages(barrier, rounds)

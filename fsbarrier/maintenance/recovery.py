@@ -1,7 +1,7 @@
-"""After a disaster: what each rank left of an iteration, and how to make the directory fit to go on.
+"""Inspects the files of an iteration after a disaster and repairs the run directory.
 
-Nothing is deleted: what cannot be used is moved to <log-path>/quarantine/. The normal command needs no recovery in order to go
-on; this is for people who want to see, to merge by hand, or to get foreign and damaged files out of the way.
+Deletes nothing: unusable files are moved to <log-path>/quarantine/. A normal start does not need this; it is for users who want to inspect
+files, merge by hand, or move foreign and damaged files out of the way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsbarrier.rundir.names import FACT, GENERATION_FOLDER, PHASE_FOLDER, SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
 
-#: What `fsbarrier recover` calls a state that `fsbarrier aggregate` calls otherwise.
+#: The states that `fsbarrier recover` and `fsbarrier aggregate` name differently.
 _SHOWN = {
     FileState.FINISHED: "complete",
     FileState.GROWING: "partial",
@@ -34,38 +34,38 @@ _SHOWN = {
 
 
 def shown_state(item: FoundFile) -> str:
-    """A file's state as `fsbarrier recover` shows it."""
+    """The name of a file's state in the output of `fsbarrier recover`."""
     return _SHOWN.get(item.state, item.state.value)
 
 
 def inspect(log_path: Path, iteration: int) -> list[FoundFile]:
-    """What is there of `iteration`, in the order in which a merge takes from it. Raises UsageError where there is no run."""
+    """The files of `iteration`, in merge order. Raises UsageError if there is no run."""
     run_id = runrecord.load(log_path).run_id
     found: list[FoundFile] = []
     for split in SPLITS:
         merged = RunPaths(log_path).merged(split, iteration)
         found += [_described(item) for item in rankfiles.find(log_path, split, iteration)]
-        # What was being written to the merged file, or to a rank's. What follows the number tells iteration 1 from 12.
+        # Temporary files of the merged file or of a rank's file. The suffix after the number distinguishes iteration 1 from 12.
         unfinished = (f".{merged.name}.", f".{merged.name}_rank_")
         for path in sorted(merged.parent.iterdir()) if merged.parent.is_dir() else ():
             name = parse_trajectories(path.name)
             if name is not None and name.rank is None and (name.split, name.iteration) == (split, iteration):
                 found.append(_merged(path, split, run_id))
             elif path.name.startswith(unfinished):
-                note = "left by a program that was killed"
+                note = "temporary file of a killed program"
                 found.append(FoundFile(path, split, None, FileState.TEMPORARY, note))
     return found
 
 
 def _described(item: FoundFile) -> FoundFile:
-    """A rank's file with a note on what of it is lost."""
+    """A rank's file, with a note about lost data."""
     scan = item.scan
     if scan is None or item.state is FileState.OTHER_RUN:
-        # Another run's groups do not count here.
+        # Do not count the groups of another run.
         return replace(item, scan=None)
     if not scan.header and scan.torn_bytes:
-        return replace(item, state=FileState.UNREADABLE, note="nothing in it can be read", scan=None)
-    dropped = f"{scan.torn_bytes} bytes at its end are dropped" if scan.torn_bytes else ""
+        return replace(item, state=FileState.UNREADABLE, note="completely unreadable", scan=None)
+    dropped = f"the last {scan.torn_bytes} bytes are torn and were dropped" if scan.torn_bytes else ""
     return replace(item, note="; ".join(filter(None, (item.note, dropped))))
 
 
@@ -77,9 +77,9 @@ def _merged(path: Path, split: str, run_id: str) -> FoundFile:
         return FoundFile(path, split, None, FileState.DAMAGED, note)
     absent = tuple(scan.header.get("missing") or ())
     if scan.header.get("run_id", run_id) != run_id:
-        state, note = FileState.OTHER_RUN, f"made by run {scan.header['run_id']}"
+        state, note = FileState.OTHER_RUN, f"belongs to run {scan.header['run_id']}"
     elif scan.damaged or scan.torn_bytes or not scan.finished:
-        state, note = FileState.DAMAGED, "; ".join(scan.damaged) or "cut off"
+        state, note = FileState.DAMAGED, "; ".join(scan.damaged) or "truncated"
     elif absent:
         state, note = FileState.INCOMPLETE, f"merged without {len(absent)} tasks"
     else:
@@ -88,7 +88,7 @@ def _merged(path: Path, split: str, run_id: str) -> FoundFile:
 
 
 def gone(log_path: Path, split: str, iteration: int, found: Iterable[FoundFile]) -> list[Path]:
-    """The merged files of a split that the run's own decisions name and that are not there, or not whole."""
+    """The merged files of a split that the run's decisions refer to but that are missing or damaged."""
     paths = RunPaths(log_path)
     whole = {item.path.name for item in found if item.node_rank is None and not item.state.in_the_way}
     ours = {name for name in _decided(paths, iteration) if name.startswith(f"{split}_")}
@@ -96,13 +96,13 @@ def gone(log_path: Path, split: str, iteration: int, found: Iterable[FoundFile])
 
 
 def _decided(paths: RunPaths, iteration: int) -> Iterator[str]:
-    """The names of the merged files that the run's decisions about an iteration name.
+    """The names of the merged files that the run's decisions about an iteration refer to.
 
-    The facts of old iterations are removed, so the journals are asked too. The facts outlive a loss of power, and the journals may not.
+    Reads both facts and journals: facts of old iterations are removed, and journals may not survive a power loss.
     """
     events = [event for event in read_events(paths.root) if event.iteration == iteration]
     values: list[object] = [event.fields for event in events if event.name in ("rolled_out", "evaluated")]
-    # Journals of earlier versions have it there.
+    # Earlier versions stored it in this event.
     values += [event.fields.get("value") for event in events if event.name == "decision"]
     values += [fact.value for fact in _facts(paths, iteration)]
     for value in values:
@@ -112,7 +112,7 @@ def _decided(paths: RunPaths, iteration: int) -> Iterator[str]:
 
 
 def _facts(paths: RunPaths, iteration: int) -> Iterator[Fact]:
-    """What is left of the facts about an iteration."""
+    """The remaining facts about an iteration."""
     store = LenientStore()
     for generation in sorted(GENERATION_FOLDER.parse_all(store.names(paths.coordination))):
         for row in PHASE_FOLDER.parse_all(sorted(store.names(paths.facts_of(generation)))):
@@ -126,7 +126,7 @@ def _facts(paths: RunPaths, iteration: int) -> Iterator[Fact]:
 
 
 def restore(merged: Path, names: Iterable[Path]) -> list[Path]:
-    """Give a merged file the names that decisions know it by, so that the run goes on from it. Raises OSError."""
+    """Link a merged file to the names that decisions refer to, so that the run can continue from it. Raises OSError."""
     chosen = [name for name in names if not name.exists()]
     for name in chosen:
         files.link_or_copy(merged, name)
@@ -134,7 +134,7 @@ def restore(merged: Path, names: Iterable[Path]) -> list[Path]:
 
 
 def quarantine(log_path: Path, items: Iterable[FoundFile]) -> Path | None:
-    """Move files out of the way, with their other names, keeping the names; gives the folder. Raises OSError, UsageError."""
+    """Move files, including their hard links, to a new folder and return it. Keeps the names. Raises OSError, UsageError."""
     chosen = [name for item in items for name in _all_names(item.path)]
     if not chosen:
         return None
@@ -144,7 +144,7 @@ def quarantine(log_path: Path, items: Iterable[FoundFile]) -> Path | None:
         for path in dict.fromkeys(chosen):
             target = folder / path.name
             if os.path.lexists(target):
-                raise UsageError(f"{target} is there already; nothing was moved over it")
+                raise UsageError(f"{target} already exists; not overwriting it. Move it away and try again")
             with reading.folder_below(log_path, path.parent) as here:
                 os.rename(path.name, path.name, src_dir_fd=here, dst_dir_fd=to)
             files.fsync_dir(path.parent)
@@ -153,6 +153,6 @@ def quarantine(log_path: Path, items: Iterable[FoundFile]) -> Path | None:
 
 
 def _all_names(path: Path) -> list[Path]:
-    """A file's names in its folder: a finished part has that of the rank's checkpoint too."""
+    """All hard links to a file in its folder: a finished part is also linked as the rank's checkpoint."""
     inode = path.lstat().st_ino
     return [other for other in sorted(path.parent.iterdir()) if other.lstat().st_ino == inode]

@@ -1,7 +1,7 @@
-"""Where the newest generation, or what it decided, cannot be read: lets the run go on all the same, because a person asks for it.
+"""Lets a run continue although its newest generation, or the decisions of that generation, are unreadable. Only at a user's request.
 
-Nodes never do this by themselves, for to them an unreadable record is never an absent one. What is damaged stays where it is. A new
-generation is recorded behind it, which has ended already and says where the run goes on: the next session starts from there.
+Nodes never do this themselves, because an unreadable record must not be treated as an absent one. The damaged record stays in place. This
+module adds a newer generation that has already ended and that names the point at which the next session resumes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from fsbarrier.rundir.runrecord import RunRecord
 
 @dataclass(frozen=True, slots=True)
 class Superseding:
-    """The generation that lets a run go on, and `because`: what cannot be read, and why."""
+    """The new generation, and in `because` the unreadable file and the reason."""
 
     because: str
     generation: Generation
 
     @property
     def policy(self) -> str:
-        """The policy with which it goes on."""
+        """The policy with which the run continues."""
         published: Payload = self.generation.decisions.get("weights_publish", {})
         return Path(published["value"]["folder"]).name if published else "the run's first model"
 
@@ -48,9 +48,9 @@ class Superseding:
 
 
 def needed(record: RunRecord, iteration: int) -> Superseding | None:
-    """What would let the run go on at `iteration` with the policy that model.pt names; None where nodes can read all that they need.
+    """The generation with which the run can continue at `iteration` from the policy in model.pt; None if nothing is unreadable.
 
-    Raises OSError, ProgramFailed (that policy is not complete).
+    Raises OSError, ProgramFailed (that policy is incomplete).
     """
     store, paths = PosixStore(), record.paths
     numbers = GENERATION.parse_all(store.names(paths.generations))
@@ -63,10 +63,10 @@ def needed(record: RunRecord, iteration: int) -> Superseding | None:
     because = _unreadable(observer, LastGeneration(observer), max(numbers), rules)
     if not because:
         return None
-    # Of each rank its last start, by the names alone: that is what the next session's are newer than.
+    # Each rank's last start, taken from the file names. The next session uses higher incarnations.
     starts = {start.rank: start.incarnation for start in sorted(START.parse_all(store.names(paths.joins)))}
     members = tuple(Member(rank, incarnation) for rank, incarnation in starts.items())
-    why = f"recovered by {user_at_host()}: the run goes on at iteration {iteration}"
+    why = f"recovered by {user_at_host()}: the run continues at iteration {iteration}"
     generation = Generation(
         number=max(numbers) + 1,
         members=members,
@@ -81,15 +81,17 @@ def needed(record: RunRecord, iteration: int) -> Superseding | None:
 
 
 def record_generation(record: RunRecord, superseding: Superseding) -> None:
-    """Record it. Raises OSError, UsageError where somebody else was first."""
+    """Write the record. Raises OSError, and UsageError if the file exists by now."""
     generation = superseding.generation
     path = record.paths.generation(generation.number)
     if not PosixStore().create(path, generation):
-        raise UsageError(f"{path} was made meanwhile: is the run at work?")
+        raise UsageError(
+            f"{path} was created in the meantime; check with `fsbarrier status` whether the run is active"
+        )
 
 
 def _unreadable(observer: Observer, last: LastGeneration, newest: int, rules: Rules) -> str:
-    """What of the newest generation nodes need and cannot read; "" where they can."""
+    """The unreadable record of the newest generation that nodes need; "" if all are readable."""
     if observer.newest is None or observer.newest.number < newest:
         path = observer.paths.generation(newest)
         return f"{path}: {observer.store.fault(path, Generation).why}"
@@ -103,7 +105,7 @@ def _unreadable(observer: Observer, last: LastGeneration, newest: int, rules: Ru
 
 
 def _served(log_path: Path, iteration: int) -> dict[str, Payload]:
-    """The decision that published what model.pt names now; none before the first."""
+    """The decision that published the current model.pt; {} before the first publication."""
     made = checkpoints.served_policy(log_path)
     if made is None:
         return {}
@@ -114,9 +116,9 @@ def _served(log_path: Path, iteration: int) -> dict[str, Payload]:
 
 
 def _needed_beside(log_path: Path, folder: str) -> NeededVersions:
-    """The older versions that the publication of `folder` named, as the journal has it: the best one and the reference policy.
+    """The best version and the reference policy that the journal records for the publication of `folder`.
 
-    Without them clean-up would remove the best version, and a reference policy that had moved would be the run's first model again.
+    Without them, clean-up would remove the best version, and a reference policy that had moved would revert to the initial model.
     """
     lines = (event.fields for event in read_events(log_path) if event.name == "weights_published")
     published = [line for line in lines if Path(str(line.get("folder"))).name == folder]

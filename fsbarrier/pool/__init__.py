@@ -1,1 +1,1 @@
-"""Jobs on a pool of nodes that share a directory: submitted, queued, run, stopped, through that directory alone."""
+"""A job queue for a pool of nodes. All communication goes through a shared directory."""

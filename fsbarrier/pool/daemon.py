@@ -1,7 +1,7 @@
-"""`fsbarrier daemon`: one node of a pool. It runs one node rank of one job at a time, and takes its turn at deciding what comes next.
+"""`fsbarrier daemon`: one node of a pool. It runs one node rank of one job at a time and takes part in scheduling.
 
-One thread: look, beat, decide, serve. If the shared directory hangs, the heartbeat stops with it, and the others go on without this node.
-Every daemon may decide; so that they do not race, only the lowest living number does.
+A single thread beats, reads the directory, decides and runs jobs. If the shared directory hangs, the heartbeat stops too, and the other
+nodes continue without this one. Any daemon may schedule; to avoid races, only the living node with the lowest number does.
 """
 
 from __future__ import annotations
@@ -31,32 +31,34 @@ from fsbarrier.start import ranks
 from fsbarrier.supervision.supervisor import Child, StartFailed, own_program, with_this_package
 
 Say = Callable[[str], None]
-# Between two looks at the pool, at most.
+# Maximum polling interval of the pool directory.
 LOOK_S = 0.5
-# A run's daemon needs a second or two to end its own programs.
+# A run's daemon needs a second or two to stop its own programs.
 GRACE_S = 10.0
 
 
 def serve(root: Path, dead_s: float, shared_group: bool, say: Say) -> int:
-    """Be a node of the pool at `root` until a signal ends it; gives the exit code. Raises UsageError, StoreError, Fenced."""
+    """Serve the pool at `root` until a signal arrives; returns the exit code. Raises UsageError, StoreError, Fenced."""
     pool = PoolDirectory(root)
     pool.make(shared_group=shared_group)
-    # From here on a signal waits for no lock: what was taken is given back on the way out.
+    # From here on a signal raises Interrupted, and the context managers release whatever was acquired.
     with ending_signals():
         try:
             with _membership(pool, dead_s) as (start, lock):
                 lock.note_start(start.incarnation)
-                say(f"node {start.rank} of the pool {root}; Ctrl-C ends it and what it runs")
+                say(
+                    f"joined the pool {root} as node {start.rank}; Ctrl-C leaves it and stops the current job's node"
+                )
                 _Node(pool, start, dead_s, say).run()
         except Interrupted as stopped:
-            say("this node has left the pool, and what it ran has ended; another node takes its place")
+            say("left the pool and stopped its programs; another node takes over")
             return 128 + stopped.number
     return 0
 
 
 @contextmanager
 def _membership(pool: PoolDirectory, dead_s: float) -> Iterator[tuple[StartName, RankLock]]:
-    """A number in the pool of which this process is the only daemon: the one that this host had, or a new one."""
+    """Acquire a node number that no other daemon holds: the one this host had before, or a new one."""
     store = PosixStore()
     store.make_dir(pool.paths.joins)
     store.make_dir(pool.paths.beats)
@@ -87,7 +89,7 @@ class _Node:
     _serves: Placement | None = None
 
     def run(self) -> None:
-        """Look, beat, decide and serve until an exception ends it. What this node runs ends with it."""
+        """The main loop, until an exception ends it. Stops the child on the way out."""
         reader = HeartbeatReader(PosixStore(), self.pool.paths.beats)
         pause, look_s = threading.Event(), min(LOOK_S, self.dead_s / 10)
         try:
@@ -111,7 +113,7 @@ class _Node:
         PosixStore().put(self.pool.paths.beat(*here), beat)
 
     def _look_at_others(self, reader: HeartbeatReader) -> tuple[set[int], set[int]]:
-        """The nodes that were heard, this one among them, and those that are gone for sure. Raises Fenced."""
+        """The nodes known to be alive, including this one, and those known to be dead. Raises Fenced."""
         before = time.monotonic()
         beats = {start: beat for start, beat in reader.read() if beat is not None}
         now = time.monotonic()
@@ -133,7 +135,7 @@ class _Node:
         return living, dead
 
     def _decide(self, facts: Facts, living: set[int], dead: set[int]) -> None:
-        # Whether a run has begun is asked only where one of its nodes has failed.
+        # Only a job with a failed node needs the check whether its run has begun.
         failed = {one.job for one, code in facts.ended.items() if code and facts.over(one.job) is None}
         begun = {job for job in failed if _has_begun(facts.jobs[job])}
         decision = next_decision(facts, living, dead, begun)
@@ -146,7 +148,7 @@ class _Node:
             self.say(f"job {decision.job}: {what}{f' ({decision.reason})' if decision.reason else ''}")
 
     def _serve(self, facts: Facts) -> None:
-        """Run what the decisions ask of this node now, and nothing else."""
+        """Start or stop the child according to the decisions."""
         wanted = next((one for one in facts.open_placements() if one.node == self.me.rank), None)
         if wanted is not None and wanted.job in facts.stops:
             self._report(wanted, self._end_child() or STOPPED)
@@ -159,7 +161,7 @@ class _Node:
             self._report(self._serves, code)
 
     def _start(self, one: Placement, job: Job) -> None:
-        self.say(f"job {one.job} ({job.name}): this is its node {one.rank}")
+        self.say(f"job {one.job} ({job.name}): starting node {one.rank}")
         if one.rank == 0:
             words = ["--master", "--num-nodes", str(job.nodes), "--log-path", job.log_path, *job.words]
         else:
@@ -179,12 +181,12 @@ class _Node:
             self._report(one, error.returncode)
 
     def _report(self, one: Placement, code: int) -> None:
-        self.say(f"job {one.job}: its node {one.rank} ended with {code}")
+        self.say(f"job {one.job}: node {one.rank} ended with exit code {code}")
         self.pool.report(one, code)
         self._child = self._serves = None
 
     def _end_child(self) -> int | None:
-        """End what this node runs; gives its exit code, None where it ran nothing."""
+        """Stop the child and return its exit code; None if there is no child."""
         child, self._child, self._serves = self._child, None, None
         return child.stop(min(GRACE_S, self.dead_s / 2)) if child is not None else None
 

@@ -1,13 +1,13 @@
-"""A pool's directory: every record in it is created once and never replaced, save for the nodes' heartbeats.
+"""The pool's directory. Records are created exclusively and never replaced, except for the nodes' heartbeats.
 
 ```
 jobs/job-000001.json                           a job, created exclusively by `fsbarrier submit`
-decisions/000001.json                          the log of decisions (fsbarrier/pool/facts.py)
+decisions/000001.json                          the decision log (fsbarrier/pool/facts.py)
 stops/job-000001.json                          a request to stop a job
-ended/job-000001.rank-0002.by-000003.json      how the `fsbarrier run` ended that decision 3 asked for
+ended/job-000001.rank-0002.by-000003.json      exit code of the `fsbarrier run` that decision 3 started
 coordination/joins, coordination/beats         the pool's nodes, as in a run
-logs/job-000001/node_2.log                     what `fsbarrier run` of that node rank printed
-runs/job-000001                                the run itself, where the job names no --log-path
+logs/job-000001/node_2.log                     output of `fsbarrier run` for that node rank
+runs/job-000001                                the run directory, unless the job sets --log-path
 ```
 """
 
@@ -43,7 +43,7 @@ T = TypeVar("T", Job, Decision, Ended)
 
 @dataclass
 class PoolDirectory:
-    """Reads and writes the records; each is read once. Everything may raise OSError; what cannot be read raises StoreError."""
+    """Reads and writes the records, and caches them. All methods may raise OSError; an unreadable record raises StoreError."""
 
     root: Path
     _jobs: dict[int, Job] = field(default_factory=dict)
@@ -55,17 +55,19 @@ class PoolDirectory:
         return RunPaths(self.root)
 
     def make(self, *, shared_group: bool) -> None:
-        """Make the directory. Raises UsageError where others than those who are meant could submit jobs."""
+        """Create the directory. Raises UsageError if its permissions would let other users submit jobs."""
         files.set_shared_group(shared_group)
         try:
             for name in FOLDERS:
                 files.make_dirs(self.root / name)
         except OSError as error:
-            raise UsageError(f"{self.root}: cannot be made: {error.strerror or error}") from None
+            raise UsageError(
+                f"{self.root}: cannot create the pool directory: {error.strerror or error}"
+            ) from None
         check_private(self.root, shared_group=shared_group)
 
     def read(self) -> Facts:
-        """What lies there now."""
+        """The current contents of the directory."""
         return Facts(*retry(self._read, errnos=FAILING))
 
     def _read(self) -> tuple[Any, ...]:
@@ -80,7 +82,7 @@ class PoolDirectory:
             if node is not None and (one := Placement(job, rank, node, by)) not in self._ended:
                 path = self.root / "ended" / ENDED.build(job, rank, by)
                 self._ended[one] = _record(path, Ended).exit_code
-        # Without a gap: a later decision was made by somebody who knew those before it.
+        # Use decisions up to the first gap only: a later one depends on all before it.
         known: dict[int, Decision] = {}
         while len(known) + 1 in self._decisions:
             known[len(known) + 1] = self._decisions[len(known) + 1]
@@ -98,20 +100,20 @@ class PoolDirectory:
         return PosixStore().names(self.root / folder)
 
     def living(self) -> list[int]:
-        """The nodes that are seen to beat; takes `WATCH_S` where one is silent."""
+        """The nodes whose heartbeat advances. Takes `WATCH_S` if one is silent."""
         return [beat.rank for beat in live_nodes(self.root, WATCH_S)]
 
     # --- writing ---
 
     def submit(self, job: Job) -> int:
-        """Put a job into the queue; gives its number."""
+        """Queue a job and return its number."""
         number = max(JOB.parse_all(self._names("jobs")), default=0) + 1
         while not _create(self.root / "jobs" / JOB.build(number), asdict(job)):
             number += 1
         return number
 
     def decide(self, facts: Facts, decision: Decision) -> bool:
-        """Whether this became the next decision after those that `facts` has."""
+        """Try to append a decision to those in `facts`; False if another node was first."""
         return _create(self.root / "decisions" / DECISION.build(len(facts.decisions) + 1), asdict(decision))
 
     def stop(self, job: int, who: str) -> None:
@@ -125,10 +127,10 @@ class PoolDirectory:
         return self._logs(job) / LOG.build(rank)
 
     def logged(self, job: int) -> list[int]:
-        """The node ranks of a job that have printed something."""
+        """The node ranks of a job that have a log."""
         for folder in (self._logs(job).parent, self._logs(job)):
             if folder.is_symlink():
-                raise StoreError(f"{folder}: it is a link, and leads out of the pool")
+                raise StoreError(f"{folder}: is a symbolic link, which could lead out of the pool; remove it")
         return sorted(LOG.parse_all(PosixStore().names(self._logs(job))))
 
     def _logs(self, job: int) -> Path:
@@ -136,29 +138,31 @@ class PoolDirectory:
 
 
 def existing(root: Path) -> PoolDirectory:
-    """The pool at `root`. Raises UsageError where there is none, or not for this user."""
+    """The existing pool at `root`. Raises UsageError if there is none."""
     if not (root / "jobs").is_dir():
-        raise UsageError(f"{root}: no pool there (fsbarrier daemon {root} makes one)")
-    # Whoever may use the pool must be able to read what this process writes there.
+        raise UsageError(f"{root}: not a pool; create one with `fsbarrier daemon {root}`")
+    # Everyone who may use the pool must be able to read the records of this process.
     files.set_shared_group(bool((root / "jobs").stat().st_mode & stat.S_IWGRP))
     return PoolDirectory(root)
 
 
 def check_private(root: Path, *, shared_group: bool) -> None:
-    """Raises UsageError where somebody else may write: a job is a command that the pool's nodes run as this user."""
-    # The directory itself may be reached through a link of the user's own.
+    """Raises UsageError if other users may write there, because the pool's nodes run jobs as this user."""
+    # Only the pool directory itself may be a symbolic link.
     for folder, found in ((root, root.stat()), *((root / name, (root / name).lstat()) for name in FOLDERS)):
         others = stat.S_IWOTH if shared_group else stat.S_IWGRP | stat.S_IWOTH
         if not stat.S_ISDIR(found.st_mode):
-            raise UsageError(f"{folder}: it is a link, and leads out of the pool")
+            raise UsageError(f"{folder}: is a symbolic link, which could lead out of the pool; remove it")
         if found.st_mode & others:
             who = "everybody" if found.st_mode & stat.S_IWOTH else "its group"
             raise UsageError(
-                f"{folder}: {who} may write there, and could run anything as you; chmod go-w {folder}"
-                f"{', or give --shared-group if that is meant' if who == 'its group' else ''}"
+                f"{folder}: writable by {who}, who could run commands as you; run chmod go-w {folder}"
+                f"{', or use --shared-group to allow it' if who == 'its group' else ''}"
             )
         if found.st_uid not in (os.geteuid(), 0) and not shared_group:
-            raise UsageError(f"{folder}: belongs to another user, who could run anything as you")
+            raise UsageError(
+                f"{folder}: belongs to another user, who could run commands as you; use a directory of your own"
+            )
 
 
 def _create(path: Path, body: Mapping[str, object]) -> bool:
@@ -167,14 +171,16 @@ def _create(path: Path, body: Mapping[str, object]) -> bool:
 
 
 def _record(path: Path, cls: type[T]) -> T:
-    """Raises StoreError where the file holds no such record, OSError."""
+    """Read a record. Raises StoreError if it is malformed, OSError."""
     from pydantic import TypeAdapter, ValidationError
 
     try:
         data = retry(lambda: files.read_created(path), errnos=FAILING)
         found = TypeAdapter(dict[str, Any]).validate_json(data)
         if unknown := found.keys() - {one.name for one in fields(cls)}:
-            raise StoreError(f"{path}: not a record of this fsbarrier: it has {', '.join(sorted(unknown))}")
+            raise StoreError(
+                f"{path}: not a record of this version of fsbarrier: unknown fields {', '.join(sorted(unknown))}"
+            )
         return TypeAdapter(cls).validate_json(data, strict=True)
     except reading.NotPlain as error:
         raise StoreError(f"{path}: {error.strerror}") from None
@@ -182,5 +188,5 @@ def _record(path: Path, cls: type[T]) -> T:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise StoreError(
-            f"{path}: not a record of this fsbarrier: {where}{': ' if where else ''}{first['msg']}"
+            f"{path}: not a record of this version of fsbarrier: {where}{': ' if where else ''}{first['msg']}"
         ) from None

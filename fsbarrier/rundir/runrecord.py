@@ -333,7 +333,7 @@ def stated_changes(
         if own_set and own_set not in sets:
             there = f"its sets are {', '.join(sorted(sets))}" if sets else "it has none, only eval.*"
             raise UsageError(
-                f"{item.written(shown(value))}: this run has no set {own_set} ({there}), and sets cannot be added, for "
+                f"{item.written(shown(value))}: this run has no set {own_set} ({there}), and sets cannot be added, because "
                 f"{fixed_because(key)}; drop it or begin another run from this one's policy (init_from={_shown(record.log_path)})"
             )
         if own_set and key == f"{SETS}.{own_set}":
@@ -344,7 +344,7 @@ def stated_changes(
         elif kind is not EACH_START and value != recorded:
             raise UsageError(
                 f"{item.written(shown(value))} contradicts this run's record ({shown(recorded)}, from {record.origin}), "
-                f"and it cannot change, for {fixed_because(key)}; "
+                f"and it cannot change, because {fixed_because(key)}; "
                 f"drop {'the flag' if item.is_flag else 'it'} or use another --log-path"
             )
     return found

@@ -1,7 +1,7 @@
-"""A DeepSpeed configuration beside this run's settings: "auto" in it is filled in from them, and what contradicts them is refused.
+"""Merges the user's DeepSpeed configuration with the run's settings: fills in "auto" and rejects contradictions.
 
-Without DeepSpeed and without torch, so that node 0 can check it before anything starts. What DeepSpeed knows and nothing here is about
-is passed on as it is.
+Imports neither DeepSpeed nor torch, so that node 0 can check the file before anything starts. Entries that no setting concerns are passed
+on unchanged.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fsbarrier.settings.sections import Settings
 
 AUTO = "auto"
 ZERO = "zero_optimization"
-# The tables of the configuration whose entries are looked at one by one.
+# The tables of the configuration that are checked entry by entry.
 SECTIONS = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param", "optimizer", "bf16", "data_types")
-# How a minibatch is cut into micro-batches changes from step to step, and fsbarrier tells DeepSpeed which of them is the last.
+# The number of micro-batches changes from step to step; fsbarrier tells DeepSpeed which one is the last.
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# What would change the arithmetic, which process has what, or who steps, and is not known here. With the only value that it may have.
+# Features that change the arithmetic, the sharding or the optimizer step and that fsbarrier does not support, with the only value allowed.
 WITHOUT: Mapping[str, object] = {
     "fp16.enabled": False,
     "amp.enabled": False,
@@ -42,9 +42,9 @@ WITHOUT: Mapping[str, object] = {
     "sparse_attention": {},
     "pipeline": {},
     "expert_parallel": {},
-    # The learning rate is that of the settings before each step.
+    # fsbarrier sets the learning rate before each step.
     "scheduler": {},
-    # The optimizer is PyTorch's with either backend.
+    # Both backends use PyTorch's optimizer.
     "optimizer.type": "AdamW",
     "optimizer.params.adam_w_mode": True,
     "zero_force_ds_cpu_optimizer": False,
@@ -63,12 +63,12 @@ WITHOUT: Mapping[str, object] = {
 
 
 def read(path: str | None) -> dict[str, Any]:
-    """The file of `trainer.deepspeed`; without one nothing is said. Raises UsageError."""
+    """Reads the file named by `trainer.deepspeed`; {} without one. Raises UsageError."""
     return reading.json_object(Path(path), UsageError, called=f"trainer.deepspeed={path}") if path else {}
 
 
 def filled(given: Mapping[str, Any], settings: Settings, dtype: str) -> dict[str, Any]:
-    """What DeepSpeed gets, for a run that computes in `dtype`. Raises UsageError that names all contradictions."""
+    """The configuration for DeepSpeed, for a run that computes in `dtype`. Raises UsageError that lists all contradictions."""
     conflicts = list(_conflicts(given, settings, dtype))
     if conflicts:
         raise UsageError(
@@ -76,7 +76,7 @@ def filled(given: Mapping[str, Any], settings: Settings, dtype: str) -> dict[str
             '"auto" in the file'
         )
     offload, config = settings.trainer.offload, deepcopy(dict(given))
-    # "auto" that no setting is about is left to DeepSpeed's own default.
+    # Drop an "auto" that no setting concerns, so that DeepSpeed uses its default.
     _drop_auto(config)
     for section in ("optimizer", *BATCH_SIZES):
         config.pop(section, None)
@@ -90,31 +90,31 @@ def filled(given: Mapping[str, Any], settings: Settings, dtype: str) -> dict[str
             zero[name] = {**(zero.get(name) or {}), "device": "cpu"}
     if dtype == "bfloat16":
         config.setdefault("bf16", {})["enabled"] = True
-        # Gradients are added up in float32, as with the other backend.
+        # Accumulate gradients in float32, as the torch backend does.
         config["communication_data_type"] = "fp32"
         config.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
     return config
 
 
 def stage_of(given: Mapping[str, Any]) -> Any:
-    """Which of ZeRO's stages a file asks for; 3, which shards the policy too, where it leaves that open."""
+    """The ZeRO stage in the file; 3 by default, because only stage 3 shards the policy too."""
     found = _at(given, f"{ZERO}.stage")
     return 3 if found in (None, AUTO) else found
 
 
 def _conflicts(given: Mapping[str, Any], settings: Settings, dtype: str) -> Iterator[str]:
-    """Each with both values, in the file's words and in the setting's."""
+    """Yields one message per contradiction, with the value in the file and the one in the settings."""
     trainer, optimizer, stage = settings.trainer, settings.optimizer, stage_of(given)
     for path in SECTIONS:
         found = _at(given, path)
         if found not in (None, AUTO) and not isinstance(found, Mapping):
             yield f"{path}={_shown(found)}: must be an object"
     if stage not in (1, 2, 3):
-        yield f"{ZERO}.stage={_shown(stage)}: must be 1, 2 or 3 (without ZeRO there is trainer.backend=torch)"
+        yield f"{ZERO}.stage={_shown(stage)}: must be 1, 2 or 3 (to train without ZeRO, use trainer.backend=torch)"
     elif stage != 3 and trainer.shard == "all":
-        yield f"{ZERO}.stage={stage}, and trainer.shard=all, which is stage 3"
+        yield f"{ZERO}.stage={stage}, but trainer.shard=all requires stage 3"
     elif stage != 3 and trainer.offload == "all":
-        yield f"{ZERO}.stage={stage}, and trainer.offload=all, which takes stage 3"
+        yield f"{ZERO}.stage={stage}, but trainer.offload=all requires stage 3"
     offloaded = "none" if trainer.offload == "none" else "cpu"
     parameters = "cpu" if trainer.offload == "all" else "none"
     here = "" if trainer.dtype == dtype else f", which is {dtype} here"
@@ -128,7 +128,7 @@ def _conflicts(given: Mapping[str, Any], settings: Settings, dtype: str) -> Iter
             trainer.micro_batch,
             f"trainer.micro_batch={_shown(trainer.micro_batch)}",
         ),
-        ("gradient_accumulation_steps", None, "here it follows from the settings of micro-batches"),
+        ("gradient_accumulation_steps", None, "fsbarrier derives it from the micro-batch settings"),
         ("gradient_clipping", optimizer.grad_clip, f"optimizer.grad_clip={optimizer.grad_clip:g}"),
         ("optimizer.params.lr", optimizer.lr, f"optimizer.lr={optimizer.lr:g}"),
         ("optimizer.params.betas", list(optimizer.betas), f"optimizer.betas={_shown(optimizer.betas)}"),
@@ -139,20 +139,20 @@ def _conflicts(given: Mapping[str, Any], settings: Settings, dtype: str) -> Iter
         ),
         ("optimizer.params.eps", optimizer.eps, f"optimizer.eps={optimizer.eps:g}"),
         ("bf16.enabled", dtype == "bfloat16", f"trainer.dtype={trainer.dtype}{here}"),
-        ("communication_data_type", reduced or "fp32", "gradients are added up in float32 here"),
-        ("data_types.grad_accum_dtype", reduced or "fp32", "gradients are added up in float32 here"),
+        ("communication_data_type", reduced or "fp32", "fsbarrier accumulates gradients in float32"),
+        ("data_types.grad_accum_dtype", reduced or "fp32", "fsbarrier accumulates gradients in float32"),
     ):
         found = _at(given, path)
         if found not in (None, AUTO) and not _same(found, wanted):
-            yield f"{path}={_shown(found)}, and {setting}"
+            yield f"{path}={_shown(found)}, but {setting}"
     for path, neutral in WITHOUT.items():
         found = _at(given, path)
         if found not in (None, AUTO) and not _same(found, neutral):
-            yield f"{path}={_shown(found)}, and fsbarrier takes only {_shown(neutral)}"
+            yield f"{path}={_shown(found)}, but fsbarrier supports only {_shown(neutral)}"
 
 
 def _same(found: object, wanted: object) -> bool:
-    # To Python true is 1.
+    # In Python True == 1.
     return found == wanted and isinstance(found, bool) == isinstance(wanted, bool)
 
 

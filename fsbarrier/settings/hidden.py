@@ -1,4 +1,4 @@
-"""Settings as people and files may see them: what is marked secret, and passwords in addresses, are left out."""
+"""Redacts settings before they are displayed or written to files: values marked secret, and passwords in URLs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MARK = "secret"
 
 
 def shown(settings: Mapping[str, object]) -> dict[str, object]:
-    """The nested settings of `Settings.as_json`, fit to be shown."""
+    """The nested settings of `Settings.as_json`, redacted."""
     custom = settings.get("custom")
     marked = {name: HIDDEN for name in custom if name.startswith(MARK)} if isinstance(custom, Mapping) else {}
     safe = {name: _safe(value) for name, value in settings.items()}
@@ -22,7 +22,7 @@ def shown(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def shown_word(word: str) -> str:
-    """A setting as it is typed (`custom.secret.NAME=value`), fit to be shown."""
+    """A command-line setting (`custom.secret.NAME=value`), redacted."""
     name, equals, _ = word.partition("=")
     marked = equals and name.removeprefix("custom.").startswith(MARK) and name.startswith("custom.")
     return f"{name}={HIDDEN}" if marked else without_passwords(word)

@@ -1,7 +1,7 @@
-"""What `algorithm.preset` stands for: the settings of published recipes, below everything that people choose themselves.
+"""The settings that each `algorithm.preset` supplies. Settings that the user chooses take precedence.
 
-A recipe's values are those of its paper. Where the paper names none, or they belong to its model and data (learning rate, batch,
-lengths), they are left as they are.
+The values come from the recipe's paper. A preset does not touch a setting if the paper gives no value, or if the value depends on the
+model and data (learning rate, batch size, lengths).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from fsbarrier.settings.value_types import Preset
 
-# Schulman's clip, symmetric and without a second bound.
+# Schulman's symmetric clip, without the dual-clip bound.
 _PPO_CLIP = {"loss": "grpo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
 _NO_KL = {"kl_coef": 0.0}
 _EVERY_GROUP = {"drop_zero_signal": False}
@@ -60,7 +60,7 @@ PRESETS: Mapping[Preset, tuple[str, Mapping[str, object]]] = {
             "drop_zero_signal": True,
             "truncated": "shape",
             "overlong_penalty": 1.0,
-            # Ten rounds in all, as in verl's recipe; the paper names no limit.
+            # Ten rounds in total, as in verl's recipe; the paper gives no limit.
             "rollout.max_refills": 9,
         },
     ),
@@ -77,7 +77,7 @@ PRESETS: Mapping[Preset, tuple[str, Mapping[str, object]]] = {
         },
     ),
     "cispo": (
-        "MiniMax-M1, arXiv 2506.13585; the bound of 5 is that of ScaleRL, arXiv 2510.13786",
+        "MiniMax-M1, arXiv 2506.13585; the bound of 5 is from ScaleRL, arXiv 2510.13786",
         {
             **_NO_KL,
             "loss": "cispo",
@@ -92,7 +92,7 @@ PRESETS: Mapping[Preset, tuple[str, Mapping[str, object]]] = {
         {**_NO_KL, "loss": "sapo", "aggregation": "seq-mean-token-mean", **_GROUPS_MEAN},
     ),
     "rloo": (
-        "Back to Basics, arXiv 2402.14740; k2 in the loss has the gradient of its KL in the reward",
+        "Back to Basics, arXiv 2402.14740; k2 in the loss has the same gradient as the paper's KL in the reward",
         {
             **_PPO_CLIP,
             **_EVERY_GROUP,
@@ -116,7 +116,7 @@ PRESETS: Mapping[Preset, tuple[str, Mapping[str, object]]] = {
 
 
 def preset_values(preset: object) -> dict[str, object]:
-    """Dotted names and values; {} for what is no preset."""
+    """The preset's values by dotted name; {} if there is no such preset."""
     for name, (_, values) in PRESETS.items():
         if name == preset:
             return {key if "." in key else f"algorithm.{key}": value for key, value in values.items()}

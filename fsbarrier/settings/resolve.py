@@ -1,8 +1,7 @@
-"""From what people chose to one checked, frozen `Settings`.
+"""Merges and validates user input into one frozen `Settings`.
 
-Sources, later wins: the defaults in sections.py, what the caller puts below everything chosen (the built-in task's settings, timeouts
-that fit the filesystem), the values of `algorithm.preset`, `--config FILE.toml`, flags, `key=value`. What people chose arrives as
-ChosenValue (sources.py).
+Precedence, lowest first: the defaults in sections.py, the caller's defaults (settings of the built-in task, timeouts that fit the
+filesystem), `algorithm.preset`, `--config FILE.toml`, flags, `key=value`. User input arrives as ChosenValue (sources.py).
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ from fsbarrier.settings.sections import EvalSet, Settings, sections
 from fsbarrier.settings.sources import SET_NAME, ChosenValue, Kind, known_as, nearest
 from fsbarrier.settings.value_types import Bounds, ShellWords
 
-# What a set of held-out tasks may be called: it becomes a part of dotted names, and of metrics' names.
+# The name of an evaluation set becomes part of dotted names and of metric names.
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
-# --- what there is to be chosen -----------------------------------------------------------------------------------------
+# --- known settings -----------------------------------------------------------------------------------------------------
 
 
 def known_names() -> dict[str, Kind]:
-    """Every dotted name with how its value is written as text; "custom" stands for all names below it, and NAME for any name
-    (`known_as`)."""
+    """Every dotted name with the text format of its value. "custom" covers all names below it, and NAME any name (see `known_as`)."""
     names: dict[str, Kind] = {}
     groups = sections()
     for name, hint in _hints(Settings).items():
@@ -64,15 +62,15 @@ def _kind(hint: object) -> Kind:
     return Kind("bool" if inner is bool else "value", optional)
 
 
-# --- checking what was chosen -------------------------------------------------------------------------------------------
+# --- validation ---------------------------------------------------------------------------------------------------------
 
 
 def resolve(
     chosen: Iterable[ChosenValue], defaults: Mapping[str, object] | None = None, *, cross_checks: bool = True
 ) -> Settings:
-    """The settings that `defaults` (dotted names), then `chosen` make; later ones win. Raises UsageError.
+    """Merges `chosen` over `defaults` (by dotted name) and validates the result. Raises UsageError.
 
-    `cross_checks` False: what must hold between settings is left alone, because some are not known yet.
+    `cross_checks=False` skips the checks between settings, for callers that do not know all of them yet.
     """
     by_key = {item.key: item for item in chosen}
     known = known_names()
@@ -82,7 +80,7 @@ def resolve(
     values = {**(defaults or {}), **preset_values(own.get("algorithm.preset")), **own}
     num_nodes = values.get("num_nodes")
     if "rank_weights" not in values and isinstance(num_nodes, int):
-        # A mistyped number of nodes must not fill the memory before it is refused.
+        # A mistyped number of nodes must not exhaust memory before validation rejects it.
         values["rank_weights"] = [1.0] * min(num_nodes, 100_000)
     settings = _validated(_nest(values), known, by_key)
     if cross_checks:
@@ -91,8 +89,8 @@ def resolve(
 
 
 def checked(settings: Settings) -> Settings:
-    """The same settings, looked at as if somebody had chosen them: another version of fsbarrier may have written the record that they
-    are from. Raises UsageError for a value that this version does not take."""
+    """Validates settings from a record, which another version of fsbarrier may have written. Raises UsageError for a value that this
+    version does not accept."""
     return _validated(settings.as_json(), known_names(), {})
 
 
@@ -103,7 +101,7 @@ def _validated(
         model = _settings_model().model_validate(nested)
     except ValidationError as error:
         raise UsageError(one_line(error.errors(include_url=False), known, chosen)) from None
-    # What nobody chose has the default that stands in sections.py.
+    # exclude_unset: settings that nobody chose get their default from sections.py.
     return Settings.from_json(model.model_dump(mode="json", exclude_unset=True))
 
 
@@ -113,14 +111,14 @@ def _settings_model() -> type[BaseModel]:
 
 
 def _model(section: type[Section]) -> type[BaseModel]:
-    """A section for pydantic: takes no unknown name, converts nothing on the quiet, and says what is wrong where."""
+    """The pydantic model of a section. It rejects unknown names and does no implicit conversion."""
     values: dict[str, Any] = {name: (_for_pydantic(hint), None) for name, hint in _hints(section).items()}
     config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     return create_model(section.__name__, __config__=config, **values)
 
 
 def _for_pydantic(hint: Any) -> Any:
-    """A setting's annotation in pydantic's words."""
+    """Translates a setting's annotation for pydantic."""
     inner = get_args(hint)
     if NoneType in inner:
         return _for_pydantic(inner[0]) | None
@@ -129,7 +127,7 @@ def _for_pydantic(hint: Any) -> Any:
     if get_origin(hint) is Mapping and isinstance(inner[1], type) and issubclass(inner[1], Section):
         return dict[SetName, _model(inner[1])]  # type: ignore[misc]
     if get_origin(hint) is tuple:
-        # TOML and JSON have lists only.
+        # TOML and JSON have only lists, so a list must be accepted for a tuple.
         return Annotated[GenericAlias(tuple, tuple(map(_for_pydantic, inner))), Field(strict=False)]
     return _model(hint) if isinstance(hint, type) and issubclass(hint, Section) else hint
 
@@ -157,7 +155,7 @@ def _nest(values: Mapping[str, object]) -> dict[str, object]:
         for table in tables:
             below = inner.setdefault(table, {})
             if not isinstance(below, dict):
-                raise UsageError(f"{key}: {table} is a value, so it has nothing inside")
+                raise UsageError(f"{key}: {table} is a single value, not a group of settings")
             inner = below
         inner[name] = deepcopy(value)
     return nested

@@ -1,4 +1,4 @@
-"""What a group of settings is: a frozen dataclass whose fields say what they mean, and its way into JSON and back."""
+"""The base class for groups of settings: frozen dataclasses with described fields, and their conversion to and from JSON."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ S = TypeVar("S", bound="Section")
 
 
 class Changes(Enum):
-    """Whether a later start of node 0 may change a setting, and from when on the new value holds."""
+    """Whether a later start of node 0 may change a setting, and when the new value takes effect."""
 
-    #: for the life of the run it is as in run.json
+    #: fixed for the life of the run, as recorded in run.json
     NEVER = "never"
-    #: from the next iteration that begins: results of one iteration must not be of two values
+    #: with the next iteration, so that one iteration never mixes two values
     NEXT_ITERATION = "with the next iteration"
-    #: from the generation that takes node 0 in, in the middle of an iteration too
+    #: with the generation that admits node 0, even in the middle of an iteration
     AT_ONCE = "at once"
-    #: each start chooses it anew, and the run's record keeps the first choice
+    #: each start chooses its own value; the run's record keeps the first one
     EACH_START = "each start"
 
 
@@ -28,12 +28,12 @@ NEXT_ITERATION, AT_ONCE, EACH_START = Changes.NEXT_ITERATION, Changes.AT_ONCE, C
 
 
 def setting(default: T, description: str, changes: Changes = Changes.NEVER) -> T:
-    """A setting's default and what it means; its type and limits are its annotation."""
+    """A setting with its default and description. Its annotation gives the type and the limits."""
     return field(default=default, metadata={"description": description, "changes": changes})
 
 
 def table_of(section: type[S], description: str) -> Mapping[str, S]:
-    """A setting that is a table: any number of groups of one kind, each by a name that people choose; none by default."""
+    """A setting that is a table of groups of one kind, keyed by names that the user chooses; empty by default."""
     made: Any = field(
         default_factory=dict,
         metadata={"description": description, "changes": Changes.NEVER, "table_of": section},
@@ -46,18 +46,18 @@ class Section:
 
     __slots__ = ()
 
-    #: why those of its settings that never change do not
+    #: completes the error "it cannot change, because ..."
     FIXED_BECAUSE = "what the run has made so far depends on it"
 
     @classmethod
     def from_json(cls, nested: object) -> Self:
-        """What `as_json` gave, read again. Values are taken as they are: they were checked when somebody chose them.
+        """Rebuilds the section from `as_json` output. Values are not checked again: they were checked when the user chose them.
 
-        Another version of fsbarrier may have written it: names that this one does not know are left out, and what it did not know
-        has its default. Raises ValueError where there is a value in the place of a group.
+        The JSON may come from another version of fsbarrier: unknown names are ignored, and missing names get their default. Raises
+        ValueError if a group is not a table.
         """
         if not isinstance(nested, Mapping):
-            raise ValueError(f"{cls.__name__}: {nested!r} is no group of settings")
+            raise ValueError(f"{cls.__name__}: expected a group of settings, got {nested!r}")
         values = {}
         for item in fields(cls):  # type: ignore[arg-type]
             if item.name in nested:
@@ -66,12 +66,12 @@ class Section:
                     value = item.default.from_json(value)
                 elif (of := item.metadata.get("table_of")) is not None:
                     value = {key: of.from_json(inner) for key, inner in value.items()}
-                # JSON knows no tuples.
+                # JSON has no tuples.
                 values[item.name] = tuple(value) if isinstance(value, list) else value
         return cls(**values)
 
     def with_values(self, values: Mapping[str, object]) -> Self:
-        """The same with these values, by their dotted names, as `as_json` has them. Raises KeyError for a name that there is not."""
+        """A copy with these values, given by dotted name in the form of `as_json`. Raises KeyError for an unknown name."""
         changed: dict[str, object] = {}
         for name, value in values.items():
             first, dot, rest = name.partition(".")
@@ -82,7 +82,7 @@ class Section:
                 if isinstance(inner, Section):
                     changed[first] = inner.with_values({rest: value})
                 elif isinstance(inner, Mapping):
-                    # A table of sections by names of the user's own.
+                    # A table of sections, keyed by names that the user chose.
                     own, _, leaf = rest.partition(".")
                     changed[first] = {**inner, own: inner[own].with_values({leaf: value})}
             else:
@@ -90,8 +90,8 @@ class Section:
         return replace(self, **changed)  # type: ignore[type-var]
 
     def as_json(self) -> dict[str, object]:
-        """As a run's record and the specs of programs hold them: nested tables of plain values."""
-        # The slots of a dataclass are its fields. The simulator asks for this at every simulated program, and fields() is slow.
+        """Nested dictionaries of plain values, as stored in the run's record and in program specs."""
+        # The slots of a dataclass are its fields. fields() is too slow for the simulator, which calls this for every program.
         names: tuple[str, ...] = self.__slots__
         return {name: _plain(getattr(self, name)) for name in names}
 

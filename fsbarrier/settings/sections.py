@@ -1,7 +1,7 @@
-"""Every setting of a run: its name, type, default, limits and meaning. `Settings` at the end is the whole of them.
+"""Every setting of a run: name, type, default, limits and description. `Settings`, at the end, contains all of them.
 
-Plain dataclasses, because every program and every command reads settings; what people chose is checked once, by resolve.py, and the
-annotations here say how. docs/settings.md is generated from the descriptions: `python scripts/settings_doc.py`.
+These are plain dataclasses so that every program can read settings without importing pydantic. resolve.py validates user input once,
+using the annotations here. `python scripts/settings_doc.py` generates docs/settings.md from the descriptions.
 The file is longer than others because it is one table.
 """
 
@@ -53,81 +53,89 @@ from fsbarrier.settings.value_types import (
 class RolloutSettings(Section):
     """Sampling trajectories from the current policy (phases 1-4)."""
 
-    FIXED_BECAUSE = "trajectories before and after would not be of one kind"
+    FIXED_BECAUSE = "trajectories from before and after the change would not be comparable"
 
-    tasks: Count = setting(96, "Train tasks an iteration; more than there are: all.", NEXT_ITERATION)
-    samples: Count = setting(16, "Trajectories a task: the size of its group.", NEXT_ITERATION)
-    temperature: NotNegative = setting(1.0, "Sampling temperature.", NEXT_ITERATION)
-    top_p: Fraction = setting(1.0, "Nucleus sampling: the probability mass that is kept.", NEXT_ITERATION)
-    top_k: Annotated[int, Bounds(ge=-1)] = setting(
-        -1, "Sample among the k likeliest tokens; -1: all.", NEXT_ITERATION
+    tasks: Count = setting(
+        96, "Training tasks per iteration, capped at the number of tasks in the file.", NEXT_ITERATION
     )
-    max_tokens: Count = setting(512, "Most tokens the policy may write in one turn.", NEXT_ITERATION)
+    samples: Count = setting(16, "Trajectories per task, i.e. the group size.", NEXT_ITERATION)
+    temperature: NotNegative = setting(1.0, "Sampling temperature.", NEXT_ITERATION)
+    top_p: Fraction = setting(1.0, "Nucleus sampling: the probability mass to keep.", NEXT_ITERATION)
+    top_k: Annotated[int, Bounds(ge=-1)] = setting(
+        -1, "Sample from the k most likely tokens; -1: from all tokens.", NEXT_ITERATION
+    )
+    max_tokens: Count = setting(
+        512, "Maximum number of tokens the policy may generate in one turn.", NEXT_ITERATION
+    )
     chat_template_kwargs: Words = setting(
-        (), "What the model's chat template is told beside the messages, like `enable_thinking=false`."
+        (), "Extra arguments for the model's chat template, for example `enable_thinking=false`."
     )
     concurrency: Count = setting(
         64,
-        "Groups of `rollout.samples` in flight on each engine replica, and more of smaller ones; what is in flight is not taken over.",
+        "Maximum number of groups in flight on each engine replica, counted in groups of `rollout.samples` (smaller groups count for "
+        "less). Other nodes cannot take over tasks that are in flight.",
         AT_ONCE,
     )
     prompts_per_request: CountOrZero = setting(
-        0, "Prompts that share a request to the engine; 0: as many as make about 128 sequences.", AT_ONCE
+        0, "Prompts per request to the engine; 0: enough for about 128 sequences.", AT_ONCE
     )
     request_timeout_s: Seconds = setting(
-        600.0, "Seconds without a sign of life after which a request counts as failed.", AT_ONCE
+        600.0, "A request fails after this many seconds without any output from the engine.", AT_ONCE
     )
-    retries: CountOrZero = setting(3, "How often a failed request is tried again, with back-off.", AT_ONCE)
-    seed: CountOrZero = setting(0, "Decides which tasks are drawn when.")
+    retries: CountOrZero = setting(3, "Retries of a failed request, with back-off.", AT_ONCE)
+    seed: CountOrZero = setting(0, "Seed for the order in which tasks are drawn.")
     take_over: bool = setting(
         True,
-        "A node that has run out of tasks takes over those that the slowest has not begun.",
+        "A node that has finished its tasks takes over tasks that the slowest node has not started.",
         NEXT_ITERATION,
     )
     task_timeout_s: Seconds | None = setting(
         None,
-        "Seconds after which a task that was begun counts as failed, with an agent each of its episodes; none: no limit, "
-        "with an agent an hour.",
+        "A task fails this many seconds after it was started; with an agent the limit applies to each episode. none: no limit, or one "
+        "hour with an agent.",
         AT_ONCE,
     )
     turn_timeout_s: Seconds | None = setting(
         None,
-        "Seconds that one answer to an agent may take; none: as long as the engine shows signs of life.",
+        "Maximum seconds for one answer to an agent; none: no limit while the engine keeps producing output.",
         AT_ONCE,
     )
     agent: Name | None = setting(
-        None, "Your own agent for episodes of several turns, `path/file.py:Class`; none: one answer a task."
+        None, "Your own agent for multi-turn episodes, `path/file.py:Class`; none: one answer per task."
     )
     max_error_share: FractionOrZero = setting(
-        0.1, "The phase fails where the agent failed in more than this share of its trajectories.", AT_ONCE
+        0.1, "The phase fails if the agent failed in more than this fraction of its trajectories.", AT_ONCE
     )
     completion_threshold: Fraction = setting(
         1.0,
-        "Train rollouts end once this share of the tasks is done and `grace_s` has passed; 1: when all are done.",
+        "End the training rollout `grace_s` after this fraction of the tasks is done; 1: wait for all tasks.",
         NEXT_ITERATION,
     )
     grace_s: NotNegative = setting(
-        30.0, "Seconds that tasks get to be finished after `completion_threshold` is reached.", NEXT_ITERATION
+        30.0,
+        "Seconds to wait for the remaining tasks once `completion_threshold` is reached.",
+        NEXT_ITERATION,
     )
     carry_over: bool = setting(
         False,
-        "Tasks that were cut off at the end of an iteration are rolled out in the next one, beside its own.",
+        "Tasks that `completion_threshold` cut off are rolled out again in the next iteration, in addition to its own.",
         NEXT_ITERATION,
     )
     oversample: Annotated[float, Bounds(ge=1, le=100)] = setting(
         1.0,
-        "Roll out this many times `rollout.tasks`, and keep the first `rollout.tasks` whose rewards are not all equal.",
+        "Roll out this multiple of `rollout.tasks` and keep the first `rollout.tasks` groups whose rewards are not all equal.",
         NEXT_ITERATION,
     )
     max_refills: CountOrZero = setting(
         0,
-        "How often as many further tasks are rolled out while fewer than `rollout.tasks` groups have rewards that are not all equal.",
+        "Maximum number of extra rounds. Another round of tasks is rolled out while fewer than `rollout.tasks` groups have rewards that "
+        "are not all equal.",
         NEXT_ITERATION,
     )
 
     @property
     def template_arguments(self) -> dict[str, object]:
-        """`chat_template_kwargs` by name; a value that is JSON as what it stands for, else as text."""
+        """`chat_template_kwargs` as a dictionary. Values that parse as JSON are converted; the others stay text."""
         return {
             name: json_or_text(value)
             for name, _, value in (w.partition("=") for w in self.chat_template_kwargs)
@@ -136,172 +144,193 @@ class RolloutSettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class EvalSet(Section):
-    """One of several sets of held-out tasks: its file, and what is otherwise for it than `eval` says.
+    """One named set of held-out tasks: its file, and the settings in which it differs from `eval`.
 
-    NAME is any name of yours; with sets of your own, `test.jsonl` is evaluated only if you name it.
+    You choose NAME. Once you define a set, `test.jsonl` is evaluated only if you define a set for it too.
     """
 
     file: Name | None = setting(
         None,
-        "Its task file, an absolute path or one in the data path; none: NAME.jsonl or NAME.parquet there.",
+        "Task file: an absolute path, or a path relative to the data path; none: NAME.jsonl or NAME.parquet in the data path.",
     )
     tasks: CountOrZero | None = setting(
-        None, "Its tasks, always the same ones, 0: all; none: as `eval.tasks`.", NEXT_ITERATION
+        None,
+        "Number of tasks, the same ones in every evaluation; 0: all; none: `eval.tasks`.",
+        NEXT_ITERATION,
     )
-    samples: Count | None = setting(None, "Trajectories a task; none: as `eval.samples`.", NEXT_ITERATION)
+    samples: Count | None = setting(None, "Trajectories per task; none: `eval.samples`.", NEXT_ITERATION)
     temperature: NotNegative | None = setting(
-        None, "Sampling temperature, 0: greedy; none: as `eval.temperature`.", NEXT_ITERATION
+        None, "Sampling temperature; 0: greedy; none: `eval.temperature`.", NEXT_ITERATION
     )
-    top_p: Fraction | None = setting(None, "Nucleus sampling; none: as `eval.top_p`.", NEXT_ITERATION)
+    top_p: Fraction | None = setting(None, "Nucleus sampling; none: `eval.top_p`.", NEXT_ITERATION)
     top_k: Annotated[int, Bounds(ge=-1)] | None = setting(
-        None, "Sample among the k likeliest tokens, -1: all; none: as `eval.top_k`.", NEXT_ITERATION
+        None,
+        "Sample from the k most likely tokens; -1: from all tokens; none: `eval.top_k`.",
+        NEXT_ITERATION,
     )
     max_tokens: Count | None = setting(
-        None, "Most tokens in one turn; none: as `eval.max_tokens`.", NEXT_ITERATION
+        None, "Maximum tokens in one turn; none: `eval.max_tokens`.", NEXT_ITERATION
     )
     success: float | None = setting(
-        None, "From this reward on a trajectory counts as solved; none: as `eval.success`.", NEXT_ITERATION
+        None,
+        "A trajectory with at least this reward counts as solved; none: `eval.success`.",
+        NEXT_ITERATION,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class EvalSettings(Section):
-    """Evaluation on held-out tasks (phases 5-6, and of the last policy 13)."""
+    """Evaluation on held-out tasks (phases 5-6; the last policy is evaluated in phase 13)."""
 
     FIXED_BECAUSE = "the run's record names the sets and their task files"
 
-    tasks: CountOrZero = setting(0, "Test tasks an evaluation, always the same ones; 0: all.", NEXT_ITERATION)
-    samples: Count = setting(1, "Trajectories a test task.", NEXT_ITERATION)
+    tasks: CountOrZero = setting(
+        0, "Number of test tasks, the same ones in every evaluation; 0: all.", NEXT_ITERATION
+    )
+    samples: Count = setting(1, "Trajectories per test task.", NEXT_ITERATION)
     temperature: NotNegative = setting(1.0, "Sampling temperature; 0: greedy.", NEXT_ITERATION)
-    top_p: Fraction | None = setting(None, "Nucleus sampling; none: as `rollout.top_p`.", NEXT_ITERATION)
+    top_p: Fraction | None = setting(None, "Nucleus sampling; none: `rollout.top_p`.", NEXT_ITERATION)
     top_k: Annotated[int, Bounds(ge=-1)] | None = setting(
-        None, "Sample among the k likeliest tokens, -1: all; none: as `rollout.top_k`.", NEXT_ITERATION
+        None,
+        "Sample from the k most likely tokens; -1: from all tokens; none: `rollout.top_k`.",
+        NEXT_ITERATION,
     )
     max_tokens: Count | None = setting(
-        None, "Most tokens in one turn; none: as `rollout.max_tokens`.", NEXT_ITERATION
+        None, "Maximum tokens in one turn; none: `rollout.max_tokens`.", NEXT_ITERATION
     )
     success: float = setting(
-        1.0, "From this reward on a trajectory counts as solved (pass@k, majority@k).", NEXT_ITERATION
+        1.0,
+        "A trajectory with at least this reward counts as solved (pass@k, majority@k).",
+        NEXT_ITERATION,
     )
     sets: Mapping[str, EvalSet] = table_of(
         EvalSet,
-        "Several sets of held-out tasks by name, each with a file and settings of its own (below); empty: one, `test.jsonl`.",
+        "Named sets of held-out tasks, each with its own file and settings (below); empty: a single set, `test.jsonl`.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSettings(Section):
-    """How a trajectory is judged."""
+    """How trajectories are scored."""
 
-    FIXED_BECAUSE = "rewards before and after could not be compared"
+    FIXED_BECAUSE = "rewards from before and after the change would not be comparable"
 
     kind: Name = setting(
         "exact",
         "`exact` match, `numeric` match, `math` (math-verify, LaTeX), `judge` (a language model), or your own "
-        "`path/file.py:function`; several with commas between them are added up.",
+        "`path/file.py:function`. A comma-separated list adds several rewards up.",
     )
-    weights: Numbers = setting((), "What each of several counts, which may be below 0; not given: 1 each.")
-    timeout_s: Seconds = setting(60.0, "Seconds after which one call of a reward counts as failed.", AT_ONCE)
+    weights: Numbers = setting(
+        (), "One weight for each reward in `reward.kind`; may be negative. Default: 1 each."
+    )
+    timeout_s: Seconds = setting(60.0, "Timeout of one call of the reward, in seconds.", AT_ONCE)
     max_error_share: FractionOrZero = setting(
         0.1,
-        "The phase fails where the reward could not be computed for more than this share of its trajectories.",
+        "The phase fails if the reward could not be computed for more than this fraction of its trajectories.",
         AT_ONCE,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeSettings(Section):
-    """A language model that judges answers, behind an OpenAI-compatible address (`reward.kind=judge`, or a function that asks it)."""
+    """A language model that scores answers through an OpenAI-compatible API, for `reward.kind=judge` or your own reward function."""
 
-    FIXED_BECAUSE = "rewards before and after could not be compared"
+    FIXED_BECAUSE = "rewards from before and after the change would not be comparable"
 
-    url: Name | None = setting(None, "Its base address, like https://host/v1.", AT_ONCE)
-    model: Name | None = setting(None, "Its name there.")
-    api_key_env: Name | None = setting(None, "Environment variable with its key; none: no key.")
-    concurrency: Count = setting(16, "Requests to it under way at once, on each node.", AT_ONCE)
-    timeout_s: Seconds = setting(60.0, "Seconds after which one request counts as failed.", AT_ONCE)
-    retries: CountOrZero = setting(3, "How often a failed request is tried again, with back-off.", AT_ONCE)
+    url: Name | None = setting(None, "Base URL of the API, for example https://host/v1.", AT_ONCE)
+    model: Name | None = setting(None, "Model name to request.")
+    api_key_env: Name | None = setting(
+        None, "Environment variable that contains the API key; none: send no key."
+    )
+    concurrency: Count = setting(16, "Maximum concurrent requests from each node.", AT_ONCE)
+    timeout_s: Seconds = setting(60.0, "Timeout of one request, in seconds.", AT_ONCE)
+    retries: CountOrZero = setting(3, "Retries of a failed request, with back-off.", AT_ONCE)
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSettings(Section):
-    """What the update optimises (phases 8 and 10)."""
+    """The training objective (phases 8 and 10)."""
 
-    FIXED_BECAUSE = "the run would go on with another algorithm than it began with"
+    FIXED_BECAUSE = "the run would continue with a different algorithm"
 
     preset: Preset | None = setting(
-        None, "A published recipe, whose values hold where you give none; `--dry-run` shows what it sets."
+        None,
+        "A published recipe that supplies the settings you do not set yourself; `--dry-run` shows its values.",
     )
     loss: Literal["grpo", "gspo", "cispo", "sapo", "rft"] = setting(
         "grpo",
-        "`grpo`: policy gradient with a clipped ratio; `gspo`: with one ratio a sequence; `cispo`: with a clipped weight; `sapo`: with "
-        "a soft gate; `rft`: fine-tuning on successes.",
+        "`grpo`: policy gradient with a clipped token ratio; `gspo`: one clipped ratio per sequence; `cispo`: the clipped ratio is a "
+        "detached weight; `sapo`: a soft gate instead of clipping; `rft`: fine-tuning on successful answers.",
     )
     clip_low: Fraction = setting(0.2, "The probability ratio is clipped at 1 - clip_low.", NEXT_ITERATION)
     clip_high: Positive = setting(0.28, "The probability ratio is clipped at 1 + clip_high.", NEXT_ITERATION)
     dual_clip: Annotated[float, Bounds(gt=1)] | None = setting(
-        10.0, "What a ratio counts at most where the advantage is negative; none: no bound.", NEXT_ITERATION
+        10.0, "Upper bound of the ratio where the advantage is negative; none: no bound.", NEXT_ITERATION
     )
     aggregation: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
     ] = setting(
         "token-mean",
-        "What a minibatch's loss is of its tokens': the mean, the mean of sequences' means, or of their sums, or that divided by "
-        "`aggregation_length`.",
+        "How token losses are reduced to the minibatch loss: `token-mean`: mean over all tokens; `seq-mean-token-mean`: mean over "
+        "sequences of their token means; `seq-mean-token-sum`: mean over sequences of their token sums; `seq-mean-token-sum-norm`: the "
+        "same, divided by `aggregation_length`.",
     )
     aggregation_length: Count | None = setting(
-        None, "The constant that stands for a length (Dr.GRPO); none: `rollout.max_tokens`."
+        None, "Divisor for `seq-mean-token-sum-norm` (Dr.GRPO); none: `rollout.max_tokens`."
     )
     advantage: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = setting(
         "grpo",
-        "What a reward is held against: the group's mean; the mean of the group's others; the batch's mean; the group's mean, and then "
-        "the batch's.",
+        "The baseline that is subtracted from a reward: `grpo`: the group mean; `rloo`: the mean of the other samples in the group; "
+        "`reinforce_plus_plus`: the batch mean; `reinforce_plus_plus_baseline`: the group mean, then the batch mean.",
     )
     length_penalty: NotNegative = setting(
-        0.0, "The reward that an answer of `rollout.max_tokens` tokens loses, a shorter one in proportion."
+        0.0,
+        "Reward subtracted from an answer of `rollout.max_tokens` tokens; shorter answers lose proportionally less.",
     )
     normalize_std: bool = setting(
         True,
         "Divide advantages by the standard deviation of the group's rewards, or of the batch's advantages.",
     )
-    drop_zero_signal: bool = setting(True, "Leave out groups whose rewards are all equal.")
+    drop_zero_signal: bool = setting(True, "Drop groups whose rewards are all equal.")
     truncated: Literal["keep", "mask", "shape"] = setting(
         "keep",
-        "Answers that were cut off: `keep`, trained on with the reward that they got; `mask`, counted in their group but not trained "
-        "on; `shape`, kept, and every answer loses reward as it nears `rollout.max_tokens`.",
+        "Answers cut off at the token limit: `keep`: train on them with their reward; `mask`: use their reward in the group's baseline "
+        "but do not train on them; `shape`: keep them, and reduce the reward of every answer that comes close to `rollout.max_tokens`.",
     )
     overlong_buffer: Count | None = setting(
-        None, "With `shape`: how many tokens before the limit the loss begins; none: a fifth of the limit."
+        None,
+        "With `shape`: the penalty starts this many tokens before the limit; none: a fifth of the limit.",
     )
-    overlong_penalty: Positive = setting(1.0, "With `shape`: the reward that is lost at the limit.")
+    overlong_penalty: Positive = setting(1.0, "With `shape`: the penalty at the limit.")
     old_logprobs: Literal["auto", "trainer", "engine"] = setting(
         "auto",
-        "What the ratio is to: log-probabilities that the trainer computes before the first step, or those that the engine gave; auto: "
-        "the engine's where both compute in float32 and nothing is corrected.",
+        "Log-probabilities in the denominator of the ratio: `trainer`: computed by the trainer before the first step; `engine`: "
+        "returned by the engine; auto: the engine's if both compute in float32 and `mismatch` is `none`.",
     )
     mismatch: Literal["none", "token_tis", "icepop", "sequence_mask"] = setting(
         "none",
-        "Correction for what trainer and engine give different probabilities (the weight w is their ratio): tokens weigh w, but "
-        "mismatch_high at most; w within the two bounds, else nothing; or a sequence weighs the product of its tokens', and nothing "
-        "above mismatch_high.",
+        "Importance weights for the difference between trainer and engine probabilities, with w = trainer / engine. `token_tis`: each "
+        "token is weighted with w, capped at `mismatch_high`; `icepop`: with w inside both bounds, otherwise 0; `sequence_mask`: each "
+        "sequence is weighted with the product of its w, or 0 above `mismatch_high`.",
     )
     mismatch_low: FractionOrZero = setting(0.5, "The lower bound of `icepop`.", NEXT_ITERATION)
     mismatch_high: Positive = setting(2.0, "The upper bound of the correction.", NEXT_ITERATION)
-    kl_coef: NotNegative = setting(0.0, "Weight of the distance to a reference policy in the loss.")
+    kl_coef: NotNegative = setting(
+        0.0, "Weight of the KL divergence from the reference policy in the loss; 0: no reference policy."
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = setting(
         "k3",
-        "How that distance is estimated: the log-ratio, half its square, or the one that is never negative.",
+        "Estimator of the KL divergence: `k1`: the log-ratio; `k2`: half its square; `k3`: low-variance and never negative.",
     )
     kl_reference_every: CountOrZero = setting(
-        0, "The reference is the newest policy version that this divides; 0: the first policy, for good."
+        0,
+        "Make every N-th policy version the new reference policy; 0: the initial policy stays the reference.",
     )
-    entropy_coef: NotNegative = setting(
-        0.0, "Weight of the policy's entropy, which the loss then rewards.", NEXT_ITERATION
-    )
+    entropy_coef: NotNegative = setting(0.0, "Weight of the entropy bonus in the loss.", NEXT_ITERATION)
     max_logprob_gap: Positive | None = setting(
         None,
-        "The update fails where, on the first minibatch, trainer and engine disagree by more than this on "
-        "average about the sampled tokens' log-probabilities; none: a limit that fits the precision.",
+        "The update fails if, on the first minibatch, the sampled tokens' log-probabilities from trainer and engine differ by more than "
+        "this on average; none: a limit that depends on the precision.",
         AT_ONCE,
     )
 
@@ -310,344 +339,375 @@ class AlgorithmSettings(Section):
 class OptimizerSettings(Section):
     """AdamW."""
 
-    FIXED_BECAUSE = "the optimizer's state is that of the value that the run began with"
+    FIXED_BECAUSE = "the saved optimizer state depends on it"
 
     kind: Literal["adamw", "adamw_8bit"] = setting(
         "adamw",
-        "`adamw_8bit`: moments take two bytes a weight instead of eight; needs the package torchao on every node.",
+        "`adamw_8bit`: moments take two bytes per weight instead of eight; needs the package torchao on every node.",
     )
     lr: Positive = setting(1e-6, "Learning rate.", NEXT_ITERATION)
-    betas: Betas = setting((0.9, 0.95), "Decay of the two moment estimates.")
-    eps: Positive = setting(1e-8, "What is added to the root of the second moment estimate.")
+    betas: Betas = setting((0.9, 0.95), "Decay rates of the two moment estimates.")
+    eps: Positive = setting(1e-8, "Added to the denominator for numerical stability.")
     weight_decay: NotNegative = setting(
-        0.0, "Decoupled weight decay, of all but norms and biases.", NEXT_ITERATION
+        0.0, "Decoupled weight decay; not applied to norms and biases.", NEXT_ITERATION
     )
     warmup_steps: CountOrZero = setting(
-        4, "Optimizer steps over which the learning rate rises, once a run.", NEXT_ITERATION
+        4, "Optimizer steps of linear warm-up, once at the start of the run.", NEXT_ITERATION
     )
     schedule: Literal["constant", "linear", "cosine"] = setting(
         "constant",
-        "How the learning rate goes on after that: it stays, or falls until `decay_steps`.",
+        "Learning rate after the warm-up: constant, or falling until `decay_steps`.",
         NEXT_ITERATION,
     )
     decay_steps: Count | None = setting(
         None,
-        "The run's optimizer step at which a falling learning rate is at its lowest, and stays there.",
+        "Optimizer step, counted from the start of the run, at which the learning rate reaches its minimum and stays there.",
         NEXT_ITERATION,
     )
     min_lr_ratio: FractionOrZero = setting(
-        0.0, "The lowest learning rate, as a share of `lr`.", NEXT_ITERATION
+        0.0, "Minimum learning rate, as a fraction of `lr`.", NEXT_ITERATION
     )
-    grad_clip: Positive = setting(1.0, "Largest norm of the gradient.", NEXT_ITERATION)
+    grad_clip: Positive = setting(1.0, "Maximum gradient norm.", NEXT_ITERATION)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings(Section):
-    """The update's program (phase 10): the built-in one on torchrun, or your own command."""
+    """The trainer of phase 10: the built-in one, started with torchrun, or your own command."""
 
     FIXED_BECAUSE = "the trainer's saved state and its processes depend on it"
 
     epochs: Count = setting(2, "Passes over each iteration's batch.", NEXT_ITERATION)
-    minibatch: Count = setting(
-        256, "Trajectories an optimizer step, over all nodes together.", NEXT_ITERATION
-    )
+    minibatch: Count = setting(256, "Trajectories per optimizer step, across all nodes.", NEXT_ITERATION)
     max_tokens_per_micro_batch: Count = setting(
         8192,
-        "Tokens that one process takes through the model at a time; a longer trajectory is alone.",
+        "Maximum tokens in one micro-batch of one process; a longer trajectory gets a micro-batch of its own.",
         AT_ONCE,
     )
     micro_batch: Count | None = setting(
         None,
-        "Trajectories that one process takes through the model at a time, at most; none: any number.",
+        "Maximum trajectories in one micro-batch of one process; none: no limit.",
         AT_ONCE,
     )
     max_logits_mb: Count = setting(
         512,
-        "What the logits of a micro-batch may take at once, in MiB; they are computed in slices.",
+        "Maximum memory for the logits of a micro-batch, in MiB; they are computed in slices of this size.",
         AT_ONCE,
     )
     gradient_checkpointing: bool | None = setting(
         None,
-        "Compute each block's activations a second time instead of keeping them, which is slower by a third; none: on "
+        "Recompute each block's activations in the backward pass instead of storing them; about a third slower. none: only on "
         "accelerators.",
         AT_ONCE,
     )
     attention: Literal["sdpa", "flash_attention_2"] = setting(
         "sdpa",
-        "PyTorch's own attention, or flash-attention where it is installed; with it micro-batches have no padding.",
+        "`sdpa`: PyTorch's attention; `flash_attention_2`: needs the package flash-attn, and micro-batches then have no padding.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto", "Precision; auto: bfloat16 on accelerators that have it, else float32."
+        "auto", "Precision; auto: bfloat16 on accelerators that support it, otherwise float32."
     )
     backend: Literal["torch", "deepspeed"] = setting(
         "torch",
-        "Who shards the policy and steps the optimizer: PyTorch alone, or DeepSpeed's ZeRO-1, 2 or 3.",
+        "Library that shards the policy and runs the optimizer: PyTorch, or DeepSpeed with ZeRO stage 1, 2 or 3.",
     )
     deepspeed: Name | None = setting(
         None,
-        "A DeepSpeed configuration, `path/file.json`: what it leaves open or to `auto` these settings fill in, and what contradicts "
-        "them is refused; none: ZeRO-3.",
+        "DeepSpeed configuration, `path/file.json`. Entries that are missing or `auto` are filled in from these settings; entries that "
+        "contradict them are an error. none: ZeRO stage 3.",
     )
     shard: Literal["auto", "none", "node", "all"] = setting(
         "auto",
-        "Over which processes the policy, its gradients and the optimizer's state are sharded: `none`, those of each `node`, or "
-        "`all`; auto: the least that fits into memory.",
+        "Shard the policy, its gradients and the optimizer state: `none`: not at all; `node`: across the processes of each node; `all`: "
+        "across all processes; auto: the first of these that fits into memory.",
     )
     offload: Literal["none", "optimizer", "all"] = setting(
         "none",
-        "What is kept in the host's memory instead of the accelerator's: the `optimizer`'s state between steps, or `all` that is "
-        "sharded; on a CPU everything is there anyway.",
+        "Keep in host memory instead of accelerator memory: `optimizer`: the optimizer state between steps; `all`: everything that is "
+        "sharded. No effect on a CPU.",
     )
-    processes_per_node: CountOrZero = setting(0, "Training processes a node; 0: one an accelerator, else 1.")
+    processes_per_node: CountOrZero = setting(
+        0, "Training processes per node; 0: one per accelerator, or 1 without accelerators."
+    )
     keep: Literal["auto", "process", "nothing"] = setting(
         "auto",
-        "What stays from one update to the next: each training `process`, with the process group, the policy and the optimizer's state, "
-        "or `nothing`; auto: the process on CPUs. On an accelerator that has no room for both, they wait in the host's memory while the "
-        "engine works; that is untried.",
+        "What is kept between updates: `process`: the training processes, with their process group, policy and optimizer state; "
+        "`nothing`: processes are started anew for each update; auto: `process` on CPUs, otherwise `nothing`. On an accelerator without "
+        "room for both trainer and engine, `process` moves the trainer's state to host memory while the engine runs; this has not been "
+        "tested.",
     )
-    timeout_s: Seconds = setting(1800.0, "Seconds after which a silent peer ends the process group.", AT_ONCE)
+    timeout_s: Seconds = setting(
+        1800.0, "Timeout of the collectives in the training process group, in seconds.", AT_ONCE
+    )
     command: CommandLine | None = setting(
         None,
-        "Your own trainer: a command line or a list of words, with placeholders {node_rank} {num_nodes} "
+        "Your own trainer: a command line, or a list of words, with the placeholders {node_rank} {num_nodes} "
         "{master_addr} {master_port} {batch} {out} {model} {trainer_state} {spec}; none: the built-in one.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings(Section):
-    """Low-rank adapters (LoRA), which are trained in the policy's place. What is served and published has them merged."""
+    """LoRA: train low-rank adapters instead of the full policy. The adapters are merged into the weights that are served and published."""
 
-    FIXED_BECAUSE = "the checkpoints hold adapters of that shape"
+    FIXED_BECAUSE = "the checkpoints contain adapters of that shape"
 
-    rank: CountOrZero = setting(0, "Their rank; 0: none, and the policy itself is trained.")
-    alpha: Positive = setting(32.0, "What they add counts alpha / rank times.")
+    rank: CountOrZero = setting(0, "Rank of the adapters; 0: no adapters, train the full policy.")
+    alpha: Positive = setting(32.0, "The adapters' output is scaled by alpha / rank.")
     targets: Names = setting(
-        (), "The linear layers that get one, like q_proj,v_proj; not given: all but the output head."
+        (),
+        "Linear layers that get an adapter, for example q_proj,v_proj; empty: all except the output head.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings(Section):
-    """Which rollouts an update learns from (phase 8)."""
+    """The rollouts that an update trains on (phase 8)."""
 
-    FIXED_BECAUSE = "the run's own rollouts are what it goes on from"
+    FIXED_BECAUSE = "the run would switch to rollouts of another origin"
 
     recency: Count = setting(
         1,
-        "Learn from the rollouts of the last so many iterations, the later the likelier; 1: of this iteration only.",
+        "Draw the batch from the rollouts of the last N iterations, preferring recent ones; 1: only this iteration.",
         NEXT_ITERATION,
     )
     recency_power: NotNegative = setting(
         2.0,
-        "How much likelier: a group of the n-th last of N iterations is drawn with weight ((N - n + 1) / N) ** this.",
+        "Preference for recent groups: a group from the n-th most recent of N iterations is drawn with weight ((N - n + 1) / N) ** "
+        "recency_power.",
         NEXT_ITERATION,
     )
     groups: Count | None = setting(
         None,
-        "Groups that are drawn for a batch; none: as many as this iteration has with something to learn from.",
+        "Groups in a batch; none: the number of groups with a training signal in this iteration.",
         NEXT_ITERATION,
     )
     trajectories: Name | None = setting(
         None,
-        "With `--rl-phase update`: a run directory, of which iteration n's rollouts are learned from in iteration n, or "
-        "one merged file, in every iteration; none: this run's own.",
+        "With `--rl-phase update`: train on another run's rollouts. A run directory: iteration n uses that run's iteration n. A merged "
+        "file: every iteration uses this file. none: this run's own rollouts.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings(Section):
-    """The local vLLM servers of each node."""
+    """The vLLM servers on each node."""
 
-    FIXED_BECAUSE = "each node makes its engines with it when it starts"
+    FIXED_BECAUSE = "each node configures its engines when it starts"
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Precision of the served weights; auto: float32 on CPU, else bfloat16."
+        "auto", "Precision of the served weights; auto: float32 on a CPU, otherwise bfloat16."
     )
-    max_model_len: Count = setting(2048, "Longest prompt and answer together, in tokens.")
-    tensor_parallel_size: Count = setting(1, "Accelerators of a node that share one copy of the model.")
+    max_model_len: Count = setting(2048, "Maximum length of prompt plus answer, in tokens.")
+    tensor_parallel_size: Count = setting(1, "Accelerators per server (tensor parallelism within a node).")
     replicas: CountOrZero = setting(
         0,
-        "Servers on each node, each on accelerators of its own (on a CPU: on cores of its own); 0: as many as there are accelerators "
-        "for, 1 on a CPU.",
+        "Servers per node, each on its own accelerators (on a CPU: its own cores); 0: as many as the accelerators allow, or 1 on a CPU.",
     )
-    gpu_memory_utilization: Fraction = setting(0.85, "Share of an accelerator's memory the engine may take.")
+    gpu_memory_utilization: Fraction = setting(
+        0.85, "Fraction of the accelerator's memory that the engine may use."
+    )
     kv_cache_mb: Count | None = setting(
         None,
-        "Key-value cache in MiB; none: room for 16 full sequences on a CPU (64 MiB to an eighth of the memory), else "
-        "the engine decides.",
+        "Size of the KV cache in MiB; none: on a CPU room for 16 full sequences (at least 64 MiB, at most an eighth of the memory), "
+        "otherwise the engine decides.",
     )
-    extra_args: Words = setting((), "More arguments for the vLLM server.")
-    start_timeout_s: Seconds = setting(900.0, "Seconds within which a started server must answer.")
+    extra_args: Words = setting((), "Additional arguments for the vLLM server.")
+    start_timeout_s: Seconds = setting(900.0, "Timeout for a started server to become ready, in seconds.")
     release: Literal["auto", "sleep", "stop", "keep"] = setting(
-        "auto", "How its accelerator memory is freed for the update; auto: keep on CPU, else what frees it."
+        "auto",
+        "How the engine frees accelerator memory for the update: vLLM's `sleep`, `stop` the server, or `keep` the memory; auto: `keep` on "
+        "a CPU; otherwise `sleep` if the server supports it, else `stop`.",
     )
     url: str | None = setting(
         None,
-        "A server that is there already, seen from each node, to be used but not managed; none: one of "
-        "one's own, or with `--debug-mode` http://127.0.0.1:8000.",
+        "URL, as seen from each node, of an existing server that fsbarrier uses but does not start or stop; none: fsbarrier starts its "
+        "own, or uses http://127.0.0.1:8000 with `--debug-mode`.",
     )
-    api_key_env: str | None = setting(None, "Environment variable with that server's key.")
+    api_key_env: str | None = setting(
+        None, "Environment variable that contains the API key of the server at `engine.url`."
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSettings(Section):
     """Saved policies."""
 
-    FIXED_BECAUSE = "the nodes have put files where it says"
+    FIXED_BECAUSE = "the nodes have already stored files there"
 
-    keep: Count = setting(3, "How many policy versions, and training batches, stay on disk.", AT_ONCE)
-    keep_every: CountOrZero = setting(
-        0, "Every so-many-th policy version stays for good; 0: none does.", AT_ONCE
+    keep: Count = setting(
+        3, "Number of recent policy versions and training batches to keep on disk.", AT_ONCE
     )
-    keep_best: bool = setting(True, "The policy version with the best evaluation so far stays, too.", AT_ONCE)
+    keep_every: CountOrZero = setting(0, "Keep every N-th policy version permanently; 0: none.", AT_ONCE)
+    keep_best: bool = setting(True, "Also keep the policy version with the best evaluation so far.", AT_ONCE)
     best_by: Name = setting(
         "reward_mean",
-        "The figure of the `evaluated` event that decides which evaluation is best, like `pass_at_8`, or `aime/pass_at_8` of a set.",
+        "Metric of the `evaluated` event that selects the best version, for example `pass_at_8`, or `aime/pass_at_8` for one set.",
         AT_ONCE,
     )
     trainer_every: CountOrZero = setting(
         0,
-        "The trainer's state goes to the shared directory every so many updates; 0: as often as that is cheap (2 s, or a tenth).",
+        "Write the trainer state to shared storage every N updates; 0: whenever a write takes under 2 s or at most a tenth of the time.",
         AT_ONCE,
     )
     local_dir: str = setting(
         "",
-        "Where nodes keep their part in between, and before they bring one that takes long to the shared directory; empty: in their "
-        "temporary folder.",
+        "Folder on each node for its part of the trainer state, between writes to the shared directory and while a slow write is in "
+        "progress; empty: the node's temporary folder.",
     )
     weights_dir: str = setting(
         "auto",
-        "Folder on each node for a copy of the new weights, from which its engines load them; auto: /dev/shm where the run directory is "
-        "on a network mount, else none; none: they read the run directory.",
+        "Folder on each node for a local copy of new weights, from which its engines load them; none: engines read the run directory; "
+        "auto: /dev/shm if the run directory is on a network mount, otherwise none.",
     )
     keep_trajectories: CountOrZero = setting(
         0,
-        "Of how many iterations up to the newest update the trajectories stay on disk, `update.recency` at least; 0: all.",
+        "Number of recent iterations whose trajectories stay on disk (at least `update.recency`); 0: all.",
         AT_ONCE,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinationSettings(Section):
-    """How nodes watch and wait for each other."""
+    """Heartbeats, timeouts and retries."""
 
-    FIXED_BECAUSE = "all nodes must judge each other's silence alike"
+    FIXED_BECAUSE = "all nodes must use the same failure-detection timeouts"
 
     beat_s: Seconds = setting(timing.BEAT_S, "Seconds between a node's heartbeats.")
     suspect_s: Seconds = setting(
-        timing.SUSPECT_S, "Seconds without a new heartbeat until a node is suspected."
+        timing.SUSPECT_S, "A node is suspected after this many seconds without a new heartbeat."
     )
-    dead_s: Seconds = setting(timing.DEAD_S, "Seconds without a new heartbeat until a node counts as lost.")
+    dead_s: Seconds = setting(
+        timing.DEAD_S, "A node is declared lost after this many seconds without a new heartbeat."
+    )
     join_timeout_s: Seconds = setting(
         timing.JOIN_TIMEOUT_S,
-        "Seconds that nodes wait for each other at the start; on a worker, for the run's record too.",
+        "Seconds that nodes wait for each other at the start; a worker also waits this long for the run's record.",
         EACH_START,
     )
     last_call_s: Seconds | None = setting(
         None,
-        "Once `min_nodes` are there, the run begins when no further node has come for so many seconds; those that come later are taken in "
-        "at the next iteration. none: it waits for all of them up to `join_timeout_s`. `--num-nodes A:B` sets it to 10.",
+        "Once `min_nodes` nodes have joined, start the run when no further node has joined for this many seconds; later nodes join at the "
+        "next iteration. none: wait up to `join_timeout_s` for all nodes. `--num-nodes A:B` sets it to 10.",
     )
     rejoin_timeout_s: Seconds = setting(
         timing.REJOIN_TIMEOUT_S, "Seconds that `--on-node-failure wait` waits for a lost node."
     )
     outage_s: Seconds = setting(
         timing.OUTAGE_S,
-        "Seconds that a node holds out while the shared directory fails, before it ends with exit code 3.",
+        "Seconds that a node tolerates errors of the shared directory before it exits with code 3.",
     )
-    stall_timeout_s: Seconds = setting(1800.0, "Seconds without progress until a program counts as wedged.")
-    retries: CountOrZero = setting(2, "How often a failed phase is tried again before exit code 4.", AT_ONCE)
+    stall_timeout_s: Seconds = setting(
+        1800.0, "A program counts as stalled after this many seconds without progress."
+    )
+    retries: CountOrZero = setting(
+        2, "Retries of a failed phase before the run ends with exit code 4.", AT_ONCE
+    )
     poll_max_s: Seconds = setting(
         0.05,
-        "Longest pause between two looks at the shared directory in a short wait; after that 1 % of what was waited, at most a beat.",
+        "Maximum polling interval of the shared directory during a short wait. In longer waits the interval grows to 1 % of the time "
+        "waited, up to `beat_s`.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class NotifySettings(Section):
-    """Who is told what happens to the run."""
+    """Notifications about the run."""
 
     FIXED_BECAUSE = "each node reads it when it starts"
 
     command: Name | None = setting(
         None,
-        "A command that gets one JSON object in its standard input (and in $FSBARRIER_EVENT) when the run has started, was evaluated, "
-        "lost a node, and when it finished, stopped or broke. It is started on one node, without a shell.",
+        "Command to run when the run starts, finishes, stops or fails, after an evaluation, and when a node is lost. It gets the event as "
+        "a JSON object on standard input and in $FSBARRIER_EVENT. It runs on one node, without a shell.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class TrackerSettings(Section):
-    """Trackers that are told what each iteration measured (docs/trackers.md)."""
+    """Experiment trackers that receive the metrics of each iteration (docs/trackers.md)."""
 
-    names: Trackers = setting((), "Which ones; each needs its package beside accelerate.", AT_ONCE)
-    names_like: Literal["trl", "verl"] = setting("trl", "Whose names the figures get.", AT_ONCE)
-    project: Name = setting("fsbarrier", "The project, or experiment, that the run is listed in.", AT_ONCE)
+    names: Trackers = setting(
+        (), "Trackers to use; each needs its own package in addition to accelerate.", AT_ONCE
+    )
+    names_like: Literal["trl", "verl"] = setting("trl", "Naming scheme of the metrics.", AT_ONCE)
+    project: Name = setting("fsbarrier", "Project (or experiment) under which the run is listed.", AT_ONCE)
 
 
 @dataclass(frozen=True, slots=True)
 class ToySettings(Section):
     """The program `toy`: the same phases without a model."""
 
-    tasks: Count = setting(64, "Tasks an iteration.", NEXT_ITERATION)
-    phase_s: NotNegative = setting(0.5, "Seconds that each working phase takes.", AT_ONCE)
+    tasks: Count = setting(64, "Tasks per iteration.", NEXT_ITERATION)
+    phase_s: NotNegative = setting(0.5, "Duration of each working phase, in seconds.", AT_ONCE)
     speeds: Weights = setting(
-        (), "How fast each node is, beside what its weight says: 0.5 is half; not given: all 1.", AT_ONCE
+        (),
+        "Relative speed of each node, independent of its weight (0.5: half as fast); empty: 1 for all nodes.",
+        AT_ONCE,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Settings(Section):
-    """A run's settings, complete."""
+    """All settings of a run."""
 
     data_path: Name | None = setting(
-        None, "Folder with train and test as .jsonl or .parquet; none: the built-in task."
+        None, "Folder with train and test as .jsonl or .parquet; none: use the built-in task."
     )
     log_path: Name | None = setting(None, "The run directory, the same on all nodes.", EACH_START)
     model: Name | None = setting(
-        None, "Hugging Face model folder, a folder below the data path, or a name in the local cache."
+        None,
+        "Hugging Face model: a folder, a folder inside the data path, or the name of a model in the local cache.",
     )
     init_from: Name | None = setting(
         None,
-        "Begin with another run's policy, `RUN_DIRECTORY@VERSION` (without @VERSION: the one that it serves), in place of `model`.",
+        "Start from a policy of another run instead of `model`: `RUN_DIRECTORY@VERSION`, or `RUN_DIRECTORY` for the version it currently "
+        "serves.",
     )
     init_optimizer: bool = setting(
         False,
-        "With `init_from`: take over the state of that version's optimizer too, and how many steps it has made.",
+        "With `init_from`: also load the optimizer state and step count of that version.",
     )
     program: Name = setting("rl", "`rl`, `toy`, `ping`, or your own FILE.py.")
-    rl_phase: RlPhase = setting("both", "Phases 0-6, 7-13, or all.", EACH_START)
+    rl_phase: RlPhase = setting(
+        "both", "`rollout`: phases 0-6; `update`: phases 7-13; `both`: all phases.", EACH_START
+    )
     rollout_split: Literal["train-only", "eval-only"] | None = setting(
-        None, "With `rl_phase=rollout`: only train rollouts, or only the evaluation; none: both.", EACH_START
+        None,
+        "With `rl_phase=rollout`: only the training rollout, or only the evaluation; none: both.",
+        EACH_START,
     )
     eval_interval: CountOrZero = setting(
         1,
-        "Evaluate when iteration % N == 1 (1: every iteration; 0: never, and no test tasks are needed).",
+        "Evaluate when iteration % N == 1 (1: every iteration; 0: never, no test tasks needed).",
         NEXT_ITERATION,
     )
-    num_nodes: Nodes = setting(1, "Nodes of the run.", AT_ONCE)
+    num_nodes: Nodes = setting(1, "Number of nodes.", AT_ONCE)
     rank_weights: Weights = setting(
-        (1.0,), "One positive weight a node, its share of the tasks; not given: all equal.", AT_ONCE
+        (1.0,), "One positive weight per node: its share of the tasks. Default: all equal.", AT_ONCE
     )
-    min_nodes: Count = setting(1, "With fewer nodes left the run ends with exit code 5.", AT_ONCE)
+    min_nodes: Count = setting(
+        1, "The run ends with exit code 5 when fewer nodes than this are left.", AT_ONCE
+    )
     expect_gpus: Count | None = setting(
         None,
-        "Refuse to start with fewer accelerators than this on all nodes together, and name who lacks them; each start may say anew.",
+        "Refuse to start if all nodes together have fewer accelerators than this; the error names the nodes that lack them.",
         EACH_START,
     )
     on_node_failure: Literal["shrink", "wait", "abort"] = setting(
         "shrink",
-        "When a node is lost: go on with the others, hold the phase until it is back, or end.",
+        "When a node is lost: `shrink`: continue with the others; `wait`: hold the phase until it is back; `abort`: end the run.",
         AT_ONCE,
     )
-    debug_mode: bool = setting(False, "Do not manage vLLM: use the server that is there (`engine.url`).")
+    debug_mode: bool = setting(
+        False, "Do not start or stop vLLM; use the server that is already running (`engine.url`)."
+    )
     iterations: Count | None = setting(
         None,
-        "Do iterations up to this one; none: endless. Each start of node 0 may name another number.",
+        "Stop after this iteration; none: run until stopped. Each start of node 0 may give a new number.",
         EACH_START,
     )
     shared_group: bool = setting(
-        False, "Let the group read and write the run directory (0770, 0660), not only its owner."
+        False, "Give the owner's group read and write access to the run directory (modes 0770 and 0660)."
     )
     rollout: RolloutSettings = RolloutSettings()
     eval: EvalSettings = EvalSettings()
@@ -667,15 +727,15 @@ class Settings(Section):
     custom: Mapping[str, Any] = field(
         default_factory=dict,
         metadata={
-            "description": "Anything (`custom.name=value`), passed on to your own program, reward or trainer. "
-            "What begins with `custom.secret` is not shown.",
+            "description": "Arbitrary values (`custom.name=value`) for your own program, reward or trainer. "
+            "Names that begin with `custom.secret` are not displayed.",
             "changes": Changes.NEVER,
         },
     )
 
     @property
     def eval_sets(self) -> dict[str, EvalSet]:
-        """The sets of held-out tasks by name, with nothing left open but the file; without any of the user's own it is `test`."""
+        """The sets of held-out tasks by name, with defaults filled in except for the file; `test` alone if the user defined none."""
         own, rollout = self.eval, self.rollout
         common = EvalSet(
             tasks=own.tasks,
@@ -696,34 +756,34 @@ class Settings(Section):
 
     @property
     def manages_engine(self) -> bool:
-        """Whether the vLLM server is the daemon's to start and stop; else it is one that is there already."""
+        """Whether the daemon starts and stops the vLLM server; if not, it uses an existing one."""
         return not self.debug_mode and self.engine.url is None
 
     @property
     def choices(self) -> dict[str, object]:
-        """What node 0 chooses anew for all nodes at each start."""
+        """The settings that node 0 chooses for all nodes at each start."""
         return {name: getattr(self, name) for name in ("rl_phase", "rollout_split", "expect_gpus")}
 
     @property
     def digest(self) -> str:
-        """SHA-256 in hexadecimal. Where the run directory is mounted is each node's own affair, so it is left out."""
-        told = {name: value for name, value in self.as_json().items() if name != "log_path"}
-        return hashlib.sha256(json.dumps(told, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        """SHA-256 in hexadecimal, without `log_path`, because nodes may mount the run directory in different places."""
+        shared = {name: value for name, value in self.as_json().items() if name != "log_path"}
+        return hashlib.sha256(json.dumps(shared, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def changes_of(name: str) -> Changes:
-    """Whether and when the setting with this dotted name may change."""
+    """Whether, and when, the setting with this dotted name may change."""
     return _changes().get(known_as(name), Changes.NEVER)
 
 
 def fixed_because(name: str) -> str:
-    """Why the setting with this dotted name never changes."""
+    """Why the setting with this dotted name cannot change."""
     section = sections().get(name.partition(".")[0], Settings)
     return section.FIXED_BECAUSE
 
 
 def names_that_change(settings: Settings) -> list[str]:
-    """The settings that a later start of node 0 may change, by their dotted names; `settings`: whose sets of held-out tasks there are."""
+    """Dotted names of the settings that a later start of node 0 may change, including those of the evaluation sets in `settings`."""
     names = [name for name, kind in _changes().items() if kind in (NEXT_ITERATION, AT_ONCE)]
     one_each = [name.removeprefix(SET_NAME) for name in names if name.startswith(SET_NAME)]
     of_sets = [f"{SETS}.{own}{leaf}" for own in settings.eval.sets for leaf in one_each]
@@ -745,5 +805,5 @@ def _changes() -> dict[str, Changes]:
 
 
 def sections() -> dict[str, type[Section]]:
-    """The dotted groups, in order of their definition."""
+    """The groups of settings by name, in order of definition."""
     return {item.name: type(item.default) for item in fields(Settings) if isinstance(item.default, Section)}

@@ -1,7 +1,6 @@
-"""What a person chose, and where: flags, `key=value` words and TOML files become ChosenValue. No rules here, and no pydantic.
+"""Parses flags, `key=value` words and TOML files into ChosenValue, which remembers the source. Does not validate.
 
-A value is written as in TOML (numbers, true/false, "text", [lists]); a bare word is text, and a list may go
-without its brackets.
+Values use TOML syntax (numbers, true/false, "text", [lists]). A bare word is text, and a list may omit its brackets.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TypeGuard
 
 from fsbarrier.errors import UsageError
 
-#: Flag -> setting. What a flag takes and what it means is the setting's.
+#: Flag -> setting. The setting defines the flag's type and meaning.
 FLAGS = {
     "--data-path": "data_path",
     "--log-path": "log_path",
@@ -36,14 +35,13 @@ FLAGS = {
 }
 
 
-#: a table of tables: the name of a set is the user's own
+#: a table of tables, keyed by names that the user chooses
 SETS = "eval.sets"
 SET_NAME = f"{SETS}.NAME"
 
 
 def known_as(key: str) -> str:
-    """The name under which a setting is known: `eval.sets.aime.samples` is `eval.sets.NAME.samples`, and `eval.sets.aime` a part of
-    `eval.sets`."""
+    """The canonical name of a setting: `eval.sets.NAME.samples` for `eval.sets.aime.samples`, `eval.sets` for `eval.sets.aime`."""
     below = key.removeprefix(f"{SETS}.")
     if below == key:
         return key
@@ -52,13 +50,13 @@ def known_as(key: str) -> str:
 
 
 def set_in(key: str) -> str:
-    """The name of the set of held-out tasks that a setting belongs to; "" for any other setting."""
+    """The name of the evaluation set that a setting belongs to; "" for any other setting."""
     return key.removeprefix(f"{SETS}.").partition(".")[0] if key.startswith(f"{SETS}.") else ""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenValue:
-    """One value that somebody chose: the dotted name, the value, and how to name its source in a message."""
+    """A value that the user chose: its dotted name, the value, and its source as shown in messages."""
 
     key: str
     value: object
@@ -69,20 +67,20 @@ class ChosenValue:
         return self.source.startswith("--")
 
     def written(self, value: str) -> str:
-        """`value` as the person would write it in the same place: `--flag value` or `key=value`."""
+        """`value` as the user would write it in the same place: `--flag value` or `key=value`."""
         return f"{self.source} {value}" if self.is_flag else f"{self.source}={value}"
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a setting is written as text: "text", "words", "list", "bool" or "value"; `optional`: or `none`."""
+    """The text format of a setting: "text", "words", "list", "bool" or "value"; `optional`: `none` is allowed too."""
 
     shape: str
     optional: bool = False
 
 
 def parse_text(text: str, kind: Kind | None) -> object:
-    """The value that `text` stands for, for a setting of this kind; None for `kind`: free-form."""
+    """Parses `text` for a setting of this kind; `kind=None`: free-form."""
     shape = kind.shape if kind else "free"
     stripped = text.strip()
     if (kind is None or kind.optional) and stripped.lower() in ("none", "null"):
@@ -98,12 +96,12 @@ def parse_text(text: str, kind: Kind | None) -> object:
     try:
         return tomllib.loads(f"value = {stripped}")["value"] if "\n" not in stripped else text
     except (ValueError, RecursionError):
-        # No TOML, nested too deeply, or a number of thousands of digits.
+        # Not TOML, nested too deeply, or a number with thousands of digits.
         return text
 
 
 def from_words(words: Iterable[str], known: Mapping[str, Kind]) -> list[ChosenValue]:
-    """`key=value` words. Raises UsageError for a word without a name and `=`."""
+    """Parses `key=value` words. Raises UsageError for a word without a name or without `=`."""
     found = []
     for word in words:
         key, equals, text = word.partition("=")
@@ -117,7 +115,7 @@ def from_words(words: Iterable[str], known: Mapping[str, Kind]) -> list[ChosenVa
 
 
 def from_flags(flags: Mapping[str, str | bool | None], known: Mapping[str, Kind]) -> list[ChosenValue]:
-    """Flag -> text (or True for a flag that takes none); None and False stand for "not given"."""
+    """Parses flags, a mapping of flag to text (True for a flag without a value). None and False mean "not given"."""
     found = []
     for flag, value in flags.items():
         if value is None or value is False:
@@ -128,7 +126,7 @@ def from_flags(flags: Mapping[str, str | bool | None], known: Mapping[str, Kind]
 
 
 def from_file(path: Path, known: Mapping[str, Kind]) -> list[ChosenValue]:
-    """The settings of a TOML file, tables as dotted names. Raises UsageError naming file and line."""
+    """Reads a TOML file, with tables as dotted names. Raises UsageError naming file and line."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -142,12 +140,12 @@ def from_file(path: Path, known: Mapping[str, Kind]) -> list[ChosenValue]:
     return [ChosenValue(key, value, f"{path}: {key}") for key, value in flatten(content, known).items()]
 
 
-#: of a run with `--num-nodes A:B`: `coordination.last_call_s`
+#: `coordination.last_call_s` for a run with `--num-nodes A:B`
 LAST_CALL_S = 10.0
 
 
 def with_range_of_nodes(chosen: Iterable[ChosenValue]) -> tuple[ChosenValue, ...]:
-    """`--num-nodes A:B` as the settings that it stands for. Raises UsageError."""
+    """Expands `--num-nodes A:B` into the settings it stands for. Raises UsageError."""
     items = tuple(chosen)
     by_key = {item.key: item for item in items}
     nodes, fewest = by_key.get("num_nodes"), by_key.get("min_nodes")
@@ -155,23 +153,27 @@ def with_range_of_nodes(chosen: Iterable[ChosenValue]) -> tuple[ChosenValue, ...
         return items
     least, most = (text.strip() for text in nodes.value.split(":", 1))
     if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
-        raise UsageError(f"{nodes.written(nodes.value)}: A:B is the least and the most nodes, such as 2:8")
+        raise UsageError(
+            f"{nodes.written(nodes.value)}: give A:B as minimum and maximum number of nodes, such as 2:8"
+        )
     if fewest is not None:
-        raise UsageError(f"{nodes.written(nodes.value)}: says the least nodes already; drop {fewest.source}")
+        raise UsageError(
+            f"{nodes.written(nodes.value)}: already sets the minimum number of nodes; drop {fewest.source}"
+        )
     values = {"min_nodes": int(least), "coordination.last_call_s": LAST_CALL_S}
     stands_for = [ChosenValue(key, value, nodes.source) for key, value in values.items()]
     return (*stands_for, *items, replace(nodes, value=int(most)))
 
 
 def flatten(content: Mapping[str, object], known: Collection[str]) -> dict[str, object]:
-    """Nested tables as dotted names; a table that is itself a setting's value stays whole, save `custom`."""
+    """Flattens nested tables to dotted names. A table that is the value of one setting stays whole, except `custom`."""
     flat: dict[str, object] = {}
     for name, value in content.items():
         if isinstance(value, Mapping) and (name not in known or name == "custom"):
             flat.update({f"{name}.{leaf}": inner for leaf, inner in value.items()})
         else:
             flat[name] = value
-    # The sets are taken apart into single settings, so that another source may change one of them.
+    # Split the evaluation sets into single settings so that a later source can override one of them.
     sets = flat.get(SETS)
     if _holds_tables(sets) and sets:
         del flat[SETS]
@@ -186,7 +188,7 @@ def _holds_tables(value: object) -> TypeGuard[Mapping[str, Mapping[str, object]]
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The words "; did you mean X?" for the known name most like `name`, or an empty string."""
+    """ "; did you mean X?" with the known name most similar to `name`, or an empty string."""
     candidates = list(names)
     lowered = name.lower() if name.startswith("-") else name.lower().replace("-", "_")
     found = [one for one in candidates if one.rpartition(".")[2] == lowered and SET_NAME not in one][:3]

@@ -1,4 +1,4 @@
-"""What the value of a setting may be: types with limits. resolve.py translates them for pydantic, scripts/settings_doc.py for people."""
+"""Types of settings with their limits. resolve.py translates them for pydantic, scripts/settings_doc.py for the documentation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What holds of a setting's value: more than `gt`, at least `ge`, less than `lt`, at most `le`; so long at least."""
+    """Limits of a value: > `gt`, >= `ge`, < `lt`, <= `le`, and a minimum length."""
 
     gt: float | None = None
     ge: float | None = None
@@ -23,7 +23,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class ShellWords:
-    """The setting may be written as a command line or as a list of words; `convert` turns either into what the setting holds."""
+    """The user may write the setting as a string or as a list of words; `convert` turns either into the stored form."""
 
     convert: Callable[[object], object]
 
@@ -43,7 +43,7 @@ def _join_words(value: object) -> object:
 
 
 def reward_kinds(kind: str) -> list[str]:
-    """The rewards that `reward.kind` names."""
+    """The rewards listed in `reward.kind`."""
     return [one.strip() for one in kind.split(",")]
 
 
