@@ -184,7 +184,10 @@ CASES = {
     "negative rank": (PING + "--worker -1", ["--worker", "0 or more", "-1"]),
     "node 0 as a worker": (PING + "--worker 0 --num-nodes 3", ["--worker 0", "--master"]),
     "rank that is a word": (PING + "--worker two", ["--worker", "whole number"]),
-    "several nodes, no rank": (PING + "--num-nodes 3", ["which of the 3 nodes", "--master", "--worker"]),
+    "several nodes, no rank": (
+        PING + "--num-nodes 3",
+        ["the rank of this node is unknown, and the run has 3 nodes", "--master", "--worker"],
+    ),
     "unknown setting": (
         PING + "rollout.temprature=1",
         ["rollout.temprature", "did you mean rollout.temperature?"],
@@ -258,11 +261,11 @@ CASES = {
     "reward function is missing": (RL + "reward.kind=reward.py:rewrd", ["rewrd", "did you mean reward?"]),
     "trainer of a program that trains nothing": (
         PING + "--program toy trainer.command=true",
-        ["trainer.command=true: program toy has no model; leave it out"],
+        ["trainer.command=true: program toy has no model; drop it"],
     ),
     "agent of a program without tasks": (
         PING + "rollout.agent=agent.py:Agent",
-        ["rollout.agent=", "agent.py:Agent: program ping takes no tasks of yours; leave it out"],
+        ["rollout.agent=", "agent.py:Agent: program ping does not read tasks; drop it"],
     ),
     "agent is no file's class": (
         RL + "rollout.agent=mine",
@@ -271,14 +274,14 @@ CASES = {
     "agent file is missing": (RL + "rollout.agent=none.py:A", ["none.py", "No such file"]),
     "agent is missing": (
         RL + "rollout.agent=agent.py:Agnt",
-        ["agent.py defines no Agnt", "did you mean Agent?"],
+        ["agent.py does not define Agnt", "did you mean Agent?"],
     ),
     "agent has no run": (RL + "rollout.agent=agent.py:Empty", ["Empty: has no method run"]),
     "agent is not async": (RL + "rollout.agent=agent.py:Plain", ["Plain: its method run is not async"]),
     "agent is a function": (RL + "rollout.agent=agent.py:f", ["f is a function, not a class"]),
     "judge without an address": (
         RL + "reward.kind=judge",
-        ["reward.kind=judge", "give judge.url and judge.model"],
+        ["reward.kind=judge", "needs judge.url and judge.model"],
     ),
     "reward with a wrong signature": (
         RL + "reward.kind=reward.py:reward",
@@ -295,7 +298,7 @@ CASES = {
     ),
     "answers longer than the model's positions": (
         "run --data-path data --model short rollout.max_tokens=64",
-        ["rollout.max_tokens=64", "the model has 64 positions"],
+        ["rollout.max_tokens=64", "the model supports only 64 positions"],
     ),
     "adapters in a head that is the embedding": (
         RL.replace("--model model", "--model tied") + "lora.rank=4 lora.targets=q_proj,lm_head",
@@ -304,11 +307,11 @@ CASES = {
     "function without its judge": (RL + "reward.kind=reward.py:judged", ["judge.url is not set"]),
     "judge's address": (
         RL + "reward.kind=judge judge.model=m judge.url=here",
-        ["judge.url=here: not an address like https://host/v1"],
+        ["judge.url=here: must be a URL such as https://host/v1"],
     ),
     "judge's key": (
         RL + "reward.kind=judge judge.model=m judge.url=http://h/v1 judge.api_key_env=NOT_SET",
-        ["judge.api_key_env=NOT_SET: this variable is not set here"],
+        ["judge.api_key_env=NOT_SET: this variable is not set on this node"],
     ),
     "a DeepSpeed file that says something else": (
         RL + "trainer.backend=deepspeed trainer.deepspeed=ds.json",
@@ -333,7 +336,7 @@ CASES = {
     "a set without a file": (RL + "eval.sets.aime.samples=2", ["data: has no aime.jsonl or aime.parquet"]),
     "a set whose file is not there": (
         RL + "eval.sets.aime.file=no.jsonl",
-        ["eval.sets.aime.file=no.jsonl:", "data/no.jsonl is no file"],
+        ["eval.sets.aime.file=no.jsonl:", "data/no.jsonl is not a file"],
     ),
     "a set that the model cannot read": (
         RL.replace("--model model", "--model short") + "eval.sets.test.max_tokens=64 rollout.max_tokens=8",
@@ -345,11 +348,11 @@ CASES = {
     ),
     "replay of nothing": (
         RL + "--rl-phase update update.trajectories=nowhere",
-        ["update.trajectories=", "nowhere: there is no such run directory or file"],
+        ["update.trajectories=", "nowhere: no such run directory or file"],
     ),
     "replay of a folder": (
         RL + "--rl-phase update update.trajectories=.",
-        ["has no merged train rollouts of iteration 1"],
+        ["has no merged training rollouts of iteration 1"],
     ),
     "replay and rollouts": (RL + "update.trajectories=.", ["requires --rl-phase update"]),
     "reward file is no Python": (RL + "reward.kind=broken.py:reward", ["broken.py, line 1"]),
@@ -414,7 +417,7 @@ def test_other_task_files(place: Path, quick: Call) -> None:
     (place / "data" / "test.parquet").unlink()
     refused(quick, RL, place=place, says=["has no test.jsonl or test.parquet"])
     (place / "data" / "test.jsonl").symlink_to("/nowhere")
-    refused(quick, RL, place=place, says=["test.jsonl is a folder, or a link to nowhere"])
+    refused(quick, RL, place=place, says=["test.jsonl is a folder or a broken link"])
 
 
 @pytest.mark.parametrize(
@@ -433,7 +436,7 @@ def test_a_model_folder_lacks_something(place: Path, quick: Call, remove: str, s
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("nowhere.py {out}", "'nowhere.py' is not a program here"),
+        ("nowhere.py {out}", "program 'nowhere.py' not found on this node"),
         ("sh {batchh} {out}", "unknown placeholder {batchh}; did you mean batch?"),
         ("sh {batch}", "needs {out}"),
         ('sh "{out}', "No closing quotation"),
@@ -446,7 +449,7 @@ def test_a_trainer_command(place: Path, quick: Call, command: str, says: str) ->
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
-        ({"NODE_RANK": "one"}, ["NODE_RANK 'one'", "not a whole number"]),
+        ({"NODE_RANK": "one"}, ["NODE_RANK 'one'", "must be a whole number"]),
         ({"NODE_RANK": "-1"}, ["NODE_RANK -1"]),
         ({"NODE_RANK": "3"}, ["NODE_RANK 3", "ranks 0 to 2"]),
         ({"RANK": "1", "WORLD_SIZE": "24"}, ["RANK=1 counts processes", "--master"]),
@@ -466,7 +469,7 @@ def test_the_launchers_variables(place: Path, quick: Call, environ: dict[str, st
             {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"},
             ["WORLD_SIZE=16", "RANK=0 counts processes here", "NODE_RANK"],
         ),
-        ({"SLURM_NNODES": "4"}, ["SLURM_NNODES=4", "SLURM_NODEID does not say", "--master"]),
+        ({"SLURM_NNODES": "4"}, ["SLURM_NNODES=4", "SLURM_NODEID is not set", "--master"]),
         (
             {
                 "OMPI_COMM_WORLD_RANK": "3",
@@ -523,7 +526,7 @@ def test_a_new_run_writes_over_nothing_of_somebody_else(place: Path, quick: Call
             quick,
             words,
             place=place,
-            says=[f"{place / 'run'}: {name.split('/')[0]} there already", "run.json"],
+            says=[f"{place / 'run'}: contains {name.split('/')[0]}", "run.json"],
         )
 
 

@@ -267,7 +267,7 @@ def test_a_dry_run_of_a_worker_needs_the_run(tmp_path: Path, capsys: pytest.Capt
     """A run of one node would be shown, which is none of this worker's."""
     words = ["run", "--log-path", str(tmp_path / "run"), "--worker", "2", "--dry-run"]
     assert main(words) == 2
-    assert f"--worker 2: there is no run in {tmp_path}/run yet" in capsys.readouterr().err
+    assert f"--worker 2: {tmp_path}/run contains no run yet" in capsys.readouterr().err
 
 
 def test_a_dry_run_as_json(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_a_dry_run_in_an_environment_that_only_shows_runs(
         (tmp_path / "light").mkdir()
         (tmp_path / "light" / "only-shows-runs").touch()
         assert main([*words, "--dry-run"]) == 0
-        assert "This light environment only shows runs" in capsys.readouterr().out
+        assert "This is the light environment for dry runs" in capsys.readouterr().out
         assert main([*words, "--dry-run", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["light_environment"] is True
         assert main(words) == 2

@@ -321,7 +321,7 @@ def test_a_start_on_an_object_store_is_refused_and_makes_nothing(
     words = ["run", "--log-path", str(tmp_path / "run"), "--program", "ping", "--iterations", "1"]
     assert cli.main(words) == cli.main([*words, "--dry-run"]) == 3
     error = capsys.readouterr().err
-    assert "cannot carry a run" in error and "NFS" in error
+    assert "cannot support a run" in error and "NFS" in error
     assert os.listdir(tmp_path) == []
 
 

@@ -113,10 +113,10 @@ def test_what_is_wrong(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert export(run, tmp_path / "full") == 2
     assert "name a new folder" in capsys.readouterr().err
     assert export(run, tmp_path / "out", "--policy-version", "7") == 2
-    assert "--policy-version 7: not on disk; there are 0, 1, 2" in capsys.readouterr().err
+    assert "--policy-version 7: not on disk; available: 0, 1, 2" in capsys.readouterr().err
     checkpoint(run, 3, 1, "three, half", complete=False)
     assert export(run, tmp_path / "out", "--policy-version", "3") == 2
-    assert "--policy-version 3: not on disk; there are 0, 1, 2 (" in capsys.readouterr().err
+    assert "--policy-version 3: not on disk; available: 0, 1, 2 (" in capsys.readouterr().err
     (RunPaths(run).checkpoint(1, 1) / "model" / "model.safetensors").write_bytes(weights("eno"))
     assert export(run, tmp_path / "out") == 4
     assert "model.safetensors differs" in capsys.readouterr().err
@@ -138,8 +138,8 @@ def test_a_file_of_data_is_no_folder_to_make(
 @pytest.mark.parametrize(
     ("files", "missing"),
     [
-        (["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"], "2 files of weights"),
-        (["model.safetensors", "index"], "no file has the weight other"),
+        (["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"], "has 2 weight files"),
+        (["model.safetensors", "index"], "no file contains the weight other"),
         (["model-00001-of-00002.safetensors", "index"], "model-00002-of-00002.safetensors is missing"),
     ],
 )

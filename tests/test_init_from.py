@@ -78,14 +78,14 @@ def test_nothing_begins_with_a_damaged_policy(tmp_path: Path, first: Path, data:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["init_from=FIRST@9"], "init_from=FIRST@9: --policy-version 9: not on disk; there are 0, 1, 2"),
-        (["init_from=FIRST@two"], "'two' is no policy version; write RUN_DIRECTORY@VERSION"),
+        (["init_from=FIRST@9"], "init_from=FIRST@9: --policy-version 9: not on disk; available: 0, 1, 2"),
+        (["init_from=FIRST@two"], "'two' is not a policy version; write RUN_DIRECTORY@VERSION"),
         (["init_from=FIRST/nowhere@1"], "no run there (no run.json)"),
         (
             ["init_from=FIRST@1", "model=m"],
-            "names the first policy, and so does --model; drop one of the two",
+            "contradicts --model, which also sets the initial policy; drop one of the two",
         ),
-        (["init_from=FIRST@1", "program=ping"], "program ping has no model; leave it out"),
+        (["init_from=FIRST@1", "program=ping"], "program ping has no model; drop it"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -149,15 +149,15 @@ def test_a_run_begins_with_the_trainers_state_too(
 @pytest.mark.parametrize(
     ("fault", "words", "message"),
     [
-        ("not brought", "@1", "version 1 has no whole trainer state in the shared directory"),
+        ("not brought", "@1", "version 1 has no complete trainer state in the shared directory"),
         ("not brought", "@1", "the nearest version that has one is 2"),
         ("", "@2", "the nearest version that has one is 1"),
-        ("", "@0", "policy version 0 has no whole trainer state"),
-        ("none at all", "", "policy version 2 has no whole trainer state"),
+        ("", "@0", "policy version 0 has no complete trainer state"),
+        ("none at all", "", "policy version 2 has no complete trainer state"),
         ("none at all", "", "no version of that run has one"),
-        ("another trainer's", "@1", "policy version 1 has no whole trainer state"),
-        ("", "@1 lora.rank=4", "the whole policy, and this run trains adapters of rank 4"),
-        ("", "@1 trainer.command=true", "not with trainer.command"),
+        ("another trainer's", "@1", "policy version 1 has no complete trainer state"),
+        ("", "@1 lora.rank=4", "the whole policy, but this run trains adapters of rank 4"),
+        ("", "@1 trainer.command=true", "not supported with trainer.command"),
     ],
 )
 def test_a_run_does_not_begin_without_the_state_that_it_asks_for(
@@ -215,7 +215,7 @@ def test_the_model_of_another_runs_adapters_comes_along(tmp_path: Path, data: st
         copied = run / "first_policy" / "base" / "model.safetensors"
         assert copied.read_bytes() == weights("what the adapters were put into")
     shutil.rmtree(second / "first_policy" / "base")
-    with pytest.raises(UsageError, match="that its adapters were put into is gone"):
+    with pytest.raises(UsageError, match="of its adapters is missing"):
         start(tmp_path / "fourth", data, f"init_from={second}@1", *STATE, "lora.rank=4")
 
 

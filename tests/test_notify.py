@@ -137,6 +137,6 @@ def test_a_command_that_fails_or_hangs_holds_nobody_up(
 
 def test_a_command_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["run", "--program", "ping", "--log-path", str(tmp_path / "run")]
-    for command, says in (("/nowhere/program x", "is not a program here"), ("'x", "No closing quotation")):
+    for command, says in (("/nowhere/program x", "not found on this node"), ("'x", "No closing quotation")):
         assert main([*words, f"notify.command={command}"]) == 2
         assert f"notify.command={command}: " in (said := capsys.readouterr().err) and says in said

@@ -586,7 +586,7 @@ def test_a_dry_run_begins_with_the_plan_where_there_is_one(
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("# 0.00 million parameters on 1 node\n# rollouts      2 engines a node;")
-    assert "engine: 2 of these, each on accelerators or cores of its own" in shown
+    assert "engine: 2 servers like this, each on its own accelerators or cores" in shown
 
 
 def test_the_command_plans_for_a_cluster_that_is_not_there(

@@ -253,14 +253,14 @@ def test_a_record_that_nodes_could_not_follow_is_one_clear_line(
     (pool.root / name).write_text(json.dumps(content))
     assert main(["jobs", str(pool.root)]) == 3
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{pool.root / name}: not a record of this fsbarrier" in line
+    assert f"{pool.root / name}: not a record of this version of fsbarrier" in line
 
 
 def test_deep_and_endless_records_cost_little(pool: PoolDirectory) -> None:
     path = pool.root / "jobs" / "job-000001.json"
     for content in ("[" * 200_000, '{"nodes": ' + "9" * 6000 + "}", '{"a": ' * 100_000):
         path.write_text(content)
-        with pytest.raises(StoreError, match="not a record of this fsbarrier"):
+        with pytest.raises(StoreError, match="not a record of this version of fsbarrier"):
             pool.read()
 
 
@@ -384,7 +384,7 @@ def test_so_is_one_in_which_others_may_write_one_folder(
 ) -> None:
     (pool.root / name).chmod(0o777)
     assert main(["daemon", str(pool.root)]) == 2
-    assert "everybody may write there" in capsys.readouterr().err
+    assert "writable by everybody" in capsys.readouterr().err
 
 
 def test_so_is_one_whose_folder_is_a_link(

@@ -120,7 +120,7 @@ def weigh(ctx: Context) -> Work:
 PROGRAM = Program("three", (Phase(0, "dig", each=dig), Phase(1, "weigh", leader=weigh), Phase(2, "rest")))
 '''
 
-NO_SUCH_PART = "fsbarrier: error: --rl-phase {}: program three has no such part; leave it out\n"
+NO_SUCH_PART = "fsbarrier: error: --rl-phase {}: not supported by program three; drop it\n"
 
 
 def test_a_program_of_three_rows_of_its_own(tmp_path: Path) -> None:

@@ -79,14 +79,14 @@ def test_mpi_only_with_one_task_a_node() -> None:
         ({}, {"master": True, "worker": 1}, "--master and --worker 1"),
         ({}, {"worker": 3, "num_nodes": 3}, "--worker 3: out of range, this run has 3 nodes, ranks 0 to 2"),
         ({"NODE_RANK": "1"}, {"num_nodes": 1}, "NODE_RANK 1: out of range, this run has one node"),
-        ({"NODE_RANK": "-1"}, {}, "NODE_RANK -1: a node rank is 0 or more"),
-        ({"NODE_RANK": "first"}, {}, "NODE_RANK 'first': not a whole number"),
-        ({"SLURM_NODEID": "0x"}, {}, "SLURM_NODEID '0x': not a whole number"),
+        ({"NODE_RANK": "-1"}, {}, "NODE_RANK -1: a node rank must be 0 or more"),
+        ({"NODE_RANK": "first"}, {}, "NODE_RANK 'first': must be a whole number"),
+        ({"SLURM_NODEID": "0x"}, {}, "SLURM_NODEID '0x': must be a whole number"),
         ({"SLURM_NODEID": "1", "SLURM_LOCALID": "3"}, {}, "SLURM_LOCALID 3"),
         (
             {"NODE_RANK": "2", "NNODES": "2"},
             {},
-            "NODE_RANK=2 contradicts NNODES=2: ranks begin with 0, so the last one is 1",
+            "NODE_RANK=2 contradicts NNODES=2: ranks start at 0, so the last one is 1",
         ),
         ({"DSTACK_NODE_RANK": "5", "DSTACK_NODES_NUM": "4"}, {}, "contradicts DSTACK_NODES_NUM=4"),
     ],
@@ -107,9 +107,9 @@ def test_a_number_of_nodes_that_is_typed_wins_over_the_launcher_s() -> None:
 def test_launchers_that_say_something_else_are_named() -> None:
     chosen = ranks.Choice(1, "NODE_RANK")
     environ = {"NODE_RANK": "1", "NNODES": "4", "SLURM_NODEID": "3", "SLURM_NNODES": "2", "RANK": "1"}
-    said = ["this is node 1 by NODE_RANK, whatever SLURM_NODEID=3 says"]
+    said = ["using rank 1 from NODE_RANK, ignoring SLURM_NODEID=3"]
     assert ranks.contradictions(chosen, 4, environ) == said
-    said.append("this run has 3 nodes, whatever NNODES=4 says")
+    said.append("this run has 3 nodes, ignoring NNODES=4")
     assert ranks.contradictions(chosen, 3, environ) == said
     assert ranks.contradictions(ranks.Choice(3, "--worker"), 4, {"SLURM_NODEID": "3"}) == []
 

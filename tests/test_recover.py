@@ -144,7 +144,7 @@ def test_a_damaged_merged_file_is_made_anew_where_the_run_counts_on_it(tmp_path:
         damaged.write_bytes(data[: len(data) // 2])  # the plain name is a link to it
         assert states(recover(cluster.log_path, "--dry-run", "--json"))[damaged.name] == "damaged"
         said = recover(cluster.log_path)
-        assert f"counts on {damaged.name}" in said and not damaged.exists()
+        assert f"{damaged.name} is missing" in said and not damaged.exists()
         recover(cluster.log_path, "--aggregate")
         assert sorted(t["task_index"] for t in load(damaged)["trajectories"]) == sorted(
             t["task_index"] for t in whole

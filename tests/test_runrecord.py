@@ -204,7 +204,7 @@ def test_a_start_of_node_0_makes_the_run_and_the_next_one_finds_it(tmp_path: Pat
         ),
         ([], {"worker": 3}, "--worker 3: out of range, this run has 3 nodes, ranks 0 to 2"),
         ([], {"environ": {"NODE_RANK": "9"}}, "NODE_RANK 9: out of range"),
-        ([], {}, "which of the 3 nodes is this?"),
+        ([], {}, "the rank of this node is unknown, and the run has 3 nodes"),
         ([], {"environ": {"RANK": "1", "WORLD_SIZE": "24"}}, "RANK=1 counts processes here, not nodes"),
     ],
 )
@@ -235,7 +235,7 @@ def test_the_same_values_again_are_no_contradiction(tmp_path: Path) -> None:
 
 
 def test_resume_refuses_a_fresh_directory(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--resume: no run in"):
+    with pytest.raises(UsageError, match="contains no run"):
         begin(tmp_path / "run", "program=ping", master=True, resume=True)
     assert not (tmp_path / "run").exists()
     begin(tmp_path / "run", "program=ping", master=True)

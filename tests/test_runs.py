@@ -51,7 +51,7 @@ def test_each_run_is_one_line_the_newest_first(
 
 def test_a_folder_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"no run in {tmp_path}\n"
+    assert capsys.readouterr().out == f"no runs in {tmp_path}\n"
     assert main(["runs", str(tmp_path / "none")]) == 2
     assert "none: No such file" in capsys.readouterr().err
 

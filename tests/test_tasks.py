@@ -156,7 +156,7 @@ def test_a_run_that_never_evaluates_needs_no_test_tasks() -> None:
     never = Settings(eval_interval=0)
     assert list(needed_files(never)) == ["train"]
     check_recorded(never, ["train"])
-    with pytest.raises(UsageError, match="began without test tasks"):
+    with pytest.raises(UsageError, match="was created without test tasks"):
         check_recorded(Settings(), ["train"])
     decide: Any = load_program("rl").rows[5].leader
     evaluates = decide.__globals__["evaluates"]

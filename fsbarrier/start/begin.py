@@ -1,8 +1,8 @@
-"""From what a person typed to a run that can begin: settings, rank, record. Used by `run` and `launch`.
+"""Turns the user's input into a run that can begin: settings, rank, record. Used by `run` and `launch`.
 
-Node 0 resolves and checks everything, then makes run.json. Every other start, of any node, takes the record. What it says otherwise
-must be a setting that may change, and only a start of node 0 changes one (protocol/revisions.py). Until then nothing is started and,
-if anything was wrong, nothing is left behind.
+On the first start, node 0 validates everything and creates run.json. All later starts load that record. A start may give different values
+only for settings that may change, and only node 0 changes them (protocol/revisions.py). Nothing is started before all checks have passed,
+and a failed check leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from fsbarrier.start import (
 from fsbarrier.start.policy_export import Exported
 
 Say = Callable[[str], None]
-#: Settings that name something of the user's, by what a program must need (`Program.needs`) to look at them at all.
+#: Settings that a program uses only if it needs a model or data (`Program.needs`).
 USED_WITH = {
     "model": (
         "has no model",
         ("init_from", "trainer.command", "trainer.deepspeed", "update.trajectories", "engine.url"),
     ),
-    "data": ("takes no tasks of yours", ("rollout.agent",)),
+    "data": ("does not read tasks", ("rollout.agent",)),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was typed for one start of one node. `chosen`: weakest source first. `defaults`: below all of them."""
+    """The user's input for one start of one node. `chosen`: lowest precedence first; `defaults` are below all of them."""
 
     chosen: tuple[ChosenValue, ...]
     environ: Mapping[str, str]
     master: bool = False
     worker: int | None = None
-    #: take a rank that is free; `Start.node_rank` means nothing then
+    #: take any free rank; `Start.node_rank` is then meaningless
     any_rank: bool = False
     resume: bool = False
     dry_run: bool = False
@@ -65,11 +65,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A node that can begin.
+    """A node that is ready to begin.
 
-    `settings`: the run's, with what this start changes or chooses anew; `stated`: what its command line says of those that may change,
-    by dotted names. `until`: the last iteration asked for. `created`: this start made the run's record. `mount`: what this node found
-    out about the run's filesystem.
+    `settings`: the run's settings including the changes of this start; `stated`: the changeable settings given on the command line, by
+    dotted name. `until`: the last iteration requested. `created`: whether this start created the run's record. `mount`: the filesystem
+    check of this node.
     """
 
     record: RunRecord
@@ -82,12 +82,12 @@ class Start:
 
 
 def begin(request: Request, say: Say = lambda line: None) -> Start:
-    """Decide which node this is and give it the run's record, made or found. `say` is called with what takes long.
+    """Determine this node's rank, and create or load the run's record. `say` receives progress messages.
 
-    Raises UsageError for everything that is wrong, TooFewNodes where node 0 does not come.
+    Raises UsageError for invalid input, TooFewNodes if node 0 does not create the record in time.
     """
     chosen = {item.key: item for item in preflight.with_absolute_paths(request.chosen)}
-    # Refuse a mistyped value first, before this node waits for another one or looks at any file.
+    # Reject a mistyped value before waiting for another node or reading any file.
     typed = resolve(chosen.values(), cross_checks=False)
     log_path = Path(typed.log_path) if typed.log_path else preflight.default_log_path(request.environ)
     preflight.check_log_path(log_path)
@@ -104,8 +104,8 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a start asks for, before the run's record is known. `chosen`: what was typed, by dotted names; `typed`: the settings that this
-    alone makes."""
+    """The request of a start before the run's record is known. `chosen`: the user's choices by dotted name; `typed`: those choices and
+    defaults as Settings."""
 
     request: Request
     chosen: Mapping[str, ChosenValue]
@@ -115,7 +115,7 @@ class _Asked:
     say: Say
 
     def check_rank(self, rank: ranks.Choice | None, num_nodes: int) -> None:
-        """Raises UsageError where it must be said which of several nodes this is."""
+        """Raises UsageError if the run has several nodes and this node's rank is unknown."""
         if rank is None and num_nodes > 1 and not self.request.dry_run and not self.request.any_rank:
             raise UsageError(ranks.which_node(num_nodes, self.request.environ))
 
@@ -129,18 +129,20 @@ def _rank(request: Request, num_nodes: int | None) -> ranks.Choice | None:
 
 
 def _find_record(asked: _Asked, rank: ranks.Choice | None) -> RunRecord | None:
-    """The run's record; None where this start is to make it. Raises UsageError, TooFewNodes."""
+    """The run's record; None if this start must create it. Raises UsageError, TooFewNodes."""
     request, log_path = asked.request, asked.log_path
     if runrecord.exists(log_path):
         return runrecord.load(log_path)
     if request.resume:
-        raise UsageError(f"--resume: no run in {log_path} to go on with (no run.json); drop it to begin one")
-    # Of nodes that take any rank, one that knows how many there are makes the record.
+        raise UsageError(
+            f"--resume: {log_path} contains no run (no run.json); drop --resume to start a new one"
+        )
+    # With --rank auto, a node that knows the number of nodes creates the record.
     waits = "num_nodes" not in asked.chosen if request.any_rank else rank is not None and rank.value > 0
     if waits and request.worker is not None and request.dry_run and "num_nodes" not in asked.chosen:
         raise UsageError(
-            f"--worker {request.worker}: there is no run in {log_path} yet, whose record would say what a worker does; "
-            "with --num-nodes it is shown without"
+            f"--worker {request.worker}: {log_path} contains no run yet, so the worker's settings are unknown; "
+            "start node 0 first, or give --num-nodes to show a new run"
         )
     if not waits or request.dry_run:
         return None
@@ -154,8 +156,8 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     request, typed, log_path, mount = asked.request, asked.typed, asked.log_path, asked.mount
     if found := runrecord.without_record(log_path):
         raise UsageError(
-            f"--log-path {log_path}: {', '.join(found)} there already, and no run.json: a new run would write over what is not its own; "
-            "name another folder (or restore run.json, if this is a run that lost it)"
+            f"--log-path {log_path}: contains {', '.join(found)} but no run.json; a new run would overwrite these files. Use another "
+            "folder, or restore run.json if this run lost it"
         )
     chosen = _with_count(asked, rank)
     program = load_program(typed.program)
@@ -178,7 +180,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     _check_packages(request, settings, program)
     tasks, model = _inputs(settings, program, request.environ, is_demo)
     if not request.dry_run:
-        # It decides the mode of all that is written from here on.
+        # Determines the permissions of everything written from here on.
         files.set_shared_group(settings.shared_group)
     if policy is not None:
         state = other_runs_policy.find_state(settings, policy) if settings.init_optimizer else None
@@ -190,20 +192,20 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     if request.dry_run:
         return Start(record, settings, 0, settings.iterations, created=False, mount=mount)
     if is_demo:
-        # Make the record last, when all the rest is right, so that a refused start leaves nothing behind.
+        # Create the record last, so that a failed start leaves nothing behind.
         demo_folder.make(demo, preflight.cache_folder(request.environ), asked.say)
         named = task_files.needed_files(settings)
         record = replace(record, tasks=task_files.read_tasks(demo, named, settings.reward.kind))
     published = runrecord.publish(record)
     if published.run_id != record.run_id:
-        # Another process made the record first, and its record counts.
+        # Another process created the record first.
         return _join(replace(asked, chosen=chosen), published)
     return Start(record, settings, 0, settings.iterations, created=True, mount=mount)
 
 
 def _with_count(asked: _Asked, rank: ranks.Choice | None) -> Mapping[str, ChosenValue]:
-    """What was chosen, with the number of nodes from the launcher that named the rank. Raises UsageError where it should say and does
-    not: a run of one node would look like success, and the others would wait for it in vain."""
+    """The user's choices plus the number of nodes from the launcher that set the rank. Raises UsageError if the launcher does not set it:
+    a run of one node would look like success while the other nodes wait forever."""
     request, chosen = asked.request, asked.chosen
     if "num_nodes" in chosen:
         return chosen
@@ -214,24 +216,24 @@ def _with_count(asked: _Asked, rank: ranks.Choice | None) -> Mapping[str, Chosen
         ranks.check_alone(request.environ)
     if rank is not None and rank.source in request.environ:
         raise UsageError(
-            f"{rank.source}={rank.value} says which node this is, and nothing says how many there are; give --num-nodes"
+            f"{rank.source}={rank.value} sets this node's rank, but the number of nodes is unknown; give --num-nodes"
         )
     return chosen
 
 
 def _policy_to_begin_with(typed: Settings, program: Program) -> Exported | None:
-    """The policy of another run that `init_from` names. Raises UsageError."""
+    """The policy of another run selected by `init_from`. Raises UsageError."""
     if typed.init_from is None:
         return None
     if typed.model is not None:
         raise UsageError(
-            f"init_from={typed.init_from}: names the first policy, and so does --model; drop one of the two"
+            f"init_from={typed.init_from}: contradicts --model, which also sets the initial policy; drop one of the two"
         )
     return other_runs_policy.find(typed.init_from)
 
 
 def _defaults(request: Request, typed: Settings, program: Program) -> tuple[Mapping[str, object], bool]:
-    """The defaults below the chosen values: without data and a model, the built-in task's settings."""
+    """The defaults of this request, and whether it uses the built-in task, i.e. has neither data nor a model."""
     has_data = typed.data_path is not None
     has_model = typed.model is not None or typed.init_from is not None
     needs_data = "data" in program.needs and typed.rl_phase != "update"
@@ -247,23 +249,23 @@ def _defaults(request: Request, typed: Settings, program: Program) -> tuple[Mapp
 
 
 def _check_slice(settings: Settings, program: Program) -> None:
-    """A session runs all rows of its program, or a slice that the program has."""
+    """Check that the program has the requested slice of phases."""
     chosen = settings.rl_phase
     if chosen != "both" and all(part.name != chosen for part in program.slices):
-        raise UsageError(f"--rl-phase {chosen}: program {program.name} has no such part; leave it out")
+        raise UsageError(f"--rl-phase {chosen}: not supported by program {program.name}; drop it")
 
 
 def _check_used(typed: Settings, program: Program) -> None:
-    """The program looks at what the user names: else that would be ignored without a word. Raises UsageError."""
+    """Raises UsageError for a setting that the program would silently ignore."""
     given = typed.as_json()
     for need, (without_it, names) in USED_WITH.items():
         for name in names if need not in program.needs else ():
             if (value := runrecord.look_up(given, name)) is not None:
-                raise UsageError(f"{name}={value}: program {program.name} {without_it}; leave it out")
+                raise UsageError(f"{name}={value}: program {program.name} {without_it}; drop it")
 
 
 def _check_own(settings: Settings, program: Program, environ: Mapping[str, str]) -> None:
-    """Check what else the user brings, beside data and model."""
+    """Check the user's reward, judge, agent, engine, trainer and notification settings."""
     if "data" in program.needs:
         preflight.check_reward(settings.reward.kind)
         preflight.check_judge(settings, environ)
@@ -284,7 +286,7 @@ def _check_packages(request: Request, settings: Settings, program: Program) -> N
 def _inputs(
     settings: Settings, program: Program, environ: Mapping[str, str], is_demo: bool
 ) -> tuple[dict[str, TaskSource], str | None]:
-    """The task files and the model folder, checked; those of the built-in task are yet to be made."""
+    """The validated task files and model folder. Those of the built-in task do not exist yet."""
     named = task_files.needed_files(settings) if "data" in program.needs else {}
     data_path = Path(settings.data_path) if settings.data_path else None
     if is_demo:
@@ -292,7 +294,7 @@ def _inputs(
             name: _demo_source(data_path, name, file or f"{name}.jsonl") for name, file in named.items()
         }, settings.model
     if data_path and named:
-        # Checked first, since the model may be looked for in it.
+        # Check this first, because the model may be inside it.
         task_files.check_folder(data_path)
     model = model_folder.find_model(settings.model, data_path, environ) if settings.model else None
     if model is not None:
@@ -305,35 +307,35 @@ def _inputs(
 
 
 def _demo_source(folder: Path | None, name: str, file: str) -> TaskSource:
-    """A task file of the built-in task, which is yet to be made."""
+    """A task file of the built-in task, which does not exist yet."""
     counts = {"train.jsonl": demo_tasks.TRAIN_TASKS, "test.jsonl": demo_tasks.TEST_TASKS}
     if file not in counts:
         raise UsageError(
-            f"eval.sets.{name}: the built-in task has no file {file}; name test.jsonl (eval.sets.{name}.file=test.jsonl), or "
+            f"eval.sets.{name}: the built-in task has no file {file}; use test.jsonl (eval.sets.{name}.file=test.jsonl), or "
             "give --data-path"
         )
     return {"path": f"{folder}/{file}", "count": counts[file], "sha256": ""}
 
 
-# --- every other start --------------------------------------------------------------------------------------------------
+# --- all other starts ---------------------------------------------------------------------------------------------------
 
 
 def _join(asked: _Asked, record: RunRecord) -> Start:
-    """A node of a run that has its record."""
+    """Start a node of an existing run."""
     request, chosen, typed = asked.request, asked.chosen, asked.typed
     settings = checked(revisions.present(record.settings, revisions.newest_revisions(record.paths)))
     files.set_shared_group(settings.shared_group)
     with_folder = _with_models_folder(typed, record, settings.data_path, request.environ)
     stated = runrecord.stated_changes(record, chosen, with_folder)
-    # A worker may name the number of nodes that node 0 is about to change the run to.
+    # A worker may give the new number of nodes before node 0 has changed it.
     rank = _rank(request, typed.num_nodes if "num_nodes" in stated else settings.num_nodes)
     if rank is None or rank.value == MASTER:
-        # One that takes any rank may become node 0.
+        # With --rank auto, this node may become node 0.
         settings, stated = _changed(settings, stated, asked)
     asked.check_rank(rank, settings.num_nodes)
     program = load_program(settings.program)
     if "model" in program.needs:
-        # Environment variables, and where files lie, are each node's own.
+        # Environment variables and file locations may differ between nodes.
         preflight.check_engine(settings, request.environ)
         preflight.check_judge(settings, request.environ)
         preflight.check_agent(settings.rollout.agent)
@@ -351,10 +353,10 @@ def _join(asked: _Asked, record: RunRecord) -> Start:
 def _changed(
     settings: Settings, stated: dict[str, object], asked: _Asked
 ) -> tuple[Settings, dict[str, object]]:
-    """The run's settings as this start of node 0 changes them, and all that it states then. Raises UsageError for what does not fit."""
+    """The run's settings with the changes of this start of node 0, and all settings it states. Raises UsageError."""
     even = len(set(settings.rank_weights)) == 1
     if "num_nodes" in stated and "rank_weights" not in stated and even:
-        # Weights that nobody chose follow the number of nodes.
+        # Equal weights are the default and follow the number of nodes.
         stated = {**stated, "rank_weights": [settings.rank_weights[0]] * int(str(stated["num_nodes"]))}
     changed = checked(settings.with_values(stated))
     before = settings.as_json()
@@ -369,7 +371,7 @@ def _changed(
 
 
 def _with_choices(asked: _Asked, recorded: Settings) -> Settings:
-    """The run's settings with what this start chooses anew. Raises UsageError for a split of something that is not rolled out."""
+    """The run's settings with this start's own choices. Raises UsageError for a rollout split without a rollout."""
     chosen, typed = asked.chosen, asked.typed
     rl_phase, split = recorded.rl_phase, recorded.rollout_split
     if "rl_phase" in chosen:
@@ -377,7 +379,7 @@ def _with_choices(asked: _Asked, recorded: Settings) -> Settings:
     if "rollout_split" in chosen:
         split = typed.rollout_split
     if split is not None and rl_phase != "rollout":
-        raise UsageError(f"--rollout-split {split}: only with --rl-phase rollout")
+        raise UsageError(f"--rollout-split {split}: requires --rl-phase rollout")
     expected = typed.expect_gpus if "expect_gpus" in chosen else recorded.expect_gpus
     return replace(recorded, rl_phase=rl_phase, rollout_split=split, expect_gpus=expected)
 
@@ -385,7 +387,7 @@ def _with_choices(asked: _Asked, recorded: Settings) -> Settings:
 def _with_models_folder(
     typed: Settings, record: RunRecord, data_path: str | None, environ: Mapping[str, str]
 ) -> Settings:
-    """What was typed, a model's name turned into its folder as the record has it."""
+    """The user's settings, with a model name resolved to its folder as in the record."""
     if typed.model is None or typed.model == record.model:
         return typed
     folder = model_folder.find_model(typed.model, Path(data_path) if data_path else None, environ)

@@ -1,4 +1,4 @@
-"""Puts the built-in task and its tiny model into a run: made by `fsbarrier.workers.demo_model` once, then copied from a cache."""
+"""Copies the built-in task and its tiny model into a run. `fsbarrier.workers.demo_model` creates them once, in a cache."""
 
 from __future__ import annotations
 
@@ -17,32 +17,30 @@ from fsbarrier.supervision.supervisor import own_program, with_this_package
 
 
 def make(target: Path, cache: Path, say: Callable[[str], None]) -> None:
-    """Fill `target` (the run's demo folder) unless it is there. `cache`: where the one for all runs is kept.
+    """Create `target` (the run's demo folder) unless it exists. `cache`: the folder with the copy shared by all runs.
 
-    Raises ProgramFailed where the model cannot be made, UsageError where nothing can be written.
+    Raises ProgramFailed if the model cannot be created, UsageError if a folder is not writable.
     """
     if demo_tasks.is_ready(target):
         return
     source = demo_tasks.folder(cache)
     if not demo_tasks.is_ready(source):
-        say("making the built-in task and its tiny model (once; about a minute)")
+        say("creating the built-in task and its tiny model (only once; takes about a minute)")
         _make(source)
     try:
         _copy(source, target)
     except OSError as error:
-        raise UsageError(
-            f"--log-path {target.parent}: cannot be written: {error.strerror or error}"
-        ) from None
+        raise UsageError(f"--log-path {target.parent}: not writable: {error.strerror or error}") from None
 
 
 def _make(folder: Path) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{folder.parent}: cannot be made: {error.strerror or error}") from None
-    # Run it in the foreground, so that the user sees its progress bar and Ctrl-C reaches it.
+        raise UsageError(f"{folder.parent}: cannot create this folder: {error.strerror or error}") from None
+    # Run in the foreground, so that the user sees the progress bar and Ctrl-C reaches the program.
     command = own_program("fsbarrier.workers.demo_model", "--out", str(folder))
-    # torch takes compiled code from a temporary folder whose name anybody can foresee.
+    # torch loads compiled code from a temporary folder with a predictable name, so give it a private one.
     with own_folder(private_folder().path, "demo") as temporary:
         env = {**with_this_package(os.environ), "TMPDIR": str(temporary)}
         code = subprocess.run(command, env=env).returncode
@@ -50,16 +48,16 @@ def _make(folder: Path) -> None:
         raise (
             KeyboardInterrupt
             if code == -2
-            else ProgramFailed(f"making the built-in task: ended by signal {-code}")
+            else ProgramFailed(f"creating the built-in task: killed by signal {-code}; start again")
         )
     if code != 0 or not demo_tasks.is_ready(folder):
         raise ProgramFailed(
-            f"making the built-in task in {folder} failed (exit code {code}); its output is above"
+            f"creating the built-in task in {folder} failed (exit code {code}); see its output above"
         )
 
 
 def _copy(source: Path, target: Path) -> None:
-    """`target` appears in one step, with the run's permissions; a process that comes second finds it there."""
+    """Create `target` atomically, with the run's permissions. If another process was first, its copy is used."""
     files.make_dirs(target.parent)
     staging = files.temporary_beside(target)
     try:

@@ -1,4 +1,4 @@
-"""What a run would do, without doing it: each command of each phase on each node, from the same functions that a run uses."""
+"""`--dry-run`: lists each command of each phase on each node, using the same functions as a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PORT, SOCKET = "PORT", "SOCKET"
 
 
 def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
-    """Print what a run would be and would start; nothing is written anywhere."""
+    """Print the settings and the commands of a run; writes no files."""
     commands = [(*where, without_passwords(command)) for *where, command in describe(record, settings)]
     if as_json:
         keys = ("node_rank", "phase", "phase_name", "command")
@@ -65,7 +65,7 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
         return 0
     if preflight.only_shows_runs():
         print(
-            "# This light environment only shows runs. A start makes the whole one, and checks packages and your own code there."
+            "# This is the light environment for dry runs. A real start creates the full one, and then checks packages and your code."
         )
     for line in (*planned_lines(record, settings), *preset_lines(settings)):
         print(f"# {printable(line)}")
@@ -83,7 +83,7 @@ def show(record: RunRecord, settings: Settings, *, as_json: bool) -> int:
 
 
 def preset_lines(settings: Settings) -> list[str]:
-    """What the preset sets, and what was given in the place of that."""
+    """The settings of the preset, and which of them this run overrides."""
     preset = settings.algorithm.preset
     if preset is None:
         return []
@@ -91,26 +91,26 @@ def preset_lines(settings: Settings) -> list[str]:
     for name, value in preset_values(preset).items():
         section, _, field = name.partition(".")
         used = getattr(getattr(settings, section), field)
-        other = "" if used == value else f" (this run has {json.dumps(used)})"
+        other = "" if used == value else f" (this run uses {json.dumps(used)})"
         lines.append(f"  {name} = {json.dumps(value)}{other}")
     return lines
 
 
 def planned_lines(record: RunRecord, settings: Settings) -> list[str]:
-    """What the run comes to on nodes like this one, and why it cannot be; nothing of a run without a model, or before it is made."""
+    """The resource plan on nodes like this one, with its problems; [] without a model folder."""
     folder = Path(record.model) if record.model else None
     if folder is None or not folder.is_dir() or not settings.manages_engine:
         return []
     try:
         plan = make_plan(ModelShape.of_folder(folder), settings, planned(settings))
     except UsageError as error:
-        # A model of another kind, or accelerators whose driver tells nothing: the run itself needs no plan.
+        # An unsupported model type or an accelerator without memory information. A run does not depend on the plan.
         return [f"no plan: {error}"]
     return [*plan_text.lines(plan), *plan.problems]
 
 
 def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, str, str]]:
-    """(node rank, phase index, phase name, what it would run) for the run's first iteration, row by row."""
+    """(node rank, phase index, phase name, description) for each piece of work in the first iteration."""
     program = load_program(settings.program)
     first, last = program.span(settings.rl_phase)
     ranks = range(settings.num_nodes)
@@ -137,7 +137,7 @@ def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, 
         works = {rank: [row.each(replace(context, node_rank=rank))] if row.each else [] for rank in ranks}
         reports = {rank: expected(work) for rank, own in works.items() for work in own}
         if row.leader:
-            # As in a run, the leader's work comes after the others' and sees their results.
+            # As in a run, the leader works after the others and sees their results.
             work = row.leader(replace(context, reports=partial(_the_same, reports)))
             works[0].append(work)
             reports[0] = {**reports.get(0, {}), **expected(work)}
@@ -154,7 +154,7 @@ def _the_same(reports: Mapping[int, Payload], phase_name: str) -> Mapping[int, P
 
 
 def describe_work(work: Work, settings: Settings) -> list[str]:
-    """What people read of a piece of work; commands as they could be typed, with placeholders for what a run decides."""
+    """Describe a piece of work as text, with placeholders for values that are only known in a run."""
     match work:
         case Value(value):
             return [f"decide {_short(value)}"] if value else []
@@ -164,7 +164,7 @@ def describe_work(work: Work, settings: Settings) -> list[str]:
             serve = f"engine: serve {folder} as policy version {version}"
             return [serve, *_server(folder, threads, settings)] if version == 0 else [serve]
         case ReleaseEngine():
-            return ["engine: give the accelerator's memory back"]
+            return ["engine: free the accelerator's memory"]
         case OpenRendezvous(loopback):
             return [
                 f"listen on a free port ({'loopback only' if loopback else 'all interfaces'}) until torchrun takes it"
@@ -188,11 +188,11 @@ def _also_kept(settings: Settings) -> str:
 
 
 def _server(folder: Path, threads: int, settings: Settings) -> list[str]:
-    """How this machine would start vLLM; later versions are reloaded into the running server."""
+    """The vLLM command line on this machine. Later policy versions are loaded into the running server."""
     if settings.debug_mode:
-        return ["engine: --debug-mode, the server is yours"]
+        return ["engine: use your own server (--debug-mode)"]
     if not folder.is_dir():
-        return ["engine: start vLLM on the model that the run makes first"]
+        return ["engine: start vLLM on the model, once the run has created it"]
     devices = accelerators.detect()
     count = replicas(settings.engine, len(devices))
     plan = Plan(
@@ -207,12 +207,12 @@ def _server(folder: Path, threads: int, settings: Settings) -> list[str]:
     )
     words = argv(plan)
     words[words.index("--seed") + 1] = "SEED"
-    own = [f"engine: {count} of these, each on accelerators or cores of its own"] if count > 1 else []
+    own = [f"engine: {count} servers like this, each on its own accelerators or cores"] if count > 1 else []
     return [*own, shlex.join(words)]
 
 
 def expected(work: Work) -> dict[str, object]:
-    """What the work's result would be, as far as it is known beforehand."""
+    """The result of the work, as far as it is known in advance."""
     match work:
         case Value(value):
             return dict(value)

@@ -1,4 +1,4 @@
-"""The machines that a plan is made for: those named, and for the rest this one."""
+"""The machines to plan for. Values that the user does not give are taken from this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def planned(
     memory_gb: float | None = None,
     host_gb: float | None = None,
 ) -> Cluster:
-    """`settings.num_nodes` nodes with as much as is said; what is not said is as on this machine. Raises UsageError."""
+    """`settings.num_nodes` nodes with the given resources, or those of this machine. Raises UsageError."""
     here = devices.detect()
     count = len(here) if accelerators is None else accelerators
     if memory_gb is not None:
@@ -30,6 +30,6 @@ def planned(
         memory = min((device.memory_total_bytes for device in here), default=0)
     if memory <= 0:
         raise UsageError(
-            "--accelerator-memory-gb: how much memory has an accelerator? There is none here whose driver says so"
+            "--accelerator-memory-gb is missing: this machine has no accelerator that reports its memory"
         )
     return Cluster(settings.num_nodes, count, memory, int((host_gb or 0) * GB))

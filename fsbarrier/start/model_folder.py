@@ -1,4 +1,4 @@
-"""The model that a run begins with: where its folder is, and whether it fits the settings and the tasks."""
+"""Finds the initial model of a run, and checks that it fits the settings and the tasks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _check_model(name: str, folder: Path) -> None:
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"--model {name}: {config_file} cannot be read: {error}") from None
+        raise UsageError(f"--model {name}: cannot read {config_file}: {error}") from None
     require(isinstance(config, dict) and "model_type" in config, "has a config.json without a model_type")
     weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
     require(bool(weights), "has no weights (*.safetensors)")
@@ -77,20 +77,20 @@ def _check_model(name: str, folder: Path) -> None:
 
 
 def check_lengths(folder: Path, settings: Settings) -> None:
-    """Answers as long as the settings allow leave room for a prompt in what the model can read. Raises UsageError."""
+    """Check that the longest answers leave room for a prompt in the model's context. Raises UsageError."""
     from fsbarrier.engine.model import max_positions
 
     most = max_positions(json.loads((folder / "config.json").read_bytes()))
     for key, tokens in answer_lengths(settings):
         if most is not None and tokens >= most:
             raise UsageError(
-                f"{key}={tokens}: leaves no room for a prompt, since the model has {most} positions "
+                f"{key}={tokens}: leaves no room for a prompt, because the model supports only {most} positions "
                 f"(max_position_embeddings in {folder / 'config.json'})"
             )
 
 
 def check_adapters(folder: Path, settings: Settings) -> None:
-    """No adapters are asked for in an output head that is the embedding. Raises UsageError."""
+    """Check that no adapters are requested in a tied output head. Raises UsageError."""
     from fsbarrier.engine.model import inspect
 
     lora = settings.lora
@@ -104,14 +104,14 @@ def check_adapters(folder: Path, settings: Settings) -> None:
 
 
 def check_chat_template(folder: Path, tasks: Iterable[Task], path: Path) -> None:
-    """A model that is given chat messages has a chat template. Raises UsageError naming the first task that needs one."""
+    """Check that the model has a chat template if a task needs one. Raises UsageError naming the first such task."""
     for task in tasks:
         if not isinstance(task.prompt, str):
             if not _has_chat_template(folder):
                 raise UsageError(
-                    f"{path}, task {task.index}: its prompt is chat messages, and {folder} has no chat template "
-                    "(chat_template.jinja, or chat_template in tokenizer_config.json); give the prompt as text, or the "
-                    "template of an instruct model"
+                    f"{path}, task {task.index}: the prompt consists of chat messages, but {folder} has no chat template "
+                    "(chat_template.jinja, or chat_template in tokenizer_config.json); use a text prompt, or add the chat template "
+                    "of an instruct model"
                 )
             return
 

@@ -1,4 +1,4 @@
-"""`init_from`: a policy of another run as the first model of a new one, and with `init_optimizer` the state of its trainer too."""
+"""`init_from`: starts a run from another run's policy, and with `init_optimizer` also from its trainer state."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LAYOUT = "trainer/layout.json"
 
 @dataclass(frozen=True, slots=True)
 class TrainersState:
-    """The state of a policy version. `digests`: of its files, by their names in the folder `version`, which is below `root`.
+    """The trainer state of a policy version. `digests`: by file name in the folder `version`, which is below `root`.
 
-    `base`: with LoRA the model that the adapters were put into; the state holds nothing but adapters.
+    `base`: with LoRA the base model, because the state contains only the adapters.
     """
 
     root: Path
@@ -34,11 +34,11 @@ class TrainersState:
 
 
 def find(init_from: str) -> Exported:
-    """The policy that `RUN_DIRECTORY@VERSION` names; it lies there whole, by its manifest. Raises UsageError."""
+    """The policy `RUN_DIRECTORY@VERSION`, which must be complete according to its manifest. Raises UsageError."""
     folder, version = _split(init_from)
     if version and not version.isdecimal():
         raise UsageError(
-            f"init_from={init_from}: {version!r} is no policy version; write RUN_DIRECTORY@VERSION"
+            f"init_from={init_from}: {version!r} is not a policy version; write RUN_DIRECTORY@VERSION"
         )
     try:
         return policy_export.find(runrecord.load(Path(folder)), int(version) if version else None)
@@ -52,35 +52,35 @@ def _split(init_from: str) -> tuple[str, str]:
 
 
 def find_state(settings: Settings, policy: Exported) -> TrainersState:
-    """The state of the trainer that belongs to `policy`, whole on the shared directory. Raises UsageError."""
-    said = f"init_optimizer=true: init_from={settings.init_from}"
+    """The trainer state of `policy`, which must be complete in the shared directory. Raises UsageError."""
+    prefix = f"init_optimizer=true: init_from={settings.init_from}"
     record = runrecord.load(Path(_split(str(settings.init_from))[0]))
     version = policy.model.parent
-    # The run's first model has no manifest.
+    # The initial model has no manifest.
     digests = _whole_state(version) if policy.digests else {}
     if not digests:
         raise UsageError(
-            f"{said}: policy version {policy.version} has no whole trainer state in the shared directory "
+            f"{prefix}: policy version {policy.version} has no complete trainer state in the shared directory "
             f"(checkpoint.trainer_every); {_nearest_with_state(record, policy.version)}"
         )
     if settings.lora != record.settings.lora:
         theirs, ours = record.settings.lora, settings.lora
         raise UsageError(
-            f"{said}: its trainer state is of {_adapters(theirs)}, and this run trains {_adapters(ours)}; give both runs the same "
-            "lora.rank, lora.alpha and lora.targets, or leave init_optimizer out"
+            f"{prefix}: its trainer state is for {_adapters(theirs)}, but this run trains {_adapters(ours)}; use the same lora.rank, "
+            "lora.alpha and lora.targets as that run, or drop init_optimizer"
         )
-    base = _model_of_adapters(record, said) if settings.lora.rank else None
+    base = _model_of_adapters(record, prefix) if settings.lora.rank else None
     return TrainersState(record.log_path, version, digests, base)
 
 
 def _whole_state(version: Path) -> Mapping[str, FileDigest]:
-    """The files of a policy version's trainer state, as its manifest has them; none where not all are there, or it is no state of ours."""
+    """The files of a policy version's trainer state according to its manifest; {} if it is incomplete or has another format."""
     try:
         if checkpoints.newest_state(version) != version.name:
             return {}
         manifest = checkpoints.read_manifest(version)
     except ProgramFailed:
-        # The version is not complete, or is being removed.
+        # The version is incomplete or being removed.
         return {}
     listed = {**manifest.files, **manifest.following}
     state = {name: digest for name, digest in listed.items() if name.startswith("trainer/")}
@@ -101,23 +101,23 @@ def _adapters(lora: LoraSettings) -> str:
     return f"adapters of rank {lora.rank} and alpha {lora.alpha:g} for {targets}"
 
 
-def _model_of_adapters(record: RunRecord, said: str) -> Exported:
-    """What the other run put its adapters into: its first model, or, if it came from a third run with its state, what they did."""
+def _model_of_adapters(record: RunRecord, prefix: str) -> Exported:
+    """The base model of the other run's adapters: its initial model, or the base that it copied from a third run itself."""
     first = policy_export.first_model(record)
     if first is not None and record.settings.init_optimizer:
         first = replace(first, model=RunPaths(record.log_path).first_policy / "base")
     if first is None or not first.model.is_dir():
         place = "" if first is None else f" {first.model}"
-        raise UsageError(f"{said}: the model{place} that its adapters were put into is gone")
+        raise UsageError(f"{prefix}: the base model{place} of its adapters is missing; drop init_optimizer")
     return first
 
 
 def copy(init_from: str, policy: Exported, state: TrainersState | None, target: Path) -> Path:
-    """The run's own copy, each file compared with the other run's manifest: that run may remove its own, or change.
+    """Copy the policy into this run, because the other run may remove or change its files. Each copy is checked against the manifest.
 
-    Gives the model's folder in it. Raises UsageError.
+    Returns the model folder of the copy. Raises UsageError.
     """
-    # A start that was killed left it, before there was a run.
+    # Left by a start that was killed before it created the run.
     shutil.rmtree(target, ignore_errors=True)
     model = target / "model"
     try:
@@ -136,8 +136,8 @@ def copy(init_from: str, policy: Exported, state: TrainersState | None, target: 
 
 
 def _copy_state(policy: Exported, state: TrainersState, target: Path) -> None:
-    """Make `target`, which has the model, a policy version 0 with its trainer state. Raises OSError, ProgramFailed."""
-    # torch takes seconds to load, and only this needs it.
+    """Add the trainer state to `target`, which already has the model, as policy version 0. Raises OSError, ProgramFailed."""
+    # Imported late because torch takes seconds to load.
     from fsbarrier.training.trainer_state import StateLayout
 
     digests = {f"model/{name}": digest for name, digest in policy.digests.items()}

@@ -1,4 +1,4 @@
-"""A policy version of a run as a Hugging Face model folder of its own: found, copied or converted, checked, sent to a hub."""
+"""Exports a policy version of a run as a Hugging Face model folder: finds, copies or converts, verifies and uploads it."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed
 from fsbarrier.rundir.runrecord import RunRecord
 
-# A file of weights whose name says how many there are.
+# A weights file whose name contains the number of files.
 NUMBERED = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A policy version to be exported. `digests`: of what is in its model folder; none for the run's first model."""
+    """A policy version to export. `digests`: of the files in its model folder; empty for the initial model."""
 
     version: int
     model: Path
     trainer: Path | None = None
     digests: Mapping[str, FileDigest] = field(default_factory=dict)
-    # The directory of the run in which the model lies, below which no link is followed; None: it lies in none.
+    # The run directory that contains the model; links below it are not followed. None: the model is outside a run.
     root: Path | None = None
 
 
 def find(record: RunRecord, wanted: int | None) -> Exported:
-    """The policy version that is asked for; None: what the run serves now.
+    """The requested policy version; `wanted=None`: the one the run serves now.
 
-    Raises UsageError where the run has no such version, ProgramFailed for one that is not whole.
+    Raises UsageError if the run has no such version, ProgramFailed if it is incomplete.
     """
     made = checkpoints.served_policy(record.log_path)
     served = record.paths.checkpoint(made.number, made.generation) if made else None
@@ -45,7 +45,7 @@ def find(record: RunRecord, wanted: int | None) -> Exported:
     complete = [
         folder for folder in folders if folder is not None and (folder / checkpoints.MANIFEST).is_file()
     ]
-    # Of several attempts at one version the one that the run serves, else the newest.
+    # Of several attempts at one version, prefer the one that the run serves, then the newest.
     if complete:
         folder = served if served in complete else complete[-1]
         assert folder is not None
@@ -55,7 +55,7 @@ def find(record: RunRecord, wanted: int | None) -> Exported:
             for name, digest in manifest.files.items()
             if name.startswith("model/")
         }
-        # What the nodes are still to bring of a state is in the manifest, and not here.
+        # The manifest may list parts of the trainer state that the nodes have not copied yet.
         listed = any(name.startswith("trainer/") for name in manifest.files)
         state = listed and checkpoints.newest_state(folder) == folder.name
         trainer = folder / "trainer" if state else None
@@ -64,17 +64,17 @@ def find(record: RunRecord, wanted: int | None) -> Exported:
         return first
     if wanted is None:
         raise UsageError(
-            f"--log-path {record.log_path}: this run has no policy (program {record.settings.program})"
+            f"--log-path {record.log_path}: this run has no policy to export (program {record.settings.program})"
         )
     whole = (version for version, folder in there if (folder / checkpoints.MANIFEST).is_file())
     kept = ", ".join(str(version) for version in sorted({0, *whole}))
     raise UsageError(
-        f"--policy-version {wanted}: not on disk; there are {kept} (checkpoint.keep says how many stay)"
+        f"--policy-version {wanted}: not on disk; available: {kept} (checkpoint.keep limits how many are kept)"
     )
 
 
 def first_model(record: RunRecord) -> Exported | None:
-    """What the run began with, which no manifest lists; None: a program without a model."""
+    """The run's initial model, which has no manifest; None for a program without a model."""
     if record.model is None:
         return None
     model = Path(record.model)
@@ -83,9 +83,9 @@ def first_model(record: RunRecord) -> Exported | None:
 
 
 def export(chosen: Exported, target: Path, dtype: str | None) -> None:
-    """Make `target`, which appears in one step, when all of it is there and right. `dtype`: bf16 or fp32; None: as it is served.
+    """Create `target` atomically, after verifying all of it. `dtype`: bf16 or fp32; None: as served.
 
-    Raises OSError, ProgramFailed (something is damaged or missing), UsageError (that precision cannot be made).
+    Raises OSError, ProgramFailed (damaged or missing files), UsageError (precision not available).
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = files.temporary_beside(target)
@@ -95,7 +95,7 @@ def export(chosen: Exported, target: Path, dtype: str | None) -> None:
         if dtype is None:
             _copy(chosen, staging)
         else:
-            # torch takes seconds to load, and a plain copy does without.
+            # Imported late because torch takes seconds to load and a plain copy does not need it.
             from fsbarrier.training.convert_model import DTYPES, convert, pinned
 
             with ExitStack() as stack:
@@ -103,7 +103,7 @@ def export(chosen: Exported, target: Path, dtype: str | None) -> None:
                 if chosen.root is not None:
                     here = stack.enter_context(pinned(model.parent, _needed(chosen), chosen.root))
                     model, trainer = here / model.name, here / "trainer" if trainer else None
-                # A model that no run has trained has no more exact weights than those that it has.
+                # An untrained model has no trainer state with more precise weights.
                 convert(model, trainer, staging, DTYPES[dtype], trained=bool(chosen.digests))
         check_whole(staging)
         files.fsync_dir(staging)
@@ -121,7 +121,7 @@ def _copy(chosen: Exported, out: Path) -> None:
 
 
 def _needed(chosen: Exported) -> dict[str, FileDigest | None]:
-    """What of a policy in the run directory its conversion reads, by the name beside the model's folder. Raises ProgramFailed."""
+    """The files that the conversion of a policy reads, by path relative to the version's folder. Raises ProgramFailed."""
     if not chosen.digests:
         found = (path for path in chosen.model.rglob("*") if path.is_file())
         return dict.fromkeys(path.relative_to(chosen.model.parent).as_posix() for path in found)
@@ -132,15 +132,17 @@ def _needed(chosen: Exported) -> dict[str, FileDigest | None]:
 
 
 def _refuse_links(model: Path, root: Path) -> None:
-    """For a model below `root` that no manifest lists. Raises ProgramFailed, OSError."""
+    """Reject links in a model below `root` that has no manifest. Raises ProgramFailed, OSError."""
     reading.check_below(root, model)
     for path in model.rglob("*"):
         if path.is_symlink():
-            raise ProgramFailed(f"{path} is a link, which leads out of the run; it is not exported")
+            raise ProgramFailed(
+                f"{path} is a symbolic link, which could lead out of the run; not exporting it"
+            )
 
 
 def _copy_first_model(chosen: Exported, out: Path) -> None:
-    """The run's first model, which no manifest lists. A folder of the user's own may hold links, as the hub's cache does."""
+    """Copy the initial model, which has no manifest. A user's own folder may contain links, as the Hugging Face cache does."""
 
     def copy(source: str, target: str) -> None:
         copy_hashed(Path(source), Path(target), chosen.root)
@@ -149,7 +151,7 @@ def _copy_first_model(chosen: Exported, out: Path) -> None:
 
 
 def check_whole(folder: Path) -> None:
-    """A model folder has all the weights that its own files speak of. Raises ProgramFailed naming what is missing."""
+    """Check that a model folder has all weights that its index lists. Raises ProgramFailed naming a missing one."""
     shapes = model_folder.inspect(folder).shapes
     index = folder / "model.safetensors.index.json"
     if shapes is None:
@@ -158,18 +160,18 @@ def check_whole(folder: Path) -> None:
         listed = reading.json_object(index, ProgramFailed).get("weight_map")
         lacking = sorted(set(listed if isinstance(listed, Mapping) else ()) - set(shapes))
         if lacking:
-            raise ProgramFailed(f"{folder}: no file has the weight {lacking[0]}, which {index.name} lists")
+            raise ProgramFailed(f"{folder}: no file contains the weight {lacking[0]} listed in {index.name}")
     numbered = [match for path in folder.iterdir() if (match := NUMBERED.fullmatch(path.name))]
     if numbered and len(numbered) != int(numbered[0].group(1)):
         raise ProgramFailed(
-            f"{folder}: {len(numbered)} files of weights, where {numbered[0].group()} says how many there are"
+            f"{folder}: has {len(numbered)} weight files, which contradicts the name {numbered[0].group()}"
         )
 
 
 def push(folder: Path, repository: str, message: str) -> str:
-    """Send a model folder to a hub with Hugging Face's own client, which finds the token; gives the address.
+    """Upload a model folder with Hugging Face's client, which finds the token, and return the URL.
 
-    The repository is made, private, where there is none. Raises ProgramFailed.
+    Creates a private repository if necessary. Raises ProgramFailed.
     """
     try:
         from huggingface_hub import HfApi

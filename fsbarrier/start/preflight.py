@@ -1,9 +1,9 @@
-"""What is checked before anything starts: run directory, reward, agent, engine, trainer command.
+"""Checks before anything starts: run directory, reward, agent, engine, trainer command.
 
-The model is checked in model_folder.py, the tasks in task_files.py.
+model_folder.py checks the model, task_files.py the tasks.
 
-Each check raises UsageError with one line that names the flag, setting, file or line. Nothing is written, and nothing that belongs
-to the user is imported into this process.
+Each check raises UsageError with one line that names the flag, setting, file or line. The checks write no files and import no user code
+into this process.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 Environ = Mapping[str, str]
 FREE_BYTES = 16 * 1024 * 1024
-# Filesystems in which nobody can make files.
+# Filesystems that do not support user files.
 NO_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts")
-# How long the user's code may take to be imported: a large library on a slow filesystem takes minutes.
+# Timeout for importing the user's code: a large library on a slow filesystem takes minutes.
 TRY_CODE_S = 600.0
 REWARDS = ("exact", "numeric", "math", "judge")
 PLACEHOLDERS = (
@@ -42,27 +42,27 @@ PLACEHOLDERS = (
 )
 
 
-# --- where things are ---------------------------------------------------------------------------------------------------
+# --- locations ----------------------------------------------------------------------------------------------------------
 
 
-#: the Python packages of which a tracker needs one, where it is not called the same
+#: trackers whose Python package has another name; one of these packages is needed
 TRACKER_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
 
 
 def checkout() -> Path | None:
-    """The clone that this package runs from; None where it is installed."""
+    """The clone that this package runs from; None if it is installed."""
     root = Path(__file__).resolve().parents[2]
     return root if (root / "pyproject.toml").is_file() else None
 
 
 def default_log_path(environ: Environ) -> Path:
-    """$FSBARRIER_LOG_PATH, else runs/default in the clone (or, where there is none, below the current directory)."""
+    """$FSBARRIER_LOG_PATH, else runs/default in the clone (or in the current directory if there is no clone)."""
     named = environ.get("FSBARRIER_LOG_PATH", "").strip()
     return absolute(named) if named else (checkout() or Path.cwd()) / "runs" / "default"
 
 
 def cache_folder(environ: Environ) -> Path:
-    """The folder for what a later run can use again, and could make anew."""
+    """The folder for files that later runs can reuse or recreate."""
     clone = checkout()
     if clone is not None and os.access(clone, os.W_OK):
         return clone / ".cache"
@@ -70,18 +70,18 @@ def cache_folder(environ: Environ) -> Path:
 
 
 def absolute(path: str | Path) -> Path:
-    """`path` without `~`, `..` and dependence on the current directory; links are kept."""
+    """`path` as an absolute path, with `~` and `..` resolved; symbolic links are kept."""
     return Path(os.path.abspath(Path(path).expanduser()))
 
 
 def with_absolute_paths(chosen: Iterable[ChosenValue]) -> list[ChosenValue]:
-    """The same values, paths made independent of the current directory. `model` is left: it may be a name."""
+    """The same values with absolute paths. `model` is unchanged, because it may be a name."""
     result = []
     for item in chosen:
         value = item.value
         if isinstance(value, str) and value:
             if item.key == "update.trajectories":
-                # Links are followed once, here: a file in another run is opened without following any.
+                # Resolve links here, because files of another run are later opened without following links.
                 value = str(absolute(value).resolve())
             elif item.key in ("data_path", "log_path", "trainer.deepspeed", "init_from") or (
                 item.key == "program" and value.endswith(".py")
@@ -102,44 +102,48 @@ def _with_absolute_file(named: str) -> str:
 
 
 def check_log_path(path: Path) -> None:
-    """The run directory can be made, or is there and can be written to; its filesystem has room."""
+    """Check that the run directory exists or can be created, is writable, and has free space."""
     there = path
     while not there.exists() and there.parent != there:
         if there.is_symlink():
-            raise UsageError(f"--log-path {path}: {there} is a link to nowhere")
+            raise UsageError(f"--log-path {path}: {there} is a broken symbolic link")
         there = there.parent
     if not there.is_dir():
         raise UsageError(f"--log-path {path}: {there} is not a directory")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"--log-path {path}: {there} is not writable for you")
+        raise UsageError(f"--log-path {path}: you have no write permission for {there}")
     try:
         kind, status = mount_of(there).kind, os.statvfs(there)
     except OSError as error:
         raise UsageError(f"--log-path {path}: {there}: {error.strerror}") from None
     if kind in NO_FILES:
-        raise UsageError(f"--log-path {path}: {there} is the kernel's own ({kind}), and keeps no files")
+        raise UsageError(
+            f"--log-path {path}: {there} is a kernel filesystem ({kind}), which cannot store files"
+        )
     free = status.f_bavail * status.f_frsize
     if status.f_flag & os.ST_RDONLY:
         raise UsageError(f"--log-path {path}: its filesystem is mounted read-only")
     if status.f_blocks and free < FREE_BYTES:
-        raise UsageError(f"--log-path {path}: the disk is full ({free / 1e6:.0f} MB free)")
+        raise UsageError(f"--log-path {path}: its filesystem is full ({free / 1e6:.0f} MB free)")
 
 
 # --- reward, engine, trainer -------------------------------------------------------------------------------------------------
 
 
 def only_shows_runs() -> bool:
-    """Whether scripts/setup_env.py made this environment to show runs, without what their programs need (scripts/requirements/light.txt).
-    What it lacks says nothing of the nodes of a run."""
+    """Whether this is the light environment for dry runs (scripts/requirements/light.txt). Packages missing from it may be installed on
+    the nodes of a run."""
     return (Path(sys.prefix) / "only-shows-runs").exists()
 
 
 def check_packages(settings: Settings, needs: Collection[str], environ: Environ) -> None:
-    """What the run's programs import is installed here, and the user's own code can be loaded. `needs`: the program's."""
+    """Check that the required packages are installed and that the user's code can be imported. `needs`: those of the program."""
     check_trackers(settings.tracker.names)
     if "data" in needs:
         if "math" in reward_kinds(settings.reward.kind) and importlib.util.find_spec("math_verify") is None:
-            raise UsageError("reward.kind=math: needs the package math-verify, which is not installed here")
+            raise UsageError(
+                "reward.kind=math: needs the package math-verify, which is not installed on this node"
+            )
         try_user_code(settings)
     if "model" in needs:
         check_deepspeed(settings, environ)
@@ -147,7 +151,7 @@ def check_packages(settings: Settings, needs: Collection[str], environ: Environ)
 
 
 def check_reward(kinds: str) -> None:
-    """Each reward is a known kind, or a function that its file defines."""
+    """Check that each reward is a known kind or a function defined in the given file."""
     for kind in reward_kinds(kinds):
         _check_one_reward(kind)
 
@@ -172,7 +176,7 @@ def _asks_judge(kind: str) -> bool:
 
 
 def check_judge(settings: Settings, environ: Environ) -> None:
-    """A judge that is asked has an address and a name, and the variable that holds its key is set on this node."""
+    """Check that a judge, if one is used, has a URL and a model, and that its API key variable is set on this node."""
     judge = settings.judge
     kind = next(filter(_asks_judge, reward_kinds(settings.reward.kind)), None)
     if kind is None:
@@ -180,16 +184,18 @@ def check_judge(settings: Settings, environ: Environ) -> None:
     if not judge.url or not judge.model:
         missing = "model" if judge.url else "url"
         raise UsageError(
-            f"reward.kind={kind}: asks a judge; give judge.url and judge.model (judge.{missing} is not set)"
+            f"reward.kind={kind}: uses a judge, which needs judge.url and judge.model; judge.{missing} is not set"
         )
     if not judge.url.startswith(("http://", "https://")):
-        raise UsageError(f"judge.url={judge.url}: not an address like https://host/v1")
+        raise UsageError(f"judge.url={judge.url}: must be a URL such as https://host/v1")
     if judge.api_key_env is not None and not environ.get(judge.api_key_env):
-        raise UsageError(f"judge.api_key_env={judge.api_key_env}: this variable is not set here")
+        raise UsageError(
+            f"judge.api_key_env={judge.api_key_env}: this variable is not set on this node; export it"
+        )
 
 
 def check_agent(agent: str | None) -> None:
-    """The agent's file defines it. Whether it is fit to be one shows when it is loaded (`try_user_code`)."""
+    """Check that the agent's file defines the class. `try_user_code` checks its interface later."""
     if agent is None:
         return
     if ":" not in agent:
@@ -198,8 +204,8 @@ def check_agent(agent: str | None) -> None:
 
 
 def try_user_code(settings: Settings) -> None:
-    """Load the user's reward function and agent as rollouts will, in a process of their own, so that a failing import or a wrong
-    signature is known before anything starts. Raises UsageError."""
+    """Load the user's reward function and agent in a separate process, to detect a failing import or a wrong signature before anything
+    starts. Raises UsageError."""
     kind, agent = settings.reward.kind, settings.rollout.agent
     named = [f"reward={one}" for one in reward_kinds(kind) if ":" in one]
     named += [f"agent={agent}"] if agent else []
@@ -217,27 +223,27 @@ def try_user_code(settings: Settings) -> None:
         )
     except subprocess.TimeoutExpired:
         raise UsageError(
-            f"{' and '.join(named)}: loading this code took longer than {TRY_CODE_S:g} s; what does it do when it is imported?"
+            f"{' and '.join(named)}: importing this code took longer than {TRY_CODE_S:g} s; move slow work out of the module's top level"
         ) from None
     if done.returncode != 0:
-        # The last line is the error; what the user's own code printed stands before it.
+        # The last line is the error. Output of the user's code comes before it.
         lines = done.stderr.strip().splitlines() or [f"its process ended with exit code {done.returncode}"]
         raise UsageError(lines[-1] if done.returncode == 2 else f"{' and '.join(named)}: {lines[-1]}")
 
 
 def _defining(setting: str, value: str) -> ast.Module:
-    """The file of `value` ("path/file.py:name"), parsed, which defines the name. Raises UsageError."""
+    """Parse the file of `value` ("path/file.py:name") and check that it defines the name. Raises UsageError."""
     file, _, name = value.rpartition(":")
     try:
         tree = ast.parse(Path(file).read_bytes(), filename=file)
     except OSError as error:
-        raise UsageError(f"{setting}={value}: {file} cannot be read: {error.strerror}") from None
+        raise UsageError(f"{setting}={value}: cannot read {file}: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise UsageError(f"{setting}={value}: {file}{line}: {getattr(error, 'msg', error)}") from None
     names = _defined(tree)
     if name not in names:
-        raise UsageError(f"{setting}={value}: {file} defines no {name}{nearest(name, names)}")
+        raise UsageError(f"{setting}={value}: {file} does not define {name}{nearest(name, names)}")
     return tree
 
 
@@ -255,20 +261,20 @@ def _defined(tree: ast.Module) -> list[str]:
 
 
 def check_replay(settings: Settings) -> None:
-    """What an update is to learn from is there, and was sampled as this run's settings say."""
+    """Check that the rollouts in `update.trajectories` exist and were sampled with this run's sampling settings."""
     named = settings.update.trajectories
     if named is None:
         return
     from fsbarrier.rundir import runrecord
     from fsbarrier.rundir.paths import RunPaths
 
-    path, said = Path(named), f"update.trajectories={named}"
+    path, prefix = Path(named), f"update.trajectories={named}"
     if not path.exists():
-        raise UsageError(f"{said}: there is no such run directory or file")
+        raise UsageError(f"{prefix}: no such run directory or file")
     if path.is_dir():
         first = RunPaths(path).merged("train", 1)
         if not first.is_file():
-            raise UsageError(f"{said}: has no merged train rollouts of iteration 1 ({first})")
+            raise UsageError(f"{prefix}: has no merged training rollouts of iteration 1 ({first})")
         if runrecord.exists(path):
             sampled, own = runrecord.load(path).settings.rollout, settings.rollout
             for name in ("temperature", "top_p", "top_k"):
@@ -276,13 +282,13 @@ def check_replay(settings: Settings) -> None:
                 if theirs != ours:
                     wanted = f"rollout.{name}={theirs}"
                     raise UsageError(
-                        f"{said}: was sampled with {wanted}, this run says {ours}; give {wanted}"
+                        f"{prefix}: was sampled with {wanted}, but this run has {ours}; set {wanted}"
                     )
 
 
 def check_engine(settings: Settings, environ: Environ) -> None:
-    """This node has the accelerators that its servers need. A server that is there already has an address, and the variable that holds
-    its key is set on this node."""
+    """Check that this node has the accelerators that its servers need. For an existing server, check its URL and that its API key variable
+    is set on this node."""
     from fsbarrier.engine.client import normal_url
     from fsbarrier.engine.placement import check_arguments, placements
     from fsbarrier.host import accelerators
@@ -294,21 +300,24 @@ def check_engine(settings: Settings, environ: Environ) -> None:
     if engine.url is not None:
         normal_url(engine.url)
     if engine.api_key_env is not None and not environ.get(engine.api_key_env):
-        raise UsageError(f"engine.api_key_env={engine.api_key_env}: this variable is not set here")
+        raise UsageError(
+            f"engine.api_key_env={engine.api_key_env}: this variable is not set on this node; export it"
+        )
 
 
 def check_command(name: str, command: str) -> None:
-    """A command that a setting names can be split into words, and its program exists on this node."""
+    """Check that a command can be split into words and that its program exists on this node."""
     try:
         words = shlex.split(command)
     except ValueError as error:
         raise UsageError(f"{name}={command}: {error}") from None
     if not words or not (shutil.which(words[0]) or Path(words[0]).is_file()):
-        raise UsageError(f"{name}={command}: {words[0] if words else 'nothing'!r} is not a program here")
+        missing = f"program {words[0]!r} not found on this node" if words else "must not be empty"
+        raise UsageError(f"{name}={command}: {missing}")
 
 
 def check_deepspeed(settings: Settings, environ: Environ) -> None:
-    """DeepSpeed is here, if it is to train, and its configuration says nothing that the settings contradict."""
+    """If DeepSpeed is the trainer, check that it is installed and that its configuration does not contradict the settings."""
     from fsbarrier.host import accelerators
     from fsbarrier.settings import deepspeed_config
 
@@ -317,8 +326,8 @@ def check_deepspeed(settings: Settings, environ: Environ) -> None:
         return
     if importlib.util.find_spec("deepspeed") is None:
         raise UsageError(
-            "trainer.backend=deepspeed: needs the package deepspeed, which is not installed here; DS_BUILD_OPS=0 pip install "
-            "--no-build-isolation deepspeed, beside torch"
+            "trainer.backend=deepspeed: needs the package deepspeed, which is not installed on this node; install it with "
+            "DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
         )
     given = deepspeed_config.read(trainer.deepspeed)
     dtype = trainer.dtype
@@ -328,36 +337,37 @@ def check_deepspeed(settings: Settings, environ: Environ) -> None:
 
 
 def check_optimizer(kind: str) -> None:
-    """What the optimizer needs is here. Raises UsageError."""
+    """Check that the optimizer's package is installed. Raises UsageError."""
     if kind == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         raise UsageError(
-            f"optimizer.kind={kind}: needs the Python package torchao, which is not installed beside this fsbarrier ({sys.prefix}); "
-            "install it on every node, or leave this out"
+            f"optimizer.kind={kind}: needs the Python package torchao, which is not installed in {sys.prefix}; install it on every "
+            "node, or drop this setting"
         )
 
 
 def check_trainer(command: str | None) -> None:
-    """A trainer command can be split into words, exists on this node, and has only known placeholders."""
+    """Check that the trainer command exists on this node and has only known placeholders."""
     if command is None:
         return
     check_command("trainer.command", command)
     placeholders = re.findall(r"\{([A-Za-z_]+)\}", command)
     for name in placeholders:
         if name not in PLACEHOLDERS:
-            hint = nearest(name, PLACEHOLDERS) or f"; there are {', '.join(PLACEHOLDERS)}"
+            hint = nearest(name, PLACEHOLDERS) or f"; available: {', '.join(PLACEHOLDERS)}"
             raise UsageError(f"trainer.command={command}: unknown placeholder {{{name}}}{hint}")
     if not {"out", "spec"}.intersection(placeholders):
         raise UsageError(
-            f"trainer.command={command}: needs {{out}} (the folder to make) or {{spec}} (which names it)"
+            f"trainer.command={command}: needs {{out}} (the output folder) or {{spec}} (a file that contains its path)"
         )
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Every node may come to lead, and then runs them. Raises UsageError: accelerate would leave out one without a word."""
+    """Check that the trackers' packages are installed on every node, because any node may become leader and run them. Without this
+    check accelerate would silently skip a tracker. Raises UsageError."""
     for name in names:
         for package in (("accelerate",), TRACKER_PACKAGES.get(name, (name,))):
             if not any(importlib.util.find_spec(one) for one in package):
                 raise UsageError(
                     f"tracker.names={','.join(names)}: {name} needs the Python package {' or '.join(package)}, which is not installed "
-                    f"beside this fsbarrier ({sys.prefix}); install it on every node, or drop {name}"
+                    f"in {sys.prefix}; install it on every node, or drop {name}"
                 )

@@ -1,8 +1,7 @@
-"""Which node this is, and how many there are: from flags and from what launchers put into the environment.
+"""Determines this node's rank and the number of nodes from flags and from the launcher's environment variables.
 
-The rank comes from, in order: `--master`/`--worker`, NODE_RANK, RANK where nothing says that it counts
-processes, SLURM_NODEID, JOB_COMPLETION_INDEX, SKYPILOT_NODE_RANK, DSTACK_NODE_RANK, OMPI_COMM_WORLD_RANK with one
-task a node.
+The rank comes from, in this order: `--master`/`--worker`, NODE_RANK, RANK (unless it counts processes), SLURM_NODEID,
+JOB_COMPLETION_INDEX, SKYPILOT_NODE_RANK, DSTACK_NODE_RANK, OMPI_COMM_WORLD_RANK (with one task per node).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ MAX_NODES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A number and who said it: a flag or an environment variable."""
+    """A number and its source: a flag or an environment variable."""
 
     value: int
     source: str
@@ -29,20 +28,20 @@ class Choice:
 def node_rank(
     *, master: bool, worker: int | None, environ: Environ, num_nodes: int | None = None
 ) -> Choice | None:
-    """This node's rank; None where nobody says. `num_nodes`, where known, is the limit and settles what RANK counts.
+    """This node's rank; None if unknown. `num_nodes`, if known, is the limit and shows whether RANK counts nodes.
 
-    Raises UsageError naming the flag or variable for a rank that cannot be.
+    Raises UsageError naming the flag or variable for an invalid rank.
     """
     choice = _from_flags(master, worker) or _from_environ(environ, num_nodes)
     if choice is None:
         return None
     if choice.value < 0:
-        raise UsageError(f"{choice.source} {choice.value}: a node rank is 0 or more")
+        raise UsageError(f"{choice.source} {choice.value}: a node rank must be 0 or more")
     count = count_nodes(choice, environ) if num_nodes is None else None
     if count is not None and choice.value >= count.value:
         raise UsageError(
-            f"{choice.source}={choice.value} contradicts {count.source}={count.value}: ranks begin with 0, so the last one is "
-            f"{count.value - 1}; --num-nodes wins over {count.source}"
+            f"{choice.source}={choice.value} contradicts {count.source}={count.value}: ranks start at 0, so the last one is "
+            f"{count.value - 1}; to override {count.source} give --num-nodes"
         )
     if num_nodes is not None and choice.value >= num_nodes:
         nodes = f"{num_nodes} nodes, ranks 0 to {num_nodes - 1}" if num_nodes > 1 else "one node, rank 0"
@@ -52,7 +51,7 @@ def node_rank(
 
 def _from_flags(master: bool, worker: int | None) -> Choice | None:
     if master and worker is not None:
-        raise UsageError(f"--master and --worker {worker}: a node is one or the other")
+        raise UsageError(f"--master and --worker {worker}: contradict each other; drop one of the two")
     if master:
         return Choice(0, "--master")
     return None if worker is None else Choice(worker, "--worker")
@@ -69,56 +68,52 @@ def _all_from_environ(environ: Environ, num_nodes: int | None) -> Iterator[Choic
 
 
 def count_nodes(rank: Choice | None, environ: Environ) -> Choice | None:
-    """How many nodes the launcher that named the rank started; None where it does not say. Raises UsageError."""
+    """The number of nodes according to the launcher that set the rank; None if unknown. Raises UsageError."""
     for name in COUNTS.get(rank.source, ()) if rank else ():
         if _text(environ, name):
             choice = Choice(_number(environ, name), name)
             if not 1 <= choice.value <= MAX_NODES:
-                raise UsageError(f"{name} {choice.value}: must be from 1 to {MAX_NODES}")
+                raise UsageError(f"{name} {choice.value}: must be between 1 and {MAX_NODES}")
             return choice
     return None
 
 
 def contradictions(rank: Choice, num_nodes: int, environ: Environ) -> list[str]:
-    """Lines for the user about launchers that say something else: perhaps nobody meant what counts here."""
+    """Warnings about launcher variables that contradict the chosen rank or number of nodes, in case the choice was a mistake."""
     found = [
-        f"this is node {rank.value} by {rank.source}, whatever {other.source}={other.value} says"
+        f"using rank {rank.value} from {rank.source}, ignoring {other.source}={other.value}"
         for other in _all_from_environ(environ, num_nodes)
         if other.value != rank.value
     ]
     count = count_nodes(rank, environ)
     if count and count.value != num_nodes:
-        found.append(f"this run has {counted(num_nodes, 'node')}, whatever {count.source}={count.value} says")
+        found.append(f"this run has {counted(num_nodes, 'node')}, ignoring {count.source}={count.value}")
     return found
 
 
 def which_node(num_nodes: int, environ: Environ) -> str:
-    """The message where nobody says which node this is."""
+    """The error message for an unknown rank."""
     unused = f" ({_why_unused('RANK', environ)})" if _text(environ, "RANK") else ""
-    return f"which of the {num_nodes} nodes is this? {HOW_TO_SAY}{unused}"
+    return f"the rank of this node is unknown, and the run has {num_nodes} nodes; {HOW_TO_SAY}{unused}"
 
 
 def check_alone(environ: Environ) -> None:
-    """Raises UsageError where nobody says which node this is, but a launcher says that it started several processes.
+    """Raises UsageError if the rank is unknown although a launcher started several processes.
 
-    Else each of them would begin a run of one node, which looks like success.
+    Otherwise each process would start a run of one node, which would look like success.
     """
     for launcher in LAUNCHERS:
         several = [name for name in launcher.counts if _text(environ, name) not in ("", "0", "1")]
         if several:
             raise UsageError(
-                f"{several[0]}={_text(environ, several[0])}: there are several processes, and "
+                f"{several[0]}={_text(environ, several[0])}: a launcher started several processes, but "
                 f"{_why_unused(launcher.rank, environ)}; {HOW_TO_SAY}"
             )
 
 
 def _why_unused(name: str, environ: Environ) -> str:
     text = _text(environ, name)
-    return (
-        f"{name}={text} counts processes here, not nodes"
-        if text
-        else f"{name} does not say which one this is"
-    )
+    return f"{name}={text} counts processes here, not nodes" if text else f"{name} is not set"
 
 
 def _text(environ: Environ, name: str) -> str:
@@ -130,14 +125,14 @@ def _number(environ: Environ, name: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise UsageError(f"{name} {text!r}: not a whole number") from None
+        raise UsageError(f"{name} {text!r}: must be a whole number") from None
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
 
 
 def _rank_counts_nodes(environ: Environ, num_nodes: int | None) -> bool:
-    """Whether RANK can be a node's: with several processes a node it counts processes (torch's meaning)."""
+    """Whether RANK can be a node rank. With several processes per node it is a process rank, as in torch."""
     if _text(environ, "LOCAL_RANK") not in ("", "0"):
         return False
     if _text(environ, "LOCAL_WORLD_SIZE") not in ("", "1"):
@@ -155,7 +150,7 @@ def _one_slurm_task_here(environ: Environ, num_nodes: int | None) -> bool:
     local = _text(environ, "SLURM_LOCALID")
     if local not in ("", "0"):
         raise UsageError(
-            f"SLURM_LOCALID {local}: another task is on this node; start one a node (srun --ntasks-per-node=1)"
+            f"SLURM_LOCALID {local}: several tasks run on this node; start one per node (srun --ntasks-per-node=1)"
         )
     return True
 
@@ -166,16 +161,16 @@ def _one_mpi_task_a_node(environ: Environ, num_nodes: int | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The variable with a node's rank, those with the number of nodes, and whether the first one is a node's rank at all."""
+    """A launcher's variables: the node rank, the number of nodes, and `applies`, which tells whether the first really is a node rank."""
 
     rank: str
     counts: tuple[str, ...] = ()
     applies: Callable[[Environ, int | None], bool] = lambda environ, num_nodes: True
-    #: what else that function looks at
+    #: other variables that `applies` reads
     beside: tuple[str, ...] = ()
 
 
-#: in this order: the first that gives a rank counts
+#: in order of precedence
 LAUNCHERS = (
     Launcher("NODE_RANK", ("NNODES", "NUM_NODES")),
     Launcher("RANK", ("WORLD_SIZE",), _rank_counts_nodes, ("LOCAL_RANK", "LOCAL_WORLD_SIZE")),
@@ -192,9 +187,9 @@ LAUNCHERS = (
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
 )
-#: all that a launcher may have left in the environment about which node a process is
+#: all launcher variables that describe which node a process is
 VARIABLES = frozenset(
     name for launcher in LAUNCHERS for name in (launcher.rank, *launcher.counts, *launcher.beside)
 )
-#: the variable that gave the rank -> those that may give the number of nodes
+#: source of the rank -> variables that may contain the number of nodes
 COUNTS = {"--master": ("NNODES",), **{launcher.rank: launcher.counts for launcher in LAUNCHERS}}

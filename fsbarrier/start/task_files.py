@@ -1,4 +1,4 @@
-"""The task files of a run: which ones it reads, and whether every line of them can be used."""
+"""Finds the task files of a run and validates every line."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def needed_files(settings: Settings) -> dict[str, str | None]:
-    """Which task files the phases of a run read: of the training tasks (`train`), and of each set of held-out tasks by its name. The file
-    that people named, None where it is called like the set."""
+    """The task files that a run reads: `train` and the evaluation sets, by name. The value is the file that the user named, or None for
+    the default name."""
     if settings.rl_phase == "update":
         return {}
     held_out = {name: one.file for name, one in settings.eval_sets.items()}
@@ -29,7 +29,7 @@ def needed_files(settings: Settings) -> dict[str, str | None]:
 
 
 def check_folder(data_path: Path) -> None:
-    """Raises UsageError where tasks cannot be looked for."""
+    """Raises UsageError if the data path is not a folder."""
     if not data_path.is_dir():
         raise UsageError(
             f"--data-path {data_path}: {'not a folder' if data_path.exists() else 'no such folder'}"
@@ -39,12 +39,12 @@ def check_folder(data_path: Path) -> None:
 def read_tasks(
     data_path: Path, named: Mapping[str, str | None], reward: str, *, model: Path | None = None
 ) -> dict[str, TaskSource]:
-    """For each of `needed_files` {"path", "count", "sha256"}; every line is checked, its answer for what `reward` can judge by, and its
-    chat messages for a `model` (None: any) that has no chat template.
+    """Validate the `needed_files` and return {"path", "count", "sha256"} for each.
 
-    Raises UsageError naming file and line number.
+    Checks that `reward` can score each answer, and that `model` (None: skip) has a chat template if a task needs one. Raises UsageError
+    naming file and line number.
     """
-    # Not at the top: this can load a parquet library, which commands without tasks need not wait for.
+    # Imported late because it can load a Parquet library, which other commands do not need.
     from fsbarrier.data import tasks
     from fsbarrier.rewards.kinds import check_answers
 
@@ -53,7 +53,7 @@ def read_tasks(
         path = _task_file(data_path, split) if file is None else _named_file(data_path, split, file)
         read = tasks.read_tasks(path)
         if read.count == 0:
-            raise UsageError(f"{path}: has no task")
+            raise UsageError(f"{path}: contains no tasks")
         check_answers(reward, read.tasks.values(), path)
         if model is not None:
             check_chat_template(model, read.tasks.values(), path)
@@ -62,11 +62,11 @@ def read_tasks(
 
 
 def check_recorded(settings: Settings, recorded: Collection[str]) -> None:
-    """Raises UsageError where a later start needs tasks that the run began without."""
+    """Raises UsageError if this start needs tasks that are not in the run's record."""
     for split in needed_files(settings):
         if split not in recorded:
             raise UsageError(
-                f"this run began without {split} tasks (--eval-interval 0, or only one split rolled out); begin another run with them"
+                f"this run was created without {split} tasks (--eval-interval 0, or --rollout-split); start a new run to use them"
             )
 
 
@@ -74,9 +74,9 @@ def _named_file(data_path: Path, name: str, file: str) -> Path:
     # An absolute path stays as it is.
     path = data_path / file
     if not path.is_file():
-        raise UsageError(f"eval.sets.{name}.file={file}: {path} is no file")
+        raise UsageError(f"eval.sets.{name}.file={file}: {path} is not a file")
     if not os.access(path, os.R_OK):
-        raise UsageError(f"{path}: not readable for you")
+        raise UsageError(f"{path}: no read permission")
     return path
 
 
@@ -87,10 +87,8 @@ def _task_file(data_path: Path, split: str) -> Path:
         raise UsageError(f"--data-path {data_path}: has both {there[0].name} and {there[1].name}; keep one")
     if not there:
         odd = next((path.name for path in names if path.is_symlink() or path.exists()), None)
-        what = (
-            f"{odd} is a folder, or a link to nowhere" if odd else f"has no {split}.jsonl or {split}.parquet"
-        )
+        what = f"{odd} is a folder or a broken link" if odd else f"has no {split}.jsonl or {split}.parquet"
         raise UsageError(f"--data-path {data_path}: {what}")
     if not os.access(there[0], os.R_OK):
-        raise UsageError(f"{there[0]}: not readable for you")
+        raise UsageError(f"{there[0]}: no read permission")
     return there[0]
