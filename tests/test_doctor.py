@@ -234,7 +234,7 @@ def test_what_differs_between_nodes_is_named() -> None:
         and "torch: none on node 0, 2.13 on node 1" in checks["versions"].finding
     )
     assert checks["accelerators differ"].level == "warning"
-    assert checks["ports"].level == "warning" and "node 1 does not reach node 0" in checks["ports"].finding
+    assert checks["ports"].level == "warning" and "node 1 cannot connect to node 0" in checks["ports"].finding
     assert checks["clocks"].level == "note" and "60.00 s" in checks["clocks"].finding
 
 
@@ -264,7 +264,7 @@ def test_one_node_finds_its_disk_fit_and_leaves_nothing(
 ) -> None:
     assert cli.main(["doctor", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["fit"] and "this node alone" in report["proven"]
+    assert report["fit"] and "this node only" in report["proven"]
     names = {check["name"] for check in report["checks"]}
     assert {"mount", "exclusive create", "replace", "list", "free space", "open files", "versions"} <= names
     assert os.listdir(tmp_path) == []
@@ -355,7 +355,7 @@ def test_a_mount_without_any_exclusive_create_is_refused(
 def test_a_slow_filesystem_is_asked_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "ENOUGH_S", 0.0)
     assert "1 races of 4 threads" in probes.exclusive_create(tmp_path).finding
-    assert probes.replacement(tmp_path).finding == "1 replacements, each read back whole"
+    assert probes.replacement(tmp_path).finding == "1 replacements, each read back correctly"
     assert all("median" in check.finding for check in probes.latencies(tmp_path))
 
 
@@ -367,4 +367,4 @@ def test_a_create_that_does_not_come_back_is_said_in_one_line(
     monkeypatch.setattr(probes, "HANGS_S", 0.2)
     check = probes.exclusive_create(tmp_path)
     answers.set()
-    assert check.level == "refused" and "did not come back within 0.2 s" in check.finding
+    assert check.level == "refused" and "did not return within 0.2 s" in check.finding

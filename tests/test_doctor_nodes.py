@@ -144,7 +144,7 @@ def test_a_node_that_never_comes_is_named(doctors: Doctors) -> None:
     for process in (known, other):
         code, out, err = doctors.end(process)
         assert (code, out) == (5, "")
-        assert "node 2 did not come within 3 s" in err and str(doctors.path) in err
+        assert "node 2 did not arrive within 3 s" in err and str(doctors.path) in err
         assert "this host's own" in err, "a local disk is the likely reason"
     assert os.listdir(doctors.path) == []
 
@@ -161,9 +161,9 @@ def test_without_ranks_it_is_told_how_many_came(doctors: Doctors) -> None:
         (
             ("--num-nodes", "2", "--worker", "1"),
             ("--num-nodes", "2", "--worker", "1"),
-            "say that they are node 1",
+            "two doctors have rank 1",
         ),
-        (("--num-nodes", "2"), ("--num-nodes", "3"), "give all nodes the same"),
+        (("--num-nodes", "2"), ("--num-nodes", "3"), "use the same value on all nodes"),
     ],
 )
 def test_contradictions_are_refused(

@@ -146,7 +146,7 @@ def test_a_mistake_that_only_a_node_finds_ends_the_others(
     connection: str, launched: Callable[..., Launched]
 ) -> None:
     code, out = launched(connection, "a,b", "--data-path", "/nowhere", "--program", "rl").end()
-    assert code == 2 and "node 0 on a: ended with 2: fsbarrier: error:" in out
+    assert code == 2 and "node 0 on a: ended with exit code 2: fsbarrier: error:" in out
 
 
 def test_a_node_that_fails_before_they_begin_ends_the_others(
@@ -157,7 +157,7 @@ def test_a_node_that_fails_before_they_begin_ends_the_others(
     in_the_way.touch()
     run = launched(connection, "a,b")
     code, out = run.end()
-    assert code == 3 and "node 1 on b: ended with 3: fsbarrier: error: cannot join the run" in out
+    assert code == 3 and "node 1 on b: ended with exit code 3: fsbarrier: error: cannot join the run" in out
     until(lambda: not leftovers(run.log_path))
 
 
@@ -278,7 +278,7 @@ def test_files_for_containers(
         (["slurm", "--nodes", "none"], "--nodes none: must be a whole number, 1 or more"),
         (["slurm", "--nodes", "2", "--hosts", "a"], "--hosts: only valid with launch ssh"),
         (["slurm", "--nodes", "2", "--sbatch=--x\n#SBATCH y"], "--sbatch"),
-        (["slurm", "--nodes", "2", "--name", "My Job"], "--name My Job: lower-case"),
+        (["slurm", "--nodes", "2", "--name", "My Job"], "--name My Job: use at most 50 lower-case"),
         (["slurm", "--nodes", "2", "rollout.temprature=1"], "rollout.temperature"),
         (["ssh"], "give --hosts a,b,c or --hosts-file FILE"),
         (["ssh", "--hosts", "a,-oProxyCommand=x"], "is not a valid host"),
@@ -293,8 +293,8 @@ def test_files_for_containers(
             ["slurm", "--nodes", "2", "judge.url=https://me:hunter2@j"],
             "judge.url=https://me:***@j would be visible",
         ),
-        (["ssh", "--hosts", "a,b", "--nodes", "3"], "--nodes 3: 2 hosts named"),
-        (["ssh", "--hosts", "a", "--nodes", "3"], "--nodes 3: 1 host named"),
+        (["ssh", "--hosts", "a,b", "--nodes", "3"], "--nodes 3 contradicts the 2 hosts listed"),
+        (["ssh", "--hosts", "a", "--nodes", "3"], "--nodes 3 contradicts the 1 host listed"),
         (["ssh", "--hosts", "a", "--ssh", "ssh 'x"], "--ssh ssh 'x: No closing quotation"),
         (["ssh", "--hosts-file", "/nowhere/hosts"], "--hosts-file /nowhere/hosts: cannot read the file"),
         (["kubernetes", "--nodes", "2"], "launch kubernetes: give --image"),

@@ -167,7 +167,7 @@ def _merged_as_text(split: JsonObject) -> list[str]:
     missing = f", {len(split['missing'])} tasks missing" if split.get("missing") else ""
     if split.get("expected"):
         lines.append(
-            f"{name}: the nodes left {split['expected'] - len(split['missing'])} of {split['expected']} tasks"
+            f"{name}: the nodes completed {split['expected'] - len(split['missing'])} of {split['expected']} tasks"
         )
     if split.get("report"):
         report = split["report"]

@@ -1,6 +1,6 @@
-"""Asks the mount instead of assuming: can a directory carry a run, what does it promise, and how late does it show things?
+"""Tests whether a directory can support a run: its guarantees, and how late changes become visible to other nodes.
 
-`examine` is the whole visit. From one node: `mount_options` says what is known of the mount, `probes` tries it. Between nodes:
-`roll_call` and `meeting` bring the doctors together, `races`, `readers`, `delays` and `connections` each measure one thing and judge what
-came of it; `verdict` draws the conclusions.
+`examine` is the entry point. On one node, `mount_options` checks the mount options and `probes` tests the filesystem. Between nodes,
+`roll_call` and `meeting` bring the doctors together; `races`, `readers`, `delays` and `connections` each measure one property and judge the
+result; `verdict` combines the results.
 """

@@ -1,4 +1,4 @@
-"""Whether the nodes reach each other: each listens on a free port for a moment, and each connects to all addresses of the others."""
+"""Tests the network between the nodes: each node listens on a free port and connects to all addresses of the others."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CONNECT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where a node can be reached, and the word that it says to whoever comes: a stranger may have the same port elsewhere."""
+    """A node's addresses and port, and the token it sends to clients. The token proves that a connection reached the right process."""
 
     addresses: tuple[str, ...]
     port: int
     word: str
 
     def answers_at(self, address: str) -> bool:
-        """Whether it is this door that opens at an address."""
+        """Whether this node answers at an address."""
         try:
             with socket.create_connection((address, self.port), CONNECT_S) as line:
                 line.settimeout(CONNECT_S)
@@ -35,7 +35,7 @@ class Door:
 
 @contextlib.contextmanager
 def opened(addresses: tuple[str, ...], word: str, *, loopback: bool) -> Iterator[Door]:
-    """This node's door, for as long as the `with` block lasts. `loopback`: reachable from this host only. Raises OSError."""
+    """Listen for the duration of the `with` block. `loopback`: only on this host. Raises OSError."""
     listening = listen(loopback=loopback)
 
     def greet() -> None:
@@ -43,7 +43,7 @@ def opened(addresses: tuple[str, ...], word: str, *, loopback: bool) -> Iterator
             try:
                 visitor, _ = listening.accept()
             except OSError:
-                # The door was closed.
+                # The listening socket was closed.
                 return
             with contextlib.suppress(OSError), visitor:
                 visitor.settimeout(CONNECT_S)
@@ -61,7 +61,7 @@ def opened(addresses: tuple[str, ...], word: str, *, loopback: bool) -> Iterator
 
 
 def reached(doors: Mapping[int, Door]) -> dict[int, list[str]]:
-    """For each other node the addresses at which it answers from here, in their order; all are tried at once."""
+    """For each other node the addresses at which it answers, in the node's order. Tries all in parallel."""
     tries = [(rank, address) for rank, door in doors.items() for address in door.addresses]
     with ThreadPoolExecutor(max(1, len(tries))) as pool:
         answers = list(pool.map(lambda item: doors[item[0]].answers_at(item[1]), tries))
@@ -72,18 +72,18 @@ def reached(doors: Mapping[int, Door]) -> dict[int, list[str]]:
 def judge(findings: Findings) -> Check:
     """Whether all nodes reach each other."""
     cut = [
-        f"node {rank} does not reach node {other} ({', '.join(findings[int(other)].about.addresses)})"
+        f"node {rank} cannot connect to node {other} ({', '.join(findings[int(other)].about.addresses)})"
         for rank, node in findings.items()
         for other, addresses in node.reached.items()
         if not addresses
     ]
     if cut:
-        advice = "updates of several nodes need it: open the nodes' ports to each other"
+        advice = "multi-node updates need connections between all nodes; check the firewall"
         return Check("ports", WARNING, "\n".join(cut), advice)
-    # For each node the address at which the first of the others reached it.
+    # For each node, the address at which the first other node reached it.
     used: dict[int, str] = {}
     for node in findings.values():
         for other, addresses in node.reached.items():
             used.setdefault(int(other), addresses[0])
     finding = ", ".join(f"node {rank} at {address}" for rank, address in sorted(used.items()))
-    return Check("ports", OK, f"every node reaches every other: {finding}")
+    return Check("ports", OK, f"all nodes can connect to each other: {finding}")

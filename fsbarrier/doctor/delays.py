@@ -1,6 +1,6 @@
-"""How late a node sees what another one did, and how far their clocks are apart.
+"""Measures how late a node sees changes made by another node, and the offsets between their clocks.
 
-A delay is half of a round trip on one clock: this node writes, its neighbour (the next rank) sees it and writes, this node sees that.
+A delay is half of a round trip on one clock: this node writes, its neighbour (the next rank) sees it and replies, this node sees the reply.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from fsbarrier.doctor.messages import Message, pack, read, wait_for
 from fsbarrier.host.mounts import INSTEAD
 from fsbarrier.node.fingerprint import CLOCKS_APART_S
 
-#: after this time, this many samples are enough
+#: after this time, stop at this number of samples
 ENOUGH_S, ENOUGH = 6.0, 2
-#: a change that takes longer than half of this to be seen counts as never seen
+#: a change that takes longer than half of this to become visible counts as never visible
 LONGEST_S = 22.0
-#: how often the nodes tell each other whether they still measure
+#: how often the nodes exchange whether they are still measuring
 TELL_S = 0.2
-#: a mount that shows changes sooner than this needs no longer timeouts
+#: a mount that shows changes sooner than this needs no increased timeouts
 FRESH_S = 0.5
-#: above this, barriers are so slow that it is worth a warning
+#: a longer delay makes barriers slow enough for a warning
 SLOW_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """A way to tell another node a number through a folder, and to see that it did: the message, or None while it is not to be seen.
-    Both raise OSError."""
+    """A way to send a number to another node through a folder. `seen` returns None while the message is not visible. Both functions may
+    raise OSError."""
 
     label: str
     tell: Callable[[Path, int], None]
     seen: Callable[[Path, int], Message | None]
     samples: int = 60
-    #: the longest that all samples may take
+    #: time limit for all samples
     longest_s: float = LONGEST_S
 
 
@@ -67,22 +67,22 @@ def _found(folder: Path, number: int) -> Message | None:
 
 
 CHANNELS = {
-    # Heartbeats travel in this way. The content also tells what the other's clock shows.
+    # Heartbeats use this channel. The content also carries the other node's clock.
     "content": Channel("replaced file seen after", _replace, _replaced, samples=120),
-    # Barriers are passed in this way.
+    # Barriers use this channel.
     "listing": Channel("new name listed after", _create, _listed),
-    # A name that was looked up before it existed. No run waits in this way, so it is enough to know whether it takes long.
+    # A name that was looked up before it existed. No run waits in this way, so a rough measurement is enough.
     "absent": Channel("absent name found after", _create, _found, samples=30, longest_s=12.0),
 }
 
 
 @dataclass(slots=True)
 class Delays:
-    """Half round trips in seconds, by kind; `given_up`: how long the last one had lasted when it was given up."""
+    """Half round trips in seconds, by kind; `given_up`: duration of the last one if it was abandoned."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in CHANNELS})
     given_up: dict[str, float] = field(default_factory=dict)
-    #: (how far the neighbour's clock is ahead, round trip)
+    #: (lead of the neighbour's clock, round trip)
     clocks: list[tuple[float, float]] = field(default_factory=list)
 
     def times(self) -> dict[str, Times]:
@@ -90,7 +90,7 @@ class Delays:
         return {kind: item for kind, item in found.items() if item is not None}
 
     def clock(self) -> tuple[float, float] | None:
-        """(how far the neighbour's clock is ahead, how uncertain that is), from the quickest round trip."""
+        """(lead of the neighbour's clock, uncertainty), from the fastest round trip."""
         if not self.clocks:
             return None
         lead, trip = min(self.clocks, key=lambda item: item[1])
@@ -98,7 +98,7 @@ class Delays:
 
 
 def prepare(meeting: Meeting) -> None:
-    """Make what the neighbours will look at, before they are told to. Raises OSError."""
+    """Create the files that the neighbours will look up. Raises OSError."""
     for kind, channel in CHANNELS.items():
         for folder in _ping_pong(meeting, kind, meeting.rank):
             files.make_dirs(folder)
@@ -106,14 +106,14 @@ def prepare(meeting: Meeting) -> None:
 
 
 def _ping_pong(meeting: Meeting, kind: str, owner: int) -> tuple[Path, Path]:
-    """Where the questions and the answers of one node's round trips are."""
+    """The paths of the request and reply of one node's round trips."""
     folder = meeting.session / kind
     return folder / f"ping-{owner}", folder / f"pong-{owner}"
 
 
 @contextlib.contextmanager
 def answering(meeting: Meeting) -> Iterator[None]:
-    """Answers the rank before for as long as the `with` block lasts."""
+    """Reply to the previous rank for the duration of the `with` block."""
     owner, stop = (meeting.rank - 1) % len(meeting.members), threading.Event()
     threads = [
         _thread(_answer, channel, *_ping_pong(meeting, kind, owner), stop)
@@ -128,9 +128,9 @@ def answering(meeting: Meeting) -> Iterator[None]:
 
 
 def measure(meeting: Meeting) -> tuple[Delays, dict[int, Message]]:
-    """Round trips with the next rank, until all nodes have had theirs; and what each node's clock shows in the end.
+    """Measure round trips with the next rank until all nodes have finished. Also returns each node's clock at the end.
 
-    Raises TooFewNodes as soon as any node has gone, StoreError.
+    Raises TooFewNodes as soon as any node has left, StoreError.
     """
     result, stop = Delays(), threading.Event()
     asking = [
@@ -162,7 +162,7 @@ def _ask(kind: str, ping: Path, pong: Path, result: Delays, stop: threading.Even
     end = start + channel.longest_s
     for number in range(channel.samples):
         if kind == "absent":
-            # Let both sides look in vain first.
+            # Let both sides look up the absent name first.
             channel.seen(pong, number)
             pause.wait(0.02)
         begin, sent = time.monotonic(), time.time()
@@ -200,15 +200,15 @@ def _await(channel: Channel, folder: Path, number: int, end: float, stop: thread
     return wait_for(look, end, stop)
 
 
-# --- what came of it ------------------------------------------------------------------------------------------------------
+# --- judgement ------------------------------------------------------------------------------------------------------------
 
 
 def judge(findings: Findings, fresher: str) -> Iterator[Check]:
-    """How late things show to all nodes together. `fresher`: the mount options that make this filesystem so."""
+    """The visibility delay over all nodes. `fresher`: advice on mount options that reduce it."""
     for kind, channel in CHANNELS.items():
         every, label = [node.lags[kind] for node in findings.values() if kind in node.lags], channel.label
         if not every:
-            yield Check(label, REFUSED, "not measured: nothing could be written", INSTEAD)
+            yield Check(label, REFUSED, "not measured: writing failed", INSTEAD)
             continue
         worst = max(every, key=lambda times: (times.open, times.most))
         median = sorted(times.median for times in every)[len(every) // 2]
@@ -217,19 +217,21 @@ def judge(findings: Findings, fresher: str) -> Iterator[Check]:
         finding = f"median {shown(median)}, 99th {shown(p99)}, {most} ({samples} half round trips)"
         if kind == "absent":
             late = worst.open or worst.most >= FRESH_S
-            yield Check(label, NOTE if late else OK, finding + ("; nothing waits that way" if late else ""))
+            yield Check(
+                label, NOTE if late else OK, finding + ("; runs do not depend on this" if late else "")
+            )
         elif worst.open:
-            what = "a node's heartbeat" if kind == "content" else "what a node has done"
-            yield Check(label, REFUSED, f"{finding}: {what} would not be seen", fresher)
+            what = "heartbeats" if kind == "content" else "results of other nodes"
+            yield Check(label, REFUSED, f"{finding}: {what} would not become visible", fresher)
         elif worst.most >= SLOW_S:
-            each = ": each barrier takes that long" if kind == "listing" else ""
+            each = ": every barrier takes this long" if kind == "listing" else ""
             yield Check(label, WARNING, finding + each, fresher)
         else:
             yield Check(label, OK, finding)
 
 
 def judge_clocks(findings: Findings) -> Check:
-    """How far the nodes' clocks are apart."""
+    """Judge the offsets between the nodes' clocks."""
     ranks, parts, worst = list(findings), [], 0.0
     for rank, following in zip(ranks, [*ranks[1:], *ranks[:1]], strict=True):
         if (clock := findings[rank].clock) is not None:
@@ -238,6 +240,6 @@ def judge_clocks(findings: Findings) -> Check:
             parts.append(f"node {following} is {shown(abs(lead))} (± {shown(uncertain)}) {side} node {rank}")
             worst = max(worst, abs(lead) - uncertain)
     if worst > CLOCKS_APART_S:
-        advice = "nothing depends on them, but logs will look odd: use NTP"
+        advice = "runs do not depend on clocks, but timestamps in logs will be out of order; use NTP"
         return Check("clocks", NOTE, "\n".join(parts), advice)
     return Check("clocks", OK, "\n".join(parts) or "not measured")

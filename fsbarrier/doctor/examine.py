@@ -1,4 +1,4 @@
-"""The doctor's visits: `alone` from one node, `together` with the doctors of others, `short` at the start of a run."""
+"""Runs the checks: `alone` on one node, `together` on several nodes, `short` at the start of a run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fsbarrier.host.identity import boot_id, host_name
 from fsbarrier.host.mounts import INSTEAD, LOCAL, Mount, mount_of
 
 WAIT_S = 60.0
-ALONE = "from this node alone: what other nodes see, and how late, only several can tell (--num-nodes)"
+ALONE = "from this node only; start it on several nodes with --num-nodes to measure what other nodes see, and how late"
 
 
 def alone(path: Path) -> Report:
-    """All that one node can find out about `path`, an existing directory. Raises OSError."""
+    """All checks that one node can do on `path`, an existing directory. Raises OSError."""
     mount = mount_of(path)
     with _scratch(path) as scratch:
         checks = _own_checks(path, mount, scratch)
@@ -33,9 +33,9 @@ def alone(path: Path) -> Report:
 
 
 def short(path: Path, *, write: bool = True) -> Report:
-    """What the start of a run asks: type, options, a few races and replacements; `write`: False looks only. Raises OSError.
+    """The quick check at the start of a run: type, options, a few races and replacements; read-only without `write`. Raises OSError.
 
-    `path` need not exist yet: its nearest parent that does is examined.
+    `path` need not exist; the check then uses its nearest existing parent.
     """
     there = next(folder for folder in (path, *path.parents) if folder.is_dir())
     mount = mount_of(there)
@@ -50,7 +50,7 @@ def short(path: Path, *, write: bool = True) -> Report:
 
 @contextmanager
 def _scratch(path: Path) -> Iterator[Path]:
-    """A folder to try things in. Raises OSError."""
+    """A temporary folder for the tests. Raises OSError."""
     scratch = path / probes.scratch_name()
     files.make_dirs(scratch)
     try:
@@ -91,14 +91,14 @@ def together(
     say: Callable[[str], None],
     interruption: Interruption,
 ) -> Report:
-    """What `num_nodes` doctors find out about the directory they share. All give the same answer.
+    """All checks of `num_nodes` nodes on a shared directory. Every node returns the same report.
 
-    `say` is told what is waited for. Raises TooFewNodes where one does not come or goes away, UsageError where they contradict each
+    `say` receives progress messages. Raises TooFewNodes if a node does not arrive or leaves, UsageError if the nodes' flags contradict each
     other, OSError.
     """
     mount = mount_of(path)
     if _refused(mount_options.judge(mount)):
-        # Nothing that nodes could find out makes it fit.
+        # Already unsuitable, whatever the other nodes find.
         return alone(path)
     meeting = Meeting(path, num_nodes, rank, interruption)
     try:
@@ -110,17 +110,19 @@ def together(
     except TooFewNodes as error:
         if meeting.members or mount.family.category != LOCAL:
             raise
-        raise TooFewNodes(f"{error} Here it is {mount}, which is this host's own.") from None
+        raise TooFewNodes(
+            f"{error} On this host the directory is on {mount}, which is a local filesystem."
+        ) from None
     except StoreError as error:
-        # The nodes found each other, and could not go on: a run, which needs no more of the filesystem than this, could not either.
-        finding = f"the nodes cannot exchange anything here: {error}"
+        # The nodes found each other but could not form a group. A run uses the same mechanism, so it would fail too.
+        finding = f"the nodes cannot communicate through this directory: {error}"
         report = alone(path)
         return replace(report, checks=(*report.checks, Check("meeting", REFUSED, finding, INSTEAD)))
     return _conclude(path, messages)
 
 
 def _examine(path: Path, mount: Mount, meeting: Meeting) -> dict[int, Message]:
-    """This node's part, and what all the nodes said in the end, as JSON."""
+    """Do this node's part and return the findings of all nodes."""
     loopback = meeting.on_one_host
     addresses = ("127.0.0.1",) if loopback else tuple(candidate_addresses())
     for part in (races, readers, delays):
@@ -136,7 +138,7 @@ def _examine(path: Path, mount: Mount, meeting: Meeting) -> dict[int, Message]:
             own = _own_checks(path, mount, scratch)
             meeting.interruption.heed()
             reading = readers.read_others(meeting)
-            # From here on everybody has had its answers, and has knocked at all doors.
+            # From here on all nodes have finished their round trips and connection tests.
             delayed, ready = delays.measure(meeting)
     accelerators = probes.accelerators_here()
     about = About(host_name(), boot_id(), addresses, probes.versions(), accelerators, mount)

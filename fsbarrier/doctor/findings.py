@@ -1,4 +1,4 @@
-"""What the doctor says: one line a check, what each node found and tells the others, and the report of all of it."""
+"""The doctor's results: single checks, the findings that nodes exchange, and the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsbarrier.host.mounts import Mount
 
 
 class Level(StrEnum):
-    """How bad a finding is, from good to bad; a directory with a refused one cannot carry a run."""
+    """The severity of a finding, from good to bad. A directory with a `refused` finding cannot support a run."""
 
     OK = "ok"
     NOTE = "note"
@@ -34,13 +34,13 @@ class Check:
 
     @classmethod
     def enough(cls, name: str, enough: bool, finding: str, advice: str) -> Check:
-        """A line about something of which there should be enough; the advice is for where there is not."""
+        """A check for a sufficient amount of something, with advice if it is not sufficient."""
         return cls(name, OK, finding) if enough else cls(name, WARNING, finding, advice)
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Durations in seconds: median, 99th percentile, longest; `open`: the last had not ended after `most`."""
+    """Durations in seconds: median, 99th percentile, maximum; `open`: the last one had not ended after `most`."""
 
     samples: int
     median: float
@@ -50,7 +50,7 @@ class Times:
 
     @classmethod
     def of(cls, seconds: Sequence[float], unfinished: float | None = None) -> Times | None:
-        """The figures of several durations, and of one that was given up after `unfinished` seconds; None for none."""
+        """Statistics of durations, including one that was abandoned after `unfinished` seconds; None if there are none."""
         every = sorted([*seconds, *([unfinished] if unfinished is not None else [])])
         if not every:
             return None
@@ -64,14 +64,14 @@ class Times:
 
 
 def shown(seconds: float) -> str:
-    """A duration as people read it."""
+    """A duration as text."""
     return f"{1000 * seconds:.2f} ms" if abs(seconds) < 0.1 else f"{seconds:.2f} s"
 
 
 @dataclass(slots=True)
 class Races:
-    """One node's part in the races: the rounds that it seemed to win, its errors by name, what each name held in the end, and whether the
-    filesystem has hard links."""
+    """One node's part in the races: the rounds it won, its errors by name, the final content of each name, and whether the filesystem has
+    hard links."""
 
     won: list[int] = field(default_factory=list)
     errors: dict[str, int] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Races:
 
 @dataclass(slots=True)
 class Reading:
-    """What a reader saw of files that other nodes replaced under it."""
+    """What a reader saw of files that other nodes were replacing."""
 
     reads: int = 0
     torn: int = 0
@@ -91,7 +91,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a node is."""
+    """A description of a node."""
 
     host: str
     boot_id: str
@@ -103,8 +103,8 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class NodeFindings:
-    """All that one of several nodes found. `clock`: how far the next rank's is ahead, and how uncertain that is; `reached`: the
-    addresses at which each other node answers."""
+    """The findings of one node. `clock`: lead of the next rank's clock, and its uncertainty; `reached`: the addresses at which each other
+    node answers."""
 
     about: About
     checks: Sequence[Check]
@@ -116,19 +116,19 @@ class NodeFindings:
 
     @staticmethod
     def of(message: Message) -> NodeFindings:
-        """From what `asdict` and JSON made of one."""
+        """Rebuild from the JSON of `asdict`."""
         from pydantic import TypeAdapter
 
         return TypeAdapter(NodeFindings).validate_python(message)
 
 
-#: what each node found, by rank
+#: findings by rank
 Findings = Mapping[int, NodeFindings]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The whole answer. `category`: the class of filesystem; `stale_s`: how old what a node sees may be; `proven`: by whom."""
+    """All results. `category`: the class of filesystem; `stale_s`: maximum age of what a node sees; `proven`: how it was determined."""
 
     path: str
     category: str
@@ -144,7 +144,7 @@ class Report:
         return tuple(check for check in self.checks if check.level == REFUSED)
 
     def as_json(self) -> dict[str, object]:
-        """For programs: `fit` says whether the directory can carry a run."""
+        """The report as JSON. `fit`: whether the directory can support a run."""
         return {
             "path": self.path,
             "fit": not self.refused,

@@ -1,8 +1,8 @@
-"""Brings the doctors of several nodes together in a group of their own below the directory they examine, and tidies up after them.
+"""Brings the doctors of several nodes together in a temporary group below the examined directory, and cleans up afterwards.
 
-They find each other in a lobby, join a group (`fsbarrier.join`) in a session folder named after one of them, and all that they say to each
-other is said with `all_gather`: who falls silent, leaves or does not answer is the group's to find out. A doctor's record in the lobby
-stays until it has left the group; the last one takes everything away, and what a killed doctor left goes with the next visit.
+The doctors find each other in a lobby, join a group (`fsbarrier.join`) in a session folder, and exchange all results with `all_gather`, so
+that the group detects nodes that die or leave. A doctor's record stays in the lobby until the doctor has left the group. The last doctor
+removes everything; the next visit removes files left by killed doctors.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from fsbarrier.group import Group, join
 from fsbarrier.rundir.heartbeats import read_beats
 
 FOLDER = ".fsbarrier-doctor"
-#: the directory is here to be examined, and may show heartbeats half a minute late
+#: Generous timeouts, because the directory under test may show heartbeats half a minute late.
 BEAT_S, SUSPECT_S, SILENT_S = 1.0, 10.0, 35.0
-#: what one exchange may take on a mount that shows things late
+#: timeout of one exchange on a slow mount
 ANSWER_S = 40.0
-#: what has not changed for so long was left by a doctor that was killed
+#: files unchanged for this long belong to a killed doctor
 LEFTOVER_S = 5.0
-#: how long the leader gives the others to go (one whose mount lists old names hears the last word some seconds later), and how long a
-#: folder may take to vanish that others still write to
+#: how long the leader waits for the others to leave (with stale listings they notice the end some seconds late), and how long it tries to
+#: remove a folder to which others still write
 BYE_S, REMOVE_S = 15.0, 12.0
 
 
 class Interruption:
-    """Its `handle` is the handler of signals; they end the command by a SystemExit with their exit code.
+    """Turns signals into a SystemExit with their exit code; `handle` is the signal handler.
 
-    The first one is only noted, and raised where the doctor calls `heed`: its threads are at work, and an exception out of nowhere
-    can break the joining of one. Inside `at_once`, where it only waits, it is raised on the spot; so is a second signal, anywhere.
+    The first signal is only recorded, and raised at the next call of `heed`, because an exception at an arbitrary point could break the
+    join of a thread. Inside `at_once`, where the doctor only waits, it is raised immediately. A second signal is always raised immediately.
     """
 
     def __init__(self) -> None:
@@ -52,13 +52,13 @@ class Interruption:
             self.heed()
 
     def heed(self) -> None:
-        """Raise SystemExit if a signal has come."""
+        """Raise SystemExit if a signal was recorded."""
         if self._noted:
             raise SystemExit(128 + self._noted[0])
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Let a signal interrupt what is done inside."""
+        """Raise signals immediately inside this context."""
         self._at_once = True
         try:
             self.heed()
@@ -68,17 +68,17 @@ class Interruption:
 
 
 class Meeting:
-    """One node's part, in a `with` block that begins with `meet`; whatever ends it, nothing of this doctor stays."""
+    """One node's part in the meeting. Use it in a `with` block that begins with `meet`; it removes this doctor's files on exit."""
 
     def __init__(self, path: Path, num_nodes: int, rank: int | None, interruption: Interruption) -> None:
-        """`rank`: None where nobody says it."""
+        """`rank`: None if unknown."""
         self.folder = path / FOLDER
         self.lobby = Lobby(self.folder / "lobby", num_nodes, rank)
         self.interruption = interruption
-        #: who is here, by rank, this node too; empty until all have found each other
+        #: all doctors by rank, including this one; empty until all have arrived
         self.members: dict[int, Visitor] = {}
         self._group: Group | None = None
-        #: the tokens of those that were lost on the way
+        #: tokens of lost doctors
         self._lost: set[str] = set()
         self._begin = time.monotonic()
         self._found_at_start: dict[Path, object] = {}
@@ -93,7 +93,7 @@ class Meeting:
 
     @property
     def session(self) -> Path:
-        """A folder for this visit."""
+        """The folder of this session."""
         return self.folder / min(visitor.token for visitor in self.members.values())
 
     @property
@@ -101,10 +101,10 @@ class Meeting:
         return len({visitor.boot_id for visitor in self.members.values()}) == 1
 
     def meet(self, wait_s: float, say: Callable[[str], None]) -> None:
-        """Wait for the others. `say` is told whom for.
+        """Wait for the other doctors and form the group. `say` receives progress messages.
 
-        Raises TooFewNodes past the deadline, UsageError where the nodes contradict each other, StoreError where they find each
-        other and no group can be had, OSError.
+        Raises TooFewNodes past the deadline, UsageError if the nodes' flags contradict each other, StoreError if they find each other but
+        cannot form a group, OSError.
         """
         self._found_at_start = self._of_others()
         self.members = self.lobby.gather(wait_s, say, self.interruption.heed)
@@ -120,9 +120,9 @@ class Meeting:
             )
 
     def exchange(self, name: str, message: object) -> dict[int, Message]:
-        """Say something (JSON data), and hear what every node says at this point.
+        """All-gather JSON data.
 
-        Raises TooFewNodes naming who fell silent, StoreError where the filesystem does not carry the group.
+        Raises TooFewNodes naming a node that stopped answering, StoreError if the group fails on this filesystem.
         """
         assert self._group is not None
         with self._naming_the_lost(name):
@@ -130,13 +130,13 @@ class Meeting:
 
     @contextlib.contextmanager
     def _naming_the_lost(self, awaited: str) -> Iterator[None]:
-        """Around a wait of the group's, which a signal may interrupt: its errors as the doctor's. Raises TooFewNodes."""
+        """Allow signals during a wait of the group, and turn its errors into TooFewNodes."""
         try:
             with self.interruption.at_once():
                 yield
         except (PeerLost, BarrierTimeout) as error:
             visitor, left = self.members[error.rank or 0], isinstance(error, PeerLost)
-            # One that is only slow goes on, and takes everything away when it finds itself alone.
+            # A node that is only slow will continue, find itself alone, and clean up.
             if left or (error.age or 0.0) >= SILENT_S:
                 self._lost.add(visitor.token)
             what = "left before it said" if left else f"has not said within {ANSWER_S:g} s"
@@ -151,23 +151,23 @@ class Meeting:
         if self._group is not None:
             self._group.__exit__(kind, error, trace)
         elif self.members:
-            # All found each other and this one could not join: the others are to find so much, too.
+            # This node could not join. Stay visible for a moment so that the others come to the same result.
             threading.Event().wait(LINGER_S)
         with contextlib.suppress(OSError):
             self.lobby.leave()
             self._remove_session(responsible=kind is None and self.rank == 0)
             self._remove_leftovers()
         for emptied in (self.lobby.folder, self.folder):
-            # Neither is empty while other doctors are here.
+            # rmdir fails while other doctors have files there.
             with contextlib.suppress(OSError):
                 emptied.rmdir()
 
-    # --- going --------------------------------------------------------------------------------------------------------
+    # --- clean-up -----------------------------------------------------------------------------------------------------
 
     def _remove_session(self, *, responsible: bool) -> None:
-        """Remove this visit's folder if all the others have gone. Raises OSError.
+        """Remove the session folder if all other doctors have left. Raises OSError.
 
-        `responsible`: wait for that, and remove it after a while also if they seem to be there: this mount may list old names.
+        `responsible`: wait for them, and remove it after a while even if they still seem present, because listings may be stale.
         """
         others = {visitor.token for visitor in self.members.values()} - {self.token} - self._lost
 
@@ -183,13 +183,13 @@ class Meeting:
             _remove_tree(self.session)
 
     def _remove_leftovers(self) -> None:
-        """Remove what was here before this doctor came and has not changed since. Raises OSError."""
+        """Remove files that existed before this doctor arrived and have not changed since. Raises OSError."""
         if time.monotonic() - self._begin < LEFTOVER_S:
             return
         now = self._of_others()
         same = {path for path, content in self._found_at_start.items() if now.get(path) == content}
-        # The records of doctors that examine something do not change either; their session does. This doctor's own session ends now,
-        # and may still be here because the others have not gone yet.
+        # The records of active doctors do not change either, but their session folder does. This doctor's own session may still exist
+        # because the others have not left yet.
         ours = {self.session} if self.members else set()
         busy = any(path.parent == self.folder for path in now.keys() - same - ours)
         for path in same:
@@ -199,23 +199,23 @@ class Meeting:
                 path.unlink(missing_ok=True)
 
     def _of_others(self) -> dict[Path, object]:
-        """What doctors have put here, with what changes while they live. Raises OSError."""
+        """The doctors' files, each with data that changes while its doctor is alive. Raises OSError."""
         found: dict[Path, object] = {}
         for folder in _listed(self.folder):
-            # Another doctor may take the folder away between two reads of it.
+            # Another doctor may remove the folder between two reads.
             with contextlib.suppress(FileNotFoundError):
                 if folder != self.lobby.folder and folder.is_dir():
                     found[folder] = read_beats(folder / "group")
         for path in _listed(self.lobby.folder):
             visitor = visitor_of(path)
-            # A temporary file is what a killed doctor was writing: no write takes as long as a visit.
+            # A temporary file this old belongs to a killed doctor: no write takes as long as a visit.
             if path.name.startswith(".") or visitor is not None:
                 found[path] = visitor
         return found
 
 
 def _listed(folder: Path) -> list[Path]:
-    """What is in the folder; nothing where there is none. Raises OSError."""
+    """The contents of the folder; empty if it does not exist. Raises OSError."""
     try:
         return list(folder.iterdir())
     except FileNotFoundError:
@@ -223,7 +223,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Remove a folder with what is in it; what others put there may be listed late."""
+    """Remove a folder with its contents, and retry because new files of other nodes may be listed late."""
 
     def removed() -> bool | None:
         shutil.rmtree(folder, ignore_errors=True)

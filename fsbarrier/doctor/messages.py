@@ -1,4 +1,4 @@
-"""What doctors write for each other besides what their group carries: a message as a file, and the wait for one."""
+"""File-based messages between doctors, for use outside their group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.reading import RECORD_BYTES, read_bytes
 from fsbarrier.retry import Backoff
 
-#: quick at first, since most of these waits are what the doctor measures
+#: fast at first, because most of these waits are part of a measurement
 PAUSES = Backoff(0.0005, 0.02)
 
 T = TypeVar("T")
@@ -22,9 +22,9 @@ Message = JsonObject
 
 
 def wait_for(look: Callable[[], T | None], deadline: float, stop: threading.Event | None = None) -> T | None:
-    """What `look` gives, which is called again and again while it gives None; None at the deadline (on the monotonic clock).
+    """Poll `look` until it returns something other than None, and return that; None at the deadline (monotonic clock).
 
-    `stop` ends the wait at once.
+    `stop` ends the wait immediately.
     """
     stop = stop or threading.Event()
     for pause_s in PAUSES:
@@ -37,13 +37,13 @@ def wait_for(look: Callable[[], T | None], deadline: float, stop: threading.Even
 
 
 def pack(message: Mapping[str, object]) -> bytes:
-    """A message as a file: its digest, then JSON."""
+    """Encode a message: its digest, then JSON."""
     body = json.dumps(message).encode()
     return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
 
 def unpack(data: bytes) -> Message | None:
-    """The message in a file's bytes; None for anything but a whole one."""
+    """Decode a message; None if it is incomplete or invalid."""
     digest, _, body = data.partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != digest:
         return None
@@ -52,7 +52,7 @@ def unpack(data: bytes) -> Message | None:
 
 
 def read(path: Path) -> Message | None:
-    """The message at `path`; None where there is no whole one now."""
+    """Read the message at `path`; None if there is no complete message yet."""
     try:
         return unpack(read_bytes(path, RECORD_BYTES))
     except (OSError, ValueError):

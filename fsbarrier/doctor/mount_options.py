@@ -1,4 +1,4 @@
-"""What the doctor says of a mount without trying it: its type, and which of its options do harm."""
+"""Judges a mount by its type and options, without testing it."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Iterator
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check
 from fsbarrier.host.mounts import INSTEAD, OBJECT_STORE, UNKNOWN, Mount
 
-OWN_LOCKS = "locks are this node's own; fsbarrier does not use them between nodes"
-OUTAGES = "the server's outages come as errors in the middle of writing"
-#: above this, what a node remembers of a file is older than any time-out
+OWN_LOCKS = "locks are local to this node; fsbarrier does not use locks between nodes"
+OUTAGES = "a server outage makes writes fail with an error"
+#: a longer attribute cache lifetime exceeds all timeouts
 LONG_S = 60
 
-#: an option as a pattern -> (level, what it does, what to do); `age`: in seconds, harmless up to LONG_S
+#: pattern of an option -> (level, effect, advice); `age`: in seconds, harmless up to LONG_S
 RISKY = {
     "soft|softerr": (WARNING, OUTAGES, "mount with hard"),
-    "nocto": (WARNING, "an opened file may be an old one", "mount without nocto"),
-    "nosharecache": (WARNING, "two caches on one node", "mount without nosharecache"),
-    "noserverino": (WARNING, "whose a record is cannot be told by its inode number", "mount with serverino"),
+    "nocto": (WARNING, "open may return stale contents", "mount without nocto"),
+    "nosharecache": (WARNING, "this node has two inconsistent caches", "mount without nosharecache"),
+    "noserverino": (WARNING, "inode numbers do not identify files", "mount with serverino"),
     "nolock|localflock": (NOTE, OWN_LOCKS, ""),
-    "noac": (NOTE, "fresh, but each look at a name costs a request", "actimeo=1 is cheaper"),
-    "noflock": (NOTE, "no locks; fsbarrier does not use them between nodes", ""),
+    "noac": (NOTE, "no stale attributes, but every lookup costs a request", "actimeo=1 is cheaper"),
+    "noflock": (NOTE, "no locks; fsbarrier does not use locks between nodes", ""),
     "local_lock=(?!none$).+": (NOTE, OWN_LOCKS, ""),
     r"(?:actimeo|acregmax|acdirmax)=(?P<age>\d+)": (
         WARNING,
-        "what a node remembers may be {age} s old",
+        "cached attributes may be {age} s old",
         "actimeo=3",
     ),
     "cache=(?:loose|fscache|mmap)": (
         WARNING,
-        "nodes may not see what others wrote",
+        "nodes may not see changes made by other nodes",
         "mount with cache=strict",
     ),
     "proto=udp": (WARNING, "data can be corrupted under load", "mount with proto=tcp"),
@@ -39,18 +39,22 @@ RISKY = {
 
 
 def judge(mount: Mount) -> list[Check]:
-    """The filesystem's type and its mount options."""
+    """Check the filesystem's type and mount options."""
     category, shown = mount.family.category, str(mount)
     if category == OBJECT_STORE:
-        reason = f"{shown}: an object store, where two nodes can both win an exclusive create"
+        reason = f"{shown}: an object store, on which two nodes can both succeed in an exclusive create"
         return [Check("mount", REFUSED, reason, f"no mount option makes it safe; {INSTEAD}")]
     level, advice = OK, ""
     if mount.kind in ("tmpfs", "ramfs", "overlay"):
-        what = "a container's own layer" if mount.kind == "overlay" else "memory"
-        level, shown = WARNING, f"{shown}: {what}, gone when it ends"
-        advice = "for a run that is to last: a disk or a shared mount"
+        what = (
+            "a container layer, lost when the container ends"
+            if mount.kind == "overlay"
+            else "memory, lost at reboot"
+        )
+        level, shown = WARNING, f"{shown}: {what}"
+        advice = "use a disk or a shared mount for runs that you want to keep"
     elif category == UNKNOWN:
-        level, shown = NOTE, f"{shown}: of no kind that is known here; what was measured counts"
+        level, shown = NOTE, f"{shown}: unknown filesystem type; see the measurements"
     if "ro" in mount.options:
         return [Check("mount", REFUSED, f"{shown}, read-only", "mount with rw")]
     return [Check("mount", level, shown, advice), *_options(mount)]
@@ -63,6 +67,6 @@ def _options(mount: Mount) -> Iterator[Check]:
             if match is None or int(match.groupdict().get("age", LONG_S + 1)) <= LONG_S:
                 continue
             if mount.kind == "9p" and option.startswith("cache="):
-                # 9p has no strict cache: it has one or none.
+                # 9p has no cache=strict.
                 advice = "mount with cache=none"
             yield Check("mount option", level, f"{option}: {what.format(**match.groupdict())}", advice)

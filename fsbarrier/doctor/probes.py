@@ -1,4 +1,4 @@
-"""What one node can find out by itself: races between its threads, replacement under a reader, latencies, space, limits."""
+"""Tests on a single node: races between threads, replacing files, latencies, free space, limits."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from fsbarrier.retry import FAILING
 RACES, RACERS = 40, 4
 REPLACEMENTS = 300
 SAMPLES = 60
-#: a slow filesystem is asked less often: a probe ends after this time with what it has
+#: a probe ends after this time, with fewer samples on a slow filesystem
 ENOUGH_S = 8.0
-#: All threads begin a round at about the same time, so long after the one before. Creates that last longer than the second one hang.
+#: Interval between rounds, which all threads start together; a create that takes longer than the second value counts as hung.
 TICK_S, HANGS_S = 0.002, 30.0
 MIN_FREE_BYTES, MIN_FREE_INODES, MIN_OPEN_FILES, MIN_SHM_BYTES = 2 * 1024**3, 10_000, 1024, 1024**3
-NEEDED = "the protocol needs an exclusive create: NFSv3 and later, Lustre, GPFS, CephFS, ext4, xfs have one"
+NEEDED = "fsbarrier needs exclusive create, as on NFSv3 and later, Lustre, GPFS, CephFS, ext4 or xfs"
 
 
 def scratch_name() -> str:
-    """A folder's name that nobody else uses."""
+    """A unique folder name."""
     return f".fsbarrier-doctor-{os.getpid()}-{time.monotonic_ns()}"
 
 
 def exclusive_create(scratch: Path, racers: int = RACERS, rounds: int = RACES) -> Check:
-    """Several threads race to create the same names: each must have exactly one winner.
+    """Several threads race to create the same names; each name must have exactly one winner.
 
-    The kernel treats threads like processes of this host. Raises the OSError of a filesystem that fails for the moment.
+    The kernel treats threads like processes of this host. Raises the OSError of a transient filesystem failure.
     """
     name, wins, failures = "exclusive create", [list[int]() for _ in range(racers)], list[OSError]()
     begin, pause = time.monotonic() + TICK_S, threading.Event()
@@ -64,8 +64,8 @@ def exclusive_create(scratch: Path, racers: int = RACERS, rounds: int = RACES) -
     for thread in threads:
         thread.join(max(0.0, begin + HANGS_S - time.monotonic()))
         if thread.is_alive():
-            hung = f"a create here did not come back within {HANGS_S:g} s"
-            return Check(name, REFUSED, hung, "look at the server, and at what dmesg says of the mount")
+            hung = f"creating a file did not return within {HANGS_S:g} s"
+            return Check(name, REFUSED, hung, "check the file server, and dmesg for messages about the mount")
     lasting = [error for error in failures if error.errno not in FAILING]
     if lasting:
         return Check(name, REFUSED, str(lasting[0]), NEEDED)
@@ -76,25 +76,27 @@ def exclusive_create(scratch: Path, racers: int = RACERS, rounds: int = RACES) -
 
 
 def judge_races(name: str, wins: list[list[int]], who: str) -> Check:
-    """What came of races: for each racer, 1 or 0 a round. Two winners break the protocol; none at all, now and then, does not."""
+    """Judge races; `wins` has 1 or 0 per round for each racer. Two winners break the protocol; occasional rounds without one do not."""
     winners = [sum(column) for column in zip(*wins, strict=True)]
     two, none = sum(count > 1 for count in winners), sum(count == 0 for count in winners)
     if two:
         finding = f"{two} of {len(winners)} races of {who} had more than one winner"
-        return Check(name, REFUSED, finding, "two nodes would both decide; use another filesystem")
+        return Check(
+            name, REFUSED, finding, "two nodes could make different decisions; use another filesystem"
+        )
     if none > len(winners) // 10:
         finding = (
-            f"{none} of {len(winners)} races of {who} had no winner: a create fails there, or says so falsely"
+            f"{none} of {len(winners)} races of {who} had no winner: creates fail, or report a false failure"
         )
         return Check(name, REFUSED, finding, NEEDED)
     if none:
-        return Check(name, NOTE, f"{none} of {len(winners)} races of {who} had no winner, the others one")
+        return Check(name, NOTE, f"{none} of {len(winners)} races of {who} had no winner, the others had one")
     shares = ", ".join(str(sum(row)) for row in wins)
     return Check(name, OK, f"{len(winners)} races of {who}: one winner each ({shares})")
 
 
 def replacement(scratch: Path, times: int = REPLACEMENTS) -> Check:
-    """A file replaced by this node and read at once: the new one, whole."""
+    """Replace a file and read it back immediately: the read must return the complete new content."""
     target, wrong, done, end = scratch / "replaced", 0, 0, time.monotonic() + ENOUGH_S
     while done < times and (not done or time.monotonic() <= end):
         content = str(done % 10).encode() * 4096
@@ -107,11 +109,11 @@ def replacement(scratch: Path, times: int = REPLACEMENTS) -> Check:
     if wrong:
         finding = f"{wrong} of {done} reads after a replacement were stale, torn or missing"
         return Check("replace", WARNING, finding)
-    return Check("replace", OK, f"{done} replacements, each read back whole")
+    return Check("replace", OK, f"{done} replacements, each read back correctly")
 
 
 def latencies(scratch: Path, samples: int = SAMPLES) -> list[Check]:
-    """Median and 99th percentile of the operations that barriers are made of."""
+    """Median and 99th percentile of the operations that a barrier uses."""
     counter = iter(range(10**6))
     files.write_atomic(scratch / "read", b"x" * 400)
     operations: dict[str, Callable[[], object]] = {
@@ -140,16 +142,16 @@ def space(path: Path) -> list[Check]:
     free = status.f_bavail * status.f_frsize
     room = gib(free)
     checks = [Check.enough("free space", free >= MIN_FREE_BYTES, room, "make room before a run")]
-    # Filesystems that make inodes as they need them say that they have none.
+    # Filesystems with dynamic inodes report 0.
     if status.f_files:
         enough = status.f_favail >= MIN_FREE_INODES
-        advice = "remove files that nobody needs"
+        advice = "remove files you no longer need"
         checks.append(Check.enough("free inodes", enough, str(status.f_favail), advice))
     return checks
 
 
 def this_node() -> list[Check]:
-    """Limits of this node that runs hit, and its accelerators."""
+    """Resource limits of this node that matter for runs, and its accelerators."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     finding = f"{soft} (at most {hard})"
     checks = [Check.enough("open files", soft >= MIN_OPEN_FILES, finding, "ulimit -n 65536")]
@@ -158,7 +160,7 @@ def this_node() -> list[Check]:
         size = shutil.disk_usage(shm).total
         finding, advice = (
             gib(size),
-            "NCCL and vLLM want at least 1 GiB (docker: --shm-size)",
+            "NCCL and vLLM need at least 1 GiB (docker: --shm-size)",
         )
         checks.append(Check.enough("shared memory", size >= MIN_SHM_BYTES, finding, advice))
     here = accelerators_here() or "none: vLLM and torch run on the CPU"
@@ -166,12 +168,12 @@ def this_node() -> list[Check]:
 
 
 def accelerators_here() -> str:
-    """This node's accelerators; "" where there are none."""
+    """This node's accelerators; "" if there are none."""
     return ", ".join(f"{a.name} ({a.memory_total_bytes / 1024**3:.0f} GiB)" for a in accelerators.detect())
 
 
 def versions() -> dict[str, str]:
-    """What is installed here; the same on every node, or updates will differ. Nothing is imported."""
+    """The installed versions, which should be the same on every node. Imports nothing."""
     found = {"python": sys.version.split()[0], "fsbarrier": fsbarrier.__version__}
     for name in chain.from_iterable(PACKAGES.values()):
         try:

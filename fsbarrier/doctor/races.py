@@ -1,4 +1,4 @@
-"""Races between nodes for the same names, by the protocol's own exclusive create: does every name have one winner?"""
+"""Races between nodes to create the same names with the protocol's exclusive create: each name must have exactly one winner."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fsbarrier.doctor.probes import NEEDED, judge_races
 
 NAME = "exclusive-create races"
 ROUNDS = 100
-# A create writes a file, links it and removes its first name: on a network that takes some milliseconds.
+# A create writes a file, links it and removes its temporary name, which takes some milliseconds on a network.
 ROUND_MIN_S, ROUND_MAX_S = 0.01, 0.03
-#: how many rounds ahead a name is looked up: nobody has got there yet
+#: how many rounds ahead a name is looked up, before any node creates it
 AHEAD = 4
-#: from the last node's readiness to the first race; and at most, whatever the clocks say
+#: delay from the last node's readiness to the first race, and its upper limit in case the clocks disagree
 START_S, START_MAX_S = 0.2, 3.0
 
 
@@ -32,20 +32,19 @@ def _folder(meeting: Meeting) -> Path:
 
 
 def prepare(meeting: Meeting) -> None:
-    """Make the folder. Raises OSError."""
+    """Create the folder. Raises OSError."""
     files.make_dirs(_folder(meeting))
 
 
 def race(meeting: Meeting, ready: Mapping[int, Message]) -> Races:
-    """Create the same names as all the others at the same time, as the protocol does; then read who each name says won.
+    """Create the same names at the same time as the other nodes, as the protocol does; then read the winner of each name.
 
-    `ready`: what each node's clock showed a moment ago, and how far the next rank's is ahead. Here alone clocks are used, to make the
-    races close.
+    `ready`: each node's clock a moment ago, and the lead of the next rank's clock. Clocks are used only here, to make the races close.
     Raises OSError, TooFewNodes.
     """
     me = meeting.rank
     leads, uncertain = zip(*(ready[rank]["clock"] or (0.0, 0.0) for rank in sorted(ready)), strict=True)
-    # How far each clock is ahead of node 0's.
+    # The lead of each clock over node 0's.
     ahead = {rank: sum(leads[:rank]) for rank in ready}
     last = max(said["time"] - ahead[rank] for rank, said in ready.items())
     round_s = min(ROUND_MAX_S, 4 * max(ROUND_MIN_S / 4, *uncertain))
@@ -68,9 +67,9 @@ def _race(folder: Path, me: int, begin: float, round_s: float) -> Races:
         begin + START_S + ROUNDS * round_s,
     )
     for number, path in enumerate(paths):
-        # In each round another node comes a little early, by no more than the clocks are uncertain.
+        # In each round a different node starts slightly early, within the uncertainty of the clocks.
         due = begin + round_s * (number + ((number * (2 * me + 1)) % 16) / 32)
-        # Look the name up before it exists: a mount that remembers absences should do so here as it would in a run.
+        # Look the name up before it exists, so that a mount with negative caching behaves as in a run.
         for absent in paths[:AHEAD] if number == 0 else paths[number + AHEAD - 1 : number + AHEAD]:
             absent.exists()
         pause.wait(max(0.0, min(due, end) - time.monotonic()))
@@ -99,17 +98,17 @@ def _content(path: Path) -> str:
     return ""
 
 
-# --- what came of them ----------------------------------------------------------------------------------------------------
+# --- judgement ------------------------------------------------------------------------------------------------------------
 
 
 def judge(findings: Findings) -> Iterator[Check]:
-    """What the races of all nodes say together."""
+    """Judge the races of all nodes."""
     parts = {rank: node.races for rank, node in findings.items()}
     if not all(part.links for part in parts.values()):
-        yield Check("hard links", NOTE, "none here; a record's name itself is created exclusively instead")
+        yield Check("hard links", NOTE, "not supported; records are created with O_EXCL instead")
     errors = sum((Counter(part.errors) for part in parts.values()), Counter[str]())
     if errors.total() >= ROUNDS * len(parts):
-        yield Check(NAME, REFUSED, f"not to be had here ({', '.join(errors)})", NEEDED)
+        yield Check(NAME, REFUSED, f"not supported ({', '.join(errors)})", NEEDED)
         return
     wins = [[int(number in set(part.won)) for number in range(ROUNDS)] for part in parts.values()]
     check = judge_races(NAME, wins, f"{len(parts)} nodes")
@@ -119,14 +118,14 @@ def judge(findings: Findings) -> Iterator[Check]:
         counts = ", ".join(f"{count} x {error}" for error, count in errors.items())
         yield Check(NAME, WARNING, f"{check.finding}; errors: {counts}", "see the server's log")
     elif wrong := _foreign(parts):
-        finding = f"{wrong} of {ROUNDS} names hold another node's record than the winner's"
-        yield Check(NAME, REFUSED, finding, "two nodes would read two decisions; use another filesystem")
+        finding = f"{wrong} of {ROUNDS} names contain a record that is not the winner's"
+        yield Check(NAME, REFUSED, finding, "nodes could read different decisions; use another filesystem")
     else:
         yield check
 
 
 def _foreign(parts: Mapping[int, Races]) -> int:
-    """In how many rounds some node reads another record than the winner's. A record that it cannot read does not count."""
+    """The number of rounds in which some node read a record that is not the winner's. Unreadable records do not count."""
     winner = {number: rank for rank, part in parts.items() for number in part.won}
     return sum(
         any(part.names[number] not in ("", f"node-{rank}") for part in parts.values())

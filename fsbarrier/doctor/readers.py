@@ -1,4 +1,4 @@
-"""What a reader sees of files that other nodes replace under it: whole ones, and never an older one than before?"""
+"""Tests reading files while other nodes replace them: reads must be complete and never go back to an older version."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PAUSE_S = 0.002
 
 
 def prepare(meeting: Meeting) -> None:
-    """Make the file that the others will read. Raises OSError."""
+    """Create the file that the others will read. Raises OSError."""
     files.make_dirs(meeting.session / "readers")
     _write(meeting, 0)
 
 
 def read_others(meeting: Meeting) -> Reading:
-    """Replace one's own file again and again while reading the others'."""
+    """Replace this node's file repeatedly while reading the others' files."""
     stop = threading.Event()
 
     def write() -> None:
@@ -52,7 +52,7 @@ def _path(meeting: Meeting, rank: int) -> Path:
 
 
 def _write(meeting: Meeting, number: int) -> None:
-    # Its length changes from one to the next, so that a mixture of two is found out.
+    # The length changes between versions, so that a mixture of two is detected.
     content = {"number": number, "filler": str(number % 10) * (4000 + number % 7)}
     files.write_atomic(_path(meeting, meeting.rank), pack(content))
 
@@ -72,13 +72,15 @@ def _read(path: Path, newest: dict[Path, int], result: Reading) -> None:
 
 
 def judge(findings: Findings) -> Check:
-    """What all readers saw together."""
+    """Judge the reads of all nodes."""
     name, every = "replace under readers", [astuple(node.reading) for node in findings.values()]
     total = Reading(*map(sum, zip(*every, strict=True)))
     finding = (
-        f"{total.reads} reads of files that others replaced: {total.torn} torn, {total.missing} missing, "
-        f"{total.backwards} older than before"
+        f"{total.reads} reads of files that other nodes replaced: {total.torn} torn, {total.missing} missing, "
+        f"{total.backwards} stale (older than an earlier read)"
     )
     if total.torn or total.backwards:
-        return Check(name, WARNING, finding, "records carry digests and are read again: slower")
+        return Check(
+            name, WARNING, finding, "safe, because records have digests and are read again, but slower"
+        )
     return Check(name, NOTE if total.missing else OK, finding)

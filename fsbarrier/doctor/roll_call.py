@@ -1,12 +1,11 @@
-"""Where doctors that know nothing of each other meet: who has come, and which rank has each?
+"""The lobby in which doctors find each other and assign ranks.
 
-A group (`fsbarrier.join`) must be told every node's rank, and takes a second node of one rank for a restart of the first. Doctors are
-started by hand, in any order, most often without ranks and now and then twice with the same: this much is found out by hand here,
-before they join a group.
+`fsbarrier.join` needs every node's rank, and treats a second node with the same rank as a restart. Users start doctors by hand, in any
+order, usually without ranks and sometimes with the same rank twice. The lobby resolves this before the doctors join a group.
 
-Each doctor writes a record that lists all the others whose records it has read. Whoever finds itself on another's list knows that the
-other lives now: what a killed doctor left behind lists nobody who came later. So no heartbeat is needed, and nothing rests on an exclusive
-create, which the doctors are only about to test: all who are here draw the same conclusions from the same records.
+Each doctor writes a record that lists the other doctors whose records it has read. A doctor that finds itself on another's list knows that
+the other is alive, because a record left by a killed doctor cannot list later arrivals. This needs neither heartbeats nor exclusive create,
+which the doctors have yet to test. All doctors reach the same result from the same records.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from fsbarrier.host.identity import boot_id, host_name
 from fsbarrier.retry import retry
 
 TELL_AFTER_S = 2.0
-#: how often a doctor writes its record anew: some mounts list what is new in a folder only after a change of their own in it
+#: how often a doctor rewrites its record: some mounts list new files only after a local change in the folder
 RENEW_S = 0.5
-#: a doctor that refuses to go on stays for so long, so that the others find out the same and do not wait for it
+#: a doctor that gives up stays visible for this long, so that the others reach the same result instead of waiting for it
 LINGER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """A doctor's record in the lobby. `rank`: None where nobody said it; `met`: the tokens of those whose records it has read."""
+    """A doctor's record in the lobby. `rank`: None if unknown; `met`: the tokens of the doctors whose records it has read."""
 
     token: str
     num_nodes: int
@@ -46,21 +45,21 @@ class Visitor:
 
 
 class Lobby:
-    """One doctor's presence in a folder where doctors meet; its record stays there until `leave`."""
+    """One doctor's presence in the lobby; its record stays there until `leave`."""
 
     def __init__(self, folder: Path, num_nodes: int, rank: int | None) -> None:
         self.folder = folder
         self.me = Visitor(secrets.token_hex(8), num_nodes, rank)
-        #: all who ever were here together with this doctor
+        #: all doctors seen so far
         self._came = {self.me.token: self.me}
         self._written_at = 0.0
 
     def gather(
         self, wait_s: float, say: Callable[[str], None], heed_signals: Callable[[], None]
     ) -> dict[int, Visitor]:
-        """Wait until all have come: rank -> visitor, the same for all of them.
+        """Wait until all doctors have arrived, and return rank -> visitor, the same on all nodes.
 
-        Raises TooFewNodes past the deadline, UsageError where the nodes contradict each other, OSError.
+        Raises TooFewNodes past the deadline, UsageError if the nodes' flags contradict each other, OSError.
         """
         begin, announced = time.monotonic(), False
 
@@ -76,26 +75,26 @@ class Lobby:
         here = wait_for(look, begin + wait_s)
         if here is None:
             raise TooFewNodes(
-                f"doctor: {self._missing(self._look())} did not come within {wait_s:g} s; is `fsbarrier doctor` started there too, "
-                f"with the same --num-nodes, and is {self.folder.parent.parent} the same shared directory on all nodes?"
+                f"doctor: {self._missing(self._look())} did not arrive within {wait_s:g} s. Check that `fsbarrier doctor` runs there with "
+                f"the same --num-nodes, and that {self.folder.parent.parent} is the same shared directory on all nodes."
             )
-        # The free ranks go to those that said none, in the order of tokens.
+        # Assign free ranks to the doctors without one, in order of their tokens.
         said = {visitor.rank for visitor in here.values()}
         free = (rank for rank in range(len(here)) if rank not in said)
         return {next(free) if v.rank is None else v.rank: v for _, v in sorted(here.items())}
 
     def leave(self) -> None:
-        """Take this doctor's record away. Raises OSError."""
+        """Remove this doctor's record. Raises OSError."""
         (self.folder / self.me.token).unlink(missing_ok=True)
 
     def present(self) -> frozenset[str]:
-        """The names of all records that are there: their doctors' tokens. Raises OSError."""
+        """The tokens of all doctors with a record. Raises OSError."""
         return frozenset(os.listdir(self.folder))
 
     def _look(self) -> dict[str, Visitor]:
-        """Those who are here now: token -> record. Raises UsageError where they contradict each other, OSError."""
+        """The doctors present now: token -> record. Raises UsageError if their flags contradict each other, OSError."""
         if time.monotonic() - self._written_at > RENEW_S:
-            # Between its two steps the last doctor of an earlier visit may take the empty folder away.
+            # The last doctor of an earlier visit may remove the empty folder between our two steps.
             retry(self._write, errnos={errno.ENOENT})
         found = [visitor_of(self.folder / name) for name in self.present() - {self.me.token}]
         others = {visitor.token: visitor for visitor in found if visitor is not None}
@@ -119,28 +118,26 @@ class Lobby:
         num_nodes, by_rank = self.me.num_nodes, dict[int, Visitor]()
         for visitor in here.values():
             if visitor.num_nodes != num_nodes:
-                return f"--num-nodes {num_nodes} here, {visitor.num_nodes} on {visitor.host}: give all nodes the same"
+                return f"--num-nodes is {num_nodes} here but {visitor.num_nodes} on {visitor.host}; use the same value on all nodes"
             if visitor.rank is not None and (other := by_rank.setdefault(visitor.rank, visitor)) != visitor:
-                return (
-                    f"two doctors say that they are node {visitor.rank}: on {other.host} and {visitor.host}"
-                )
+                return f"two doctors have rank {visitor.rank}, on {other.host} and {visitor.host}; give them different ranks"
         if len(here) > num_nodes:
-            return f"--num-nodes {num_nodes}, but {len(here)} doctors are here: {_hosts(here)}"
+            return f"--num-nodes {num_nodes}, but {len(here)} doctors are running: {_hosts(here)}"
         return ""
 
     def _missing(self, here: Mapping[str, Visitor]) -> str:
-        """Who has not come, for people. A doctor that has just given up did come, unless nobody else is missing."""
+        """The missing nodes, as text. A doctor that has just given up counts as arrived, unless nobody else is missing."""
         num_nodes = self.me.num_nodes
         here = self._came if len(self._came) < num_nodes else here
         ranks = {visitor.rank for visitor in here.values()}
         if None in ranks:
-            return f"{num_nodes - len(here)} of {num_nodes} nodes ({_hosts(here)} came)"
+            return f"{num_nodes - len(here)} of {num_nodes} nodes ({_hosts(here)} arrived)"
         absent = [str(rank) for rank in range(num_nodes) if rank not in ranks]
         return ("node " if len(absent) == 1 else "nodes ") + ", ".join(absent)
 
 
 def visitor_of(path: Path) -> Visitor | None:
-    """The record at `path`; None for anything else."""
+    """The record at `path`; None if it is missing or invalid."""
     message = read(path) or {}
     try:
         return Visitor(**{**message, "met": tuple(message["met"])})

@@ -1,4 +1,4 @@
-"""Draws the conclusions: what several nodes measured becomes lines, a class, timeouts, and a refusal where there must be one."""
+"""Combines the measurements of several nodes into checks, a filesystem class and timeouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
 
 
 def timeouts(stale_s: float) -> dict[str, float]:
-    """The settings that fit a mount on which what a node sees may be `stale_s` seconds old."""
+    """The timeouts for a mount on which reads may be `stale_s` seconds old."""
     late = round(stale_s + 0.5) if stale_s >= FRESH_S else 0
     return {
         "coordination.beat_s": BEAT_S,
@@ -22,7 +22,7 @@ def timeouts(stale_s: float) -> dict[str, float]:
 
 
 def stale_s(findings: Findings) -> float:
-    """How old what a node sees may be: a whole round trip, as one way may have taken all of it."""
+    """The maximum age of what a node sees: a whole round trip, because one direction may have taken all of it."""
     waited_for = [
         times for node in findings.values() for kind, times in node.lags.items() if kind != "absent"
     ]
@@ -30,13 +30,13 @@ def stale_s(findings: Findings) -> float:
 
 
 def category_of(findings: Findings) -> str:
-    """The class that the measurements speak for."""
+    """The filesystem class according to the measurements."""
     every = [times.most for node in findings.values() for times in node.lags.values()]
     return COHERENT if every and max(every) < FRESH_S else CLOSE_TO_OPEN
 
 
 def merged(checks: Mapping[int, Sequence[Check]]) -> list[Check]:
-    """Each node's lines as one list: what all say alike is one line, the rest says who."""
+    """Merge the nodes' checks: identical findings become one line, the others name their node."""
     by_name: dict[str, dict[int, list[Check]]] = {}
     for rank, own in checks.items():
         for check in own:
@@ -59,7 +59,7 @@ def merged(checks: Mapping[int, Sequence[Check]]) -> list[Check]:
 
 
 def between(findings: Findings, fresher: str) -> list[Check]:
-    """The lines about what only several nodes can tell. `fresher`: the mount options that make this filesystem so."""
+    """The checks between nodes. `fresher`: advice on mount options that reduce delays."""
     return [
         *races.judge(findings),
         readers.judge(findings),
@@ -77,13 +77,13 @@ def _differences(findings: Findings) -> Iterator[Check]:
     installed = {name: {r: about.versions.get(name, "none") for r, about in abouts.items()} for name in names}
     different = [f"{name}: {_each(each)}" for name, each in installed.items() if len(set(each.values())) > 1]
     if different:
-        yield Check("versions", WARNING, "\n".join(different), "install the same on every node")
+        yield Check("versions", WARNING, "\n".join(different), "install the same versions on every node")
     else:
         same = ", ".join(f"{name} {next(iter(each.values()))}" for name, each in installed.items())
         yield Check("versions", OK, f"the same everywhere: {same}")
     accelerators = {rank: about.accelerators or "none" for rank, about in abouts.items()}
     if len(set(accelerators.values())) > 1:
-        advice = "updates go at the slowest node's pace"
+        advice = "updates run at the speed of the slowest node"
         yield Check("accelerators differ", WARNING, _each(accelerators), advice)
 
 
@@ -93,5 +93,5 @@ def _each(by_rank: Mapping[int, str]) -> str:
 
 def _hosts(findings: Findings) -> Iterator[Check]:
     if len({node.about.boot_id for node in findings.values()}) == 1:
-        finding = f"all {len(findings)} nodes are on one host: what other hosts see is not proven"
-        yield Check("hosts", NOTE, finding, "start doctor on the nodes that will run")
+        finding = f"all {len(findings)} nodes are on one host, so visibility between hosts was not tested"
+        yield Check("hosts", NOTE, finding, "run doctor on the nodes of the run")
