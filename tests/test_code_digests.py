@@ -181,7 +181,7 @@ def test_a_node_with_another_reward_is_refused_and_a_later_start_may_change_it(t
         # Node 1 was started with another reward, then with the first again, and now with a third.
         assert [event["what"] for event in told if event["node_rank"] == 0] == [["reward.kind"]]
         assert [event["what"] for event in told if event["node_rank"] == 1] == [["reward.kind"]] * 2
-        assert "changed since this node's last start: reward.kind" in cluster.said(0)
+        assert "changed since the last start of this node: reward.kind" in cluster.said(0)
 
 
 def test_what_links_lead_to_counts_as_if_it_lay_there(folder: Path, tmp_path: Path) -> None:

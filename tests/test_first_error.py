@@ -36,11 +36,11 @@ def test_a_failed_program_is_shown_with_its_log_and_its_neighbours(
     run.fail(1, 2, 10, "torchrun ended with exit code 1", ["later", f"(from {log})"])
     run.lose(2, 2, 10, after=5.0, resume=1)
     out = shown(run, capsys)
-    assert "torchrun ended with exit code 1" in out.split("around it")[0]
-    assert f"where {log} first speaks of an error:" in out
+    assert "torchrun ended with exit code 1" in out.split("events around it")[0]
+    assert f"first error in {log}:" in out
     assert "step 41" in out and "ValueError" in out and "earlier start" not in out
     assert "\x1b" not in out
-    assert "node 2" in out.split("around it")[1], "what happened next stands there, too"
+    assert "node 2" in out.split("events around it")[1], "what happened next stands there, too"
 
 
 def test_a_lost_node_counts_and_a_good_run_has_none(

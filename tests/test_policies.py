@@ -36,9 +36,7 @@ def test_wait_holds_the_phase_until_the_node_is_back(tmp_path: Path, victim: int
         cluster.start(victim)
         assert cluster.wait() == {0: 0, 1: 0, 2: 0}, cluster.said(others[0])
         for other in others:
-            assert f"node {victim} (" in cluster.said(other) and "waits until it is back" in cluster.said(
-                other
-            )
+            assert f"node {victim} (" in cluster.said(other) and "waits for its return" in cluster.said(other)
         second = [e for e in cluster.events() if e["event"] == "generation_started" and e["generation"] == 2]
         assert {e["node_rank"] for e in second} == {0, 1, 2}
         assert all(e["members"] == [0, 1, 2] and (e["iteration"], e["phase"]) == (1, 1) for e in second)

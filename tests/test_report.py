@@ -77,7 +77,7 @@ def test_a_report_has_all_its_parts(tmp_path: Path) -> None:
         ),
         *(
             "node 2 is lost: no heartbeat for 15.4 s",
-            "node 2 (gpu-c) is silent for 6 s",
+            "node 2 (gpu-c) has had no heartbeat for 6 s",
             "generation 2: nodes 0, 1; leader 0",
         ),
     ):

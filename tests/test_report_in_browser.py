@@ -101,7 +101,7 @@ def test_the_report_fits_and_can_be_read(page: str, tmp_path: Path, width: int, 
     # All but a scroll bar.
     assert width - 20 <= found["width"] == found["scrolled"] <= width
     assert found["dark"] is dark
-    assert {"Mean reward by iteration", "Trajectories to read", "Where the time goes"} <= set(
+    assert {"Mean reward by iteration", "Sample trajectories", "Where the time goes"} <= set(
         found["headings"]
     )
     assert found["outside"] == [] and found["overlapping"] == 0

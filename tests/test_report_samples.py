@@ -60,13 +60,13 @@ def test_the_best_of_the_best_group_and_the_worst_of_the_worst_are_shown(run: Fa
     best, worst = text.index("best"), text.index("worst")
     assert "answer 2/1" in text[text.index("best", text.index("Answers in training")) :]
     assert "answer 1/0" in text and "reward -1.00" in text and best < worst
-    # The only held-out answer is the best, the worst, and the one drawn by lot: shown once.
+    # The only held-out answer is the best, the worst, and the one random: shown once.
     assert text.count("answer 7/0") == 1
 
 
 def test_the_one_drawn_by_lot_is_the_same_each_time(run: FakeRun) -> None:
     merged(run, 3, {task: [0.5, 0.5, 0.5] for task in range(40)})
-    first, second = (report(run).split("drawn by lot")[1].split("</details>")[0] for _ in range(2))
+    first, second = (report(run).split("random")[1].split("</details>")[0] for _ in range(2))
     assert first == second
 
 
@@ -126,5 +126,5 @@ def test_a_file_that_cannot_be_shown_is_named_and_the_report_is_made(run: FakeRu
     elif fault == "not a torch file":
         out.write_bytes(b"what is this")
     text = Page(report(run)).text
-    assert f"{out.name} cannot be shown" in text
+    assert f"cannot show {out.name}" in text
     assert "Mean reward by iteration" in text

@@ -37,7 +37,7 @@ CASES = {
         [span(0, 10, SLOW), span(2, 10, FAST)],
         [
             "62 % of node 2's time: waiting for node 0's update",
-            "12 % of the time of nodes 0, 2: coordination: seeing that all nodes are done",
+            "12 % of the time of nodes 0, 2: coordination: detecting that all nodes are done",
         ],
     ),
     "what costs all nodes time is said once": (
@@ -46,7 +46,7 @@ CASES = {
     ),
     "load and save": (
         [span(0, 10, PhaseTime(load_s=2, work_s=5, save_s=3))],
-        ["30 % of node 0's time: saving what update made", "20 % of node 0's time: loading for update"],
+        ["30 % of node 0's time: saving the results of update", "20 % of node 0's time: loading for update"],
     ),
     "a leader that works last has waited for the others before": (
         [span(0, 2, PhaseTime(work_s=4, wait_s=5), works_last=True), span(1, 2, PhaseTime(work_s=3))],
@@ -59,7 +59,7 @@ CASES = {
         ],
         [
             "14 % of node 0's time: starting programs and engines for update",
-            "11 % of node 0's time: saving what train_rollout made",
+            "11 % of node 0's time: saving the results of train_rollout",
             "7.1 % of node 0's time: loading for train_rollout",
         ],
     ),
@@ -68,7 +68,7 @@ CASES = {
             span(0, 10, PhaseTime(work_s=5, wait_s=15), outcome=CUT_SHORT),
             span(0, 10, PhaseTime(work_s=20), generation=2),
         ],
-        ["50 % of node 0's time: update, which was cut short and begun again"],
+        ["50 % of node 0's time: update, which was aborted and restarted"],
     ),
 }
 

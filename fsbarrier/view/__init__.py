@@ -1,1 +1,1 @@
-"""What people see: status, top, console, summary, report."""
+"""Human-readable output: status, top, console, summary, report."""

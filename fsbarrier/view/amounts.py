@@ -1,4 +1,4 @@
-"""Durations, shares, counts and other values as people write them, for the terminal and the report alike. Pure."""
+"""Formats durations, shares, counts and other values for the terminal and the report. Pure."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from datetime import datetime
 
 from fsbarrier.printable import printable
 
-#: Of a longer list of node ranks only this many are named.
+#: maximum number of node ranks to list
 MOST_RANKS = 6
 TICKS = "▁▂▃▄▅▆▇█"
 
 
 def one_line(text: str) -> str:
-    """The first line of a text, without what could confuse a terminal."""
+    """The first line of a text, without control characters."""
     first = text.strip().split("\n", 1)[0]
     return printable(first).strip()
 
 
 def clock_time(at: float) -> str:
-    """A wall-clock time of day, as it is here."""
+    """A wall-clock time of day, in local time."""
     try:
         return f"{datetime.fromtimestamp(at):%H:%M:%S}"
     except (ValueError, OverflowError, OSError):
@@ -43,7 +43,7 @@ def duration(seconds: float) -> str:
 
 
 def amount(value: float | None) -> str:
-    """A reward or the like with two to three digits that count; – for none."""
+    """A reward or similar value with two to three significant digits; – for None."""
     if value is None:
         return "–"
     return f"{value:.3f}" if 0 < abs(value) < 0.1 else f"{value:.2f}"
@@ -65,14 +65,14 @@ def percent(share: float) -> str:
 
 
 def ranks(values: Iterable[int]) -> str:
-    """0, 1, 5 or, where there are many, 0, 1, 2, 3, 4, 5 and 12 more."""
+    """A list such as 0, 1, 5, shortened to 0, 1, 2, 3, 4, 5 and 12 more."""
     chosen = list(values)
     named = ", ".join(map(str, chosen[:MOST_RANKS]))
     return named if len(chosen) <= MOST_RANKS else f"{named} and {len(chosen) - MOST_RANKS} more"
 
 
 def sparkline(values: Sequence[float | None], width: int, low: float, high: float) -> str:
-    """The newest `width` values as one line of blocks, between `low` and `high`."""
+    """A sparkline of the newest `width` values, scaled between `low` and `high`."""
 
     def tick(value: float | None) -> str:
         if value is None:

@@ -1,4 +1,4 @@
-"""How an event is worded: one line in plain words, the same in the daemon's log, the live view, the summary and the report. Pure."""
+"""The one-line text of each event, used by the daemon's log, the live view, the summary and the report. Pure."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from fsbarrier.rundir.journal import Event, lost_nodes
 from fsbarrier.view.amounts import amount, clock_time, duration, one_line
 from fsbarrier.view.phase_names import LONG
 
-#: The end of a phase that took fewer seconds than this gets no line.
+#: Phases shorter than this many seconds get no line when they finish.
 WORTH_S = 1.0
-#: A generation whose reason begins like this tries a failed program again. What follows is how the program failed.
+#: Prefix of the reason of a generation that retries a failed program; the rest describes the failure.
 AGAIN = "again: "
 
 
 def event_text(event: Event) -> str | None:
-    """An event in plain words, in one line. None for an event that only scripts read, or that says nothing new."""
+    """An event as one line of text; None for events that are meant for scripts or that repeat other events."""
     wording = WORDING.get(event.name)
     text = wording(event) if wording is not None else None
     return one_line(text) if text else None
 
 
 def event_line(event: Event) -> str | None:
-    """The same for a plain log, with its time of day."""
+    """The same with the time of day, for a plain log."""
     text = event_text(event)
     return f"{clock_time(event.at)}  {text}" if text else None
 
 
 def log_lines(event: Event) -> list[str]:
-    """The lines that a daemon prints and logs about an event: the event in words, and the evidence below bad news. May be none."""
+    """The lines that a daemon logs about an event: its text, followed by evidence for failures. May be empty."""
     line = event_line(event)
     return [line, *(f"  | {printable(detail)}" for detail in _evidence(event))] if line else []
 
@@ -65,15 +65,15 @@ def _generation(event: Event) -> str:
     members = event.fields.get("members")
     nodes = ", ".join(map(str, members)) if isinstance(members, list) else "?"
     leader, reason = event.integer("leader"), event.text("reason")
-    why = " (another try)" if reason.startswith(AGAIN) else f" ({reason})"
-    # The lost node already has a line of its own.
+    why = " (retry)" if reason.startswith(AGAIN) else f" ({reason})"
+    # The lost node already has its own line.
     if reason in ("", "start") or " is lost: " in reason:
         why = ""
     return f"generation {event.generation}: nodes {nodes}; leader {_or_unknown(leader)}{why}"
 
 
 def says_generation(line: str) -> bool:
-    """Whether a line of a node's output says that it entered a generation, as `_generation` words it."""
+    """Whether a line of a node's output reports a new generation, in the wording of `_generation`."""
     return _GENERATION_LINE.search(line) is not None
 
 
@@ -83,7 +83,7 @@ def _settings_changed(event: Event) -> str:
     each = values.items() if isinstance(values, Mapping) else ()
     what = ", ".join(f"{name} from {shown(old.get(name))} to {shown(value)}" for name, value in each)
     since = _or_unknown(event.integer("from_iteration"))
-    return f"settings: {what or '?'}, from iteration {since} on ({event.text('by') or 'somebody'})"
+    return f"settings changed: {what or '?'}, from iteration {since} ({event.text('by') or 'unknown user'})"
 
 
 def _sealed(event: Event) -> str:
@@ -92,43 +92,43 @@ def _sealed(event: Event) -> str:
     if isinstance(place, list) and len(place) == 2:
         where = f" at iteration {place[0]}, phase {place[1]}"
     number = _or_unknown(event.integer("number"))
-    return f"generation {number} is over, whoever of it still lives; the run goes on{where}"
+    return f"generation {number} has ended; the run continues{where}"
 
 
 def _left(event: Event) -> str:
     why = f" ({event.text('reason')})" if event.text("reason") else ""
-    return f"node {event.node_rank} is not in generation {event.integer('newest')}{why}; it joins again"
+    return f"node {event.node_rank} is not in generation {event.integer('newest')}{why}; it rejoins"
 
 
 def _suspect(event: Event) -> str:
     host, silent_s = event.text("host"), event.number("silent_s")
     name = f"node {_or_unknown(event.integer('suspect'))}{f' ({host})' if host else ''}"
     if event.name == "node_recovered":
-        return f"{name} is heard again"
-    return f"{name} is silent{f' for {silent_s:.0f} s' if silent_s is not None else ''}"
+        return f"{name} has a heartbeat again"
+    return f"{name} has had no heartbeat{f' for {silent_s:.0f} s' if silent_s is not None else ''}"
 
 
 def _hidden(event: Event) -> str:
     ranks, hidden_s = event.lines("hidden"), event.number("hidden_s")
     since = f" for {hidden_s:.0f} s" if hidden_s is not None else ""
     return (
-        f"the heartbeats of node{'s' if len(ranks) != 1 else ''} {', '.join(ranks) or '?'} are listed and cannot be read{since}: "
-        "this mount shows late what others write; fsbarrier doctor --num-nodes N tells how late"
+        f"the heartbeats of node{'s' if len(ranks) != 1 else ''} {', '.join(ranks) or '?'} are listed but have been unreadable{since}: "
+        "this mount shows changes of other nodes late; measure the delay with fsbarrier doctor --num-nodes N"
     )
 
 
 def _lost(event: Event) -> str:
     each = [
-        f"node {node.node_rank} ({node.host or '?'}) is lost: {node.why or 'no news'}"
+        f"node {node.node_rank} ({node.host or '?'}) is lost: {node.why or 'unknown reason'}"
         for node in lost_nodes(event)
     ]
-    waiting = "; the phase waits until it is back" if event.fields.get("waiting") is True else ""
+    waiting = "; the phase waits for its return" if event.fields.get("waiting") is True else ""
     return ("; ".join(each) or "a node is lost") + waiting
 
 
 def _failed(event: Event) -> str:
     where = f"node {event.node_rank}, iteration {event.iteration}, {event.phase_name}"
-    return f"{where} failed: {event.text('error') or 'no reason was given'}"
+    return f"{where} failed: {event.text('error') or 'unknown error'}"
 
 
 def _rolled_out(event: Event) -> str:
@@ -171,7 +171,7 @@ def _unjudged(event: Event) -> str:
     if not count:
         return ""
     who = [f"the {name}" for name in ("reward", "agent") if event.integer(f"{name}_errors")]
-    return f"{count} not judged: {' or '.join(who) or 'the reward or the agent'} failed"
+    return f"{count} not scored: {' or '.join(who) or 'the reward or the agent'} failed"
 
 
 def _updated(event: Event) -> str:
@@ -181,30 +181,30 @@ def _updated(event: Event) -> str:
         f"{steps} optimizer steps" if steps is not None else "",
         f"loss {loss:.4g}" if loss is not None else "",
         f"log-prob gap {gap:.1g}" if gap is not None else "",
-        f"{replayed} sequences of other policies" if replayed else "",
+        f"{replayed} sequences from other policy versions" if replayed else "",
     ]
     return f"iteration {event.iteration}: updated ({_listed(parts) or 'done'})"
 
 
 def _published(event: Event) -> str:
     version = _or_unknown(event.integer("policy_version"))
-    return f"iteration {event.iteration}: policy version {version} is published"
+    return f"iteration {event.iteration}: published policy version {version}"
 
 
 def _noting(field: str, after: str = "") -> Callable[[Event], str | None]:
-    """The node, and what one field of the event says; nothing where that is empty."""
+    """A line with the node and one field of the event; None if the field is empty."""
     return lambda event: f"node {event.node_rank}: {note}{after}" if (note := event.text(field)) else None
 
 
 def _batch_prepared(event: Event) -> str | None:
     count = event.integer("left_out_groups")
-    what = f"{count} groups of engines whose log-probabilities were not the trainer's are left out"
+    what = f"dropped {count} groups from engines whose log-probabilities differ from the trainer's"
     return f"iteration {event.iteration}: {what}" if count else None
 
 
 def _state_saved(event: Event) -> str | None:
     error = event.text("error")
-    what = f"its part of the trainer state of {event.text('serving')} is not in the run directory"
+    what = f"could not copy its part of the trainer state of {event.text('serving')} to the run directory"
     return f"node {event.node_rank}: {what}: {error}" if error else None
 
 
@@ -235,7 +235,7 @@ def _policy(event: Event) -> str:
 def _code_changed(event: Event) -> str:
     names = event.fields.get("what")
     listed = ", ".join(map(str, names)) if isinstance(names, list) else "?"
-    return f"changed since this node's last start: {listed}"
+    return f"changed since the last start of this node: {listed}"
 
 
 def _or_unknown(value: int | None) -> str:
@@ -246,7 +246,7 @@ def _listed(parts: list[str]) -> str:
     return ", ".join(part for part in parts if part)
 
 
-#: The name of an event -> how it is worded. An event that is not here is only for scripts.
+#: event name -> its text; other events are meant for scripts
 WORDING: dict[str, Callable[[Event], str | None]] = {
     "node_joined": _joined,
     "generation_started": _generation,
@@ -261,7 +261,7 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "heartbeats_hidden": _hidden,
     "node_lost": _lost,
     "work_failed": _failed,
-    "shares_fixed": lambda event: f"nodes do not take over from each other: {event.text('why') or '?'}",
+    "shares_fixed": lambda event: f"nodes do not take over each other's tasks: {event.text('why') or '?'}",
     "rolled_out": _rolled_out,
     "evaluated": _evaluated,
     "batch_prepared": _batch_prepared,
@@ -269,8 +269,8 @@ WORDING: dict[str, Callable[[Event], str | None]] = {
     "weights_published": _published,
     "code_changed": _code_changed,
     "listens": lambda event: (
-        f"port {_or_unknown(event.integer('port'))} listens beyond this host, for the update: on all addresses until torchrun "
-        "starts, then on the one that all nodes reached"
+        f"port {_or_unknown(event.integer('port'))} is open to other hosts for the update: on all addresses until torchrun starts, "
+        "then only on the address that all nodes can reach"
     ),
     "nodes_differ": lambda event: f"{event.text('what') or '?'}: {event.text('found') or '?'}",
     "weights_checked": _noting("note", "; its engines read the run directory"),

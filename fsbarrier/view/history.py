@@ -1,4 +1,4 @@
-"""What a run's journals tell besides times: rewards, updates, who was lost, what failed, how it ended. Pure.
+"""Collects rewards, updates, lost nodes, failures and endings from a run's journals. Pure.
 
 Several nodes report the same event (a lost node, a new generation). The history keeps one of these reports.
 """
@@ -11,9 +11,9 @@ from fsbarrier.rundir.journal import FREQUENT, Event, lost_nodes
 
 #: events that carry a phase's results
 RESULTS = frozenset({"rolled_out", "evaluated", "batch_prepared", "updated"})
-#: two reports of the same thing within so many seconds count as one, by several nodes
+#: two reports of the same event within this many seconds count as one
 SAME_S = 30.0
-#: how many of the newest events are kept
+#: maximum number of events to keep
 MAX_EVENTS = 20_000
 
 
@@ -30,7 +30,7 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A member that was found to be gone. `seen_at`: when, by the finder's clock, its last heartbeat was seen; None: unknown."""
+    """A lost member. `seen_at`: when its last heartbeat was seen, by the reporting node's clock; None: unknown."""
 
     at: float
     generation: int
@@ -41,7 +41,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A program that failed on a node; `log` is what it wrote last."""
+    """A program that failed on a node; `log`: its last log lines."""
 
     node_rank: int
     iteration: int
@@ -53,7 +53,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a node says it ended."""
+    """A node's report of its end."""
 
     at: float
     code: int | None
@@ -62,13 +62,13 @@ class Ending:
 
 @dataclass
 class History:
-    """Takes in the events of all journals, in any order between journals, and keeps what people ask about."""
+    """Collects the events of all journals. Events of different journals may arrive in any order."""
 
     losses: list[Loss] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     endings: dict[int, Ending] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
-    #: (iteration, name of the event) -> the newest report of the newest generation, which is the one that counts
+    #: (iteration, event name) -> the newest report of the newest generation
     _results: dict[tuple[int, str], Event] = field(default_factory=dict)
     _silent_since: dict[tuple[int, int], float] = field(default_factory=dict)
     _last_report: dict[tuple[object, ...], float] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class History:
             del self.events[:-MAX_EVENTS]
 
     def newest_events(self, most: int = MAX_EVENTS) -> list[Event]:
-        """All but the frequent events, each once, in the order of the writers' wall clocks."""
+        """The events without duplicates and frequent ones, sorted by the writers' wall clocks."""
         return sorted(self.events[-most:], key=lambda event: event.at)
 
     def rewards(self) -> list[Rewards]:
@@ -113,8 +113,8 @@ class History:
         return found
 
     def reports(self, name: str) -> dict[int, Event]:
-        """iteration -> the newest event of this name. The evaluation of a session's last policy counts for the iteration that would begin
-        with that policy."""
+        """iteration -> the newest event of this name. The evaluation of a session's last policy counts for the iteration that would start
+        from that policy."""
         return {key[0]: event for key, event in sorted(self._results.items()) if key[1] == name}
 
     def _rewards(self, iteration: int) -> Rewards:
@@ -142,7 +142,7 @@ class History:
                 self.losses.append(Loss(event.at, event.generation, node.node_rank, node.why, seen_at))
 
     def _is_news(self, event: Event) -> bool:
-        """Whether no other node has reported the same within the last seconds."""
+        """Whether no other node has just reported the same event."""
         key = (event.name, event.generation, *_subject(event))
         before = self._last_report.get(key)
         self._last_report[key] = event.at if before is None else max(before, event.at)
@@ -150,7 +150,7 @@ class History:
 
 
 def _subject(event: Event) -> tuple[object, ...]:
-    """What makes two nodes' reports of an event the same."""
+    """A key that is equal for two nodes' reports of the same event."""
     match event.name:
         case "node_suspected" | "node_recovered":
             return (event.integer("suspect"),)

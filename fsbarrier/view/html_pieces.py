@@ -1,4 +1,4 @@
-"""The pieces that the report's sections are made of. Whatever came from a run is escaped here."""
+"""HTML building blocks of the report. They escape all values that come from the run."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from html import escape
 
 from fsbarrier.view.amounts import one_line
 
-#: Phases below this share of the time are left out of a legend.
+#: Phases below this share of the time are not listed in a legend.
 LEAST_SHARE = 0.002
 
 
 def section(title: str, body: str) -> str:
-    """A section of the page; nothing where it would be empty."""
+    """A section of the page; "" if its body is empty."""
     return f"<section><h2>{escape(title)}</h2>{body}</section>" if body else ""
 
 
 def table(head: Sequence[str], body: Iterable[Sequence[str]], left: Sequence[int] = ()) -> str:
-    """A table of texts; the columns in `left` are no numbers."""
+    """A table of texts; the columns in `left` are left-aligned."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
         return "".join(
@@ -30,12 +30,12 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]], left: Sequence[int
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """What the colours of a chart mean, as (class in the style sheet, name)."""
+    """A chart's legend; entries are (class in the style sheet, name)."""
     listed = "".join(f'<li><i class="{style}"></i>{escape(name)}</li>' for style, name in entries)
     return f'<ul class="legend">{listed}</ul>'
 
 
 def chart(svg: str, *, newest: bool = False) -> str:
-    """A chart in a box that scrolls on a narrower screen. `newest`: its right end is seen first, where the newest iterations are."""
+    """A chart in a box that scrolls on a narrow screen. `newest`: scroll to its right end, which shows the newest iterations."""
     style = "scroll chart newest" if newest else "scroll chart"
     return f'<div class="{style}">{svg}</div>' if svg else ""

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from fsbarrier.view.amounts import one_line
 
-#: of a pipe, which has no width: programs and grep want whole names
+#: width for a pipe, so that names are not shortened
 PIPE_WIDTH = 400
-#: what is left of the column that gives way
+#: minimum width of the shortened column
 NARROWEST = 12
 
 
@@ -26,19 +26,19 @@ def print_listing(
     shortened: str,
     styles: Mapping[str, str],
 ) -> None:
-    """Print `rows` under `names`. `right`: the columns of numbers; `shortened`: the one column that gives way on a narrow terminal;
-    `styles`: of cells, by what they say."""
+    """Print `rows` under `names`. `right`: right-aligned columns; `shortened`: the column to shorten on a narrow terminal;
+    `styles`: cell text -> style."""
     texts = [[one_line(str(cell)) for cell in row] for row in rows]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
     for name, *cells in zip(names, *texts, strict=True):
         widest = max(map(cell_len, (name, *cells)))
-        gives_way = name == shortened
+        may_shrink = name == shortened
         table.add_column(
             name,
             justify="right" if name in right else "left",
-            # rich narrows the columns whose text may be wrapped before all others.
-            no_wrap=not gives_way,
-            min_width=min(widest, NARROWEST) if gives_way else widest,
+            # rich first narrows the columns whose text may wrap.
+            no_wrap=not may_shrink,
+            min_width=min(widest, NARROWEST) if may_shrink else widest,
         )
     for row in texts:
         table.add_row(*(Text(cell, styles.get(cell, ""), no_wrap=True, overflow="ellipsis") for cell in row))

@@ -1,4 +1,4 @@
-"""Following a run: the live view on a terminal, or its events as plain lines. rich is imported where it is needed."""
+"""Follows a run: a live view on a terminal, otherwise its events as plain lines. Imports rich only where needed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from fsbarrier.view.run_status import RunStatus, status_of, status_reader
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-#: Seconds between two looks at the run.
+#: polling interval in seconds
 FRAME_S = 0.25
-#: In seconds. When the view begins, it shows no event that is older than this. If the same event comes again within this time, another
-#: node has reported it, and it is not shown twice.
+#: In seconds. The view starts with events no older than this. It shows an event that several nodes report within this time only once.
 RECENT_S = 10.0
 ENDED = frozenset({"finished", "stopped", "broken"})
-#: The view ends when the run has looked ended for so many seconds. At the start of a new session the run still looks ended for a moment.
+#: The view ends when the run has been over for this many seconds, because a run still looks ended when a new session starts.
 LASTING_S = 1.0
 
-#: Shows the run as it is now, and the events that are new.
+#: shows the current status and the new events
 Show = Callable[[RunStatus, Sequence[Event]], None]
 
 
@@ -45,19 +44,19 @@ def follow(
     stop: threading.Event | None = None,
     output: Console | None = None,
 ) -> int | None:
-    """Show the run until it has ended: live on a terminal, else its events line by line.
+    """Show the run until it ends: live on a terminal, otherwise its events line by line.
 
-    Ends when all of `processes` (node rank -> process) have ended, or `failed` says that they will not begin; without them, when the
-    run has ended; and when `stop` is set. Gives the exit code of the run (of the processes, where there are some: the first
-    that is not 0), None where it ended for another reason or the user left with Ctrl-C. The terminal is as before in any case; a
-    signal handler's exception passes through. Raises UsageError where there is no run.
+    With `processes` (node rank -> process), ends when all have ended or `failed` returns true; otherwise ends when the run has ended. Also
+    ends when `stop` is set. Returns the exit code of the run, or with `processes` the first one that is not 0; None if the view ended for
+    another reason, such as Ctrl-C. Always restores the terminal. Exceptions from signal handlers propagate. Raises UsageError if there is
+    no run.
     """
     from rich.console import Console
 
     console = output or Console(highlight=False)
     reader = status_reader(log_path)
     watched = list(processes.values() if isinstance(processes, Mapping) else processes or ())
-    # Of a run that was started here, show events from now on; of another run, also those of the last seconds.
+    # For a run that was started here, show events from now on; otherwise also those of the last seconds.
     since = time.time() - (RECENT_S if processes is None else 0.0)
     view = _live(console, reader) if console.is_terminal else _plain(console, since)
     try:
@@ -100,7 +99,7 @@ def _follow(
 
 @contextmanager
 def _live(console: Console, reader: RunReader) -> Iterator[Show]:
-    """The live view, on the terminal's other screen."""
+    """The live view, on the terminal's alternate screen."""
     from rich.live import Live
 
     def show(status: RunStatus, fresh: Sequence[Event]) -> None:
@@ -112,17 +111,17 @@ def _live(console: Console, reader: RunReader) -> Iterator[Show]:
 
 @contextmanager
 def _plain(console: Console, since: float) -> Iterator[Show]:
-    """One line an event, printed once however many nodes report it."""
+    """Prints one line per event, only once even if several nodes report it."""
     printed: dict[tuple[int, str], float] = {}
 
     def show(status: RunStatus, fresh: Sequence[Event]) -> None:
         for event in fresh:
             text, line = event_text(event), event_line(event)
-            # Every node reports every phase. The leader's reports are enough.
+            # Every node reports every phase; show only the leader's reports.
             of_another = event.name.startswith(("phase_", "iteration_")) and event.node_rank != status.leader
             if text is None or line is None or event.at < since or of_another:
                 continue
-            # Two nodes that report the same silent node have seen it silent for different times, so their texts differ.
+            # Two nodes' reports about the same suspected node contain different durations.
             key = (event.generation, event.name if event.name == "node_suspected" else text)
             before = printed.get(key)
             printed[key] = event.at
@@ -133,7 +132,7 @@ def _plain(console: Console, since: float) -> Iterator[Show]:
 
 
 def frame(status: RunStatus, reader: RunReader, width: int, height: int) -> RenderableType:
-    """One picture of the live view, of at most `height` lines."""
+    """One frame of the live view, of at most `height` lines."""
     from rich.console import Group
     from rich.text import Text
 
@@ -145,8 +144,7 @@ def frame(status: RunStatus, reader: RunReader, width: int, height: int) -> Rend
     troubles = [*lines.waiting_line(status), *lines.problem_lines(status, width, 5)]
     rewards = lines.reward_lines(status.rewards, width, lines.reward_so_far(status))
     results = [*rewards, *lines.time_line(status.times, width)]
-    # Everything else has its lines first, then the table of nodes, and the events get what is left. The 3 lines: the table's head and two
-    # rules.
+    # The node table gets the space that the other parts leave, and the events the rest. The 3 lines are the table's header and two rules.
     fixed = len(top) + len(troubles) + len(results) + 3
     table_rows = max(2, min(len(status.nodes), height - fixed - 4))
     most = table_rows if table_rows < len(status.nodes) else None
@@ -158,7 +156,7 @@ def frame(status: RunStatus, reader: RunReader, width: int, height: int) -> Rend
 
 
 def _elapsed_s(reader: RunReader) -> float | None:
-    """Seconds since this session of the run began, by wall clocks: for display."""
+    """Seconds since this session began, by wall clocks (for display only)."""
     starts = [
         event.at
         for event in reader.history.events

@@ -1,6 +1,6 @@
-"""What a run measured in an iteration, by the names that people's dashboards know: TRL's, or verl's. Pure.
+"""Maps a run's metrics to the names that TRL or verl use, so that existing dashboards work. Pure.
 
-A figure for which they have no name keeps its own, below the event that told it: `updated/replayed`, `evaluated/pass_at_4`.
+Metrics without such a name are called EVENT/FIELD: `updated/replayed`, `evaluated/pass_at_4`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from fsbarrier.rundir.journal import Event
 from fsbarrier.view.timings import IterationTime
 
-#: naming -> event -> field of the event -> the names under which trackers are told it
+#: naming scheme -> event -> field of the event -> metric names
 NAMES: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "trl": {
         "rolled_out": {
@@ -66,14 +66,14 @@ NAMES: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         },
     },
 }
-#: fields that say where an event happened, or when: they measure nothing
+#: fields that describe where or when an event happened, which are not metrics
 NO_MEASURES = frozenset({"mono_s", "node_rank", "incarnation", "generation", "iteration", "phase", "seconds"})
-#: before the names of what the last policy of a session was evaluated to
+#: prefix for the evaluation of a session's last policy
 LAST_POLICY = "last_policy/"
 
 
 def metrics(events: Iterable[Event], time: IterationTime | None, like: str) -> dict[str, float]:
-    """The figures of one iteration, from what its phases told, by the names of `like`."""
+    """The metrics of one iteration, named according to `like`."""
     fields_of: dict[str, Mapping[str, object]] = {event.name: event.fields for event in events}
     if time is not None:
         phases = {name: seconds for (_, name), seconds in time.phases.items()}
@@ -89,14 +89,14 @@ def metrics(events: Iterable[Event], time: IterationTime | None, like: str) -> d
 
 
 def last_policy_metrics(events: Iterable[Event], like: str) -> dict[str, float]:
-    """What a session's last policy was evaluated to, if `events` have it: under names of their own, since the iteration that begins
-    with this policy measures it again under the usual ones, should the run go on."""
+    """The evaluation metrics of a session's last policy, if any. They have a prefix because, if the run continues, the next iteration
+    evaluates the same policy again under the usual names."""
     of_last = [event for event in events if event.fields.get("final") is True]
     return {LAST_POLICY + name: value for name, value in metrics(of_last, None, like).items()}
 
 
 def _own_name(event: str, name: str) -> str:
-    """Both namings call a part of the reward as TRL does: `reward_parts/style` becomes `rewards/style/mean`."""
+    """Both naming schemes use TRL's name for a part of the reward: `reward_parts/style` becomes `rewards/style/mean`."""
     part = name.removeprefix("reward_parts/")
     if event == "rolled_out" and part != name and not part.endswith("_failed"):
         return f"rewards/{part}/mean"

@@ -1,6 +1,6 @@
-"""One node as seen from outside. A node lives if its heartbeat changes while we look at it or, on this host, if its process is there.
+"""The state of one node as seen from outside. A node is alive if its heartbeat advances or, on this host, if its process exists.
 
-No clock of one host is compared with another host's.
+Never compares clocks of different hosts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fsbarrier.protocol.membership import GONE
 from fsbarrier.view.run_reader import RunReader
 
-#: A view watches a heartbeat for so many beats before it says that it stands still.
+#: how many beats to watch a heartbeat before reporting that it does not advance
 WATCHED_BEATS = 1.5
 ALIVE = frozenset({"joining", "running"})
 
@@ -28,10 +28,10 @@ class PhaseAt:
 class NodeStatus:
     """One node rank.
 
-    `state`: joining, running; suspected (its heartbeat stands still), lost (its process is gone, or the others went on without
-    it); left, finished, stopped, broken (how it says it ended); absent (never seen). `activity`: working, or waiting (done with
-    its row). `last_beat_age_s`: since its heartbeat was seen to move; None: unknown. `silent_s`: for how long it was watched in
-    vain. `last_beat_time`: seconds since 1970 by the shared filesystem's clock.
+    `state`: joining, running; suspected (its heartbeat does not advance), lost (its process is gone, or the others continued without
+    it); left, finished, stopped, broken (reported by the node at its end); absent (never seen). `activity`: working, or waiting (done
+    with its row). `last_beat_age_s`: seconds since its heartbeat last advanced; None: unknown. `silent_s`: how long it was watched without
+    an advance. `last_beat_time`: Unix time by the shared filesystem's clock.
     """
 
     node_rank: int
@@ -50,7 +50,7 @@ class NodeStatus:
 
 
 def node_status(reader: RunReader, rank: int, now: float) -> NodeStatus:
-    """A node as of the reader's last poll; `now` is this process's monotonic time."""
+    """A node as of the reader's last poll; `now`: this process's monotonic time."""
     beat, newest = reader.beat(rank), reader.newest
     start = reader.joins.get(rank) or beat
     if start is None:
@@ -59,7 +59,7 @@ def node_status(reader: RunReader, rank: int, now: float) -> NodeStatus:
     alive = state in ALIVE or state == "suspected"
     _, iteration, phase, phase_name = _place(reader, rank)
     if state == "joining":
-        # The place of an earlier incarnation says nothing about this one.
+        # An earlier incarnation's position does not apply to this one.
         iteration = 0
     waits = rank in reader.arrived
     progress = None
@@ -87,12 +87,12 @@ def node_status(reader: RunReader, rank: int, now: float) -> NodeStatus:
 
 
 def beat_s(reader: RunReader) -> float:
-    """The seconds between two heartbeats of this run."""
+    """The heartbeat interval of this run, in seconds."""
     return min(60.0, max(0.01, reader.record.settings.coordination.beat_s))
 
 
 def _place(reader: RunReader, rank: int) -> tuple[int, int, int, str]:
-    """(generation, iteration, phase, its name) of a node, from its journal or its heartbeat, whichever is further."""
+    """(generation, iteration, phase, phase name) of a node, from its journal or its heartbeat, whichever is further ahead."""
     beat, started = reader.beat(rank), reader.places.get(rank)
     found = [(0, 0, 0, "")]
     if beat is not None:
@@ -116,7 +116,7 @@ def _state(reader: RunReader, rank: int, now: float) -> str:
     age = reader.beat_age_s(rank, now)
     if age is not None and age < reader.record.settings.coordination.suspect_s:
         return living
-    # It was in a generation and is not in the newest one: the others went on without it.
+    # It was in a generation but is not in the newest one: the others continued without it.
     left_behind = excluded and beat.incarnation <= reader.members.get(rank, 0)
     if left_behind or reader.process_gone(rank):
         return "lost"
@@ -124,11 +124,11 @@ def _state(reader: RunReader, rank: int, now: float) -> str:
 
 
 def _log_folder(reader: RunReader, rank: int) -> str | None:
-    """Where a node's newest logs are: the folder of its last start."""
+    """The log folder of a node's last start."""
     join = reader.joins.get(rank)
     if join is None:
         return None
-    # A node that rejoined by itself, as a new incarnation, keeps its first folder.
+    # A node that rejoined by itself has a new incarnation but keeps its first folder.
     for attempt in range(join.incarnation, max(0, join.incarnation - 20), -1):
         folder = reader.paths.node_logs(attempt, rank)
         if folder.is_dir():

@@ -1,4 +1,4 @@
-"""The table of the nodes, as `status` prints it and the live view shows it: who is where, how far it is, and how old its heartbeat is."""
+"""The node table of `status` and the live view: position, progress and heartbeat age of each node."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from fsbarrier.view.node_status import NodeStatus
 from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.terminal_lines import STATE_STYLE, bar, line
 
-#: Cells that a progress bar has at least and at most.
+#: minimum and maximum width of a progress bar, in cells
 BAR_CELLS = (3, 30)
-#: Cells that are kept for the bar when it is decided what else fits beside it.
+#: cells reserved for the bar when deciding what else fits beside it
 KEPT_FOR_BAR = 6
-#: If the table has no room for all nodes, nodes in these states are shown first, in this order.
+#: If not all nodes fit, nodes in these states are shown first, in this order.
 TROUBLED_FIRST = {"lost": 0, "suspected": 0, "broken": 0, "left": 1, "absent": 1, "joining": 1}
 
 
 def nodes_table(status: RunStatus, width: int, most: int | None = None) -> RenderableType:
-    """One row a node, with one for each of its engines where it has several and there is room; `most` rows, the troubled nodes before
-    the others."""
+    """One row per node, plus one per engine if it has several and they fit. At most `most` rows; troubled nodes take precedence."""
     nodes, hidden = _chosen(status.nodes, most)
     engines = {node.node_rank: _engines(node) for node in nodes}
     if most is not None and len(nodes) + sum(map(len, engines.values())) > most:
@@ -42,7 +41,7 @@ def nodes_table(status: RunStatus, width: int, most: int | None = None) -> Rende
     table.add_column("beat", justify="right", no_wrap=True, min_width=4)
     host_width = min(16, max(cell_len(one_line(host)) for host in hosts)) + 1 if many_hosts else 0
     phase_width = max((min(21, len(_phase(status, node))) for node in nodes), default=10)
-    # What the other columns leave: node 5, state 10, beat 6, and a blank behind each.
+    # The width left by the other columns: node 5, state 10, beat 6, and a blank after each.
     progress_width = max(10, width - 5 - host_width - 10 - max(10, phase_width) - 1 - 6)
     for node in nodes:
         state_style = "yellow" if node.activity == "waiting" else STATE_STYLE.get(node.state, "")
@@ -64,10 +63,10 @@ def nodes_table(status: RunStatus, width: int, most: int | None = None) -> Rende
 
 
 def _engines(node: NodeStatus) -> list[tuple[str | tuple[str, str], tuple[str, str]]]:
-    """(state, (name, what it does)) of each of a node's engines in a rollout, where it has several."""
+    """(state, (name, activity)) of each of a node's engines during a rollout, if it has several."""
     listed = (node.progress or {}).get("engines")
     rows: list[tuple[str | tuple[str, str], tuple[str, str]]] = []
-    # A program of the user's own may show anything under that name.
+    # A user's own program may report anything under that name.
     for one in listed if isinstance(listed, list) else ():
         if isinstance(one, dict):
             doing = f"{short(number(one, 'sequences') or 0)} sequences, {short(number(one, 'tokens') or 0)} tokens so far"
@@ -77,7 +76,7 @@ def _engines(node: NodeStatus) -> list[tuple[str | tuple[str, str], tuple[str, s
 
 
 def _chosen(nodes: Sequence[NodeStatus], most: int | None) -> tuple[list[NodeStatus], int]:
-    """The nodes to show, and how many are not."""
+    """The nodes to show, and the number of hidden ones."""
     if most is None or len(nodes) <= most:
         return list(nodes), 0
     first = sorted(nodes, key=lambda node: (TROUBLED_FIRST.get(node.state, 2), node.node_rank))
@@ -100,23 +99,23 @@ def _beat(node: NodeStatus) -> str | tuple[str, str]:
 
 
 def _progress(status: RunStatus, node: NodeStatus, width: int) -> Text:
-    """How far a node is in its phase, or whom it waits for."""
+    """A node's progress in its phase, or the nodes it is waiting for."""
     if node.progress:
         return progress_bar(node.progress, width)
     awaited = status.waiting_for.node_ranks if status.waiting_for else ()
     if node.activity == "waiting" and awaited and node.node_rank not in awaited:
-        return line((f"waits for node{'s' if len(awaited) > 1 else ''} {ranks(awaited)}", "dim"))
+        return line((f"waiting for node{'s' if len(awaited) > 1 else ''} {ranks(awaited)}", "dim"))
     return line()
 
 
 def progress_bar(progress: Fields, width: int) -> Text:
-    """A node's progress in `width` cells: bar, done/total, reward so far, tokens a second, as far as they fit."""
+    """A node's progress in `width` cells: bar, done/total, reward so far, tokens per second, as far as they fit."""
     done, total = number(progress, "done"), number(progress, "total")
     note = one_line(text(progress, "note"))
     if done is None or total is None or total <= 0:
         return line((note, "dim"))
     counted = f" {short(done)}/{short(total)}" if total >= 10_000 else f" {done:.0f}/{total:.0f}"
-    # What may stand beside the bar, in a long form and in a short one for narrow terminals.
+    # The texts beside the bar, each in a long and a short form.
     beside = []
     reward, speed = number(progress, "reward_mean"), number(progress, "tokens_per_s")
     if reward is not None:

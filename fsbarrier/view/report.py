@@ -1,4 +1,4 @@
-"""A run's figures as one HTML file to read and to send: no script, nothing loaded from elsewhere, light and dark."""
+"""The report: one self-contained HTML file without scripts or external resources, with light and dark mode."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.timings import IterationTime, row_times, together
 from fsbarrier.view.wastes import parts_by_iteration, parts_by_phase, wastes
 
-#: How much is shown at most, of the newest: iterations as bars, events.
+#: maximum numbers to show, newest first: iterations as bars, events
 BARS = 60
 EVENT_ROWS = 500
 
@@ -38,10 +38,10 @@ UPDATE_COLUMNS = {
     "clipped_low": "clipped below",
     "clipped_high": "clipped above",
     "entropy": "entropy",
-    "kl": "KL to the reference",
-    "policy_kl": "KL to the policy before",
-    "mismatch_kl": "KL of engine and trainer",
-    "mismatch_dropped": "share that weighs nothing",
+    "kl": "KL to the reference policy",
+    "policy_kl": "KL to the previous policy",
+    "mismatch_kl": "KL between engine and trainer",
+    "mismatch_dropped": "share with weight 0",
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "optimizer_steps": "steps",
@@ -50,7 +50,7 @@ UPDATE_COLUMNS = {
 
 
 def page(reader: RunReader, status: RunStatus, *, iterations: int = 3, with_samples: bool = True) -> str:
-    """The whole report. `iterations`: how many newest ones get a timeline; `with_samples`: with some prompts and answers."""
+    """The whole report. `iterations`: number of recent iterations with a timeline; `with_samples`: include some prompts and answers."""
     finished = status.finished_times
     sections = [
         _head(reader, status),
@@ -58,7 +58,7 @@ def page(reader: RunReader, status: RunStatus, *, iterations: int = 3, with_samp
         _problems(status),
         section("Mean reward by iteration", _rewards(status, reader)),
         section(
-            "Trajectories to read",
+            "Sample trajectories",
             samples(reader.paths, status.iteration, status.run_id) if with_samples else "",
         ),
         section("Where the time goes", _times(finished)),
@@ -96,7 +96,7 @@ def _head(reader: RunReader, status: RunStatus) -> str:
         f"program {status.program}",
         counted(status.num_nodes, "node"),
         f"iteration {status.iteration}{of}",
-        f"begun {record.created} by {record.created_by}",
+        f"started {record.created} by {record.created_by}",
         *([f"model {record.model}"] if record.model else []),
     ]
     return (
@@ -116,9 +116,9 @@ def _tiles(status: RunStatus, finished: Sequence[IterationTime], reader: RunRead
             tiles.append((name, f"{first}{amount(values[-1])}", f"best {amount(max(values))}"))
     if finished:
         total, count = together(finished), len(finished)
-        tiles.append(("an iteration", duration(total.seconds / count), f"mean of {count}"))
-        clocks = "by one clock" if total.exact else "by the hosts' wall clocks"
-        note = f"{duration(total.coordination_s / count)} an iteration, {clocks}"
+        tiles.append(("time per iteration", duration(total.seconds / count), f"mean of {count}"))
+        clocks = "on one clock" if total.exact else "by the hosts' wall clocks"
+        note = f"{duration(total.coordination_s / count)} per iteration, {clocks}"
         tiles.append(("coordination", percent(total.share), note))
     losses = len(reader.history.losses)
     generations = max(status.generation - 1, 0)
@@ -167,7 +167,7 @@ def _rewards(status: RunStatus, reader: RunReader) -> str:
 
 
 def _changes(reader: RunReader) -> dict[int, str]:
-    """Iteration -> what of the settings changed there."""
+    """Iteration -> the settings that changed there."""
     found: dict[int, str] = {}
     for one in reader.revisions:
         text = ", ".join(
@@ -202,7 +202,7 @@ def _times(finished: Sequence[IterationTime]) -> str:
 
 
 def _parts(reader: RunReader, finished: Sequence[IterationTime]) -> str:
-    """What cost most of the nodes' time that was no work, and each phase's time in parts."""
+    """The largest time losses, and each phase's time split into parts."""
     shown = {one.iteration for one in finished[-BARS:]}
     spans = [span for span in reader.spans() if span.iteration in shown]
     if not spans:
@@ -217,8 +217,8 @@ def _parts(reader: RunReader, finished: Sequence[IterationTime]) -> str:
         body.append((str(phase), names[phase], *(duration(seconds) for seconds in parts.values())))
     figures = table(("phase", "", *PARTS), body, left=(1,))
     return (
-        f"<p>What cost most of the last {counted(len(shown), 'iteration')}, beside work:</p><ul>{sentences}</ul>"
-        "<p>A node's time in each phase, mean of all nodes and of these iterations.</p>"
+        f"<p>Largest time losses in the last {counted(len(shown), 'iteration')}:</p><ul>{sentences}</ul>"
+        "<p>Time per node in each phase, averaged over all nodes and these iterations.</p>"
         + legend((part, part) for part in PARTS)
         + chart(stacked_bars(bars, "phase"))
         + f"<details><summary>figures</summary>{figures}</details>"
@@ -243,10 +243,10 @@ def _coordination(finished: Sequence[IterationTime]) -> str:
     )
     about = ""
     if not together(finished).exact:
-        about = " The nodes run on several hosts, so this is as exact as their wall clocks agree."
+        about = " The nodes run on several hosts, so this is only as accurate as their wall clocks."
     return (
-        "<p>From the moment when the last node is done with its work to the moment when the last node has begun "
-        f"the next phase, over all phases of an iteration.{about}</p>{figures}"
+        "<p>Time from the end of the last node's work until the last node has started the next phase, summed over all phases of an "
+        f"iteration.{about}</p>{figures}"
     )
 
 
@@ -297,7 +297,7 @@ def _events(reader: RunReader) -> str:
         for event, text in worded[-EVENT_ROWS:]
     ]
     hidden = f"<p>The newest {EVENT_ROWS} of {len(worded)}.</p>" if len(worded) > EVENT_ROWS else ""
-    return hidden + table(("time (UTC)", "generation", "told by node", "event"), body, left=(0, 3))
+    return hidden + table(("time (UTC)", "generation", "reported by node", "event"), body, left=(0, 3))
 
 
 def _settings(reader: RunReader) -> str:
@@ -311,7 +311,7 @@ def _settings(reader: RunReader) -> str:
     ]
     figures = table(("setting", "value", "changed"), body, left=(0, 1, 2))
     digest = escape(reader.record.settings_digest[:12])
-    return f"<details><summary>{len(body)} settings (digest {digest} as the run began)</summary>{figures}</details>"
+    return f"<details><summary>{len(body)} settings (digest at the start of the run: {digest})</summary>{figures}</details>"
 
 
 def _value(value: object) -> str:

@@ -1,4 +1,4 @@
-"""The report's charts as inline SVG: lines, stacked bars, a timeline. Colours come from the page's style sheet, by class. Pure."""
+"""The report's charts as inline SVG: lines, stacked bars, timelines. Colours come from the page's style sheet. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from fsbarrier.view.amounts import duration
 
 WIDTH = 760
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 34
-#: The same beside a chart of iterations: the values of its lines stand there once more.
+#: right margin of a chart of iterations, where the grid values are repeated
 VALUES = 46
 MOST_POINTS = 600
-#: Up to so many points of a curve, each has a dot.
+#: draw a dot for each point up to this many points
 FEW = 60
-#: The mean width of a letter of the charts' font.
+#: mean letter width in the charts' font
 LETTER = 6.2
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A curve: its name, its class in the style sheet, its points by rising x."""
+    """A curve: its name, its class in the style sheet, its points in order of x."""
 
     name: str
     style: str
@@ -31,7 +31,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a stacked bar."""
+    """A segment of a stacked bar."""
 
     style: str
     name: str
@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A piece of a lane, in seconds: work until `done`, then waiting. `cut`: it was not gone through with."""
+    """A segment of a lane, in seconds: work until `done`, then waiting. `cut`: it was aborted."""
 
     begin: float
     done: float
@@ -52,7 +52,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One node's line in a timeline. `marks`: (second, what happened there)."""
+    """One node's row in a timeline. `marks`: (second, event)."""
 
     label: str
     blocks: Sequence[Block]
@@ -60,7 +60,7 @@ class Lane:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round values from at or below `low` to at or above `high`."""
+    """Round axis values that cover `low` to `high`."""
     span = high - low if high > low else abs(high) or 1.0
     raw = span / max(1, about)
     scale = 10.0 ** math.floor(math.log10(raw))
@@ -71,7 +71,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def line_chart(series: Sequence[Series], x_name: str, marks: Mapping[int, str] | None = None) -> str:
-    """Curves over whole numbers, in one picture. Empty where there is no point. `marks`: x -> what changed there."""
+    """A line chart over whole numbers; "" without points. `marks`: x -> what changed there."""
     height = 260
     points = [point for one in series for point in one.points]
     if not points:
@@ -117,7 +117,7 @@ def _curve(series: Series, places: Sequence[tuple[float, float]]) -> list[str]:
 
 
 def stacked_bars(bars: Sequence[tuple[str, Sequence[Part]]], x_name: str) -> str:
-    """Vertical bars of seconds, one a label."""
+    """A stacked bar chart of seconds, one bar per label."""
     height = 280
     if not bars:
         return ""
@@ -147,7 +147,7 @@ def stacked_bars(bars: Sequence[tuple[str, Sequence[Part]]], x_name: str) -> str
 
 
 def timeline(lanes: Sequence[Lane], seconds: float, title: str) -> str:
-    """One lane a node over `seconds`: coloured while it worked, pale while it waited, a cross where it was lost."""
+    """A timeline over `seconds`, one lane per node: coloured for work, pale for waiting, a cross where the node was lost."""
     if not lanes or seconds <= 0:
         return ""
     lane = 26 if len(lanes) <= 12 else 14
@@ -178,7 +178,7 @@ def timeline(lanes: Sequence[Lane], seconds: float, title: str) -> str:
 def _block(block: Block, left: float, scale: float, y: float, high: float) -> list[str]:
     begin, done, end = (left + value * scale for value in (block.begin, block.done, block.end))
     worked, waited = duration(max(0.0, block.done - block.begin)), duration(max(0.0, block.end - block.done))
-    title = f"{block.name}: worked {worked}, waited {waited}" + (", cut short" if block.cut else "")
+    title = f"{block.name}: worked {worked}, waited {waited}" + (", aborted" if block.cut else "")
     cut = " cut" if block.cut else ""
     found = []
     if end - done >= 0.3:
@@ -202,7 +202,7 @@ def _grid(values: Sequence[float], y_of: Callable[[float], float], labels: Seque
 def _again_at_the_right(
     values: Sequence[float], y_of: Callable[[float], float], labels: Sequence[str]
 ) -> list[str]:
-    """The labels of `_grid` behind their lines' right ends, for a screen that shows only that part."""
+    """The labels of `_grid` repeated at the right end, for a screen that shows only that part."""
     return [
         _text(WIDTH - VALUES + 4, y_of(value) + 4, label, "start", "again")
         for value, label in zip(values, labels, strict=True)

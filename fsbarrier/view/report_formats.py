@@ -1,6 +1,6 @@
-"""A run's figures for other programs: a table (CSV), a trace for Perfetto, and metrics for Prometheus's textfile collector.
+"""A run's metrics for other programs: CSV, a Perfetto trace, and text for Prometheus's textfile collector.
 
-Perfetto: the trace event format (JSON), complete events with microseconds. Prometheus: the text exposition format 0.0.4.
+Perfetto: the trace event format (JSON), complete events in microseconds. Prometheus: the text exposition format 0.0.4.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Row = dict[str, object]
 
 
 def csv_table(reader: RunReader, status: RunStatus) -> str:
-    """One line an iteration: rewards, seconds by phase, what the update measured. Empty where nothing is known."""
+    """One line per iteration: rewards, seconds by phase, metrics of the update. Unknown values are empty."""
     rows = iteration_rows(reader, status)
     columns: dict[str, None] = {}
     for row in rows.values():
@@ -37,7 +37,7 @@ def csv_table(reader: RunReader, status: RunStatus) -> str:
 
 
 def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
-    """By iteration. The columns come in one order for all."""
+    """The values by iteration. All iterations use the same column order."""
     updates, evaluations = reader.history.reports("updated"), reader.history.reports("evaluated")
     figures = [name for name in evaluation_figures(evaluations.values()) if name != "reward_mean"]
     rollouts = reader.history.reports("rolled_out")
@@ -82,7 +82,7 @@ def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
 
 
 def column(phase: str) -> str:
-    """A phase's name as the name of a column or a metric. It came from a journal: a spreadsheet might take it for a formula."""
+    """A phase's name as a column or metric name, sanitized because a spreadsheet could take it for a formula."""
     return re.sub(r"\W", "_", phase, flags=re.ASCII)
 
 
@@ -91,8 +91,9 @@ def _number(event: Event | None, name: str) -> float | None:
 
 
 def perfetto_trace(reader: RunReader) -> str:
-    """One process a node with two tracks: its rows, and in them start, load, work and save, one after the other. Opens in
-    ui.perfetto.dev; times are wall-clock times.
+    """A trace for ui.perfetto.dev with one process per node and two tracks each: rows, and their start, load, work and save parts.
+
+    Times are wall-clock times.
     """
     return json.dumps({"traceEvents": [*_trace_events(reader)], "displayTimeUnit": "ms"})
 
@@ -129,7 +130,7 @@ def _complete(span: Span, thread: int, began_at: float, seconds: float, part: st
 
 
 def prometheus_text(reader: RunReader, status: RunStatus) -> str:
-    """Where the run is, and the newest value of each figure of the table."""
+    """The run's position, and the latest value of each metric in the table."""
     newest: dict[str, object] = {}
     for row in iteration_rows(reader, status).values():
         newest |= {name: value for name, value in row.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The report's tables of what rollouts and evaluations came to, by iteration; the CSV has the same figures (report_formats.py)."""
+"""The report's tables of rollout and evaluation metrics by iteration; the CSV has the same values (report_formats.py)."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from fsbarrier.view.amounts import amount
 from fsbarrier.view.history import History
 from fsbarrier.view.html_pieces import table
 
-#: iterations in a table, of the newest
+#: maximum number of iterations in a table, newest first
 TABLE_ROWS = 200
-#: what the journal calls a figure of an evaluation (rewards/evaluation.py), also one of a set
+#: names of evaluation metrics in the journal (rewards/evaluation.py), with an optional set name
 EVALUATION_FIGURE = re.compile(r"([^/]+/)?(reward_mean|reward(/.+)?|pass_at_\d+|majority_at_\d+)(_se)?")
 
 ROLLOUT_COLUMNS = {
-    "reward_std": "spread of a group's rewards",
+    "reward_std": "std of rewards within a group",
     "groups_without_signal": "groups without signal",
     "rounds": "rounds",
-    "answer_tokens_mean": "tokens an answer, mean",
+    "answer_tokens_mean": "tokens per answer, mean",
     "answer_tokens_min": "least",
     "answer_tokens_max": "most",
-    "truncated_share": "share cut off",
-    "left_out": "groups left out",
+    "truncated_share": "share truncated",
+    "left_out": "groups dropped",
     "reward_errors": "reward failed",
     "agent_errors": "agent failed",
 }
 
 
 def rollouts_section(history: History) -> str:
-    """What train rollouts came to beside their mean reward."""
+    """The metrics of training rollouts other than the mean reward."""
     rollouts = history.reports("rolled_out")
     columns = rollout_columns(rollouts.values())
     if not columns:
@@ -39,7 +39,7 @@ def rollouts_section(history: History) -> str:
 
 
 def figures_table(events: Mapping[int, Event], columns: Mapping[str, str]) -> str:
-    """A line for each of the newest iterations. `columns`: a figure's name in the events -> what it is called."""
+    """A row for each of the newest iterations. `columns`: metric name in the events -> column title."""
     body = [
         (str(iteration), *(amount_of(event.number(name)) for name in columns))
         for iteration, event in list(events.items())[-TABLE_ROWS:]
@@ -48,7 +48,7 @@ def figures_table(events: Mapping[int, Event], columns: Mapping[str, str]) -> st
 
 
 def rollout_columns(rollouts: Collection[Event]) -> dict[str, str]:
-    """The figures that some train rollout has, with what they are called; what was 0 all the time is left out."""
+    """The metrics of the training rollouts with their titles, without those that were always 0."""
     parts = dict.fromkeys(
         name for event in rollouts for name in event.fields if name.startswith("reward_parts/")
     )
@@ -61,7 +61,7 @@ def rollout_columns(rollouts: Collection[Event]) -> dict[str, str]:
 
 
 def evaluations_section(history: History) -> str:
-    """Each figure with its standard error; by set and by source where there are several."""
+    """The evaluation metrics with standard errors, by set and by source if there are several."""
     evaluations = history.reports("evaluated")
     columns = [name for name in evaluation_figures(evaluations.values()) if not name.endswith("_se")]
     if not columns:
@@ -78,7 +78,7 @@ def evaluations_section(history: History) -> str:
 
 
 def evaluation_figures(evaluations: Iterable[Event]) -> list[str]:
-    """The names of the figures that some evaluation has: the mean reward, and with a set's or a source's name too."""
+    """The metric names of the evaluations, including those per set and per source."""
     found: dict[str, None] = {}
     for event in evaluations:
         found |= {name: None for name in event.fields if EVALUATION_FIGURE.fullmatch(name)}

@@ -1,4 +1,4 @@
-"""Trajectories to read in the report: the best, the worst and one drawn by lot, of the newest iteration that has merged files."""
+"""Sample trajectories in the report: the best, the worst and a random one of the newest iteration with merged files."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.view.amounts import amount, one_line
 
 TITLES = {"train": "Answers in training", "test": "Held-out answers"}
-#: Of each message, and how many messages of an episode: an episode may hold whole web pages.
+#: Limits per message and on the number of messages, because an episode may contain whole web pages.
 MOST_CHARACTERS = 1500
 MOST_MESSAGES = 12
-#: A group is read whole; a larger one is passed over.
+#: Groups are read into memory; larger ones are skipped.
 MOST_BYTES = 64 << 20
 
 
 def samples(paths: RunPaths, newest: int, seed: str) -> str:
-    """The section's body for the newest iteration up to `newest` that has a merged file of the split; "" without any.
+    """The section's body for the newest iteration up to `newest` with a merged file of the split; "" if there is none.
 
-    The one drawn by lot is the same whenever the report of this iteration is made again (`seed`: the run's id).
+    The random choice is the same for every report of this iteration (`seed`: the run id).
     """
     return "".join(_split(paths, split, newest, seed) for split in SPLITS)
 
@@ -42,17 +42,17 @@ def _split(paths: RunPaths, split: str, newest: int, seed: str) -> str:
         try:
             chosen = choose(merged, random.Random(f"{seed} {split} {iteration}"))
             body = "".join(_trajectory(name, trajectory) for name, trajectory in chosen)
-        # A file that another program wrote may hold anything in the place of a trajectory's fields.
+        # A file written by another program may have arbitrary values in a trajectory's fields.
         except (StoreError, FormatError, LookupError, TypeError, ValueError, AttributeError) as error:
-            body = f"<p>{escape(one_line(f'{merged.name} cannot be shown: {error}'))}</p>"
-        body = body or "<p>Nothing in it is judged and small enough to show.</p>"
+            body = f"<p>{escape(one_line(f'cannot show {merged.name}: {error}'))}</p>"
+        body = body or "<p>No scored trajectory is small enough to show.</p>"
         return f"<h3>{escape(TITLES[split])}, iteration {iteration}</h3>{body}"
     return ""
 
 
 def choose(merged: Path, lot: random.Random) -> list[tuple[str, Trajectory]]:
-    """(which, trajectory) of a merged file: of the group with the highest mean reward its best, of that with the lowest its
-    worst, and any other one. Reads three groups at most. Raises StoreError, FormatError.
+    """(label, trajectory) for the best of the group with the highest mean reward, the worst of the group with the lowest, and a random
+    one. Reads at most three groups. Raises StoreError, FormatError.
     """
     groups = [
         group
@@ -70,7 +70,7 @@ def choose(merged: Path, lot: random.Random) -> list[tuple[str, Trajectory]]:
             chosen.append(("worst", worst))
         shown = {_key(one) for _, one in chosen}
         if others := [one for one in _judged(fd, lot.choice(groups)) if _key(one) not in shown]:
-            chosen.append(("drawn by lot", lot.choice(others)))
+            chosen.append(("random", lot.choice(others)))
     return chosen
 
 
@@ -112,7 +112,7 @@ def _trajectory(name: str, trajectory: Trajectory) -> str:
 
 
 def _messages(trajectory: Trajectory) -> Sequence[tuple[str, object]]:
-    """(who, what) in order; trajectories of somebody else's may lack anything of it."""
+    """(role, text) in order. Trajectories written by other programs may lack any field."""
     if messages := trajectory.get("messages"):
         return [(str(one.get("role", "")), one.get("content")) for one in messages]
     prompt = trajectory.get("prompt", "")

@@ -1,7 +1,7 @@
-"""The style sheet of the report: one palette for light, one for dark; readable from a phone's width on.
+"""The style sheet of the report, with light and dark palettes, readable on a phone.
 
-A chart of iterations that is wider than the page is shown from its right end, where the newest ones are (`direction` of its box). There the
-values of its lines stand once more, since those at its left end are out of sight.
+A chart of iterations that is wider than the page is scrolled to its right end, which shows the newest ones (`direction` of its box). The
+grid values are repeated there, because those on the left are out of sight.
 """
 
 STYLE = """

@@ -1,4 +1,4 @@
-"""The report's section about the last iterations, node by node: who worked, who waited, who was lost."""
+"""The report's timelines of recent iterations: when each node worked, waited or was lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.timings import PASSED, Span
 
-#: Nodes that a timeline shows at most.
+#: maximum number of nodes in a timeline
 LANES = 64
 
 
@@ -37,7 +37,7 @@ def timelines(reader: RunReader, status: RunStatus, newest: int) -> str:
         if svg:
             charts.append(f"<h3>Iteration {iteration}: {escape(duration(seconds))}</h3>{chart(svg)}")
         if not one_clock:
-            about = " Hosts are aligned by their wall clocks."
+            about = " Nodes on different hosts are aligned by their wall clocks."
         for span in spans:
             names.setdefault(span.phase, span.phase_name)
             seconds_in[span.phase] += span.seconds
@@ -45,12 +45,12 @@ def timelines(reader: RunReader, status: RunStatus, newest: int) -> str:
         return ""
     whole = sum(seconds_in.values()) or 1.0
     entries = [(f"p{i}", name) for i, name in sorted(names.items()) if seconds_in[i] / whole >= LEAST_SHARE]
-    note = f"<p>Full colour: the node works; pale: it waits for the others; ✕: it was lost.{about}</p>"
+    note = f"<p>Full colour: working; pale: waiting for other nodes; ✕: lost.{about}</p>"
     return note + legend(entries) + "".join(charts)
 
 
 def _chosen(spans_of: Mapping[int, Sequence[Span]], losses: Sequence[Loss], newest: int) -> list[int]:
-    """The newest iterations, and before them the last two in which a node was lost."""
+    """The newest iterations, preceded by the last two in which a node was lost."""
     if newest <= 0 or not spans_of:
         return []
     begins = {iteration: min(span.began_at for span in spans) for iteration, spans in spans_of.items()}
@@ -60,7 +60,7 @@ def _chosen(spans_of: Mapping[int, Sequence[Span]], losses: Sequence[Loss], newe
 
 
 def _lanes(spans: Sequence[Span], losses: Sequence[Loss], one_clock: bool) -> tuple[list[Lane], float]:
-    """One iteration's lanes, and how long it took. Nodes of one host are aligned by its clock, others by their wall clocks."""
+    """One iteration's lanes and duration. Nodes on one host are aligned by its monotonic clock, others by their wall clocks."""
     offsets = [0.0 if one_clock else span.wall_offset for span in spans]
     begin = min(span.began_s + offset for span, offset in zip(spans, offsets, strict=True))
     end = max(span.ended_s + offset for span, offset in zip(spans, offsets, strict=True))
@@ -77,7 +77,7 @@ def _lanes(spans: Sequence[Span], losses: Sequence[Loss], one_clock: bool) -> tu
             if here and before:
                 last = blocks[before[-1]]
                 gone = last.end if loss.seen_at is None else max(last.end, loss.seen_at - began_at)
-                # A killed node's journal ends with its last event. The node lived on for a moment, so its last block is drawn on.
+                # A killed node's journal ends with its last event, but the node lived slightly longer, so extend its last block.
                 if last.cut:
                     done = gone if last.done >= last.end else last.done
                     blocks[before[-1]] = replace(last, done=done, end=gone)

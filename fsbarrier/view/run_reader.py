@@ -1,7 +1,7 @@
-"""Reads a run directory again and again, for the views: status, the live view, the summary, the report. Writes nothing.
+"""Polls a run directory for the views (status, live view, summary, report). Read-only.
 
-Each poll reads only what is new: the journals from where they were left, immutable records once, heartbeats always. A torn,
-foreign or vanishing file is passed over; it is never an error. Of long journals the first look reads only the newest part whole.
+Each poll reads only what is new: journals from the last offset, immutable records once, heartbeats always. Torn, foreign or vanishing
+files are skipped and never an error. The first poll reads only the newest part of long journals completely.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from fsbarrier.view.history import MAX_EVENTS, History
 from fsbarrier.view.phase_names import last_phase, phase_name
 from fsbarrier.view.timings import IterationTime, Span, SpanReader, iteration_times, row_times
 
-#: If more seconds lie between two polls, they count as nobody's silence: this process did not look.
+#: A longer gap between two polls does not count as silence of the nodes, because this process was not watching.
 BLIND_S = 5.0
-#: However many journals there are, of each at least so much is read: where its node is now.
+#: Minimum to read from each journal, which is enough to find its node's current position.
 LEAST_BYTES = 12_000
 
 
 @dataclass
 class RunReader:
-    """Everything that is known of one run. Making one raises UsageError where there is no run that can be read.
+    """The collected state of one run. The constructor raises UsageError if there is no readable run.
 
-    `keep`: the times of so many newest iterations are kept; None: of all that was read. `newest_bytes`: of the journals that are there
-    at the first look, the newest so many bytes (of all journals together) are read whole; None: all. From what is older only rare events
-    are taken (losses, results, failures): `all_pasts` says whether from every journal, or only from those of the leader's starts, which
-    have each result and each loss too.
+    `keep`: keep timings of this many recent iterations; None: of all. `newest_bytes`: read only this much of the end of all journals
+    together on the first poll; None: everything. From the older part, only rare events are read (losses, results, failures): with
+    `all_pasts` from every journal, otherwise only from the leader's journals, which also contain every result and loss.
     """
 
     log_path: Path
@@ -48,23 +47,23 @@ class RunReader:
     newest_bytes: int | None = None
     all_pasts: bool = True
 
-    #: The newest start of each rank, and when this process first saw it.
+    #: the newest start of each rank, and when this process first saw it
     joins: dict[int, Join] = field(default_factory=dict)
     joined_since: dict[int, float] = field(default_factory=dict)
 
-    #: The newest generation, and the newest incarnation of each rank that was ever in one.
+    #: the newest generation, and the newest incarnation of each rank that was ever a member
     newest: Generation | None = None
     members: dict[int, int] = field(default_factory=dict)
 
-    #: Heartbeats as this process saw them move, and when each was written by the shared filesystem's clock.
+    #: the heartbeats' advances as seen by this process, and the write time of each by the shared filesystem's clock
     ledger: Ledger = field(default_factory=Ledger)
     beat_times: dict[int, float] = field(default_factory=dict)
 
-    #: The furthest row (generation, iteration, phase) that anybody began, and each rank's newest `phase_started`.
+    #: the furthest row (generation, iteration, phase) that any node began, and each rank's newest `phase_started`
     position: tuple[int, int, int] = (0, 0, 0)
     places: dict[int, Event] = field(default_factory=dict)
 
-    #: The members that are done with the row at `position`, and since when this process knows.
+    #: the members that are done with the row at `position`, and since when this process knows
     arrived: frozenset[int] = frozenset()
     arrived_since: dict[int, float] = field(default_factory=dict)
 
@@ -75,7 +74,7 @@ class RunReader:
     _journals: dict[str, tuple[JournalReader, SpanReader]] = field(default_factory=dict)
     _spans: list[Span] = field(default_factory=list)
     _times: list[IterationTime] | None = None
-    #: From this iteration on every journal was read whole; and the shortened journals that have been considered for that.
+    #: every journal is complete from this iteration on; and the truncated journals already considered for that
     _whole_from: int = 0
     _begun: set[str] = field(default_factory=set)
     _arrivals: dict[tuple[int, int, int], dict[int, Event]] = field(default_factory=dict)
@@ -89,7 +88,7 @@ class RunReader:
         self._heartbeats = HeartbeatReader(self._store, self.paths.beats)
 
     def poll(self, now: float) -> list[Event]:
-        """Look at everything; `now` is this process's monotonic time. Gives the journals' new events, by their wall clocks."""
+        """Poll everything and return the new events, sorted by wall clock. `now`: this process's monotonic time."""
         self._read_joins(now)
         self._read_generations()
         fresh = self._read_journals()
@@ -99,7 +98,7 @@ class RunReader:
 
     @property
     def phase_name(self) -> str:
-        """The name of the row that the run is in: by the journals, since a program may have rows of its own."""
+        """The name of the current row, taken from the journals because a user's program may have its own rows."""
         index = self.position[2]
         return self._phase_names.get(index) or phase_name(index)
 
@@ -110,36 +109,36 @@ class RunReader:
 
     @property
     def settings(self) -> Settings:
-        """The run's settings as they are now, with those changes that begin with a later iteration."""
+        """The run's current settings, including changes that take effect in a later iteration."""
         return present(self.record.settings, self.revisions)
 
     @property
     def faults(self) -> list[str]:
-        """Why journals are not read."""
+        """The reasons why journals cannot be read."""
         return [journal.fault for journal, _ in self._journals.values() if journal.fault]
 
     def spans(self) -> list[Span]:
-        """The kept spans, the rows under way included."""
+        """The kept spans, including rows in progress."""
         under_way = [spans.open for _, spans in self._journals.values()]
         return self._spans + [span for span in under_way if span is not None]
 
     def times(self) -> list[IterationTime]:
-        """Where the time of the kept iterations went, as of the rows that nodes have passed."""
+        """The timing of the kept iterations, from the rows that nodes have passed."""
         if self._times is None:
             last = last_phase(self.record.settings.rl_phase, self._phase_names)
             whole = (span for span in self._spans if span.iteration >= self._whole_from)
             self._times = iteration_times(row_times(whole), last)
         return self._times
 
-    # --- what follows from what was read ---
+    # --- derived state ---
 
     def is_here(self, rank: int) -> bool:
-        """Whether a rank's daemon runs (or ran) on this host, so that its process can be looked at."""
+        """Whether a rank's daemon runs (or ran) on this host, so that its process can be checked."""
         join = self.joins.get(rank)
         return join is not None and join.boot_id == self._boot and join.host == self._host
 
     def process_gone(self, rank: int) -> bool:
-        """Whether a rank's daemon is known to have ended, since this host has no such process."""
+        """Whether a rank's daemon has ended, because its process does not exist on this host."""
         if not self.is_here(rank):
             return False
         try:
@@ -157,21 +156,21 @@ class RunReader:
         return seen.beat
 
     def beat_age_s(self, rank: int, now: float) -> float | None:
-        """Seconds since a rank's heartbeat was seen to move; None where it was not yet seen to."""
+        """Seconds since a rank's heartbeat last advanced; None if no advance was seen yet."""
         seen = self.ledger.seen.get(rank)
         return max(0.0, now - seen.since) if seen is not None and seen.moved else None
 
     def watched_s(self, rank: int, now: float) -> float:
-        """Seconds for which we watched a rank's heartbeat without seeing it move, or without finding it."""
+        """Seconds for which this process watched a rank without an advance of its heartbeat, or without finding one."""
         seen = self.ledger.seen.get(rank)
         if seen is None or self.beat(rank) is None:
             return max(0.0, now - self.joined_since.get(rank, now))
         return max(0.0, now - seen.since)
 
     def waited_s(self, now: float) -> tuple[float, bool] | None:
-        """How long the row's barrier has been waited for, since its first member was done; None: nobody waits.
+        """How long members have been waiting at the row's barrier, since the first was done; None: nobody is waiting.
 
-        True: exact, by this host's clock, since all who wait are here. False: as long as this process has seen it.
+        True: exact by this host's clock, because all waiting members are on this host. False: only since this process noticed it.
         """
         if not self.arrived:
             return None
@@ -182,7 +181,7 @@ class RunReader:
         return max(0.0, now - min(self.arrived_since.values(), default=now)), False
 
     def unsure(self) -> list[int]:
-        """The ranks that claim to live, but whose heartbeat was not seen to move and whose process may well be there."""
+        """The ranks whose heartbeat has not advanced yet, although they have not ended and their process may exist."""
         ranks = []
         for rank in {*self.joins, *self.ledger.seen}:
             beat, seen = self.beat(rank), self.ledger.seen.get(rank)
@@ -223,7 +222,7 @@ class RunReader:
 
     def _read_journals(self) -> list[Event]:
         fresh: deque[Event] = deque(maxlen=MAX_EVENTS)
-        # Several nodes report the same thing and the first report counts, so the order must always be the same.
+        # Several nodes report the same event and the first report counts, so the order must be deterministic.
         starts = {name: names.JOURNAL.parse(name) for name in sorted(self._store.names(self.paths.events))}
         journals = {name: start for name, start in starts.items() if start is not None}
         for name, start in journals.items():
@@ -232,7 +231,7 @@ class RunReader:
             journal, spans = self._journals[name]
             for event in journal.read():
                 if journal.shortened and event.name in FREQUENT and name not in self._begun:
-                    # What was left out of this journal may reach into this iteration. The next one is whole.
+                    # The skipped part of this journal may extend into this iteration; the next one is complete.
                     self._whole_from = max(self._whole_from, event.iteration + 1)
                     self._begun.add(name)
                 self._take(event, spans)
@@ -241,14 +240,14 @@ class RunReader:
         return sorted(fresh, key=lambda event: event.at)
 
     def _journal(self, name: str, start: names.StartName, journals: int) -> JournalReader:
-        # The node's join names its clock. While that cannot be read, nobody else's times are compared with this node's.
+        # The node's join record identifies its clock. Until it is readable, do not compare this node's times with others.
         clock = self._clocks.get(start) or f"journal {name}"
         most = None if self.newest_bytes is None else max(LEAST_BYTES, self.newest_bytes // journals)
         leads = self.newest is not None and start.rank == self.newest.leader
         return JournalReader(self.paths.events / name, clock, most, with_past=self.all_pasts or leads)
 
     def _take(self, event: Event, spans: SpanReader) -> None:
-        """Hand the event to everything that keeps something of it."""
+        """Pass the event to all collectors."""
         ended = spans.feed(event)
         if ended is not None:
             self._spans.append(ended)
@@ -279,7 +278,7 @@ class RunReader:
         self.ledger = self.ledger.observe(beats, now, now, BLIND_S)
 
     def _read_arrivals(self, now: float) -> None:
-        """Who is done with the row that the run is in, as the members' facts in the row's folder say."""
+        """The members that are done with the current row, according to the facts in the row's folder."""
         if self.newest is None or self.position[0] != self.newest.number:
             self.arrived, self.arrived_since = frozenset(), {}
             return
@@ -293,12 +292,12 @@ class RunReader:
 
 
 def load_record(log_path: Path) -> runrecord.RunRecord:
-    """The record of the run there. Raises UsageError, in words for those who only look."""
+    """The run's record. Raises UsageError with a message for read-only commands."""
     try:
         there = runrecord.exists(log_path)
     except OSError as error:
         raise UsageError(f"no run at {log_path}: {error.strerror or error}") from None
     if not there:
-        why = "there is no run.json" if log_path.is_dir() else "there is no such directory"
-        raise UsageError(f"no run at {log_path}: {why}; name a run's directory with --log-path")
+        why = "no run.json" if log_path.is_dir() else "no such directory"
+        raise UsageError(f"no run at {log_path}: {why}; select a run directory with --log-path")
     return runrecord.load(log_path)

@@ -1,4 +1,4 @@
-"""Where a run is and how its nodes are doing: what `fsbarrier status` prints and the live view shows."""
+"""The status of a run and its nodes, as shown by `fsbarrier status` and the live view."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from fsbarrier.view.node_status import ALIVE, WATCHED_BEATS, NodeStatus, PhaseAt
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.timings import IterationTime, together
 
-#: While heartbeats are watched, the seconds between two looks.
+#: polling interval while watching heartbeats
 LOOK_S = 0.05
 
-#: Of how many iterations `status` knows the times.
+#: number of iterations whose timings `status` keeps
 KEPT_ITERATIONS = 50
-#: How many bytes at the ends of the journals are read whole at the first look: for `status` and `top`, which show the present and a few
-#: iterations, and for reports, whose tables have many. With 64 nodes this comes to 3 and 100 iterations.
+#: How much of the end of the journals to read on the first poll: for `status` and `top`, which show only a few iterations, and for reports,
+#: whose tables have many. With 64 nodes this is about 3 and 100 iterations.
 STATUS_BYTES = 2 << 20
 REPORT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A barrier that some have reached: whom it waits for, and for how long (None: unknown)."""
+    """A barrier that some members have reached: the missing members, and the waiting time (None: unknown)."""
 
     node_ranks: tuple[int, ...]
     for_s: float | None
@@ -38,7 +38,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """A run as it is now. `iterations`: the last one asked for; None: endless. `exit_code`: None while the run may go on."""
+    """The current state of a run. `iterations`: the last requested; None: endless. `exit_code`: None while the run is active."""
 
     # running | stalled | finished | stopped | broken
     state: str
@@ -61,11 +61,11 @@ class RunStatus:
 
     @property
     def finished_times(self) -> list[IterationTime]:
-        """Of the iterations that are whole."""
+        """The timings of the complete iterations."""
         return [one for one in self.times if one.complete]
 
     def to_json(self) -> dict[str, object]:
-        """What `fsbarrier status --json` prints."""
+        """The output of `fsbarrier status --json`."""
         body = asdict(self)
         del body["times"]
         totals = together(self.finished_times[-1:]).phases
@@ -84,9 +84,9 @@ class RunStatus:
 
 
 def read_status(log_path: Path, *, watch: bool = True) -> RunStatus:
-    """Look at a run. `watch`: until every heartbeat has moved, or for one and a half beats, to tell who lives.
+    """Read the status of a run. `watch`: wait until every heartbeat has advanced, at most 1.5 beats, to see which nodes are alive.
 
-    Raises UsageError where there is no run.
+    Raises UsageError if there is no run.
     """
     reader = status_reader(log_path)
     began = time.monotonic()
@@ -100,20 +100,19 @@ def read_status(log_path: Path, *, watch: bool = True) -> RunStatus:
 
 
 def status_reader(log_path: Path) -> RunReader:
-    """A reader of where a run is now. Raises UsageError where there is no run."""
+    """A reader for the current state of a run. Raises UsageError if there is no run."""
     return RunReader(log_path, KEPT_ITERATIONS, STATUS_BYTES, all_pasts=False)
 
 
 def look_once(log_path: Path) -> tuple[RunReader, RunStatus]:
-    """A run as it is at this moment and as it was, its status included. Raises UsageError where there is no run."""
+    """A reader with the history of a run, and its status. Raises UsageError if there is no run."""
     reader = RunReader(log_path, newest_bytes=REPORT_BYTES)
     reader.poll(time.monotonic())
     return reader, status_of(reader, time.monotonic(), one_look=True)
 
 
 def status_of(reader: RunReader, now: float, *, one_look: bool = False) -> RunStatus:
-    """The status from what `reader` has seen so far. `one_look`: it has looked for a moment only, so how long *it* has seen
-    somebody wait says nothing."""
+    """The status according to `reader`. `one_look`: it has polled only once, so the waiting times it observed are meaningless."""
     newest, (number, iteration, phase) = reader.newest, reader.position
     num_nodes = reader.settings.num_nodes
     ranks = sorted({*range(num_nodes), *reader.joins, *reader.ledger.seen})
@@ -147,14 +146,14 @@ def _last_iteration(reader: RunReader) -> int | None:
 
 
 def _state(reader: RunReader, nodes: tuple[NodeStatus, ...]) -> tuple[str, int | None]:
-    """The state of the run, and its exit code where it has ended."""
+    """The state of the run, and its exit code if it has ended."""
     newest = reader.newest
     if newest is not None and newest.verdict is not None and all(node.state != "joining" for node in nodes):
         return ("broken" if newest.verdict.exit_code else "stopped"), newest.verdict.exit_code
     if any(node.state in ALIVE for node in nodes):
         return "running", None
     members = [node for node in nodes if newest is not None and node.node_rank in newest.ranks]
-    # Before the run began nobody is a member yet, and a node that never came says nothing.
+    # Before the run began there are no members yet; ignore nodes that never started.
     members = members or [node for node in nodes if node.state != "absent"]
     ended = [node for node in members if node.state in GONE]
     if any(node.state == "finished" for node in ended):
@@ -194,7 +193,7 @@ def _waiting(
 
 
 def _files(reader: RunReader, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
-    """What there is to look at, by what it is."""
+    """Paths of interest, by name."""
     paths = reader.paths
     named = {
         "run": paths.root,
@@ -223,11 +222,11 @@ def _newest_merged(folder: Path) -> Path | None:
     return max(merged, key=merged.__getitem__, default=None)
 
 
-# --- what is wrong --------------------------------------------------------------------------------------------------------
+# --- problems -------------------------------------------------------------------------------------------------------------
 
 
 def problems(reader: RunReader, nodes: Sequence[NodeStatus], state: str) -> list[str]:
-    """What a person should know, the worst first; one line each. A line that begins with a blank is a program's output."""
+    """Problems, one line each, the worst first. A line that begins with a blank is a program's output."""
     found = []
     verdict = reader.newest.verdict if reader.newest is not None else None
     if verdict is not None and state == "broken":
@@ -237,7 +236,7 @@ def problems(reader: RunReader, nodes: Sequence[NodeStatus], state: str) -> list
         if node.state == "absent" and reader.newest is None:
             found.append(f"{name} has not been started yet")
         elif node.state == "suspected":
-            found.append(f"{name}: no heartbeat while it was watched for {duration(node.silent_s or 0.0)}")
+            found.append(f"{name}: no heartbeat in {duration(node.silent_s or 0.0)} of watching")
         elif node.state == "lost":
             found.append(f"{name} is lost: {_why_lost(reader, node)}")
     if state != "broken" or verdict is None:
@@ -245,22 +244,22 @@ def problems(reader: RunReader, nodes: Sequence[NodeStatus], state: str) -> list
     if state in ("running", "stalled") or (state == "broken" and reader.newest and verdict is None):
         found += _failures(reader)
     if state == "stalled" and nodes and all(node.state in ("lost", "left", "absent") for node in nodes):
-        found.append("no node of this run is alive; started again, it goes on where it was")
+        found.append("no node of this run is alive; start it again to resume")
     found += [one_line(fault) for fault in reader.faults]
     return list(dict.fromkeys(found))
 
 
 def _why_lost(reader: RunReader, node: NodeStatus) -> str:
-    """How it is known that a node is lost: the others found out, or its process is not there."""
+    """Why a node is considered lost: reported by other nodes, or its process is gone."""
     member = reader.newest is not None and reader.newest.incarnation_of(node.node_rank) == node.incarnation
     known = [loss.why for loss in reader.history.losses if loss.node_rank == node.node_rank]
     if known and not member:
         return known[-1]
-    return f"process {node.pid} is gone" if reader.process_gone(node.node_rank) else "no news"
+    return f"process {node.pid} is gone" if reader.process_gone(node.node_rank) else "no heartbeat"
 
 
 def _early_endings(reader: RunReader, nodes: Sequence[NodeStatus]) -> list[str]:
-    """Why nodes left before the run's end, each reason once."""
+    """The reasons why nodes left before the run's end, each once."""
     reasons: dict[str, list[int]] = {}
     for node in nodes:
         ending = reader.history.endings.get(node.node_rank)
@@ -272,7 +271,7 @@ def _early_endings(reader: RunReader, nodes: Sequence[NodeStatus]) -> list[str]:
 
 
 def _failures(reader: RunReader) -> list[str]:
-    """The programs that failed in the iteration under way, each once, with what they wrote last."""
+    """The programs that failed in the current iteration, each once, with their last log lines."""
     failures = [one for one in reader.history.failures if one.iteration == reader.position[1]]
     latest = {(one.node_rank, one.phase): one for one in failures}
     found = []

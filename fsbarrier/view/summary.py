@@ -1,4 +1,4 @@
-"""The summary at a run's end: reward per iteration, time per phase, coordination's share, what happened, where the files are."""
+"""The summary at a run's end: rewards, time per phase, coordination overhead, notable events, file locations."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from fsbarrier.view.terminal_lines import (
 )
 from fsbarrier.view.timings import IterationTime, together
 
-#: How many of the newest iterations and events are listed.
+#: number of recent iterations and events to list
 NEWEST = 12
-#: Phases below this share of an iteration are put into one row, where there are three or more of them.
+#: three or more phases below this share of an iteration are combined into one row
 SHORT_SHARE = 0.005
 NOTABLE = frozenset({"node_lost", "node_recovered", "work_failed", "left_generation", "generation_started"})
 FILES = {
@@ -44,14 +44,14 @@ FILES = {
 
 
 def print_summary(log_path: Path, output: Console | None = None) -> None:
-    """What came of a run: rewards, times, what happened, where the files are. Raises UsageError where there is no run."""
+    """The summary of a run. Raises UsageError if there is no run."""
     console = output or Console(highlight=False)
     reader, status = look_once(log_path)
     print_parts(_sections(status, reader, min(console.width, 100)), console)
 
 
 def print_parts(parts: Iterator[RenderableType], console: Console) -> None:
-    """Print one after the other; a line that is too long (a path) stays one line, so that it can be copied."""
+    """Print the parts. Long lines, such as paths, are not wrapped, so that they can be copied."""
     for part in parts:
         console.print(part, soft_wrap=not isinstance(part, Table))
 
@@ -82,7 +82,7 @@ def _sections(status: RunStatus, reader: RunReader, width: int) -> Iterator[Rend
 
 
 def _headline(status: RunStatus, finished: Sequence[IterationTime]) -> Text:
-    # Only the newest part of a long run's journals was read, and the headline says so.
+    # Only the newest part of a long run's journals was read; say so in the headline.
     newest = "the newest " if finished and finished[0].iteration > 1 else ""
     took = f" in {duration(together(finished).seconds)}" if finished else ""
     nodes = counted(status.num_nodes, "node")
@@ -95,7 +95,7 @@ def _headline(status: RunStatus, finished: Sequence[IterationTime]) -> Text:
 
 
 def _rewards(status: RunStatus, finished: Sequence[IterationTime]) -> Table:
-    """A row an iteration; the bar is of the held-out reward where there is one."""
+    """A row per iteration; the bar shows the held-out reward if there is one."""
     seconds = {one.iteration: duration(one.seconds) for one in finished}
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("iteration", justify="right")
@@ -120,7 +120,7 @@ def _rewards(status: RunStatus, finished: Sequence[IterationTime]) -> Table:
 
 
 def _unjudged(reader: RunReader, width: int) -> list[Text]:
-    """How many trajectories have no reward, because the reward function or the agent failed. No mean counts them: only this shows them."""
+    """The number of trajectories without a reward, because the reward function or the agent failed. The means do not include them."""
     history = reader.history
     events = [*history.reports("rolled_out").values(), *history.reports("evaluated").values()]
     counts = {
@@ -133,7 +133,7 @@ def _unjudged(reader: RunReader, width: int) -> list[Text]:
 
 
 def _phases(finished: Sequence[IterationTime], width: int) -> Table:
-    """Seconds a phase took in the mean of the iterations, with bars."""
+    """Mean seconds per phase, with bars."""
     totals = together(finished).phases
     whole = sum(totals.values()) or 1.0
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
@@ -161,13 +161,13 @@ def _coordination(finished: Sequence[IterationTime], width: int) -> list[Text]:
     total = together(finished)
     mean = duration(total.coordination_s / len(finished))
     about = "" if total.exact else " (by the hosts' wall clocks)"
-    cut = f"; {duration(total.cut_short_s)} in phases that were cut short" if total.cut_short_s else ""
-    text = f"{percent(total.share)} of the time: {mean} an iteration{about}{cut}"
+    cut = f"; {duration(total.cut_short_s)} in aborted phases" if total.cut_short_s else ""
+    text = f"{percent(total.share)} of the time: {mean} per iteration{about}{cut}"
     return wrapped(("coordination ", ""), text, "bold", width, most=3)
 
 
 def _happened(reader: RunReader, width: int) -> list[Text]:
-    """The unusual events: nodes lost and back, programs that failed."""
+    """Notable events: lost and returned nodes, failed programs."""
     events = []
     for event in reader.history.newest_events():
         usual = event.name == "generation_started" and event.text("reason") == "start"
@@ -192,7 +192,7 @@ def _files(status: RunStatus) -> Iterator[Text]:
 
 
 def _typed(path: str) -> str:
-    """The path as a person here would type it: relative where that is shorter and goes nowhere up."""
+    """The path as a user would type it: relative if that is shorter and does not contain `..`."""
     try:
         relative = os.path.relpath(path)
     except (OSError, ValueError):

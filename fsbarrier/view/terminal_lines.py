@@ -1,6 +1,6 @@
-"""What the terminal shows of a run besides the table of its nodes: header, problems, reward curves, times, events. As rich texts.
+"""The parts of the terminal views other than the node table: header, problems, reward curves, timings, events, as rich texts.
 
-Each text is one line that is cut at the given width. Control characters in what came from files are removed.
+Each text is one line, truncated at the given width, without control characters.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ EVENT_STYLE = {
     "rolled_out": TRAIN,
     "generation_started": "bold",
 }
-#: The height of a reward curve stands for at least this share of the largest reward, so that noise does not look like a rise.
+#: A reward curve spans at least this share of the largest reward, so that noise does not look like progress.
 LEAST_RANGE = 0.25
 
 
 def line(*parts: str | tuple[str, str] | Text) -> Text:
-    """One line that is cut, not wrapped; a part is a text, or a text and its style."""
+    """One line that is truncated, not wrapped. A part is a text, or a text with its style."""
     return Text.assemble(*map(_safe, parts), no_wrap=True, overflow="ellipsis")
 
 
@@ -59,29 +59,29 @@ def _safe(part: str | tuple[str, str] | Text) -> str | tuple[str, str] | Text:
 
 
 def bar(share: float, cells: int, style: str) -> Text:
-    """A bar of which `share`, 0 to 1, is filled."""
+    """A bar filled to `share` (0 to 1)."""
     filled = round(max(0.0, min(1.0, share)) * cells)
     return line(("━" * filled, style), ("─" * (cells - filled), "dim"))
 
 
 def spread(left: Text, right: Text, width: int) -> Text:
-    """Two texts at the ends of a line; without room for both, only the left one."""
+    """A left- and a right-aligned text on one line; only the left one if there is not enough room."""
     gap = width - cell_len(left.plain) - cell_len(right.plain)
     return left if gap < 2 or not right.plain else line(left, " " * gap, right)
 
 
 def wrapped(lead: tuple[str, str], text: str, style: str, width: int, most: int) -> list[Text]:
-    """`text` behind `lead`, wrapped into at most `most` lines that are indented as deep."""
+    """`text` after `lead`, wrapped into at most `most` lines with a hanging indent."""
     indent = cell_len(lead[0])
     rows = textwrap.wrap(text, max(20, width - indent), max_lines=most, placeholder=" …") or [""]
     return [line(lead if number == 0 else " " * indent, (row, style)) for number, row in enumerate(rows)]
 
 
-# --- where the run is -----------------------------------------------------------------------------------------------------
+# --- position -------------------------------------------------------------------------------------------------------------
 
 
 def header(status: RunStatus, width: int, elapsed_s: float | None = None) -> list[Text]:
-    """Two lines: which run, in which state; where in it."""
+    """Two lines: the run and its state; its position."""
     mark = "●" if status.state in ("running", "stalled") else "■"
     state = (f"{mark} {status.state}", STATE_STYLE.get(status.state, ""))
     left = line(("fsbarrier ", "bold"), f"{one_line(status.program)}  ", state)
@@ -95,9 +95,7 @@ def _place(status: RunStatus) -> tuple[Text, Text]:
         joined = f"{seen} of {counted(status.num_nodes, 'node')}"
         waits = status.state in ("running", "stalled")
         text = (
-            f"waiting for the nodes: {joined} joined"
-            if waits
-            else f"ended before it began: {joined} had joined"
+            f"waiting for nodes: {joined} joined" if waits else f"ended before it began: {joined} had joined"
         )
         return line(text), line()
     of = f" of {status.iterations}" if status.iterations is not None else ""
@@ -116,18 +114,18 @@ def _place(status: RunStatus) -> tuple[Text, Text]:
 
 
 def waiting_line(status: RunStatus) -> list[Text]:
-    """Whom a barrier waits for, once that is worth a line."""
+    """The nodes that a barrier is waiting for, if it has been waiting long enough to be worth a line."""
     waiting = status.waiting_for
     if waiting is None or (waiting.for_s is not None and waiting.for_s < 1.0):
         return []
     many = "nodes" if len(waiting.node_ranks) > 1 else "node"
     since = f" for {duration(waiting.for_s)}" if waiting.for_s is not None else ""
     what = f"phase {status.phase.index}" if status.phase is not None else "the start"
-    return [line((f"{what} waits for {many} {ranks(waiting.node_ranks)}{since}", "yellow"))]
+    return [line((f"{what} is waiting for {many} {ranks(waiting.node_ranks)}{since}", "yellow"))]
 
 
 def problem_lines(status: RunStatus, width: int, most: int) -> list[Text]:
-    """What a person should know, the worst first, in at most `most` lines. The last lines of a failed program are indented."""
+    """Problems, the worst first, in at most `most` lines. Log lines of a failed program are indented."""
     style = "bold red" if status.state == "broken" else "yellow"
     found: list[Text] = []
     for problem in status.problems:
@@ -140,7 +138,7 @@ def problem_lines(status: RunStatus, width: int, most: int) -> list[Text]:
 
 
 def reward_lines(rewards: Sequence[Rewards], width: int, so_far: float | None = None) -> list[Text]:
-    """Up to two lines: the curves of train and held-out reward with first and last value."""
+    """Up to two lines: sparklines of training and held-out reward with first and last value."""
     train: list[float | None] = [one.train for one in rewards]
     if so_far is not None:
         train.append(so_far)
@@ -163,7 +161,7 @@ def reward_lines(rewards: Sequence[Rewards], width: int, so_far: float | None = 
 
 
 def reward_so_far(status: RunStatus) -> float | None:
-    """The mean reward of the train rollouts under way, by how much each node has done."""
+    """The mean reward of the current training rollout, weighted by each node's progress."""
     if status.phase is None or status.phase.name != phase_names.TRAIN_ROLLOUT:
         return None
     total, done_by_all = 0.0, 0.0
@@ -176,7 +174,7 @@ def reward_so_far(status: RunStatus) -> float | None:
 
 
 def time_line(times: Sequence[IterationTime], width: int) -> list[Text]:
-    """Where the time of the last whole iteration went."""
+    """The timing of the last complete iteration."""
     last = next((one for one in reversed(times) if one.complete), None)
     if last is None:
         return []
@@ -192,7 +190,7 @@ def time_line(times: Sequence[IterationTime], width: int) -> list[Text]:
 
 
 def event_lines(events: Iterable[Event], most: int) -> list[Text]:
-    """The newest events in plain words, the newest last."""
+    """The latest events, the newest last."""
     if most <= 0:
         return []
     worded = [(event, text) for event in events if (text := event_text(event)) is not None]

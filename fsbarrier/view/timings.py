@@ -1,13 +1,13 @@
-"""What the journals say about time: how long each phase took, and how much of it was coordination. Pure arithmetic.
+"""Computes from the journals how long each phase took and how much of that was coordination. Pure.
 
-A row (one phase of one iteration under one generation) lasts from the moment when its last member was in it to the moment when
-the last member was in the next row. It falls into two parts:
+A row (one phase of one iteration under one generation) lasts from the time its last member entered it until the last member entered the
+next row. It has two parts:
 
-    last member in row k ---- work ----> last member done with its work ---- coordination ----> last member in row k + 1
+    last member enters row k ---- work ----> last member done with its work ---- coordination ----> last member enters row k + 1
 
-so that work and coordination of an iteration's rows add up to the time the iteration took. A member without work is done when it
-enters. On one host all members share a monotonic clock; over several hosts their wall clocks are compared, for display only,
-and coordination is as exact as those agree.
+so work and coordination of all rows add up to the duration of the iteration. A member without work is done when it enters. On one host all
+members share a monotonic clock. Across hosts their wall clocks are compared, for display only, and coordination is only as accurate as
+those.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from fsbarrier.rundir.journal import Event
 from fsbarrier.rundir.phase_time import PhaseTime
 
-#: a row was passed; its attempt was ended (by a new generation, a signal); the journal goes no further
+#: the row was passed; the row was aborted (new generation, signal); the journal ends in the row
 PASSED, CUT_SHORT, OPEN = "passed", "cut short", "open"
 NO_TIME = PhaseTime()
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One node's time in one row, by its own monotonic clock; `began_at` is when, by its wall clock.
+    """One node's time in one row, by its own monotonic clock; `began_at`: the start by its wall clock.
 
-    `done_s`: when its work was done (its entry where it had none); None where that is not known. `time`: where the time went, as far as
-    the journal says. `failed`: its program failed.
+    `done_s`: when its work was done (its entry if it had none); None: unknown. `time`: the parts of the time, as far as the journal
+    records them. `failed`: its program failed.
     """
 
     node_rank: int
@@ -52,7 +52,7 @@ class Span:
     def going_on(
         self, ended_s: float, done_s: float | None, time: PhaseTime, outcome: str, failed: bool
     ) -> Span:
-        # A report makes a million of these, and `dataclasses.replace` would take half of its time.
+        # A report creates a million of these; `dataclasses.replace` would take half of the time.
         where = self.node_rank, self.generation, self.iteration, self.phase, self.phase_name, self.clock
         return Span(*where, self.began_at, self.began_s, ended_s, done_s, time, outcome, failed)
 
@@ -62,7 +62,7 @@ class Span:
 
     @property
     def wall_offset(self) -> float:
-        """What makes this node's monotonic times wall times."""
+        """The offset from this node's monotonic clock to wall-clock time."""
         return self.began_at - self.began_s
 
     @property
@@ -72,13 +72,13 @@ class Span:
 
 
 class SpanReader:
-    """Makes spans of one journal's events, in their order. `open`: of the row that the node is in."""
+    """Converts one journal's events, in order, to spans. `open`: the span of the current row."""
 
     def __init__(self) -> None:
         self.open: Span | None = None
 
     def feed(self, event: Event) -> Span | None:
-        """Take in the next event; gives the span that it ended, if any."""
+        """Process the next event; returns the span that it ended, if any."""
         span = self.open
         if event.name == "phase_started":
             self.open = Span(
@@ -113,14 +113,14 @@ def _passed(span: Span, event: Event) -> Span:
         waited_s = event.number("waited_s")
         done_s = event.mono_s - (time.wait_s if waited_s is None else waited_s)
     elif done_s is None and event.number("seconds") is not None:
-        # A row with work whose members were done at once.
+        # A row whose work took no time.
         time = PhaseTime.read(event.fields)
         done_s = event.mono_s
     return span.going_on(event.mono_s, done_s, time.within(seconds), PASSED, span.failed)
 
 
 def _going_on(span: Span, event: Event) -> Span:
-    """The span of a row that is under way, after one more event in it."""
+    """The span of the current row, updated by one more event."""
     ended_s = max(span.ended_s, event.mono_s)
     if event.name not in ("work_finished", "work_failed"):
         return span.going_on(ended_s, span.done_s, span.time, OPEN, span.failed)
@@ -130,7 +130,7 @@ def _going_on(span: Span, event: Event) -> Span:
 
 
 def read_spans(journals: Iterable[Iterable[Event]]) -> list[Span]:
-    """The spans of whole journals; the row a journal ends in is OPEN."""
+    """The spans of complete journals; the row in which a journal ends is OPEN."""
     spans = []
     for events in journals:
         reader = SpanReader()
@@ -142,10 +142,10 @@ def read_spans(journals: Iterable[Iterable[Event]]) -> list[Span]:
 
 @dataclass(frozen=True, slots=True)
 class RowTime:
-    """One phase of one iteration under one generation, over all members. Seconds; `began_at` is a wall-clock time.
+    """One phase of one iteration under one generation, over all members. In seconds; `began_at`: wall-clock time.
 
-    `coordination_s` is None where the row was not passed (yet); `cut_short`: nor will it be, under this generation.
-    `last_rank`: the member that all others waited for. `exact`: all times are of one clock.
+    `coordination_s`: None if the row was not passed (yet); `cut_short`: the row was aborted. `last_rank`: the member that all others
+    waited for. `exact`: all times are from one clock.
     """
 
     generation: int
@@ -187,7 +187,7 @@ def _row(spans: Sequence[Span], following: Sequence[Span], exact: bool) -> RowTi
 
     first = spans[0]
     began = max(on_axis(span, span.began_s) for span in spans)
-    # One member passed the row, so all were done with it, even one whose journal ends before.
+    # If one member passed the row, all were done with it, even one whose journal ends earlier.
     passed = any(span.outcome == PASSED for span in spans)
     if passed and following:
         ended = max(on_axis(span, span.began_s) for span in following)
@@ -212,10 +212,10 @@ def _row(spans: Sequence[Span], following: Sequence[Span], exact: bool) -> RowTi
 
 @dataclass(frozen=True, slots=True)
 class IterationTime:
-    """Where one iteration's time went, over all generations that worked on it. Seconds.
+    """The timing of one iteration, over all generations that worked on it. In seconds.
 
-    `phases`: (index, name) -> seconds, work and coordination together; `work`: without coordination. `cut_short_s`: of
-    `seconds`, spent in rows that a new generation had to begin again or to go on with. `complete`: its last row was passed.
+    `phases`: (index, name) -> seconds, including coordination; `work`: without coordination. `cut_short_s`: the part of `seconds` spent in
+    aborted rows. `complete`: its last row was passed.
     """
 
     iteration: int
@@ -235,7 +235,7 @@ class IterationTime:
 
 
 def iteration_times(run_rows: Iterable[RowTime], last_phase: int | None = None) -> list[IterationTime]:
-    """The iterations in order. `last_phase`: the row that ends an iteration; None: the highest that was ever seen."""
+    """The iterations in order. `last_phase`: the last row of an iteration; None: the highest one seen."""
     by_iteration: dict[int, list[RowTime]] = defaultdict(list)
     for row in run_rows:
         by_iteration[row.iteration].append(row)
@@ -268,7 +268,7 @@ def iteration_times(run_rows: Iterable[RowTime], last_phase: int | None = None) 
 
 
 def together(iterations: Sequence[IterationTime]) -> IterationTime:
-    """Several iterations as one, each of their times added up; `iteration` and `began_at` are those of the first."""
+    """The sum of several iterations; `iteration` and `began_at` are those of the first."""
     phases: dict[tuple[int, str], float] = defaultdict(float)
     work: dict[tuple[int, str], float] = defaultdict(float)
     for one in iterations:

@@ -1,6 +1,6 @@
-"""Where the nodes' time went in parts (start, load, work, save, wait), and what wasted most of it. Pure arithmetic on spans and rows.
+"""Splits the nodes' time into parts (start, load, work, save, wait) and finds the largest losses. Pure.
 
-A node's waiting in a row is of two kinds. Until the row's last member was done it waits for that one; what follows is coordination.
+A node's waiting time in a row has two parts: it waits for the row's last member until that one is done, and the rest is coordination.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from fsbarrier.rundir.phase_time import PhaseTime
 from fsbarrier.view.amounts import percent, ranks
 from fsbarrier.view.timings import CUT_SHORT, PASSED, RowTime, Span
 
-#: a cause that costs a smaller share of the time gets no sentence
+#: causes with a smaller share of the time are not reported
 LEAST = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What cost time. `kind`: start, load, save, wait, coordination or cut short; `for_rank`: who was waited for."""
+    """A cause of lost time. `kind`: start, load, save, wait, coordination or cut short; `for_rank`: the node that was waited for."""
 
     kind: str
     phase_name: str = ""
@@ -28,7 +28,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Seconds lost for one cause by some nodes, all of them together; `share` of these nodes' time, 0 to 1."""
+    """Total seconds that some nodes lost for one cause; `share`: of these nodes' time, 0 to 1."""
 
     cause: Cause
     node_ranks: tuple[int, ...]
@@ -53,15 +53,15 @@ def _what(cause: Cause) -> str:
         case "load":
             return f"loading for {cause.phase_name}"
         case "save":
-            return f"saving what {cause.phase_name} made"
+            return f"saving the results of {cause.phase_name}"
         case "cut short":
-            return f"{cause.phase_name}, which was cut short and begun again"
+            return f"{cause.phase_name}, which was aborted and restarted"
         case _:
-            return "coordination: seeing that all nodes are done"
+            return "coordination: detecting that all nodes are done"
 
 
 def wastes(spans: Iterable[Span], rows: Iterable[RowTime], most: int = 3) -> list[Waste]:
-    """What cost most time beside work, the largest first. Spans whose row is not among `rows` are left out."""
+    """The largest losses first. Ignores spans whose row is not in `rows`."""
     known = {(row.generation, row.iteration, row.phase): row for row in rows}
     whole: dict[int, float] = defaultdict(float)
     lost: dict[Cause, dict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -77,7 +77,7 @@ def wastes(spans: Iterable[Span], rows: Iterable[RowTime], most: int = 3) -> lis
     for cause, by_node in lost.items():
         seconds = sum(by_node.values())
         if seconds >= LEAST * everything > 0:
-            # Nodes that lost next to nothing are not named, and their time does not dilute the share.
+            # Omit nodes with a negligible loss, so that their time does not dilute the share.
             named = sorted(rank for rank, own in by_node.items() if own >= LEAST * whole[rank])
             of_these = sum(by_node[rank] for rank in named)
             if named:
@@ -87,7 +87,7 @@ def wastes(spans: Iterable[Span], rows: Iterable[RowTime], most: int = 3) -> lis
 
 
 def _losses(span: Span, row: RowTime) -> Iterable[tuple[Cause, float]]:
-    """A span's time that was no work, by cause."""
+    """A span's time other than work, by cause."""
     name = span.phase_name
     if span.outcome == CUT_SHORT and row.cut_short:
         return [(Cause("cut short", name), span.seconds)]
@@ -109,7 +109,7 @@ def _losses(span: Span, row: RowTime) -> Iterable[tuple[Cause, float]]:
 
 
 def parts_by_iteration(spans: Iterable[Span]) -> dict[tuple[int, int], PhaseTime]:
-    """(iteration, phase) -> where the time of a node went that passed it, in the mean of these nodes."""
+    """(iteration, phase) -> the parts of the time, averaged over the nodes that passed it."""
     sums: dict[tuple[int, int], PhaseTime] = defaultdict(PhaseTime)
     nodes: dict[tuple[int, int], set[int]] = defaultdict(set)
     for span in spans:
@@ -123,7 +123,7 @@ def parts_by_iteration(spans: Iterable[Span]) -> dict[tuple[int, int], PhaseTime
 def parts_by_phase(
     by_iteration: Mapping[tuple[int, int], PhaseTime], iterations: Collection[int]
 ) -> dict[int, PhaseTime]:
-    """phase -> where a node's time in it went, in the mean of these iterations."""
+    """phase -> the parts of a node's time, averaged over these iterations."""
     sums: dict[int, PhaseTime] = defaultdict(PhaseTime)
     for (iteration, phase), time in sorted(by_iteration.items()):
         if iteration in iterations:
