@@ -103,7 +103,7 @@ def _open_judge(kind: str, settings: JudgeSettings | None) -> Judge:
     from fsbarrier.rewards.judge import Judge
 
     if settings is None or not settings.url or not settings.model:
-        raise UsageError(f"reward.kind={kind}: asks a judge; give judge.url and judge.model")
+        raise UsageError(f"reward.kind={kind}: uses a judge, which needs judge.url and judge.model")
     return Judge(settings)
 
 
