@@ -500,9 +500,9 @@ def test_work_knows_the_joins_of_all_members(tmp_path: Path) -> None:
     observer.prepare()
     frozen.create(paths.join(1, 2), Join(1, 2, "b", 1, "boot"))
     generation = Generation(1, (Member(1, 2),), 1, Position(1, 0), "start")
-    assert observer.joins_of(generation)[1].host == "b"
+    assert observer.registry.joins_of(generation)[1].host == "b"
     with pytest.raises(OSError, match="cannot be read"):
-        observer.joins_of(Generation(1, (Member(0, 1),), 0, Position(1, 0), "start"))
+        observer.registry.joins_of(Generation(1, (Member(0, 1),), 0, Position(1, 0), "start"))
 
 
 def test_the_last_look_lists_the_generations_afresh(tmp_path: Path) -> None:
@@ -512,9 +512,9 @@ def test_the_last_look_lists_the_generations_afresh(tmp_path: Path) -> None:
     observer.prepare()
     generation = Generation(2, (Member(1, 2),), 1, Position(1, 0), "start")
     PosixStore().create(paths.generation(2), generation)
-    assert observer.newest is None and observer.newest_number() == 2
+    assert observer.newest is None and observer.registry.newest_number() == 2
     paths.generation(3).touch()
-    assert observer.newest_number() == 3
+    assert observer.registry.newest_number() == 3
 
 
 def test_two_requests_at_once_have_two_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,7 +547,10 @@ def test_work_is_told_the_addresses_of_the_start_that_is_a_member(tmp_path: Path
     observer.prepare()
     frozen.create(paths.join(1, 2), Join(1, 2, "new", 1, "boot"))
     assert observer.joins[1].host == "old"
-    assert observer.joins_of(Generation(1, (Member(1, 2),), 1, Position(1, 0), "start"))[1].host == "new"
+    assert (
+        observer.registry.joins_of(Generation(1, (Member(1, 2),), 1, Position(1, 0), "start"))[1].host
+        == "new"
+    )
 
 
 def test_a_heartbeat_under_the_name_of_another_start_is_none(tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ def test_most_looks_of_a_wait_list_the_row_and_nothing_else(monkeypatch: pytest.
     node.client.counted.clear()
     before = len(node.looks)
     node.until(node.now + 10.0)
-    row, counted = node.loop.observer.row, node.client.counted
+    row, counted = node.loop.observer.row.listing, node.client.counted
     assert row is not None
     looks = len(node.looks) - before
     assert counted["names", row.directory.name] == looks, "one listing a look"
@@ -265,9 +265,9 @@ def test_what_a_failing_look_has_seen_is_not_forgotten(monkeypatch: pytest.Monke
     node.until(30.0)
     node.others.create(cast(SimPath, PATHS.generation(2)), generation(2, (0, 1, 2), (1, 0)))
     # The generations are due to be listed, and the heartbeats are not.
-    while node.loop.observer.beats_due <= node.now:
+    while node.loop.observer.schedule.beats_due <= node.now:
         node.until(node.now + 0.001)
-    node.loop.observer._members_due = node.now
+    node.loop.observer.schedule.records_due = node.now
     list_names = node.client.names
 
     def failing(directory: SimPath) -> list[str]:

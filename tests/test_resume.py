@@ -12,6 +12,7 @@ from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import Paces
 from fsbarrier.node.resume import LastGeneration
+from fsbarrier.node.unreadable import must_read
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position
 from fsbarrier.protocol.state import ResumePoint, Rules
@@ -57,7 +58,7 @@ class Left:
 
     def leaders(self, phase: int) -> str:
         path = self.observer.row_dir(1, Position(1, phase)) / FACT.build(1, 0, "done")
-        return Observer(PosixStore(), self.observer.paths, RULES.table).must_read(path, Fact).status
+        return must_read(PosixStore(), path, Fact).status
 
 
 def test_what_old_listings_hide_is_found(tmp_path: Path) -> None:

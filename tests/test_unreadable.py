@@ -146,7 +146,7 @@ def test_a_stop_that_cannot_be_read_is_one_all_the_same(tmp_path: Path, name: st
     # It was there before this node started, so it was meant for an earlier session.
     (stops / "000009.json").write_bytes(b"torn")
     observer.prepare()
-    observer.learn_join(Join(0, 1, "host", 1, "boot"))
+    observer.registry.learn_join(Join(0, 1, "host", 1, "boot"))
     me = Node(0, 1, 0.0, started_as=1)
     (stops / name).write_bytes(b"torn")
     assert observer.view(me, 0.0).stop is None
@@ -221,7 +221,7 @@ def test_a_stop_of_another_user_that_this_one_may_not_read_ends_no_node_by_an_er
     forbidden.add("/stops/")
     observer = Observer(PosixStore(), RunPaths(tmp_path), RULES.table)
     observer.prepare()
-    observer.learn_join(Join(0, 1, "host", 1, "boot"))
+    observer.registry.learn_join(Join(0, 1, "host", 1, "boot"))
     me = Node(0, 1, 0.0, started_as=1)
     (tmp_path / "coordination" / "stops" / "000001.json").touch()
     assert observer.view(me, 0.0).stop is None

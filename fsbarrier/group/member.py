@@ -15,6 +15,8 @@ from pathlib import Path
 from fsbarrier.errors import Fenced, FsbarrierError, NodeError, OutOfStep, PeerLost, StoreError
 from fsbarrier.group.collective import Collective, CollectiveWork, Outcome, as_typed
 from fsbarrier.node.loop import NodeLoop
+from fsbarrier.node.row_watch import RowListing
+from fsbarrier.node.unreadable import must_read
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member
 from fsbarrier.protocol.membership import Ledger, Loss, live_joiners, losses
 from fsbarrier.protocol.state import Node, View
@@ -136,9 +138,8 @@ class GroupMember:
             live = live_joiners(observer.joins, observer.ledger, now, loop.rules.limits)
             members = node.generation.ranks if node.generation is not None else ()
             joiners = tuple(rank for rank in sorted(live) if rank not in members)
-        arrived = (
-            observer.row.arrived if self._row_is_seen(node) and observer.row is not None else frozenset()
-        )
+        row = self._listing()
+        arrived = row.arrived if row is not None else frozenset()
         self.snapshot = Snapshot(
             node, now, "", observer.ledger, observer.joins, arrived, joiners, outcome, failure
         )
@@ -155,8 +156,9 @@ class GroupMember:
             return self._with_objects(asked, now)
         lost: Loss | None = None
         if here:
-            if self._row_is_seen(node) and observer.row is not None and observer.row.call:
-                odd = self._out_of_step(asked, observer.row.names or ())
+            row = self._listing()
+            if row is not None and row.call:
+                odd = self._out_of_step(asked, row.names or ())
                 if odd is not None:
                     return odd
             lost = self._lost_before(asked)
@@ -176,12 +178,12 @@ class GroupMember:
         )
         return Outcome(asked, error=error)
 
-    def _row_is_seen(self, node: Node) -> bool:
-        """Whether the observer's listing is of the row that this node is in."""
-        row = self.loop.observer.row
+    def _listing(self) -> RowListing | None:
+        """The facts of the row that this node is in; None before the first look at it."""
+        node, row = self.loop.node, self.loop.observer.row.listing
         if row is None or node.generation is None:
-            return False
-        return (row.generation, row.position) == (node.generation.number, node.position)
+            return None
+        return row if (row.generation, row.position) == (node.generation.number, node.position) else None
 
     def _out_of_step(self, asked: Collective, names: Iterable[str]) -> Outcome | None:
         """The error of members that called different things, if these names of facts show such members."""
@@ -208,11 +210,11 @@ class GroupMember:
 
     def _lost_before(self, asked: Collective) -> Loss | None:
         """The first member that is lost and was not seen to come to the row of this call, which this node is in."""
-        observer, node = self.loop.observer, self.loop.node
-        known = self._nobody_lost
+        observer, known = self.loop.observer, self._nobody_lost
         if known[0] is asked and known[1] is observer.ledger and known[2] is observer.joins:
             return None
-        arrived = observer.row.arrived if self._row_is_seen(node) and observer.row is not None else ()
+        row = self._listing()
+        arrived = row.arrived if row is not None else ()
         lost = self._lost(member for member in asked.generation.members if member.rank not in arrived)
         self._nobody_lost = (asked, observer.ledger, observer.joins) if lost is None else (None, None, None)
         return lost
@@ -252,7 +254,7 @@ class GroupMember:
             else:
                 path = self._fact(asked, rank)
                 try:
-                    text = self.loop.observer.must_read(path, Fact).value["json"]
+                    text = must_read(self.loop.observer.store, path, Fact).value["json"]
                 except OSError as error:
                     return self._not_read(asked, rank, f"{path}: {error}", now)
             objects.append(json.loads(text or "null"))

@@ -126,7 +126,7 @@ class Daemon:
         self._changed_code = last.other_code(join) if last else []
         self.loop = NodeLoop(observer.store, observer, rules, self.jobs, join, self.events.write)
         self._polling = Polling(self.loop, wake)
-        suspect_s, known = settings.coordination.suspect_s, observer.debug_requests
+        suspect_s, known = settings.coordination.suspect_s, observer.stops.debug_requests
         self._debug = DebugReports(record.paths, rank, suspect_s, known, self._state_in_words)
         self.workplace.program_hangs = self._debug.program_hangs
 
@@ -238,7 +238,7 @@ class Daemon:
             self._looked_at = time.monotonic()
             busy = self._polling.look(self._looked_at)
             self._say_for_whom_it_waits(self._looked_at)
-            self._debug.look(self.loop.observer.debug_requests)
+            self._debug.look(self.loop.observer.stops.debug_requests)
             if self.jobs.unfit is not None:
                 raise self.jobs.unfit
             self._polling.pause(pauses, busy=busy, ended=lambda: self._signal is not None)

@@ -82,7 +82,7 @@ class Polling:
             self._busy_at = self._looked_at
         self._pause_s = pauses.first_s if busy else pauses.after(self._pause_s)
         waited_s = self._looked_at - self._busy_at
-        due_in_s = self._loop.observer.beats_due - self._looked_at
+        due_in_s = self._loop.observer.schedule.beats_due - self._looked_at
         pause_s = max(self._pause_s, LATENESS * waited_s)
         # The heartbeats are not due after a look that failed, and at once where the node wants to see everything anew.
         return min(pause_s, due_in_s) if due_in_s > 0 else self._pause_s

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsbarrier.node.observer import Observer
+from fsbarrier.node.unreadable import must_read
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Payload, Position
 from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.state import ResumePoint, Rules
@@ -186,7 +187,7 @@ class _Trail:
         key = self.generation.number, position
         if key not in self.known:
             try:
-                self.known[key] = self.observer.must_read(self._leaders(position), Fact)
+                self.known[key] = must_read(self.observer.store, self._leaders(position), Fact)
             except OSError:
                 if not self._was_kept(position):
                     raise _Behind from None

@@ -39,7 +39,7 @@ class Silence:
     ) -> Iterator[tuple[str, Payload]]:
         known, ledger = self._suspected, self.observer.ledger
         silent = silent_members(members, node.rank, ledger, node.since, now, suspect_s)
-        self.observer.suspecting = bool(silent)
+        self.observer.schedule.suspecting = bool(silent)
         for member in members if silent or known else ():
             suspect = {"suspect": member.rank, "host": member.host}
             if member in silent:

@@ -1,0 +1,74 @@
+"""How a node publishes its fact about a row, and publishes it again while it waits for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fsbarrier.node.collection import Collection
+from fsbarrier.node.observer import Observer
+from fsbarrier.protocol.codec import decode, encode
+from fsbarrier.protocol.facts import Fact
+from fsbarrier.protocol.state import Node, Part, Rules
+from fsbarrier.rundir.names import fact_name
+from fsbarrier.rundir.record_store import Store
+
+#: the pause before a fact is written again; each further pause is twice as long
+REPEAT_S = 5.0
+
+
+@dataclass
+class Publication:
+    """Writes this node's facts.
+
+    Some clients cache a directory listing until the directory's modification time changes, and that time may be coarse. Example: node 0
+    lists the row, and within the same second node 1's "done" appears. Node 0's client sees the same time and shows the old listing.
+    So a node that waits writes its fact again, which changes the time.
+    """
+
+    store: Store
+    observer: Observer
+    rules: Rules
+    collection: Collection
+    #: the fact that was published last
+    _fact: Fact | None = None
+    _repeat_at: float = float("inf")
+    _pause_s: float = REPEAT_S
+
+    def publish(self, node: Node, fact: Fact, now: float) -> None:
+        """Write this node's fact about the row that it is in. Raises OSError."""
+        self._write(node, fact)
+        self._fact, self._pause_s, self._repeat_at = fact, REPEAT_S, now + REPEAT_S
+
+    def repeat(self, node: Node, now: float, on_first: Callable[[Fact], None]) -> None:
+        """Write the fact again if the others are still awaited and that is due. The first time, call `on_first`. Raises OSError."""
+        if now < self._repeat_at or self._fact is None or node.part is not Part.ANNOUNCED:
+            return
+        self._write(node, self._fact, again=True)
+        if self._pause_s == REPEAT_S:
+            on_first(self._fact)
+        self._pause_s *= 2
+        self._repeat_at = now + self._pause_s
+
+    def _write(self, node: Node, fact: Fact, *, again: bool = False) -> None:
+        """The leader's fact is created and never replaced: a seal may lie under its name, and must stay.
+
+        What others read of a fact is flushed before the fact has its name. Example: after a loss of power only the name is left. All
+        members count as done, and the leader cannot read what its own work needs.
+        """
+        generation, position = node.place
+        row = self.rules.row(position, generation)
+        name = fact_name(position.iteration, node.rank, fact.status, row.call(fact.value))
+        path = self.observer.row_dir(generation.number, position) / name
+        leads = generation.leader == node.rank
+        if leads and position.phase == self.rules.span(generation.choices)[1]:
+            self.collection.open(generation, position.iteration + 1)
+        if leads and not row.transient:
+            if self.store.create(path, fact):
+                # The others read it as JSON, where a tuple is a list.
+                self.observer.row.created = path, decode(encode(fact), Fact)
+        elif not again and row.told_by_name(fact):
+            self.store.mark(path, fact)
+        else:
+            # A group's caller goes on without a member that lost power, so a transient row needs no flush.
+            self.store.put(path, fact, durable=not row.transient)

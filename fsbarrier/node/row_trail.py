@@ -1,0 +1,49 @@
+"""The rows that a node walks through in a generation: their folders, and the old facts that nobody needs once they are passed."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+
+from fsbarrier.node.collection import Collection
+from fsbarrier.node.observer import Observer
+from fsbarrier.protocol.facts import Generation, Position
+from fsbarrier.protocol.state import Entered
+from fsbarrier.rundir.record_store import Store
+
+
+@dataclass
+class RowTrail:
+    """Makes the folder of each row that the node enters, and remembers the rows that it has passed until `collect` cleans up."""
+
+    store: Store
+    observer: Observer
+    collection: Collection
+    #: the rows of this generation whose folder is there
+    _made: set[int] = field(default_factory=set)
+    #: the row that this node is in
+    _row: Position | None = None
+    #: the rows passed since the last `collect`, with the names that their folders showed
+    _passed: list[tuple[Generation, Position, list[str]]] = field(default_factory=list)
+
+    def enter(self, row: Entered) -> None:
+        """Raises OSError. Entering the same row again after an error changes nothing."""
+        if row.begins:
+            self._made.clear()
+            self._row = None
+            self.collection.begin(row.generation)
+        if row.position.phase not in self._made:
+            self.store.make_dir(self.observer.row_dir(row.generation.number, row.position))
+            self._made.add(row.position.phase)
+        if self._row != row.position:
+            if self._row is not None and not row.begins:
+                names = self.observer.row.names_in(row.generation, self._row)
+                self._passed.append((row.generation, self._row, names))
+            self._row = row.position
+
+    def collect(self, rank: int) -> None:
+        """Remove the facts that nobody needs any more. What cannot be removed now is removed an iteration later."""
+        passed, self._passed = self._passed, []
+        for generation, position, names in passed:
+            with contextlib.suppress(OSError):
+                self.collection.collect(rank, generation, position, names)
