@@ -19,7 +19,7 @@ from typing import cast
 
 from fsbarrier import files, run_command
 from fsbarrier.data import rankfiles
-from fsbarrier.data.merge import AggregateReport, OnProgress, Progress, merge
+from fsbarrier.data.merge import AggregateReport, MergeProgress, OnProgress, merge
 from fsbarrier.data.mergeplan import MergeRequest, Part, missing_text
 from fsbarrier.data.mergeranks import RanksMerged, RanksRequest, merge_ranks
 from fsbarrier.data.rankfiles import FoundFile
@@ -28,14 +28,14 @@ from fsbarrier.errors import UsageError
 from fsbarrier.printable import printable
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.evaluation import figures
-from fsbarrier.run_command import Command
+from fsbarrier.run_command import CommandModule
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision import worker_contract
 
-__all__ = ["AggregateReport", "Part", "Progress", "aggregate", "iter_trajectories", "load"]
+__all__ = ["AggregateReport", "MergeProgress", "Part", "aggregate", "iter_trajectories", "load"]
 
 SUMMARY = "Merge the trajectory files that the ranks wrote in one iteration, finished or not, into one file."
 EXAMPLE = "fsbarrier aggregate --log-path runs/default --iteration 5 --dry-run"
@@ -156,7 +156,7 @@ def _bar(name: str) -> Iterator[OnProgress]:
     bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
     task = bar.add_task(name, total=None)
 
-    def show(done: Progress) -> None:
+    def show(done: MergeProgress) -> None:
         # The total is not known earlier.
         if done.bytes_total >= BAR_FROM:
             bar.start()
@@ -210,7 +210,7 @@ def _print_outcome(split: str, merged: RanksMerged) -> None:
 # --- the worker -------------------------------------------------------------------------------------------------------
 
 
-def work(spec: JsonObject, settings: Settings, progress: worker_contract.Progress) -> dict[str, object]:
+def work(spec: JsonObject, settings: Settings, progress: worker_contract.ProgressWriter) -> dict[str, object]:
     """Merge according to the spec and return the report."""
     report = merge(MergeRequest.from_spec(spec), _shown_in(progress))
     success = spec.get("success")
@@ -220,10 +220,10 @@ def work(spec: JsonObject, settings: Settings, progress: worker_contract.Progres
     return {name: value for name, value in result.items() if name not in ("figures", "out", "fingerprint")}
 
 
-def _shown_in(shown: worker_contract.Progress) -> OnProgress:
+def _shown_in(shown: worker_contract.ProgressWriter) -> OnProgress:
     """A callback that reports the progress of the merge."""
 
-    def show(progress: Progress) -> None:
+    def show(progress: MergeProgress) -> None:
         shown.show(
             progress.trajectories,
             progress.trajectories_total,
@@ -240,7 +240,7 @@ def command_line(words: Sequence[str]) -> int:
     if words and words[0] == "--spec":
         return worker_contract.run_worker(work)
     # This module also implements the command `fsbarrier aggregate`.
-    return run_command.run("aggregate", words, lambda name: cast(Command, sys.modules[__name__]))
+    return run_command.run("aggregate", words, lambda name: cast(CommandModule, sys.modules[__name__]))
 
 
 if __name__ == "__main__":

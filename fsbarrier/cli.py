@@ -14,7 +14,7 @@ from typing import cast
 import fsbarrier
 from fsbarrier import run_command
 from fsbarrier.errors import UsageError
-from fsbarrier.run_command import Command
+from fsbarrier.run_command import CommandModule
 from fsbarrier.settings.sources import nearest
 
 #: Name -> summary, in the order in which a user needs them.
@@ -76,11 +76,11 @@ def overview() -> str:
     return "\n".join(lines) + "\n"
 
 
-def load_command(name: str) -> Command:
+def load_command(name: str) -> CommandModule:
     """Import the module of a command. Raises UsageError for an unknown one."""
     if name not in COMMANDS:
         hint = nearest(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
         raise UsageError(f"unknown command {name!r}{hint}")
     if importlib.util.find_spec(f"fsbarrier.commands.{name}") is None:
         raise UsageError(f"{name}: not part of this version ({fsbarrier.__version__})")
-    return cast(Command, importlib.import_module(f"fsbarrier.commands.{name}"))
+    return cast(CommandModule, importlib.import_module(f"fsbarrier.commands.{name}"))

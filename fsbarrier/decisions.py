@@ -18,7 +18,7 @@ from fsbarrier.protocol.facts import JsonObject, Payload
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class JsonRecord:
     """A record whose JSON keys are the names of its fields."""
 
     @classmethod
@@ -37,7 +37,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class PartGroups(Decision):
+class PartGroups(JsonRecord):
     """The groups of `tasks` in the part file at `path`: in its first `valid_bytes` bytes, or anywhere in it (None)."""
 
     path: str
@@ -46,7 +46,7 @@ class PartGroups(Decision):
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutDecision(Decision):
+class RolloutDecision(JsonRecord):
     """Which tasks an iteration rolls out, and which node begins with which: the decision of train_assign and of eval_decide."""
 
     split: str
@@ -107,7 +107,7 @@ NO_EVALUATION: Payload = {"evaluate": False}
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutReport(Decision):
+class RolloutReport(JsonRecord):
     """One node's rollouts. Without a `part` the node had nothing to do."""
 
     part: str = ""
@@ -122,7 +122,7 @@ class RolloutReport(Decision):
 
 
 @dataclass(frozen=True, slots=True)
-class MergeDecision(Decision):
+class MergeDecision(JsonRecord):
     """The merged trajectories of an iteration: the decision of train_aggregate, eval_rollout, and a closing iteration_end.
 
     Its other keys are the merge's own figures.
@@ -155,7 +155,7 @@ class MergeDecision(Decision):
 
 
 @dataclass(frozen=True, slots=True)
-class BatchDecision(Decision):
+class BatchDecision(JsonRecord):
     """The port on which the leader listens, and the training batch (batch_prepare)."""
 
     port: int
@@ -163,7 +163,7 @@ class BatchDecision(Decision):
 
 
 @dataclass(frozen=True, slots=True)
-class ReachReport(Decision):
+class ReachReport(JsonRecord):
     """Which of the leader's addresses one node has reached, and the trainer that it has kept (update_ready)."""
 
     reached: Sequence[str] = ()
@@ -171,7 +171,7 @@ class ReachReport(Decision):
 
 
 @dataclass(frozen=True, slots=True)
-class RendezvousDecision(Decision):
+class RendezvousDecision(JsonRecord):
     """Where torchrun's processes meet, and the trainer that all nodes have kept, "" for a new one (update_ready)."""
 
     master_addr: str
@@ -180,7 +180,7 @@ class RendezvousDecision(Decision):
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateDecision(Decision):
+class UpdateDecision(JsonRecord):
     """The folder of the new policy version (update)."""
 
     out: str

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from fsbarrier.decisions import BestPolicy, Decision, NeededVersions, PublishDecision
+from fsbarrier.decisions import BestPolicy, JsonRecord, NeededVersions, PublishDecision
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.protocol.facts import Join, Member, Payload
 from fsbarrier.protocol.rows import Row, Slice, Table
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fsbarrier.rundir.runrecord import TaskSource
     from fsbarrier.settings.sections import Settings
 
-D = TypeVar("D", bound=Decision)
+D = TypeVar("D", bound=JsonRecord)
 
 #: the phases of an RL iteration, by number: what status and the journal promise to show
 PHASE_NAMES = (

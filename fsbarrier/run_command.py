@@ -23,7 +23,7 @@ from fsbarrier.retry import FAILING
 from fsbarrier.settings.sources import nearest
 
 
-class Command(Protocol):
+class CommandModule(Protocol):
     """The interface of a module in fsbarrier/commands. --help shows SUMMARY and EXAMPLE."""
 
     SUMMARY: str
@@ -37,7 +37,7 @@ class Command(Protocol):
         """Run the command and return its exit code."""
 
 
-def run(name: str, arguments: Sequence[str], find_command: Callable[[str], Command]) -> int:
+def run(name: str, arguments: Sequence[str], find_command: Callable[[str], CommandModule]) -> int:
     """Run the command `name` and return its exit code. Never raises, except for a second Ctrl-C."""
     args: argparse.Namespace | None = None
     _open_missing_streams()
@@ -88,7 +88,7 @@ def one_line(message: str) -> str:
     return printable(re.sub(r"\s+", " ", message)).strip()
 
 
-def parse(command: Command, name: str, arguments: Sequence[str]) -> argparse.Namespace:
+def parse(command: CommandModule, name: str, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments of one command. Raises UsageError."""
     parser = Parser(
         prog=f"fsbarrier {name}",

@@ -77,7 +77,7 @@ def main() -> int:
 def bare_server(place: Path, model: Path, module: str, timeout_s: float) -> float:
     """Seconds until a server has answered with its first token."""
     settings = EngineSettings(dtype="float32", max_model_len=64)
-    plan = command.Plan(
+    plan = command.ServerPlan(
         python=sys.executable,
         model=inspect(model),
         settings=settings,

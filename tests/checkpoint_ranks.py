@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.node.job import Job
+from fsbarrier.node.job import RowJob
 from fsbarrier.node.state_upload import StateUpload
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.weights_copy import WeightsCopy
@@ -325,7 +325,7 @@ def follow(folder: Path, draw: random.Random, number: int) -> None:
         assert (checkpoints.newest_state(out) is None) == (rank == 0 or mode == "all")
         upload = StateUpload()
         upload.begin(out, kept(rank).of_version(out.name))
-        told = upload.wait(Job())
+        told = upload.wait(RowJob())
         assert [one["error"] for one in told] == ([""] if rank == 0 or mode == "all" else [])
     assert checkpoints.newest_state(out) == out.name
     check_files(out, dtype)

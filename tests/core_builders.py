@@ -13,7 +13,7 @@ from typing import Any
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Payload, Position, StopRequest
 from fsbarrier.protocol.membership import JOINING, Ledger, Limits, Seen
 from fsbarrier.protocol.rows import Row, Slice, Table
-from fsbarrier.protocol.state import Node, Part, ResumePoint, Rules, Stage, View, WorkReport
+from fsbarrier.protocol.state import Node, ResumePoint, RowPart, Rules, Stage, View, WorkReport
 
 #: the moment at which every row of the tests is looked at
 NOW = 1000.0
@@ -74,7 +74,7 @@ def waiting(rank: int = 0, *, for_s: float = 1.0, **fields: Any) -> Node:
     return Node(**{"rank": rank, "incarnation": 1, "since": NOW - for_s, "host": f"host{rank}", **fields})
 
 
-def at_row(rank: int, phase: int, part: Part = Part.EACH, *, iteration: int = 1, **fields: Any) -> Node:
+def at_row(rank: int, phase: int, part: RowPart = RowPart.EACH, *, iteration: int = 1, **fields: Any) -> Node:
     """A node of generation 1 in the row `phase`."""
     made: dict[str, Any] = {
         "rank": rank,
@@ -155,7 +155,9 @@ def failed(rank: int, error: str = "no memory", log: tuple[str, ...] = ()) -> di
     return {rank: Fact(rank, 1, "failed", {"error": error, "log": list(log)}, 1.0)}
 
 
-def worked(part: Part, value: Payload | None = None, *, ok: bool = True, seconds: float = 2.0) -> WorkReport:
+def worked(
+    part: RowPart, value: Payload | None = None, *, ok: bool = True, seconds: float = 2.0
+) -> WorkReport:
     return WorkReport(part, ok, value or {}, seconds)
 
 

@@ -33,7 +33,7 @@ from fsbarrier.protocol import machine
 from fsbarrier.protocol.codec import Fault
 from fsbarrier.protocol.facts import Member, Verdict
 from fsbarrier.protocol.membership import JOINING
-from fsbarrier.protocol.state import Action, Exit, FindResumePoint, Node, Note, Part, Unreadable, View
+from fsbarrier.protocol.state import Action, Exit, FindResumePoint, Node, Note, RowPart, Unreadable, View
 
 TWO_TO_THREE = rules(min_nodes=2, limits=replace(LIMITS, last_call_s=10.0))
 #: node 2 was not there when nodes 0 and 1 were asked to stop, and did
@@ -306,7 +306,7 @@ ANY_STAGE = [
         at_row(
             1,
             MERGE,
-            Part.GATHER,
+            RowPart.GATHER,
             result={"a": 1},
             work_s=3.0,
             failed_since=NOW,

@@ -24,7 +24,7 @@ from core_cases import ENDED, Case, ends, entered, goes_along, proposes
 from fsbarrier.protocol import machine
 from fsbarrier.protocol.facts import Join, Revision
 from fsbarrier.protocol.membership import JOINING
-from fsbarrier.protocol.state import FindResumePoint, Node, Note, Part, Publish
+from fsbarrier.protocol.state import FindResumePoint, Node, Note, Publish, RowPart
 
 #: as the run began with them
 BEGAN = {"optimizer.lr": 1.0, "num_nodes": 3}
@@ -158,7 +158,7 @@ SETTINGS_ROWS = [
     ),
     Case(
         "who asks for other settings is not admitted",
-        at_row(0, OPEN, Part.NONE, generation=generation(ranks=(0, 1))),
+        at_row(0, OPEN, RowPart.NONE, generation=generation(ranks=(0, 1))),
         sees(
             generation(ranks=(0, 1)),
             joins=started(0, 1) | asks(2, 1, optimizer__lr=2.0),
@@ -166,12 +166,12 @@ SETTINGS_ROWS = [
         ),
         machine.begin_the_row,
         (Publish(done(0)),),
-        {"part": Part.ANNOUNCED},
+        {"part": RowPart.ANNOUNCED},
         rules=KNOWN,
     ),
     Case(
         "who asks for the same as a node 0 with other code is not admitted either: that node 0 is not",
-        at_row(1, OPEN, Part.NONE, generation=generation(ranks=(1,))),
+        at_row(1, OPEN, RowPart.NONE, generation=generation(ranks=(1,))),
         sees(
             generation(ranks=(1,)),
             joins=started(1, digest="a")
@@ -181,7 +181,7 @@ SETTINGS_ROWS = [
         ),
         machine.begin_the_row,
         (Publish(done(1)),),
-        {"part": Part.ANNOUNCED},
+        {"part": RowPart.ANNOUNCED},
         rules=KNOWN,
     ),
     Case(
@@ -204,7 +204,7 @@ SETTINGS_ROWS = [
     # --- node 0's
     Case(
         "node 0 is admitted, and what it asks for holds from the iteration that starts",
-        at_row(1, OPEN, Part.NONE, iteration=4, generation=generation(ranks=(1, 2))),
+        at_row(1, OPEN, RowPart.NONE, iteration=4, generation=generation(ranks=(1, 2))),
         sees(
             generation(ranks=(1, 2)),
             joins=started(1, 2) | asks(0, 1, optimizer__lr=3.0),
@@ -313,7 +313,7 @@ SETTINGS_ROWS = [
     ),
     Case(
         "members beyond the new number are left behind when node 0 is admitted",
-        at_row(1, OPEN, Part.NONE, generation=generation(ranks=(1, 2))),
+        at_row(1, OPEN, RowPart.NONE, generation=generation(ranks=(1, 2))),
         sees(
             generation(ranks=(1, 2)),
             joins=started(1, 2) | asks(0, 1, num_nodes=2),

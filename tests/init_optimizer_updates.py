@@ -19,7 +19,7 @@ from zero_checkpoints import in_place
 from fsbarrier.rundir import runrecord
 from fsbarrier.settings.sections import Settings
 from fsbarrier.start import other_runs_policy
-from fsbarrier.supervision.worker_contract import Progress
+from fsbarrier.supervision.worker_contract import ProgressWriter
 from fsbarrier.workers.update import Updates
 
 FIRST, SECOND = (f"checkpoints/policy-{version:06d}.g0001" for version in (1, 2))
@@ -40,7 +40,7 @@ def update(case: Case, folder: Path, chosen: Settings, out: str, **fields: Any) 
 
     def act(_: int) -> None:
         spec: Any = Bench(folder, chosen.as_json()).update_spec(out, **fields)
-        Updates().main(spec | {"reference": str(folder / "reference")}, chosen, Progress(None))
+        Updates().main(spec | {"reference": str(folder / "reference")}, chosen, ProgressWriter(None))
 
     in_place(case, folder, act)
 

@@ -16,7 +16,7 @@ from trainer_bench import Bench
 from zero_checkpoints import in_place
 
 from fsbarrier.supervision.kept_program import JOBS
-from fsbarrier.supervision.worker_contract import Progress
+from fsbarrier.supervision.worker_contract import ProgressWriter
 from fsbarrier.training import safetensors_file
 from fsbarrier.training.processes import Processes, gather_objects
 from fsbarrier.workers.update import Updates
@@ -28,7 +28,9 @@ def update(updates: Updates, case: Case, folder: Path, out: str, before: str = "
     # The batch is always the same, so it is another policy's from the second update on.
     work.nested["algorithm"]["max_logprob_gap"] = 1e9
     spec: Any = work.update_spec(out, version=int(out[-1]), before=before)
-    result = updates.main(spec | {"reference": str(folder / "reference")}, work.settings, Progress(None))
+    result = updates.main(
+        spec | {"reference": str(folder / "reference")}, work.settings, ProgressWriter(None)
+    )
     # Only one process of a node has a result.
     return any(gather_objects(bool(result and result["went_on"])))
 

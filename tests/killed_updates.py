@@ -28,7 +28,7 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.names import POLICY_FOLDER
 from fsbarrier.rundir.weights_copy import WeightsCopy
-from fsbarrier.supervision.worker_contract import Progress
+from fsbarrier.supervision.worker_contract import ProgressWriter
 from fsbarrier.training import checkpoint_write
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.deepspeed_backend import DeepSpeedBackend
@@ -93,7 +93,7 @@ class Run:
         def act(rank: int) -> None:
             die(dies_at, rank)
             spec: Any = self.spec(rank // self.case.per_node, before, out)
-            Updates().main(spec, self.work.settings, Progress(None))
+            Updates().main(spec, self.work.settings, ProgressWriter(None))
 
         return in_place(self.case, self.work.folder, act, may_fail=bool(dies_at))
 

@@ -20,7 +20,7 @@ from fsbarrier.host import accelerator_drivers, amd_devices
 from fsbarrier.host.accelerators import (
     MIB,
     Accelerator,
-    Held,
+    HeldMemory,
     Released,
     StillHeld,
     detect,
@@ -176,7 +176,7 @@ def test_only_devices_that_programs_will_see_count(play: Play, visible: str, exp
     assert [device.index for device in detect({"CUDA_VISIBLE_DEVICES": visible})] == expected
 
 
-def held_by(*pids: int) -> tuple[Held, ...]:
+def held_by(*pids: int) -> tuple[HeldMemory, ...]:
     nothing = [Accelerator(index, "nvidia", "NVIDIA Play", 80 * GIB, 0) for index in (0, 1)]
     outcome = wait_released(pids, before=nothing, deadline_s=0.0)
     assert isinstance(outcome, StillHeld)
@@ -279,7 +279,7 @@ def test_a_device_that_stops_answering_is_not_free(play: Play) -> None:
     nvml.broken.add("handle1")
     outcome = wait_released([OURS], before=before, deadline_s=0.02)
     assert isinstance(outcome, StillHeld)
-    assert outcome.held == (Held("nvidia", 1, "NVIDIA Play", None),)
+    assert outcome.held == (HeldMemory("nvidia", 1, "NVIDIA Play", None),)
     assert "nvidia 1 (NVIDIA Play) does not answer" in str(outcome)
 
 

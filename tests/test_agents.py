@@ -22,7 +22,7 @@ from fsbarrier.rollouts.agents import load_agent
 from fsbarrier.rollouts.engine_pool import EnginePool, Place
 from fsbarrier.rollouts.episode import Episode, Segment, Trajectory
 from fsbarrier.rollouts.samples import Sampling
-from fsbarrier.rollouts.sampling import Server
+from fsbarrier.rollouts.sampling import SamplingServer
 
 END = 1
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
@@ -39,7 +39,7 @@ def talk(fake: Fake, conversation: Any, **options: Any) -> Client:
     """Run `conversation(client)`; gives the client with what it recorded."""
 
     async def go() -> Client:
-        server = Server(fake.url, KEY, "policy", 30.0, 2)
+        server = SamplingServer(fake.url, KEY, "policy", 30.0, 2)
         sampling = Sampling(1, 1.0, 1.0, -1, options.pop("max_tokens", 100))
         async with EnginePool([server], connections=4, on_tokens=lambda _: None, patience_s=1.0) as pool:
             if options.pop("look", False):
@@ -138,10 +138,10 @@ def running(lengths: Iterator[int]) -> list[int]:
 
 def as_record(client: Client) -> dict[str, Any]:
     from fsbarrier.data.tasks import Task
-    from fsbarrier.rollouts.samples import Group
+    from fsbarrier.rollouts.samples import SampledGroup
 
     episode = finished(client, Trajectory(), error=None, seconds=1.0)
-    return episode.record(Group(Task(0, "t", "p", None, {}), [], (episode,)))
+    return episode.record(SampledGroup(Task(0, "t", "p", None, {}), [], (episode,)))
 
 
 def test_text_goes_on_from_its_tokens_too(fake: Fake) -> None:
@@ -526,7 +526,7 @@ def test_it_ends_at_once_without_signal_handlers_or_logs(
     fake: Fake, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def conversation() -> None:
-        server = Server(fake.url, KEY, "policy", 30.0, 2)
+        server = SamplingServer(fake.url, KEY, "policy", 30.0, 2)
         sampling = Sampling(1, 1.0, 1.0, -1, 100)
         numbers = (signal.SIGINT, signal.SIGTERM)
         async with EnginePool([server], connections=4, on_tokens=lambda _: None, patience_s=1.0) as pool:

@@ -19,7 +19,7 @@ from fsbarrier.engine.engine import Engine, EngineInfo
 from fsbarrier.rundir import checkpoints, runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.resolve import resolve
-from fsbarrier.start.policy_export import Exported, export
+from fsbarrier.start.policy_export import VersionToExport, export
 
 pytestmark = [pytest.mark.engine, pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -79,7 +79,9 @@ def test_from_rollouts_to_the_export(tmp_path: Path, architecture: str, tied: bo
     manifest = checkpoints.verify(tmp_path / "v2")
     digests = {name.removeprefix("model/"): one for name, one in manifest.files.items() if "model/" in name}
     export(
-        Exported(2, tmp_path / "v2" / "model", tmp_path / "v2" / "trainer", digests), tmp_path / "out", None
+        VersionToExport(2, tmp_path / "v2" / "model", tmp_path / "v2" / "trainer", digests),
+        tmp_path / "out",
+        None,
     )
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (first, tmp_path / "out"))
     assert {**before, "transformers_version": ""} == {**after, "transformers_version": ""}

@@ -21,7 +21,7 @@ from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import Paces
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Payload, Position, Record
-from fsbarrier.protocol.state import Node, Part, WorkReport
+from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.rundir.hashed_file import HashedFile
 from fsbarrier.rundir.paths import RunPaths
@@ -95,9 +95,9 @@ class DoneAtOnce:
     """Work that has ended, well or not, when somebody first asks."""
 
     def __init__(self, ok: bool) -> None:
-        self._ok, self._part = ok, Part.EACH
+        self._ok, self._part = ok, RowPart.EACH
 
-    def launch(self, node: Node, part: Part) -> None:
+    def launch(self, node: Node, part: RowPart) -> None:
         self._part = part
 
     def cancel(self) -> None: ...

@@ -19,7 +19,7 @@ from engine_bench import NEVER, TINY, write_model
 from fsbarrier.engine import command as engine_command
 from fsbarrier.engine import log as engine_log
 from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable, normal_url
-from fsbarrier.engine.command import Plan
+from fsbarrier.engine.command import ServerPlan
 from fsbarrier.engine.engine import Engine
 from fsbarrier.engine.model import inspect
 from fsbarrier.engine.server import Server
@@ -31,9 +31,9 @@ from fsbarrier.settings.resolve import resolve
 from fsbarrier.workers.vllm_server import KeyGuard
 
 
-def plan(folder: Path, *, accelerated: bool = False, **changes: Any) -> Plan:
+def plan(folder: Path, *, accelerated: bool = False, **changes: Any) -> ServerPlan:
     settings = resolve([], {f"engine.{name}": value for name, value in changes.items()}, cross_checks=False)
-    return Plan(
+    return ServerPlan(
         python="python3",
         model=inspect(folder),
         settings=settings.engine,

@@ -14,7 +14,7 @@ from test_rollout import KEY, SAMPLES, Fake, finish, make_spec, rolled_out, run,
 
 from fsbarrier.rollouts.engine_pool import EnginePool, Place
 from fsbarrier.rollouts.samples import EngineDown, Sampling
-from fsbarrier.rollouts.sampling import Server
+from fsbarrier.rollouts.sampling import SamplingServer
 from fsbarrier.trajectories import scan_shard
 
 SAMPLING = Sampling(1, 1.0, 1.0, -1, 8)
@@ -98,7 +98,7 @@ def test_an_engine_that_is_not_there_at_first_does_not_hold_up_the_others(
 
 
 def test_an_engine_that_is_back_gets_work_again(tmp_path: Path, fakes: list[Fake]) -> None:
-    servers = [Server(fake.url, KEY, "policy", 30.0, 1) for fake in fakes]
+    servers = [SamplingServer(fake.url, KEY, "policy", 30.0, 1) for fake in fakes]
     again: list[Fake] = []
 
     async def work() -> None:
@@ -123,7 +123,7 @@ def test_an_engine_that_is_back_gets_work_again(tmp_path: Path, fakes: list[Fake
 
 
 def test_nobody_is_waited_for_longer_than_patience_lasts(tmp_path: Path, fakes: list[Fake]) -> None:
-    servers = [Server(fake.url, KEY, "policy", 30.0, 1) for fake in fakes]
+    servers = [SamplingServer(fake.url, KEY, "policy", 30.0, 1) for fake in fakes]
 
     async def work() -> None:
         async with EnginePool(servers, connections=4, on_tokens=lambda _: None, patience_s=0.2) as pool:

@@ -19,7 +19,7 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.loader import load_program
 from fsbarrier.node import work_kinds
 from fsbarrier.node.engines_ahead import begin_ahead, first_policy
-from fsbarrier.node.job import Cancelled, Job, Workplace
+from fsbarrier.node.job import Cancelled, RowJob, Workplace
 from fsbarrier.program import ReleaseEngine, ServeWeights
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.paths import RunPaths
@@ -112,14 +112,14 @@ def test_a_phase_takes_over_what_was_loaded_and_the_journal_says_how_long_it_too
     place: Workplace, engines: SlowEngines, first: ServeWeights
 ) -> None:
     engines.may_end.set()
-    done = work_kinds.carry_out(first, context(), Job(), place)
+    done = work_kinds.carry_out(first, context(), RowJob(), place)
     # The second time to see that it still serves.
     assert engines.asked == [(first.folder, 0)] * 2
     (line,) = done["events"]
     assert (line["engine_action"], line["loaded_s"]) == ("started", 7.5) and line["engine_s"] < 7.5
     assert place.engine_access == [{"url": "url", "api_key": "key", "model": "policy"}]
     # What comes later is no longer told of it, and an engine that was only kept is no news.
-    assert work_kinds.carry_out(first, context(), Job(), place)["events"] == []
+    assert work_kinds.carry_out(first, context(), RowJob(), place)["events"] == []
 
 
 def test_an_engine_that_died_since_is_started_by_the_phase(
@@ -127,9 +127,9 @@ def test_an_engine_that_died_since_is_started_by_the_phase(
 ) -> None:
     engines.may_end.set()
     assert place.ahead is not None
-    place.ahead.take(first, Job())
+    place.ahead.take(first, RowJob())
     engines.serving = None
-    (line,) = work_kinds.carry_out(first, context(), Job(), place)["events"]
+    (line,) = work_kinds.carry_out(first, context(), RowJob(), place)["events"]
     assert line["engine_action"] == "started" and engines.serving == (first.folder, 0)
 
 
@@ -137,7 +137,7 @@ def test_a_load_of_another_policy_has_ended_before_the_right_one_is_asked_for(
     place: Workplace, engines: SlowEngines, first: ServeWeights, tmp_path: Path
 ) -> None:
     other = ServeWeights(tmp_path, 3)
-    thread, out = in_thread(lambda: work_kinds.carry_out(other, context(), Job(), place))
+    thread, out = in_thread(lambda: work_kinds.carry_out(other, context(), RowJob(), place))
     while len(engines.asked) < 2:
         assert thread.is_alive()
     engines.may_end.set()
@@ -151,7 +151,7 @@ def test_a_load_that_fails_while_a_phase_waits_fails_the_phase_and_an_earlier_fa
     place: Workplace, engines: SlowEngines, first: ServeWeights
 ) -> None:
     engines.fails = "out of memory"
-    job = Job()
+    job = RowJob()
     thread, out = in_thread(lambda: work_kinds.carry_out(first, context(), job, place))
     while job.progress != {"note": "engine: policy version 0"}:
         assert thread.is_alive()
@@ -159,14 +159,14 @@ def test_a_load_that_fails_while_a_phase_waits_fails_the_phase_and_an_earlier_fa
     thread.join(DEADLINE_S)
     assert isinstance(out[0], ProgramFailed) and str(out[0]) == "out of memory"
     engines.fails = ""
-    (line,) = work_kinds.carry_out(first, context(), Job(), place)["events"]
+    (line,) = work_kinds.carry_out(first, context(), RowJob(), place)["events"]
     assert line["engine_action"] == "started"
 
 
 def test_a_cancelled_phase_leaves_the_load_to_the_next(
     place: Workplace, engines: SlowEngines, first: ServeWeights
 ) -> None:
-    job = Job()
+    job = RowJob()
     thread, out = in_thread(lambda: work_kinds.carry_out(first, context(), job, place))
     while job.progress != {"note": "engine: policy version 0"}:
         assert thread.is_alive()
@@ -174,14 +174,14 @@ def test_a_cancelled_phase_leaves_the_load_to_the_next(
     thread.join(DEADLINE_S)
     assert isinstance(out[0], Cancelled) and job.doing == ""
     engines.may_end.set()
-    work_kinds.carry_out(first, context(), Job(), place)
+    work_kinds.carry_out(first, context(), RowJob(), place)
     assert engines.asked == [(first.folder, 0)] * 2
 
 
 def test_a_trainer_finds_no_load_under_way(
     place: Workplace, engines: SlowEngines, first: ServeWeights
 ) -> None:
-    work_kinds.carry_out(ReleaseEngine(), context(), Job(), place)
+    work_kinds.carry_out(ReleaseEngine(), context(), RowJob(), place)
     assert engines.released and engines.serving is None and place.ahead is None
 
 
@@ -195,7 +195,7 @@ def test_nothing_is_loaded_before_it_was_compared_with_its_manifest(
     assert serve is not None and serve.folder == published.folder / "model"
     begin_ahead(place, record(tmp_path), settings(num_nodes=1), RL, 0)
     with pytest.raises(ProgramFailed, match=r"weights differs from what MANIFEST\.json says"):
-        work_kinds.carry_out(serve, context(), Job(), place)
+        work_kinds.carry_out(serve, context(), RowJob(), place)
     assert engines.asked == []
 
 

@@ -86,7 +86,7 @@ def test_a_merged_evaluation_has_them_in_its_result(tmp_path: Path) -> None:
 
     from fsbarrier.aggregate import work
     from fsbarrier.settings.sections import Settings
-    from fsbarrier.supervision.worker_contract import Progress
+    from fsbarrier.supervision.worker_contract import ProgressWriter
 
     groups = [
         [
@@ -103,8 +103,8 @@ def test_a_merged_evaluation_has_them_in_its_result(tmp_path: Path) -> None:
         "metadata": {},
         "success": {"": 1.0},
     }
-    result = work(spec, Settings(), Progress(None))
+    result = work(spec, Settings(), ProgressWriter(None))
     assert (result["reward_mean"], result["pass_at_2"], result["reward/s"]) == (0.25, 0.5, 0.25)
     # Train rollouts have none of them.
     spec |= {"success": None, "out": str(tmp_path / "train")}
-    assert "pass_at_2" not in work(spec, Settings(), Progress(None))
+    assert "pass_at_2" not in work(spec, Settings(), ProgressWriter(None))

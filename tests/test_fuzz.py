@@ -35,7 +35,7 @@ from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol import codec, facts
 from fsbarrier.protocol.codec import CorruptRecord
 from fsbarrier.protocol.facts import Fact, Position
-from fsbarrier.protocol.state import Node, Part, Stage
+from fsbarrier.protocol.state import Node, RowPart, Stage
 from fsbarrier.rundir import checkpoints, journal, runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -222,7 +222,7 @@ def test_a_node_looks_at_anything(
     store.make_dir(row)
     for name in ("iter-000001.node-0000.done", "iter-000001.node-0001.failed"):
         (row / name).write_bytes(fact)
-    node = Node(0, 1, 0.0, "", Stage.RUNNING, 0, True, generation, Position(1, 0), Part.ANNOUNCED)
+    node = Node(0, 1, 0.0, "", Stage.RUNNING, 0, True, generation, Position(1, 0), RowPart.ANNOUNCED)
     for now in (0.0, 1.0, 20.0):
         view = observer.view(node, now)
     assert view.newest is None or view.newest.number == 3

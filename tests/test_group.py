@@ -27,7 +27,7 @@ from fsbarrier.node.loop import NodeLoop
 from fsbarrier.node.observer import Observer
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Generation, Join, Member, Position
-from fsbarrier.protocol.state import Node, Part, Rules
+from fsbarrier.protocol.state import Node, RowPart, Rules
 from fsbarrier.rundir.heartbeats import read_beats
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -455,7 +455,7 @@ def test_what_was_offered_to_a_generation_is_not_given_to_the_next() -> None:
     node = replace(Node(0, 1, 0.0), generation=second, position=at)
     first = replace(second, number=1)
     work.asked = Collective(first, at, "broadcast_1", None, (1,))
-    work.launch(node, Part.EACH)
+    work.launch(node, RowPart.EACH)
     assert work.report() is None
     work.asked = Collective(second, at, "barrier", None, ())
     report = work.report()

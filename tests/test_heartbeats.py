@@ -18,7 +18,7 @@ from fsbarrier.node.paces import Paces
 from fsbarrier.program import Phase, Program, Value
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, R, Record
-from fsbarrier.protocol.state import Node, Part, Rules, Stage
+from fsbarrier.protocol.state import Node, RowPart, Rules, Stage
 from fsbarrier.rundir.heartbeats import HeartbeatReader, live_nodes, read_beats
 from fsbarrier.rundir.names import StartName, fact_name
 from fsbarrier.rundir.paths import RunPaths
@@ -322,7 +322,7 @@ def test_only_whoever_finished_this_generation_has_passed_its_last_row(
     observer = Observer(store, paths, Program("one", (Phase(0, "last"),)), Paces(0.0, 0.0))
     observer.prepare()
     here = Generation(1, members, 0, Position(1, 0), "start", until=1)
-    node = Node(1, 1, 0.0, stage=Stage.RUNNING, generation=here, position=here.start, part=Part.ANNOUNCED)
+    node = Node(1, 1, 0.0, stage=Stage.RUNNING, generation=here, position=here.start, part=RowPart.ANNOUNCED)
     store.create(paths.generation(1), here)
     store.make_dir(observer.row_dir(1, here.start))
     store.mark(observer.row_dir(1, here.start) / fact_name(1, 1), Fact(1, 1, "done"))

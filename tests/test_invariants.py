@@ -10,7 +10,7 @@ import pytest
 
 from fsbarrier.protocol.facts import Fact, Generation, Position, StopRequest, Verdict
 from fsbarrier.sim.false_death import i7_no_false_death
-from fsbarrier.sim.history import Ended, Entry, Event, History, Missing, Published, Used
+from fsbarrier.sim.history import History, JournalLine, MergedGroup, Missing, ProcessEnd, Published, Used
 from fsbarrier.sim.invariants import budget, check, i12_operations
 from fsbarrier.sim.scenario import prepare
 from fsbarrier.sim.world import World
@@ -90,7 +90,7 @@ def starts_too_far(history: History) -> None:
 
 def old_entry(history: History) -> None:
     merged = history.merges[0]
-    old = Entry(merged.entries[0].task, "elsewhere.part", 0, merged.generation - 1, merged.policy)
+    old = MergedGroup(merged.entries[0].task, "elsewhere.part", 0, merged.generation - 1, merged.policy)
     history.merges[0] = replace(merged, entries=(old, *merged.entries[1:]))
 
 
@@ -150,7 +150,7 @@ def still_waiting(history: History) -> None:
 
 
 def ends_unaccounted(history: History) -> None:
-    history.ended[1] = Ended(30.0, 1, 3, "the filesystem failed")
+    history.ended[1] = ProcessEnd(30.0, 1, 3, "the filesystem failed")
 
 
 def dead_too_soon(history: History) -> None:
@@ -164,7 +164,7 @@ def unrecorded(history: History) -> None:
     event = history.events[first(history, "phase_started")]
     assert event.node.generation is not None
     other = replace(event.node, generation=replace(event.node.generation, reason="another"))
-    history.events.append(Event(event.time, event.process, "note", other, {}, event.began))
+    history.events.append(JournalLine(event.time, event.process, "note", other, {}, event.began))
 
 
 def removed(history: History) -> None:

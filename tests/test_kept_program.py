@@ -16,7 +16,7 @@ from cluster import all_gone
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.node import work_kinds
-from fsbarrier.node.job import Cancelled, Job, Workplace
+from fsbarrier.node.job import Cancelled, RowJob, Workplace
 from fsbarrier.program import Command, Context, Keep
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision import processes
@@ -79,7 +79,12 @@ def do(place: Workplace) -> Do:
     """One update: what is kept here goes on, else a program is started."""
 
     def do(
-        n: object, *, generation: int = 1, formed: str | None = None, job: Job | None = None, **spec: object
+        n: object,
+        *,
+        generation: int = 1,
+        formed: str | None = None,
+        job: RowJob | None = None,
+        **spec: object,
     ) -> dict[str, Any]:
         name = place.kept_in(generation) if formed is None else formed
         command = Command(
@@ -95,7 +100,7 @@ def do(place: Workplace) -> Do:
             "node_rank": 0,
             "settings": Settings(),
         }
-        return work_kinds.carry_out(command, cast(Context, SimpleNamespace(**fields)), job or Job(), place)
+        return work_kinds.carry_out(command, cast(Context, SimpleNamespace(**fields)), job or RowJob(), place)
 
     return do
 
@@ -155,7 +160,7 @@ def test_a_job_that_hangs_ends_every_process(place: Workplace, do: Do) -> None:
 
 def test_a_job_that_is_called_off_ends_every_process(place: Workplace, do: Do) -> None:
     do(1)
-    old, job, begun = tree(place), Job(), place.log_path / "begun"
+    old, job, begun = tree(place), RowJob(), place.log_path / "begun"
     os.mkfifo(begun)
 
     def call_off() -> None:

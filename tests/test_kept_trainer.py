@@ -17,7 +17,7 @@ from cluster import all_gone
 from trainer_bench import Bench, bench, run_script
 
 from fsbarrier.node import work_kinds
-from fsbarrier.node.job import Job, Workplace
+from fsbarrier.node.job import RowJob, Workplace
 from fsbarrier.program import Command, Context, Keep
 from fsbarrier.rundir import checkpoints
 from fsbarrier.supervision import processes
@@ -69,7 +69,7 @@ class Trainer:
             "node_rank": 0,
             "settings": self.work.settings,
         }
-        done = work_kinds.carry_out(command, cast(Context, SimpleNamespace(**fields)), Job(), self.place)
+        done = work_kinds.carry_out(command, cast(Context, SimpleNamespace(**fields)), RowJob(), self.place)
         if before:
             shutil.rmtree(self.work.folder / f"v{before}")
         return done

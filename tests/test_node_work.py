@@ -19,7 +19,7 @@ from fsbarrier import files, reading
 from fsbarrier.engine.replicas import Keeper
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.node import work_kinds
-from fsbarrier.node.job import Cancelled, Job, NodeUnfit, Workplace
+from fsbarrier.node.job import Cancelled, NodeUnfit, RowJob, Workplace
 from fsbarrier.node.job_runner import JobRunner, failure
 from fsbarrier.node.worker_program import program_name
 from fsbarrier.program import (
@@ -33,7 +33,7 @@ from fsbarrier.program import (
     Value,
     Work,
 )
-from fsbarrier.protocol.state import Node, Part, WorkReport
+from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.template import Template
@@ -78,7 +78,7 @@ def python(code: str, **more: Any) -> Command:
 
 def test_results_of_steps_are_merged_and_all_their_events_are_kept(place: Workplace) -> None:
     both = Steps((Value({"a": 1, "events": [{"event": "x"}]}), Value({"b": 2, "events": [{"event": "y"}]})))
-    done = work_kinds.carry_out(both, context(), Job(), place)
+    done = work_kinds.carry_out(both, context(), RowJob(), place)
     assert done == {"a": 1, "b": 2, "events": [{"event": "x"}, {"event": "y"}]}
 
 
@@ -86,7 +86,7 @@ def test_a_program_reads_its_spec_and_leaves_its_result(place: Workplace) -> Non
     place.engine_access = [{"url": "http://here"}]
     place.engines = cast(Any, SimpleNamespace(kept_alive=lambda: Keeper([])))
     wanted = python(WRITES_RESULT, spec={"n": "{engine}"}, extra={"known": True}, event="ended")
-    done = work_kinds.carry_out(wanted, context(), Job(), place)
+    done = work_kinds.carry_out(wanted, context(), RowJob(), place)
     assert done == {
         "known": True,
         "got": [{"url": "http://here"}],
@@ -99,9 +99,9 @@ def test_a_program_that_fails_is_quoted_with_the_end_of_its_log(place: Workplace
     with pytest.raises(
         ProgramFailed, match=r"(?s)ended with exit code 7\nthe reason\n\(from .*update\.log\)"
     ):
-        work_kinds.carry_out(python("print('the reason'); raise SystemExit(7)"), context(), Job(), place)
+        work_kinds.carry_out(python("print('the reason'); raise SystemExit(7)"), context(), RowJob(), place)
     with pytest.raises(ProgramFailed, match="ended well but left no result"):
-        work_kinds.carry_out(python("pass"), context(), Job(), place)
+        work_kinds.carry_out(python("pass"), context(), RowJob(), place)
 
 
 def test_engines_that_a_program_accuses_are_started_again_once(place: Workplace) -> None:
@@ -116,9 +116,9 @@ def test_engines_that_a_program_accuses_are_started_again_once(place: Workplace)
     def left_out_after(they: object, iteration: int) -> object:
         here.iteration = iteration
         with pytest.raises(ProgramFailed):
-            work_kinds.carry_out(python(accuses, spec={"they": they}), here, Job(), place)
+            work_kinds.carry_out(python(accuses, spec={"they": they}), here, RowJob(), place)
         wanted = python(WRITES_RESULT, spec={"n": "{distrusted}"})
-        return work_kinds.carry_out(wanted, here, Job(), place)["got"]
+        return work_kinds.carry_out(wanted, here, RowJob(), place)["got"]
 
     # This is node 3.
     assert left_out_after([[3, 1], [0, 5]], 6) == [[3, 1], [0, 5]] and again == [1]
@@ -132,22 +132,22 @@ def test_a_program_without_a_sign_of_life_is_ended(place: Workplace) -> None:
     with pytest.raises(
         ProgramFailed, match=r"no progress for 0\.3 s \(coordination\.stall_timeout_s\); update was ended"
     ):
-        work_kinds.carry_out(python("import threading; threading.Event().wait()"), context(), Job(), place)
+        work_kinds.carry_out(python("import threading; threading.Event().wait()"), context(), RowJob(), place)
 
 
 def test_where_no_spec_can_be_written_it_is_the_node_that_fails(place: Workplace) -> None:
     place.work_dir.write_text("no folder")
     with pytest.raises(NodeUnfit, match=r"node 3: its temporary folder .* cannot be written to"):
-        work_kinds.carry_out(python("pass"), context(), Job(), place)
+        work_kinds.carry_out(python("pass"), context(), RowJob(), place)
 
 
 def test_an_older_generation_publishes_nothing(place: Workplace, tmp_path: Path) -> None:
     (tmp_path / "made").write_text("new")
     publish = PublishFile(tmp_path / "made", tmp_path / "public")
     with pytest.raises(ProgramFailed, match="generation 1 has ended"):
-        work_kinds.carry_out(publish, context(newest=2), Job(), place)
+        work_kinds.carry_out(publish, context(newest=2), RowJob(), place)
     assert not (tmp_path / "public").exists()
-    assert work_kinds.carry_out(publish, context(), Job(), place) == {}
+    assert work_kinds.carry_out(publish, context(), RowJob(), place) == {}
     assert (tmp_path / "public").read_text() == "new"
 
 
@@ -165,7 +165,7 @@ def test_a_directory_that_hangs_makes_the_node_unfit(
     monkeypatch.setattr(reading, "open_below", hang)
     place.stall_timeout_s = 0.2
     runner, woken = jobs(place, lambda context: publish)
-    runner.launch(NODE, Part.EACH)
+    runner.launch(NODE, RowPart.EACH)
     until(lambda: runner.unfit is not None, lives=lambda: runner.report() is None)
     assert runner.unfit is not None and runner.unfit.exit_code == 3
     assert re.search(r"publishing policy-000001.g0001: no progress for 0.2 s .* hang\?", str(runner.unfit))
@@ -193,9 +193,9 @@ def test_a_leader_that_wakes_late_does_not_move_the_model_back(
 
     monkeypatch.setattr(checkpoints, "check_sizes", check)
     with pytest.raises(ProgramFailed, match="generation 1 has ended"):
-        work_kinds.carry_out(publish, woken, Job(), place)
+        work_kinds.carry_out(publish, woken, RowJob(), place)
     assert not (tmp_path / "model.pt").is_symlink()
-    assert work_kinds.carry_out(publish, context(newest=1), Job(), place)["policy_version"] == 1
+    assert work_kinds.carry_out(publish, context(newest=1), RowJob(), place)["policy_version"] == 1
 
 
 def made(log_path: Path, version: int, generation: int) -> Path:
@@ -215,10 +215,10 @@ def test_the_model_never_goes_back_to_an_older_version(
     six, seven, again = made(tmp_path, 6, 2), made(tmp_path, 7, 2), made(tmp_path, 7, 3)
     for folder, version in ((seven, 7), (again, 7)):
         publish = PublishWeights(folder, version, keep=0)
-        assert work_kinds.carry_out(publish, context(), Job(), place)["folder"] == str(folder)
+        assert work_kinds.carry_out(publish, context(), RowJob(), place)["folder"] == str(folder)
     for folder, version in ((seven, 7), (six, 6)):
         with pytest.raises(ProgramFailed, match=r"names policy-000007.g0003 already"):
-            work_kinds.carry_out(PublishWeights(folder, version, keep=0), context(), Job(), place)
+            work_kinds.carry_out(PublishWeights(folder, version, keep=0), context(), RowJob(), place)
     assert (tmp_path / "model.pt" / "weights").read_bytes() == b"7"
     # what was not published is not left lying either
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "model.pt"]
@@ -235,7 +235,7 @@ def test_a_lost_reply_to_the_publication_is_no_failure(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "replace", lost)
-    work_kinds.carry_out(PublishWeights(six, 6, keep=0), context(), Job(), place)
+    work_kinds.carry_out(PublishWeights(six, 6, keep=0), context(), RowJob(), place)
     assert (tmp_path / "model.pt" / "weights").read_bytes() == b"6"
 
 
@@ -252,7 +252,7 @@ def test_a_mount_that_fails_for_a_moment_has_symbolic_links_all_the_same(
             raise OSError(failures.pop(), "once")
 
     monkeypatch.setattr(os, "symlink", failing)
-    work_kinds.carry_out(PublishWeights(six, 6, keep=0), context(), Job(), place)
+    work_kinds.carry_out(PublishWeights(six, 6, keep=0), context(), RowJob(), place)
     assert (tmp_path / "model.pt").is_symlink()
 
 
@@ -288,7 +288,7 @@ def test_the_last_look_is_directly_before_each_public_step(
         goes_on_without_us(retention, "remove_old_versions")
         monkeypatch.setattr(work_kinds.retention, "remove_old", lambda *_, **__: pytest.fail("deleted"))
     with pytest.raises(ProgramFailed, match="generation 1 has ended"):
-        work_kinds.carry_out(work, woken, Job(), place)
+        work_kinds.carry_out(work, woken, RowJob(), place)
     assert not (tmp_path / "public").exists()
     assert (tmp_path / "model.pt").exists() == (step in ("retain", "old trajectories"))
 
@@ -296,13 +296,13 @@ def test_the_last_look_is_directly_before_each_public_step(
 def test_checking_a_policy_version_can_be_cancelled(
     place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, job, reads = policy(tmp_path).folder, Job(), []
+    folder, job, reads = policy(tmp_path).folder, RowJob(), []
 
     def cancelled_after_three() -> None:
         reads.append(1)
         if len(reads) == 3:
             job.cancel.set()
-        Job.stop_if_cancelled(job)
+        RowJob.stop_if_cancelled(job)
 
     monkeypatch.setattr(files, "READ_BYTES", 10)
     monkeypatch.setattr(job, "stop_if_cancelled", cancelled_after_three)
@@ -331,13 +331,13 @@ def test_a_damaged_policy_version_is_never_served(
     weights, serve = folder / "model" / "weights", ServeWeights(folder / "model", 1)
     weights.write_bytes(b"w" * 99 + b"v")
     with pytest.raises(ProgramFailed, match=r"weights differs from what MANIFEST\.json says"):
-        work_kinds.carry_out(serve, context(), Job(), place)
+        work_kinds.carry_out(serve, context(), RowJob(), place)
     assert not served
     weights.write_bytes(b"w" * 100)
-    work_kinds.carry_out(serve, context(), Job(), place)
+    work_kinds.carry_out(serve, context(), RowJob(), place)
     # Read once, and not before every rollout.
     monkeypatch.setattr(checkpoints, "verify", None)
-    work_kinds.carry_out(serve, context(), Job(), place)
+    work_kinds.carry_out(serve, context(), RowJob(), place)
     assert served == [folder / "model"] * 2
 
 
@@ -345,14 +345,14 @@ def test_no_engine_loads_another_policy_than_the_one_that_was_published(
     place: Workplace, tmp_path: Path
 ) -> None:
     publish = policy(tmp_path)
-    published = work_kinds.carry_out(publish, context(), Job(), place)["digest"]
+    published = work_kinds.carry_out(publish, context(), RowJob(), place)["digest"]
     served, folder = engine_that_serves(place), publish.folder
     serve = ServeWeights(folder / "model", 1, policy=checkpoints.identity(folder.name, published))
-    work_kinds.carry_out(serve, context(), Job(), place)
+    work_kinds.carry_out(serve, context(), RowJob(), place)
     (folder / "model" / "weights").write_bytes(b"v" * 100)
     checkpoints.write_manifest(folder, 1)
     with pytest.raises(ProgramFailed, match="holds another policy than was published"):
-        work_kinds.carry_out(serve, context(), Job(), place)
+        work_kinds.carry_out(serve, context(), RowJob(), place)
     assert served == [folder / "model"]
 
 
@@ -360,7 +360,7 @@ def test_a_policy_version_that_is_not_all_there_is_not_published(place: Workplac
     publish = policy(tmp_path)
     (publish.folder / "model" / "weights").write_bytes(b"w" * 99)
     with pytest.raises(ProgramFailed, match=r"weights has 99 bytes; MANIFEST\.json says 100"):
-        work_kinds.carry_out(publish, context(), Job(), place)
+        work_kinds.carry_out(publish, context(), RowJob(), place)
     assert not (tmp_path / "model.pt").is_symlink()
 
 
@@ -369,7 +369,7 @@ def test_what_the_engine_serves_with_is_kept_for_the_programs(place: Workplace, 
         SimpleNamespace(url=url, api_key="k", model="m", action="started", seconds=seconds, note="")
         for url, seconds in (("u", 1.0004), ("v", 2.5))
     ]
-    job, asked = Job(), []
+    job, asked = RowJob(), []
 
     def ensure(*arguments: Any, threads: int, cancel: Any, show: Any) -> Any:
         asked.append((*arguments, threads))
@@ -388,16 +388,16 @@ def test_what_the_engine_serves_with_is_kept_for_the_programs(place: Workplace, 
 
 
 def test_what_listens_beyond_this_host_is_told_with_its_port(place: Workplace) -> None:
-    assert "events" not in work_kinds.carry_out(OpenRendezvous(loopback=True), context(), Job(), place)
-    told = work_kinds.carry_out(OpenRendezvous(loopback=False), context(), Job(), place)
+    assert "events" not in work_kinds.carry_out(OpenRendezvous(loopback=True), context(), RowJob(), place)
+    told = work_kinds.carry_out(OpenRendezvous(loopback=False), context(), RowJob(), place)
     assert told["events"] == [{"event": "listens", "port": told["port"]}]
     place.close_rendezvous()
 
 
 def test_the_port_of_a_rendezvous_is_held_until_a_program_starts(place: Workplace) -> None:
-    port = work_kinds.carry_out(OpenRendezvous(loopback=True), context(), Job(), place)["port"]
+    port = work_kinds.carry_out(OpenRendezvous(loopback=True), context(), RowJob(), place)["port"]
     assert place.rendezvous is not None and place.rendezvous.getsockname()[1] == port
-    work_kinds.carry_out(python("pass", result=False), context(), Job(), place)
+    work_kinds.carry_out(python("pass", result=False), context(), RowJob(), place)
     assert place.rendezvous is None
 
 
@@ -421,10 +421,10 @@ def test_a_job_reports_what_became_of_it(place: Workplace) -> None:
         (lambda context: 1 / 0, False, {"error": "ZeroDivisionError: division by zero", "log": []}),
     ):
         running, woken = jobs(place, cast(Any, each))
-        running.launch(NODE, Part.EACH)
+        running.launch(NODE, RowPart.EACH)
         assert woken.wait(30)
         report = running.report()
-        assert report is not None and (report.part, report.ok, report.value) == (Part.EACH, ok, value)
+        assert report is not None and (report.part, report.ok, report.value) == (RowPart.EACH, ok, value)
 
 
 def test_a_cancelled_job_leaves_nothing_and_reports_nothing(place: Workplace) -> None:
@@ -435,7 +435,7 @@ def test_a_cancelled_job_leaves_nothing_and_reports_nothing(place: Workplace) ->
         return python("import threading; threading.Event().wait()")
 
     running, woken = jobs(place, each)
-    running.launch(NODE, Part.EACH)
+    running.launch(NODE, RowPart.EACH)
     assert begun.wait(30)
     running.cancel()
     assert running.report() is None and not woken.is_set() and running.progress() == {}
@@ -452,7 +452,7 @@ def test_a_job_that_cannot_be_ended_ends_the_node(place: Workplace, monkeypatch:
 
     monkeypatch.setattr("fsbarrier.node.job_runner.CANCEL_S", 0.05)
     running, _ = jobs(place, each)
-    running.launch(NODE, Part.EACH)
+    running.launch(NODE, RowPart.EACH)
     thread = running._thread
     assert thread is not None and begun.wait(30)
     try:
@@ -474,12 +474,12 @@ def test_a_last_look_that_fails_for_a_moment_is_no_failure(
         return 1
 
     monkeypatch.setattr(here, "newest", newest)
-    work_kinds.carry_out(PublishWeights(made(tmp_path, 6, 1), 6, keep=0), here, Job(), place)
+    work_kinds.carry_out(PublishWeights(made(tmp_path, 6, 1), 6, keep=0), here, RowJob(), place)
     assert (tmp_path / "model.pt" / "weights").read_bytes() == b"6" and not fails
 
 
 def test_no_work_begins_for_a_cancelled_job(place: Workplace) -> None:
-    job = Job()
+    job = RowJob()
     job.cancel.set()
     with pytest.raises(Cancelled):
         work_kinds.carry_out(Value({}), context(), job, place)
@@ -495,7 +495,7 @@ def test_a_job_that_ends_while_it_is_cancelled_reports_nothing(place: Workplace)
         raise ProgramFailed("too late")
 
     running, woken = jobs(place, each)
-    running.launch(NODE, Part.EACH)
+    running.launch(NODE, RowPart.EACH)
     assert begun.wait(30)
     running.cancel()
     assert running.report() is None and not woken.is_set()
@@ -513,7 +513,7 @@ def test_a_job_that_was_about_to_report_when_it_was_cancelled_reports_nothing(
 
     monkeypatch.setattr("fsbarrier.node.job_runner.WorkReport", report)
     running, _ = jobs(place, lambda context: Value({}))
-    running.launch(NODE, Part.EACH)
+    running.launch(NODE, RowPart.EACH)
     thread = running._thread
     assert thread is not None and about_to.wait(30)
     join = thread.join
@@ -537,14 +537,14 @@ def test_a_directory_that_fails_for_a_moment_is_asked_again(place: Workplace) ->
         return answer
 
     running, woken = jobs(place, each)
-    running.launch(NODE, Part.EACH)
+    running.launch(NODE, RowPart.EACH)
     assert woken.wait(30)
     report = running.report()
     assert report is not None and report.value == {"a": 1}
 
 
 def test_a_cancelled_job_stops_asking() -> None:
-    job = Job()
+    job = RowJob()
     job.cancel.set()
 
     def ask() -> None:
@@ -562,14 +562,14 @@ def test_a_job_asks_a_failing_mount_as_long_as_its_node_bears_an_outage() -> Non
         raise OSError("stale")
 
     with pytest.raises(OSError, match="stale"):
-        Job(outage_s=0.0).patiently(ask)
+        RowJob(outage_s=0.0).patiently(ask)
     assert len(asked) == 1
 
 
 def test_an_unfit_node_says_so(place: Workplace) -> None:
     place.work_dir.write_text("no folder")
     running, woken = jobs(place, lambda context: python("pass"))
-    running.launch(NODE, Part.EACH)
+    running.launch(NODE, RowPart.EACH)
     assert woken.wait(30)
     assert isinstance(running.unfit, StoreError) and running.report() is None
 
@@ -600,12 +600,12 @@ def test_a_job_ends_before_the_next_one_begins_and_its_report_goes(place: Workpl
         return Value({"of": "the second"})
 
     running, woken = jobs(place, first)
-    running.launch(NODE, Part.EACH)
+    running.launch(NODE, RowPart.EACH)
     assert begun.wait(30)
     running.make_context = jobs(place, second)[0].make_context
-    running.launch(NODE, Part.LEADER)
+    running.launch(NODE, RowPart.LEADER)
     assert order[0] == "the first ended"
     # What the second row asks for is built by `leader`, which is missing here: its report is a failure, and not the first one's value.
     assert woken.wait(30)
     report = running.report()
-    assert report is not None and report.part is Part.LEADER and report.value.get("of") != "the first"
+    assert report is not None and report.part is RowPart.LEADER and report.value.get("of") != "the first"

@@ -100,7 +100,7 @@ def test_the_next_update_is_that_of_a_trainer_that_never_left(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from fsbarrier.supervision.worker_contract import Progress
+    from fsbarrier.supervision.worker_contract import ProgressWriter
     from fsbarrier.training import safetensors_file
     from fsbarrier.workers.update import Updates, leave
 
@@ -109,7 +109,7 @@ def test_the_next_update_is_that_of_a_trainer_that_never_left(
     monkeypatch.setattr(safetensors_file, "bytes_of", lambda tensor: bytes_of(tensor.clone()))
 
     def two_updates(prefix: str) -> bool:
-        updates, progress = Updates(), Progress(None)
+        updates, progress = Updates(), ProgressWriter(None)
         updates.main(work.update_spec(f"{prefix}1", policy="start"), work.settings, progress)
         (tmp_path / "merged").unlink()
         rollouts(tmp_path / "merged", AutoModelForCausalLM.from_pretrained(tmp_path / f"{prefix}1" / "model"))

@@ -14,7 +14,7 @@ from engine_bench import write_model
 from fsbarrier.cli import main
 from fsbarrier.errors import UsageError
 from fsbarrier.planning import plan_text
-from fsbarrier.planning.cluster_plan import Cluster, Plan, make_plan
+from fsbarrier.planning.cluster_plan import Cluster, ClusterPlan, make_plan
 from fsbarrier.planning.memory import GIB, STEP_EAGER, UpdateLoad, Zero, choose_shard
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.settings.resolve import resolve
@@ -283,7 +283,7 @@ def test_auto_shards_no_more_than_it_must() -> None:
 
 def plan(
     config: dict[str, Any], nodes: int, memory: int = 80 * GIB, accelerators: int = 8, **chosen: Any
-) -> Plan:
+) -> ClusterPlan:
     settings = resolve([], {"num_nodes": nodes, **chosen})
     shape = ModelShape.of_config(config)
     return make_plan(shape, settings, Cluster(nodes, accelerators, memory))

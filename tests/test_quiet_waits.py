@@ -22,7 +22,7 @@ from fsbarrier.node.polling import FIRST_PAUSE_S, Polling
 from fsbarrier.protocol.facts import Beat, Fact, Join, Position, R, Record
 from fsbarrier.protocol.machine import step
 from fsbarrier.protocol.membership import Limits
-from fsbarrier.protocol.state import Part, Rules
+from fsbarrier.protocol.state import RowPart, Rules
 from fsbarrier.retry import Backoff
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.record_store import Store
@@ -30,7 +30,7 @@ from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.sim.disk import Disk, SimPath
 from fsbarrier.sim.setup import PATHS
-from fsbarrier.sim.store import Client, Habits
+from fsbarrier.sim.store import Habits, MountClient
 from fsbarrier.start import filesystem
 
 #: how many files each verb opens or names
@@ -50,7 +50,7 @@ COST = {
 QUICK_MOUNT = Report("/run", "coherent", "", 0.0, {}, ())
 
 
-class CountingClient(Client):
+class CountingClient(MountClient):
     """Counts operations by verb and the folder that they are about."""
 
     def __init__(self, disk: Disk) -> None:
@@ -104,7 +104,7 @@ class Waiting:
 
     def __init__(self, nodes: int, rank: int) -> None:
         self.disk = Disk()
-        self.client, self.others = CountingClient(self.disk), Client(self.disk, "there", Habits())
+        self.client, self.others = CountingClient(self.disk), MountClient(self.disk, "there", Habits())
         self.ranks = [other for other in range(nodes) if other != rank]
         self.now, self.counter, self.beats_from = 0.0, 0, 0.0
         typed = [ChosenValue("num_nodes", nodes, "here")]
@@ -165,7 +165,7 @@ class Waiting:
 def test_a_long_wait_costs_little_and_ends_in_time() -> None:
     node = Waiting(3, rank=1)
     assert node.opens_a_second(60.0, 180.0) <= 5.0
-    assert node.loop.node.part is Part.ANNOUNCED
+    assert node.loop.node.part is RowPart.ANNOUNCED
     # It came to its row at once, so that each look comes when the wait has become 1 % longer, or a beat later.
     for before, after in zip(node.looks, node.looks[1:], strict=False):
         assert after - before <= min(max(0.05, 0.01 * after), 2.0) + 1e-9
@@ -287,7 +287,7 @@ def test_a_groups_member_looks_as_rarely_in_a_long_wait() -> None:
     """And no more rarely than its caller needs to know that the directory answers."""
     disk, clock = Disk(), 0.0
     here, limits = Join(0, 0, "host0", 0, "boot"), Limits(6.0, 15.0, 4.0)
-    store = cast(Store, Client(disk, "here", Habits()))
+    store = cast(Store, MountClient(disk, "here", Habits()))
     member = make_member(store, PATHS, here, 1, limits, beat_s=2.0)
     assert member.begin(clock)
     polling, pauses = Polling(member.loop, threading.Event(), member.look), Backoff(FIRST_PAUSE_S, 0.05)

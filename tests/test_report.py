@@ -12,7 +12,16 @@ import pytest
 from fake_run import FakeRun, long_run
 
 from fsbarrier import cli
-from fsbarrier.view.report_charts import Block, Lane, Part, Series, line_chart, stacked_bars, ticks, timeline
+from fsbarrier.view.report_charts import (
+    BarPiece,
+    Block,
+    Lane,
+    Series,
+    line_chart,
+    stacked_bars,
+    ticks,
+    timeline,
+)
 
 VOID = {"meta", "br", "img", "link", "input"}
 
@@ -174,8 +183,8 @@ def test_charts_stay_inside_their_frame() -> None:
         Series("a", "train", [(float(i), (-1) ** i * i) for i in range(1, 2000)]),
         Series("b", "test", [(1.0, 3.0)]),
     ]
-    bars: list[tuple[str, list[Part]]] = [
-        (str(i), [Part("p2", "x", 10.0 * i), Part("coordination", "c", 0.1)]) for i in range(60)
+    bars: list[tuple[str, list[BarPiece]]] = [
+        (str(i), [BarPiece("p2", "x", 10.0 * i), BarPiece("coordination", "c", 0.1)]) for i in range(60)
     ]
     lanes = [
         Lane(

@@ -334,13 +334,13 @@ def test_what_a_command_writes_into_a_shared_run_is_open_to_the_group(
 
 
 def test_what_trackers_leave_in_a_shared_run_is_open_to_the_group(tmp_path: Path) -> None:
-    from fsbarrier.workers.track import Tracking
+    from fsbarrier.workers.track import Trackers
 
     files.set_shared_group(True)
     paths = runrecord.publish(make(tmp_path / "run", "shared_group=true")).paths
     files.set_shared_group(False)
     spec = {"log_path": str(paths.root), "names_like": "trl", "project": "p", "names": []}
-    Tracking(spec, print).bring(0)
+    Trackers(spec, print).bring(0)
     files.set_shared_group(False)
     assert stat.S_IMODE(paths.trackers.stat().st_mode) == 0o770
     assert stat.S_IMODE((paths.trackers / "iterations.csv").stat().st_mode) == 0o660

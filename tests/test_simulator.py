@@ -27,7 +27,7 @@ from fsbarrier.sim.faults import USUAL, parse_mix
 from fsbarrier.sim.invariants import budget, check, i12_operations
 from fsbarrier.sim.scenario import prepare
 from fsbarrier.sim.setup import Setup
-from fsbarrier.sim.store import Client, Habits
+from fsbarrier.sim.store import Habits, MountClient
 from fsbarrier.sim.transcript import transcript
 from fsbarrier.sim.world import World
 
@@ -185,10 +185,10 @@ def test_the_watchers_read_all_heartbeats_and_each_of_the_others_one_of_theirs(
     nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where no pulse moves, as on a mount whose listings are old. So that the load grows with the nodes, and not with their square."""
-    read, look = Client.read, Observer._look_at_beats
+    read, look = MountClient.read, Observer._look_at_beats
     count, looks = [0], dict[str, set[int]]()
 
-    def counting(self: Client, path: SimPath, cls: type[R]) -> R | None:
+    def counting(self: MountClient, path: SimPath, cls: type[R]) -> R | None:
         count[0] += "/beats/" in path
         return read(self, path, cls)
 
@@ -198,7 +198,7 @@ def test_the_watchers_read_all_heartbeats_and_each_of_the_others_one_of_theirs(
         if node.generation is not None:
             looks.setdefault(node.host, set()).add(count[0] - before)
 
-    monkeypatch.setattr(Client, "read", counting)
+    monkeypatch.setattr(MountClient, "read", counting)
     monkeypatch.setattr(Observer, "_look_at_beats", looking)
     monkeypatch.setattr(HeartbeatReader, "_by_pulse", lambda self, start: None)
     none = frozenset[str]()

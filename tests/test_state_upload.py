@@ -16,7 +16,7 @@ from operations import recording
 
 from fsbarrier import files
 from fsbarrier.node import work_kinds
-from fsbarrier.node.job import Cancelled, Job, Workplace
+from fsbarrier.node.job import Cancelled, RowJob, Workplace
 from fsbarrier.node.state_upload import StateUpload
 from fsbarrier.program import Context, ReleaseEngine, ServeWeights
 from fsbarrier.rundir import checkpoints
@@ -60,7 +60,7 @@ def here(tmp_path: Path) -> Run:
 
 
 def done(upload: StateUpload) -> dict[str, Any]:
-    (line,) = upload.wait(Job())
+    (line,) = upload.wait(RowJob())
     return line
 
 
@@ -73,7 +73,7 @@ def test_the_version_has_its_state_when_all_of_it_is_there(here: Run) -> None:
     line = done(upload)
     assert (line["event"], line["serving"], line["error"]) == ("trainer_state_saved", VERSION, "")
     assert here.brought() == PARTS and checkpoints.newest_state(here.version) == VERSION
-    assert upload.wait(Job()) == []
+    assert upload.wait(RowJob()) == []
 
 
 def test_each_file_is_flushed_before_its_name_and_the_names_are_flushed(here: Run) -> None:
@@ -136,15 +136,15 @@ def test_serving_begins_it_and_the_trainer_waits_for_it(
     settings = Settings(checkpoint=CheckpointSettings(local_dir=str(tmp_path / "local")))
     context = cast(Context, SimpleNamespace(settings=settings, run_id="run", node_rank=0))
     for _ in range(2):
-        work_kinds.carry_out(ServeWeights(here.version / "model", 6), context, Job(), place)
+        work_kinds.carry_out(ServeWeights(here.version / "model", 6), context, RowJob(), place)
     # Called off while it waits, it goes on; the next job waits for the same.
-    job = Job()
+    job = RowJob()
     job.cancel.set()
     with pytest.raises(Cancelled):
         place.state_upload.wait(job)
     assert here.brought() == {}
     may_read.set()
-    told = work_kinds.carry_out(ReleaseEngine(), context, Job(), place)
+    told = work_kinds.carry_out(ReleaseEngine(), context, RowJob(), place)
     assert told["action"] == "keep" and [line["event"] for line in told["events"]] == ["trainer_state_saved"]
     assert here.brought() == PARTS and len(reads) == 2
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.aggregate import Part as PartFile
+from fsbarrier.aggregate import RewardPart as PartFile
 from fsbarrier.aggregate import aggregate
-from fsbarrier.data.tally import MOST_PARTS, Part, Tally, figures
+from fsbarrier.data.tally import MOST_PARTS, RewardPart, Tally, figures
 from fsbarrier.trajectories import ShardWriter, scan_shard
 
 
@@ -81,7 +81,7 @@ def test_what_another_program_wrote_is_counted_as_far_as_it_can_be() -> None:
     assert Tally.of([foreign]) == Tally()
     many = trajectory(1, 0.0, {f"part{n:03d}": 1.0 for n in range(100)})
     assert len(Tally.of([many]).parts) == MOST_PARTS
-    assert Tally.of([trajectory(1, 0.0, {"a": 2.0})]).parts == {"a": Part(2.0, 1, 0)}
+    assert Tally.of([trajectory(1, 0.0, {"a": 2.0})]).parts == {"a": RewardPart(2.0, 1, 0)}
 
 
 def test_a_merge_tells_them_without_reading_a_trajectory(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from fsbarrier.settings.resolve import known_names
 from fsbarrier.settings.sources import from_words
 from fsbarrier.start.begin import Request, begin
 from fsbarrier.view.metric_names import metrics
-from fsbarrier.workers.track import OneTracker, Progress
+from fsbarrier.workers.track import OneTracker, TrackerState
 
 STATE = "class PartialState:\n    def __init__(self, cpu=False): pass\n"
 TRACKING = """
@@ -226,7 +226,7 @@ def test_how_far_they_are_is_read_from_a_plain_file_alone(kind: str, tmp_path: P
     (tmp_path / "outside").write_text('{"through": {}, "ids": {}}')
     KINDS[kind](tmp_path / "progress.json")
     with pytest.raises(OSError, match=r"plain file|bytes"):
-        Progress.read(tmp_path / "progress.json")
+        TrackerState.read(tmp_path / "progress.json")
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_how_far_they_are_is_read_from_a_plain_file_alone(kind: str, tmp_path: P
 def test_a_file_that_does_not_say_how_far_they_are_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "progress.json").write_text(text)
     with pytest.raises(ValueError):
-        Progress.read(tmp_path / "progress.json")
+        TrackerState.read(tmp_path / "progress.json")
 
 
 def test_a_tracker_writes_behind_no_link(tmp_path: Path) -> None:
@@ -250,4 +250,4 @@ def test_a_tracker_writes_behind_no_link(tmp_path: Path) -> None:
     (tmp_path / "trackers" / "trackio").symlink_to(tmp_path / "outside")
     one = OneTracker("trackio", "project", "run", tmp_path / "trackers", {})
     with pytest.raises(OSError, match="link"):
-        one.log({}, 1, Progress())
+        one.log({}, 1, TrackerState())

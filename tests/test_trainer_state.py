@@ -14,7 +14,7 @@ from trainer_bench import Bench, bench
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host import memory
-from fsbarrier.node.job import Job
+from fsbarrier.node.job import RowJob
 from fsbarrier.node.state_upload import StateUpload
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.rundir.names import POLICY_FOLDER
@@ -160,7 +160,7 @@ def bring(work: Bench, version: int) -> None:
     """What the node does while the next rollouts go on."""
     name, upload = POLICY_FOLDER.build(version, 1), StateUpload()
     upload.begin(work.folder / name, kept_on_node(work) / name)
-    (line,) = upload.wait(Job())
+    (line,) = upload.wait(RowJob())
     assert line["error"] == ""
 
 

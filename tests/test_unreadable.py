@@ -22,7 +22,7 @@ from fsbarrier.node.observer import Observer
 from fsbarrier.node.paces import Paces
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Position, Revision
-from fsbarrier.protocol.state import Node, Part, Rules, Stage
+from fsbarrier.protocol.state import Node, RowPart, Rules, Stage
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.journal import Journal
 from fsbarrier.rundir.names import fact_name
@@ -36,7 +36,7 @@ RULES = Rules(Program("ping", ROWS), 1)
 
 
 class NoWork:
-    def launch(self, node: Node, part: Part) -> None: ...
+    def launch(self, node: Node, part: RowPart) -> None: ...
     def cancel(self) -> None: ...
     def report(self) -> None: ...
     def progress(self) -> dict[str, object]:

@@ -19,7 +19,7 @@ from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.host import memory
 from fsbarrier.host.own_folder import own_folder
 from fsbarrier.node import daemon, run_node, work_kinds
-from fsbarrier.node.job import Job, Workplace
+from fsbarrier.node.job import RowJob, Workplace
 from fsbarrier.node.weights import checked_weights
 from fsbarrier.program import PublishWeights
 from fsbarrier.rundir import checkpoints, weights_copy
@@ -72,20 +72,20 @@ def test_engines_load_the_node_s_copy_and_nothing_else_is_read_again(
     model: Path, place: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies = left_by_the_trainer(place)
-    folder, (line,) = checked_weights(model, Job(), place)
+    folder, (line,) = checked_weights(model, RowJob(), place)
     assert folder == copies.checked(VERSION) and (line["weights_from"], line["note"]) == ("node", "")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {**WEIGHTS, "config.json": b"{}"}
     monkeypatch.setattr(checkpoints, "compare", None)
-    assert checked_weights(model, Job(), place) == (folder, [])
+    assert checked_weights(model, RowJob(), place) == (folder, [])
 
 
 def test_a_node_that_has_no_copy_reads_the_run_directory_and_says_so_once(
     model: Path, place: Workplace
 ) -> None:
-    folder, (line,) = checked_weights(model, Job(), place)
+    folder, (line,) = checked_weights(model, RowJob(), place)
     assert folder == model and line["weights_from"] == "run directory"
     assert line["note"].startswith(f"no copy of {VERSION} is here (0.0 GB of weights; ")
-    assert checked_weights(model, Job(), place) == (model, [])
+    assert checked_weights(model, RowJob(), place) == (model, [])
 
 
 OTHERS = {
@@ -101,7 +101,7 @@ def test_what_differs_from_the_manifest_is_never_served(
 ) -> None:
     """A copy of the same name whose trainer belonged to a run that was taken back, say."""
     copies = left_by_the_trainer(place, content)
-    folder, (line,) = checked_weights(model, Job(), place)
+    folder, (line,) = checked_weights(model, RowJob(), place)
     assert folder == model and line["note"].startswith(f"the copy of {VERSION} is not what was published")
     assert not list(copies.folder.iterdir())
 
@@ -109,7 +109,7 @@ def test_what_differs_from_the_manifest_is_never_served(
 def test_a_copy_that_lacks_a_file_of_weights_is_given_up(model: Path, place: Workplace) -> None:
     first = next(iter(WEIGHTS))
     copies = left_by_the_trainer(place, {first: WEIGHTS[first]})
-    assert checked_weights(model, Job(), place)[0] == model
+    assert checked_weights(model, RowJob(), place)[0] == model
     assert not list(copies.folder.iterdir())
 
 
@@ -117,7 +117,7 @@ def test_a_copy_of_what_was_never_committed_is_not_served(model: Path, place: Wo
     """Its node died between the copy and the commit, say: without a manifest there is nothing that vouches for it."""
     copies = left_by_the_trainer(place)
     (model.parent / checkpoints.MANIFEST).unlink()
-    assert checked_weights(model, Job(), place) == (model, [])
+    assert checked_weights(model, RowJob(), place) == (model, [])
     with pytest.raises(ProgramFailed, match="has no MANIFEST"):
         copies.confirm(model, lambda: None)
     assert copies.nearest(model) == model
@@ -127,7 +127,7 @@ def test_when_the_version_itself_is_damaged_no_copy_hides_it(model: Path, place:
     left_by_the_trainer(place)
     (model / "config.json").write_bytes(b"{")
     with pytest.raises(ProgramFailed, match=r"config\.json has 1 bytes"):
-        checked_weights(model, Job(), place)
+        checked_weights(model, RowJob(), place)
 
 
 def test_a_file_of_weights_beside_the_published_ones_is_not_loaded(model: Path, place: Workplace) -> None:
@@ -136,11 +136,11 @@ def test_a_file_of_weights_beside_the_published_ones_is_not_loaded(model: Path, 
     # No engine loads these.
     (model / "runs").mkdir()
     (model / "README.md").write_text("notes")
-    assert checked_weights(model, Job(), place)[0] == model
+    assert checked_weights(model, RowJob(), place)[0] == model
     place.checked_model = None
     (model / "model.safetensors").write_bytes(b"o")
     with pytest.raises(ProgramFailed, match=r"model\.safetensors is not listed in MANIFEST"):
-        checked_weights(model, Job(), place)
+        checked_weights(model, RowJob(), place)
 
 
 def replaced_as_a_whole(model: Path) -> str:
@@ -155,23 +155,23 @@ def test_a_folder_that_was_replaced_as_a_whole_is_never_served(model: Path, plac
     place.weights = None
     published = replaced_as_a_whole(model)
     with pytest.raises(ProgramFailed, match=f"{VERSION} holds another policy than was published"):
-        checked_weights(model, Job(), place, published)
+        checked_weights(model, RowJob(), place, published)
     # It is what its own manifest says, which is all that an engine that loads ahead can know.
-    assert checked_weights(model, Job(), place)[0] == model
+    assert checked_weights(model, RowJob(), place)[0] == model
     with pytest.raises(ProgramFailed, match="holds another policy"):
-        checked_weights(model, Job(), place, published)
+        checked_weights(model, RowJob(), place, published)
 
 
 def test_nor_is_one_that_lost_its_manifest_or_was_loaded_into_a_copy(model: Path, place: Workplace) -> None:
     published = checkpoints.identity(VERSION, checkpoints.read_manifest(model.parent).digest)
     left_by_the_trainer(place)
-    assert checked_weights(model, Job(), place, published)[1][0]["weights_from"] == "node"
+    assert checked_weights(model, RowJob(), place, published)[1][0]["weights_from"] == "node"
     replaced_as_a_whole(model)
     with pytest.raises(ProgramFailed, match="holds another policy"):
-        checked_weights(model, Job(), place, published)
+        checked_weights(model, RowJob(), place, published)
     (model.parent / checkpoints.MANIFEST).unlink()
     with pytest.raises(ProgramFailed, match="has no MANIFEST"):
-        checked_weights(model, Job(), place, published)
+        checked_weights(model, RowJob(), place, published)
 
 
 @pytest.mark.parametrize("fails", ["the manifest", "a file of weights", "what is published"])
@@ -195,13 +195,13 @@ def test_a_mount_that_fails_for_a_while_is_waited_for(
     if fails == "what is published":
         work = PublishWeights(model.parent, 6, keep=0, trained_on=1)
         context = cast(Any, SimpleNamespace(newest=lambda: 1, generation=1))
-        assert work_kinds.carry_out(work, context, Job(), place)["policy_version"] == 6
+        assert work_kinds.carry_out(work, context, RowJob(), place)["policy_version"] == 6
     else:
-        assert checked_weights(model, Job(), place, published)[0] == model
+        assert checked_weights(model, RowJob(), place, published)[0] == model
     assert next(failures, None) is None
     failures, place.checked_model = iter(range(10**6)), None
-    with pytest.raises(checkpoints.Unreadable, match="not now"):
-        checked_weights(model, Job(outage_s=0.1), place, published)
+    with pytest.raises(checkpoints.PolicyUnreadable, match="not now"):
+        checked_weights(model, RowJob(outage_s=0.1), place, published)
 
 
 @pytest.mark.parametrize("policy", ["", "start", f"{VERSION}:"])
@@ -209,19 +209,19 @@ def test_what_was_published_without_a_digest_is_only_compared_with_its_manifest(
     model: Path, place: Workplace, policy: str
 ) -> None:
     replaced_as_a_whole(model)
-    assert checked_weights(model, Job(), place, policy)[0] == model
+    assert checked_weights(model, RowJob(), place, policy)[0] == model
     # The run's first model.
     (model.parent / checkpoints.MANIFEST).unlink()
-    assert checked_weights(model, Job(), place, policy) == (model, [])
+    assert checked_weights(model, RowJob(), place, policy) == (model, [])
 
 
 def test_the_next_update_removes_the_copy_and_what_an_attempt_left(model: Path, place: Workplace) -> None:
     copies = left_by_the_trainer(place)
-    checked_weights(model, Job(), place)
+    checked_weights(model, RowJob(), place)
     assert copies.begin("policy-000007.g0004", 10) and copies.begin("policy-000007.g0005", 10)
     assert [path.name for path in copies.folder.iterdir()] == ["policy-000007.g0005.unchecked"]
     # That update failed, and version 6 is served again.
-    assert checked_weights(model, Job(), place)[0] == model
+    assert checked_weights(model, RowJob(), place)[0] == model
 
 
 def test_without_room_there_is_no_copy(
@@ -230,7 +230,7 @@ def test_without_room_there_is_no_copy(
     assert place.weights is not None
     monkeypatch.setattr(weights_copy, "free_bytes", lambda folder: 3_100_000_000)
     assert not place.weights.begin(VERSION, 15_200_000_000)
-    _, (line,) = checked_weights(model, Job(), place)
+    _, (line,) = checked_weights(model, RowJob(), place)
     assert "3.1 GB may be written to" in line["note"] and not list(place.weights.folder.iterdir())
 
 

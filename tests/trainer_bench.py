@@ -141,12 +141,12 @@ class Bench:
 
     def prepare(self, **fields: Any) -> dict[str, Any]:
         """The batch of the file `merged`, made in this process; gives the result."""
-        from fsbarrier.supervision.worker_contract import Progress
+        from fsbarrier.supervision.worker_contract import ProgressWriter
         from fsbarrier.workers import prepare
 
         places = {"merged": [str(self.folder / "merged")], "batch": str(self.folder / "batch")}
         places["without_engines"] = []
-        return prepare.main(self.spec("prepare", **{**places, **fields}), self.settings, Progress(None))
+        return prepare.main(self.spec("prepare", **{**places, **fields}), self.settings, ProgressWriter(None))
 
     def update_spec(self, out: str, *, version: int = 1, before: str = "", **fields: Any) -> dict[str, Any]:
         """The spec of the update from the policy in the folder `before` (none: the first model) to version `version`."""
@@ -174,13 +174,13 @@ class Bench:
 
     def update(self, out: str, *, version: int = 1, before: str = "", **fields: Any) -> dict[str, Any]:
         """One update in this process; gives the result. Raises what it raises."""
-        from fsbarrier.supervision.worker_contract import Progress
+        from fsbarrier.supervision.worker_contract import ProgressWriter
         from fsbarrier.workers import update
 
         result = update.main(
             self.update_spec(out, version=version, before=before, **fields),
             self.settings,
-            Progress(self.folder / "progress"),
+            ProgressWriter(self.folder / "progress"),
         )
         assert result is not None
         return result

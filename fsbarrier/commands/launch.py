@@ -12,7 +12,15 @@ from pathlib import Path
 
 from fsbarrier.commands import flags
 from fsbarrier.errors import UsageError
-from fsbarrier.launchers.job import Job, Machine, check_below_mount, check_name, commands_here, split, write
+from fsbarrier.launchers.job import (
+    ClusterJob,
+    Machine,
+    check_below_mount,
+    check_name,
+    commands_here,
+    split,
+    write,
+)
 from fsbarrier.protocol.wording import counted
 
 SUMMARY = """Start all nodes of a run from one machine, or write the file with which a scheduler starts them. PLACE is
@@ -116,7 +124,7 @@ def _local(args: argparse.Namespace) -> int:
 # --- on other machines --------------------------------------------------------------------------------------------------
 
 
-def _job(args: argparse.Namespace, nodes: int, log_path: str) -> Job:
+def _job(args: argparse.Namespace, nodes: int, log_path: str) -> ClusterJob:
     """The job for the launcher. Validates flags and settings before anything starts. Raises UsageError."""
     from fsbarrier.settings.resolve import resolve
 
@@ -124,7 +132,7 @@ def _job(args: argparse.Namespace, nodes: int, log_path: str) -> Job:
     resolve(flags.gather(args))
     words = flags.words_for_others(args, f"launch {args.place}")
     run, stop = commands_here(args.fsbarrier or ("fsbarrier" if args.place in CONTAINERS else None))
-    return Job(
+    return ClusterJob(
         name=check_name(args.name or "fsbarrier"),
         nodes=nodes,
         gpus_per_node=_count("--gpus-per-node", args.gpus_per_node, least=0) if args.gpus_per_node else 0,
@@ -184,7 +192,7 @@ def _in_containers(args: argparse.Namespace) -> int:
 
     if args.place == "skypilot" and args.gpus_per_node not in (None, "0") and not args.accelerator:
         raise UsageError("launch skypilot: --gpus-per-node needs --accelerator NAME, for example H100")
-    file_of: dict[str, Callable[[Job, Machine], str]] = {
+    file_of: dict[str, Callable[[ClusterJob, Machine], str]] = {
         "kubernetes": kubernetes.job_file,
         "skypilot": partial(skypilot.task_file, accelerator=args.accelerator or ""),
         "dstack": dstack.task_file,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fsbarrier.commands import flags
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
 from fsbarrier.protocol.wording import counted
-from fsbarrier.sim.campaign import Verdict, campaign, make_world, violations_in
+from fsbarrier.sim.campaign import SeedVerdict, campaign, make_world, violations_in
 from fsbarrier.sim.faults import KINDS, parse_mix
 from fsbarrier.sim.setup import Setup
 from fsbarrier.sim.transcript import transcript, violations
@@ -78,18 +78,18 @@ def main(args: argparse.Namespace) -> int:
 class Found:
     """The results of all schedules. `struck`: number of schedules with a fault of each kind."""
 
-    failed: list[Verdict] = field(default_factory=list)
+    failed: list[SeedVerdict] = field(default_factory=list)
     struck: Counter[str] = field(default_factory=Counter)
     virtual_s: float = 0.0
 
-    def add(self, verdict: Verdict) -> None:
+    def add(self, verdict: SeedVerdict) -> None:
         self.struck.update(verdict.struck)
         self.virtual_s += verdict.virtual_s
         if verdict.violations:
             self.failed.append(verdict)
 
 
-def _with_a_bar(verdicts: Iterator[Verdict], total: int) -> Iterator[Verdict]:
+def _with_a_bar(verdicts: Iterator[SeedVerdict], total: int) -> Iterator[SeedVerdict]:
     """Pass the verdicts through, with a progress bar on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn

@@ -20,8 +20,8 @@ from pathlib import Path
 from fsbarrier.data.mergecopy import Piece, copy_pieces
 from fsbarrier.data.mergeplan import (
     GroupPlace,
+    MergePlan,
     MergeRequest,
-    Plan,
     make_plan,
     merged_metadata,
     missing_text,
@@ -75,7 +75,7 @@ class AggregateReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class MergeProgress:
     """How far a merge is."""
 
     trajectories: int
@@ -84,7 +84,7 @@ class Progress:
     bytes_total: int
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[MergeProgress], None]
 
 
 def merge(request: MergeRequest, on_progress: OnProgress | None = None) -> AggregateReport:
@@ -149,7 +149,9 @@ def _size_if_done(out: Path, fingerprint: str) -> int | None:
     return None if there is None else there.valid_bytes
 
 
-def _report(plan: Plan, out: Path, size: int, damaged: list[str], *, already_done: bool) -> AggregateReport:
+def _report(
+    plan: MergePlan, out: Path, size: int, damaged: list[str], *, already_done: bool
+) -> AggregateReport:
     groups = plan.by_task
     return AggregateReport(
         out=str(out),
@@ -176,7 +178,7 @@ class _Merge:
     def __init__(
         self,
         request: MergeRequest,
-        plan: Plan,
+        plan: MergePlan,
         metadata: dict[str, object],
         on_progress: OnProgress | None,
     ) -> None:
@@ -260,12 +262,12 @@ class _Merge:
     def _copy(self, fd: int) -> set[GroupPlace]:
         counts = {(position, group.key): group.trajectories for position, group in self.plan.taken.values()}
         total = sum(piece.size for pieces in self.pieces for piece in pieces)
-        progress = Progress(0, sum(counts.values()), 0, total)
+        progress = MergeProgress(0, sum(counts.values()), 0, total)
         bad: set[GroupPlace] = set()
         for part, pieces in zip(self.parts, self.pieces, strict=True):
             for done in copy_pieces(part.path, fd, pieces, bad):
                 finished = sum(counts.pop(piece.group, 0) for piece in done if not piece.header)
-                progress = Progress(
+                progress = MergeProgress(
                     progress.trajectories + finished,
                     progress.trajectories_total,
                     progress.bytes + sum(piece.size for piece in done),

@@ -65,7 +65,7 @@ GroupPlace = tuple[int, str]
 
 
 @dataclass(frozen=True)
-class Plan:
+class MergePlan:
     """Which group is taken from which part."""
 
     scans: tuple[ShardScan, ...]
@@ -100,7 +100,7 @@ class Plan:
         return digest.hexdigest()
 
 
-def make_plan(request: MergeRequest, excluded: Collection[GroupPlace] = ()) -> Plan:
+def make_plan(request: MergeRequest, excluded: Collection[GroupPlace] = ()) -> MergePlan:
     """Choose the groups to merge, reading headers only; those in `excluded` are known to be damaged.
 
     Raises UsageError, StoreError.
@@ -131,7 +131,7 @@ def make_plan(request: MergeRequest, excluded: Collection[GroupPlace] = ()) -> P
         [taken[task][1] for task in order if task in taken],
         len(taken) if request.keep is None else request.keep,
     )
-    return Plan(
+    return MergePlan(
         scans=tuple(scans),
         taken={task: chosen for task, chosen in taken.items() if task not in {*surplus, *without_signal}},
         duplicates=duplicates,
@@ -170,7 +170,7 @@ def _left_out(groups: Sequence[GroupEntry], keep: int) -> tuple[tuple[int, ...],
     return tuple(useful[keep:]), tuple(others[max(0, keep - len(useful)) :])
 
 
-def merged_metadata(request: MergeRequest, plan: Plan, damaged: Sequence[str]) -> dict[str, object]:
+def merged_metadata(request: MergeRequest, plan: MergePlan, damaged: Sequence[str]) -> dict[str, object]:
     """The metadata of the merged file: what the request names, and what came of the merge. Raises UsageError."""
     groups = plan.by_task
     full = {

@@ -19,15 +19,15 @@ MOST_PARTS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RewardPart:
     """One part of the reward: its sum, how many trajectories have it, and how many have it although their reward failed."""
 
     total: float = 0.0
     count: int = 0
     though_failed: int = 0
 
-    def __add__(self, other: Part) -> Part:
-        return Part(
+    def __add__(self, other: RewardPart) -> RewardPart:
+        return RewardPart(
             self.total + other.total, self.count + other.count, self.though_failed + other.though_failed
         )
 
@@ -47,7 +47,7 @@ class Tally:
     tokens: int = 0
     shortest: int = 0
     longest: int = 0
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, RewardPart] = field(default_factory=dict)
     reward_std: float | None = None
 
     @classmethod
@@ -56,7 +56,7 @@ class Tally:
         truncated = reward_errors = agent_errors = 0
         lengths: list[int] = []
         judged: list[float] = []
-        parts: dict[str, Part] = {}
+        parts: dict[str, RewardPart] = {}
         for one in trajectories:
             metadata, mask, rewards = (one.get(name) for name in ("metadata", "loss_mask", "reward_parts"))
             notes: Mapping[str, Any] = metadata if isinstance(metadata, Mapping) else {}
@@ -70,7 +70,9 @@ class Tally:
                 lengths.append(mask.count(1))
             for name, value in rewards.items() if isinstance(rewards, Mapping) else ():
                 if isinstance(value, int | float) and math.isfinite(value):
-                    parts[str(name)] = parts.get(str(name), Part()) + Part(float(value), 1, int(failed))
+                    parts[str(name)] = parts.get(str(name), RewardPart()) + RewardPart(
+                        float(value), 1, int(failed)
+                    )
         return cls(
             truncated,
             reward_errors,
@@ -92,7 +94,7 @@ class Tally:
     def from_json(cls, record: JsonObject) -> Self:
         """Raises KeyError, TypeError, ValueError for what `as_json` did not write."""
         parts = {
-            str(name): Part(float(total), int(count), int(failed))
+            str(name): RewardPart(float(total), int(count), int(failed))
             for name, (total, count, failed) in record["parts"].items()
         }
         numbers: Any = {name: int(record[name]) for name in NUMBERS}
@@ -138,10 +140,10 @@ def figures(tallies: Sequence[Tally]) -> dict[str, float]:
             "groups_without_signal": without_signal,
             "without_signal_share": without_signal / len(deviations),
         }
-    parts: dict[str, Part] = {}
+    parts: dict[str, RewardPart] = {}
     for one in tallies:
         for name, part in one.parts.items():
-            parts[name] = parts.get(name, Part()) + part
+            parts[name] = parts.get(name, RewardPart()) + part
     for name in sorted(parts)[:MOST_PARTS]:
         if parts[name].count:
             found[f"reward_parts/{name}"] = parts[name].total / parts[name].count

@@ -33,7 +33,7 @@ _FOREIGN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServerPlan:
     """How one server is to be started."""
 
     python: str
@@ -50,20 +50,20 @@ class Plan:
     threads: int = 1
 
 
-def max_model_len(plan: Plan) -> int:
+def max_model_len(plan: ServerPlan) -> int:
     """The longest sequence to serve: as set, but no more than the model can."""
     wanted = plan.settings.max_model_len
     return min(wanted, plan.model.max_positions or wanted)
 
 
-def cpu_cache_bytes(plan: Plan) -> int:
+def cpu_cache_bytes(plan: ServerPlan) -> int:
     """The key-value cache on a CPU where none is set: enough for some full sequences, a small part of the memory."""
     wanted = CPU_CACHE_SEQUENCES * max_model_len(plan) * plan.model.cache_bytes_per_token
     limit = plan.memory_bytes // CPU_CACHE_SHARE if plan.memory_bytes else wanted
     return max(CPU_CACHE_MIN, min(wanted, limit))
 
 
-def cpu_threads(plan: Plan) -> int:
+def cpu_threads(plan: ServerPlan) -> int:
     """Threads for computing on a CPU. More than a small model can use only wait for each other, spinning: with two threads on
     two cores the demonstration's model was 2 to 8 times slower than with one."""
     return min(plan.threads, useful_threads(plan.model) or plan.threads)
@@ -74,7 +74,7 @@ def useful_threads(model: ModelFolder) -> int:
     return max(1, model.parameters // PARAMETERS_PER_THREAD) if model.parameters else 0
 
 
-def argv(plan: Plan) -> list[str]:
+def argv(plan: ServerPlan) -> list[str]:
     """The server's command. The key is not in it: the arguments of a process are for everybody to see."""
     settings = plan.settings
     automatic = "bfloat16" if plan.accelerated else "float32"
@@ -109,7 +109,7 @@ def argv(plan: Plan) -> list[str]:
     return [*words, *settings.extra_args]
 
 
-def environment(plan: Plan, environ: Mapping[str, str], api_key: str) -> dict[str, str]:
+def environment(plan: ServerPlan, environ: Mapping[str, str], api_key: str) -> dict[str, str]:
     """The server's environment: the daemon's, less what is meant for others, and what vLLM reads from there only."""
     env = with_this_package({name: value for name, value in environ.items() if name not in _FOREIGN})
     # The server is on this machine, and never to be reached through a proxy.

@@ -24,7 +24,7 @@ from fsbarrier import files
 from fsbarrier.engine import command, external
 from fsbarrier.engine.model import ModelFolder, inspect
 from fsbarrier.engine.own_head import with_own_head
-from fsbarrier.engine.placement import ANYWHERE, Placement
+from fsbarrier.engine.placement import ANYWHERE, ReplicaPlacement
 from fsbarrier.engine.server import Server
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.host import accelerators
@@ -83,7 +83,7 @@ class Engine:
         work_dir: Path,
         python: str = sys.executable,
         threads: int = 0,
-        placement: Placement = ANYWHERE,
+        placement: ReplicaPlacement = ANYWHERE,
         secrets_named: Collection[str | None] = (),
     ) -> None:
         self.settings, self.external = settings, external
@@ -232,10 +232,10 @@ class Engine:
         self.distrusted = False
         return server
 
-    def _plan(self, model: ModelFolder, devices: list[accelerators.Accelerator]) -> command.Plan:
+    def _plan(self, model: ModelFolder, devices: list[accelerators.Accelerator]) -> command.ServerPlan:
         # vLLM's sleep mode is CUDA's. A model that is still tied is restarted in any case, so it need not sleep.
         nvidia = any(device.kind == "nvidia" for device in devices)
-        return command.Plan(
+        return command.ServerPlan(
             python=self.python,
             model=model,
             settings=self.settings,

@@ -21,7 +21,7 @@ _NOT_OURS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ReplicaPlacement:
     """Where one replica computes: the environment variables that tell it so."""
 
     chosen: Mapping[str, str] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Placement:
 
 
 # All that this process may use.
-ANYWHERE = Placement()
+ANYWHERE = ReplicaPlacement()
 
 
 def placements(
@@ -42,7 +42,7 @@ def placements(
     devices: Sequence[Accelerator],
     environ: Mapping[str, str],
     cpus: Sequence[int],
-) -> list[Placement]:
+) -> list[ReplicaPlacement]:
     """One for each replica. `devices`: those that this node may use, `cpus` likewise. Raises UsageError where they do not suffice."""
     count = replicas(settings, len(devices))
     size = settings.tensor_parallel_size
@@ -59,8 +59,8 @@ def placements(
     if kind == "nvidia":
         # The numbers are the driver's. CUDA counts otherwise where it is not told to count alike.
         order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        return [Placement({"CUDA_VISIBLE_DEVICES": some, **order}) for some in own]
-    return [Placement({"HIP_VISIBLE_DEVICES": some}) for some in own]
+        return [ReplicaPlacement({"CUDA_VISIBLE_DEVICES": some, **order}) for some in own]
+    return [ReplicaPlacement({"HIP_VISIBLE_DEVICES": some}) for some in own]
 
 
 def replicas(settings: EngineSettings, accelerators: int) -> int:
@@ -92,8 +92,8 @@ def check_arguments(settings: EngineSettings) -> None:
             )
 
 
-def _on_cpus(count: int, cpus: Sequence[int]) -> list[Placement]:
+def _on_cpus(count: int, cpus: Sequence[int]) -> list[ReplicaPlacement]:
     """Each has cores of its own, as evenly as they go. A single one, and more of them than there are cores, may use all."""
     if not 1 < count <= len(cpus):
         return [ANYWHERE] * count
-    return [Placement({CPUS: ",".join(map(str, cpus[number::count]))}) for number in range(count)]
+    return [ReplicaPlacement({CPUS: ",".join(map(str, cpus[number::count]))}) for number in range(count)]

@@ -61,7 +61,7 @@ class Server:
     @classmethod
     def launch(
         cls,
-        plan: command.Plan,
+        plan: command.ServerPlan,
         log_file: Path,
         cwd: Path,
         *,

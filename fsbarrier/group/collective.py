@@ -8,7 +8,7 @@ from typing import Any
 from fsbarrier.errors import NodeError
 from fsbarrier.protocol.facts import Generation, Payload, Position
 from fsbarrier.protocol.rows import Row, Table
-from fsbarrier.protocol.state import Node, Part, WorkReport
+from fsbarrier.protocol.state import Node, RowPart, WorkReport
 
 #: the group's program: one row, over and over. Each member's work is what its caller gives.
 COLLECTIVE = Row(0, "collective", each="what the caller gives", transient=True, named_by="call")
@@ -74,7 +74,7 @@ class CollectiveWork:
     leaving: str = ""
     _row: tuple[int, Position] | None = None
 
-    def launch(self, node: Node, part: Part) -> None:
+    def launch(self, node: Node, part: RowPart) -> None:
         generation, position = node.place
         self._row = generation.number, position
 
@@ -86,7 +86,7 @@ class CollectiveWork:
         # The caller may have asked in a generation that this node has just left; rows are numbered alike in both.
         if asked is None or (asked.generation.number, asked.position) != self._row:
             return None
-        return WorkReport(Part.EACH, True, asked.value, 0.0)
+        return WorkReport(RowPart.EACH, True, asked.value, 0.0)
 
     def progress(self) -> Payload:
         passed = {} if self.passed is None else {"passed": [*self.passed]}

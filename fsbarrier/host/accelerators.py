@@ -22,7 +22,7 @@ from fsbarrier.host.accelerator_drivers import devices, initialised_nvml
 from fsbarrier.reading import MIB
 from fsbarrier.retry import Backoff
 
-__all__ = ["Accelerator", "Held", "Released", "StillHeld", "detect", "in_use", "wait_released"]
+__all__ = ["Accelerator", "HeldMemory", "Released", "StillHeld", "detect", "in_use", "wait_released"]
 
 #: how it was seen that memory is free, from the weakest evidence to the strongest
 Evidence = Literal["unverified", "level", "processes", "no accelerator"]
@@ -33,7 +33,7 @@ PAUSES = Backoff(0.01, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldMemory:
     """Memory of one device that some of the processes asked for hold, or that was not in use before."""
 
     kind: Kind
@@ -68,7 +68,7 @@ class StillHeld:
     """Not free at the deadline, or when `cancelled`."""
 
     seconds: float
-    held: tuple[Held, ...]
+    held: tuple[HeldMemory, ...]
     cancelled: bool = False
 
     def __str__(self) -> str:
@@ -118,8 +118,10 @@ def wait_released(
         for pause_s in PAUSES:
             present = {(each.now.kind, each.now.index): each for each in devices(nvml, visible)}
             seen = [_check(each, pids, earlier.get(key), budget_bytes) for key, each in present.items()]
-            seen += [Held(d.kind, d.index, d.name, None) for key, d in earlier.items() if key not in present]
-            held = tuple(each for each in seen if isinstance(each, Held))
+            seen += [
+                HeldMemory(d.kind, d.index, d.name, None) for key, d in earlier.items() if key not in present
+            ]
+            held = tuple(each for each in seen if isinstance(each, HeldMemory))
             elapsed = time.monotonic() - begin
             if not held:
                 return Released(elapsed, next(each for each in EVIDENCE if each in [*seen, EVIDENCE[-1]]))
@@ -132,14 +134,14 @@ def wait_released(
 
 def _check(
     device: Device, pids: Collection[int], before: Accelerator | None, budget_bytes: int
-) -> Held | Evidence:
+) -> HeldMemory | Evidence:
     """What `pids` hold on a device, or how it was seen that it is no more than the budget."""
     now, by_pid = device.now, device.by_pid
     ours = {pid: amount for pid, amount in (by_pid or {}).items() if pid in pids}
     amounts = [amount for amount in ours.values() if amount is not None]
     if by_pid is not None and len(amounts) == len(ours) and sum(amounts) <= budget_bytes:
         return "processes"
-    held = Held(now.kind, now.index, now.name, None, {pid: _process_name(pid) for pid in sorted(ours)})
+    held = HeldMemory(now.kind, now.index, now.name, None, {pid: _process_name(pid) for pid in sorted(ours)})
     if ours and len(amounts) == len(ours):
         return replace(held, bytes=sum(amounts))
     # The driver does not tell how much is ours: the level of all memory in use must do.

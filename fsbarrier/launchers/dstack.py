@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from fsbarrier.launchers.job import MARK, Job, Machine, quoted
+from fsbarrier.launchers.job import MARK, ClusterJob, Machine, quoted
 
 _TASK = """\
 {mark} Start it with: dstack apply -f FILE
@@ -22,7 +22,7 @@ volumes:
 """
 
 
-def task_file(job: Job, machine: Machine) -> str:
+def task_file(job: ClusterJob, machine: Machine) -> str:
     """The text of the file."""
     return _TASK.format(
         mark=MARK,

@@ -19,7 +19,7 @@ MARK = "# Written by `fsbarrier launch`."
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ClusterJob:
     """`run`, `stop`: the beginning of these commands on a node. `words`: the arguments of `run`, the same on every node.
 
     `folder`: the working directory, to which relative paths in `words` refer.
@@ -81,7 +81,7 @@ def check_name(name: str) -> str:
     return name
 
 
-def check_below_mount(job: Job, machine: Machine) -> None:
+def check_below_mount(job: ClusterJob, machine: Machine) -> None:
     """Check that the run directory is on the shared volume: other files do not survive a container restart. Raises UsageError."""
     if Path(machine.mount) not in Path(job.log_path).parents:
         raise UsageError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsbarrier.launchers.job import MARK, Job, Machine, quoted
+from fsbarrier.launchers.job import MARK, ClusterJob, Machine, quoted
 
 #: how often a node may be replaced
 _REPLACEMENTS = 100
@@ -70,7 +70,7 @@ _RESOURCES = """\
 """
 
 
-def job_file(job: Job, machine: Machine) -> str:
+def job_file(job: ClusterJob, machine: Machine) -> str:
     """The text of the file."""
     return _JOB.format(
         mark=MARK,

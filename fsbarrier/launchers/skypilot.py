@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from fsbarrier.launchers.job import MARK, Job, Machine, quoted
+from fsbarrier.launchers.job import MARK, ClusterJob, Machine, quoted
 
 _TASK = """\
 {mark} Start it with: sky launch FILE
@@ -19,7 +19,7 @@ run: {run}
 """
 
 
-def task_file(job: Job, machine: Machine, accelerator: str) -> str:
+def task_file(job: ClusterJob, machine: Machine, accelerator: str) -> str:
     """The text of the file. `accelerator`: SkyPilot's name of the accelerator type, such as H100."""
     accelerators = (
         f"  accelerators: {quoted(f'{accelerator}:{job.gpus_per_node}')}\n" if job.gpus_per_node else ""

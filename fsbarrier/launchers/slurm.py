@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.launchers.job import MARK, Job
+from fsbarrier.launchers.job import MARK, ClusterJob
 
 _SCRIPT = """\
 #!/usr/bin/env bash
@@ -43,7 +43,7 @@ exit "$code"
 """
 
 
-def batch_file(job: Job, *, time_limit: str | None, warn_s: int, extra: Sequence[str]) -> str:
+def batch_file(job: ClusterJob, *, time_limit: str | None, warn_s: int, extra: Sequence[str]) -> str:
     """The text of the file. `extra`: additional sbatch options, such as `--partition=gpu`. Raises UsageError."""
     options = [
         f"--job-name={job.name}",

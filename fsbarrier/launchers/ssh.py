@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from fsbarrier.errors import UsageError
 from fsbarrier.launchers import open_stdin
-from fsbarrier.launchers.job import Job
+from fsbarrier.launchers.job import ClusterJob
 from fsbarrier.launchers.processes import Interrupted, ending_signals, failed_to_begin, outcome, stop_all
 from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.log_tail import fit_for_terminal, last_lines
@@ -75,7 +75,7 @@ def read_hosts(text: str | None, file: Path | None) -> tuple[str, ...]:
     return tuple(hosts)
 
 
-def commands(job: Job, hosts: Sequence[str], ssh: Sequence[str]) -> list[list[str]]:
+def commands(job: ClusterJob, hosts: Sequence[str], ssh: Sequence[str]) -> list[list[str]]:
     """The ssh command of each node, by rank."""
     options = [word for option in OPTIONS for word in ("-o", option)]
     found = []
@@ -87,7 +87,7 @@ def commands(job: Job, hosts: Sequence[str], ssh: Sequence[str]) -> list[list[st
     return found
 
 
-def run_all(job: Job, hosts: Sequence[str], ssh: Sequence[str], logs: Path, say: Say) -> int:
+def run_all(job: ClusterJob, hosts: Sequence[str], ssh: Sequence[str], logs: Path, say: Say) -> int:
     """Start all nodes and wait for them; returns one exit code for all. Raises UsageError, StoreError."""
     from fsbarrier.supervision.supervisor import Child
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.node.code_digests import MODEL
 from fsbarrier.node.fingerprint import CLOCKS_APART_S, PACKAGES, Fingerprint
-from fsbarrier.planning.cluster_plan import Cluster, Plan, make_plan
+from fsbarrier.planning.cluster_plan import Cluster, ClusterPlan, make_plan
 from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.program import Context
 from fsbarrier.protocol.wording import gib
@@ -149,7 +149,7 @@ def _too_small(
         yield from _checkpoint_room(nodes, hosts, plan)
 
 
-def _checkpoint_room(nodes: Nodes, hosts: Mapping[int, str], plan: Plan) -> Iterator[Objection]:
+def _checkpoint_room(nodes: Nodes, hosts: Mapping[int, str], plan: ClusterPlan) -> Iterator[Objection]:
     free = {rank: one.run_disk_free for rank, one in nodes.items() if one.run_disk_free}
     if not free:
         return

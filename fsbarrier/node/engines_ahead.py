@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from fsbarrier.engine import command
 from fsbarrier.engine.model import inspect
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.node.job import Job, Workplace
+from fsbarrier.node.job import RowJob, Workplace
 from fsbarrier.node.weights import checked_weights
 from fsbarrier.program import Program, ServeWeights
 from fsbarrier.rundir import checkpoints
@@ -66,14 +66,14 @@ def first_policy(
 class EnginesAhead:
     """One load of `work`'s policy, under way from now on; `load` is what a phase does itself where nothing was begun."""
 
-    def __init__(self, work: ServeWeights, load: Callable[[ServeWeights, Job], Loaded]) -> None:
-        self._policy, self._load, self._job = (work.folder, work.policy_version), load, Job()
+    def __init__(self, work: ServeWeights, load: Callable[[ServeWeights, RowJob], Loaded]) -> None:
+        self._policy, self._load, self._job = (work.folder, work.policy_version), load, RowJob()
         self._loaded: Loaded | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="engines-ahead", daemon=True)
         self._thread.start()
 
-    def take(self, work: ServeWeights | None, job: Job) -> Loaded | None:
+    def take(self, work: ServeWeights | None, job: RowJob) -> Loaded | None:
         """Wait on behalf of `job` for what is loaded, if it is exactly the policy of `work`; else end the load and give None.
 
         Raises what the load raised if it failed while it was waited for; an earlier failure gives None, and the phase tries anew.
@@ -111,7 +111,7 @@ class EnginesAhead:
             self._error = error
 
 
-def take_from_ahead(work: ServeWeights | None, job: Job, workplace: Workplace) -> Loaded | None:
+def take_from_ahead(work: ServeWeights | None, job: RowJob, workplace: Workplace) -> Loaded | None:
     """What the engines have loaded ahead, if it is what `work` asks for. Nothing is under way any more then."""
     if workplace.ahead is None:
         return None
@@ -120,7 +120,7 @@ def take_from_ahead(work: ServeWeights | None, job: Job, workplace: Workplace) -
     return loaded
 
 
-def load_policy(work: ServeWeights, job: Job, workplace: Workplace) -> Loaded:
+def load_policy(work: ServeWeights, job: RowJob, workplace: Workplace) -> Loaded:
     """Bring all engines to the policy of `work`; gives what they serve it with, and lines for the journal."""
     serving = f"engine: policy version {work.policy_version}"
     job.progress = {"note": serving}

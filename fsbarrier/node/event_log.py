@@ -14,7 +14,7 @@ from pathlib import Path
 from fsbarrier import files
 from fsbarrier.node.loop import place
 from fsbarrier.node.notifier import Notifier
-from fsbarrier.node.tracking import Tracking
+from fsbarrier.node.tracking import TrackerProgram
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Rules
 from fsbarrier.rundir.journal import Journal
@@ -38,7 +38,7 @@ class EventLog:
         self._last_node: Node | None = None
         self.console = Console()
         command = record.settings.notify.command
-        self._tracking = Tracking(record, work_dir, log_file.with_name("trackers.log"))
+        self._tracking = TrackerProgram(record, work_dir, log_file.with_name("trackers.log"))
         about = {"run_id": record.run_id, "log_path": str(record.log_path)}
         self._notifier = Notifier(command, log_file.with_name("notify.log"), about) if command else None
 

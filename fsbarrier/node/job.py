@@ -16,7 +16,7 @@ from fsbarrier.node.state_upload import StateUpload
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.timing import OUTAGE_S
 from fsbarrier.retry import retry
-from fsbarrier.rundir.checkpoints import Unreadable
+from fsbarrier.rundir.checkpoints import PolicyUnreadable
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.supervision.kept_program import KeptProgram
 from fsbarrier.supervision.template import Template
@@ -41,7 +41,7 @@ class Cancelled(Exception):
 
 
 @dataclass
-class Job:
+class RowJob:
     """One launch of a row's work. The node's loop cancels it and reads its progress; its thread does all else."""
 
     # For how long it tries again to read the shared directory while that fails: as long as the node itself does.
@@ -83,7 +83,7 @@ class Job:
 
         Raises OSError, Unreadable, Cancelled, and at once whatever else `ask` raises.
         """
-        failures = (OSError, Unreadable)
+        failures = (OSError, PolicyUnreadable)
         try:
             return retry(ask, within_s=self.outage_s, cancel=self.cancel, passing=failures)
         except failures:

@@ -14,11 +14,11 @@ from functools import partial
 
 from fsbarrier.errors import FsbarrierError, NodesRefused, StoreError
 from fsbarrier.node.admission import objections
-from fsbarrier.node.job import Cancelled, Job, NodeUnfit, Workplace
+from fsbarrier.node.job import Cancelled, NodeUnfit, RowJob, Workplace
 from fsbarrier.node.work_kinds import carry_out
 from fsbarrier.program import Context
 from fsbarrier.protocol.facts import Payload
-from fsbarrier.protocol.state import Node, Part, WorkReport
+from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.protocol.succession import STARTS
 from fsbarrier.rundir.log_tail import SHOWN_LINES
 
@@ -35,7 +35,7 @@ class JobRunner:
     wake: Callable[[], None]
     # Why no job can run (or go on) on this node, whatever its program. The node ends then; a "failed" fact would blame the program.
     unfit: StoreError | None = None
-    _job: Job | None = None
+    _job: RowJob | None = None
     _thread: threading.Thread | None = None
     _report: WorkReport | None = None
     # The generation whose nodes were looked at last.
@@ -43,10 +43,10 @@ class JobRunner:
 
     # --- called from the node's loop ---
 
-    def launch(self, node: Node, part: Part) -> None:
+    def launch(self, node: Node, part: RowPart) -> None:
         """Begin `part` of the work of the row that `node` is in."""
         self.cancel()
-        self._report, self._job = None, Job(self.workplace.outage_s)
+        self._report, self._job = None, RowJob(self.workplace.outage_s)
         self._thread = threading.Thread(
             target=self._run, args=(node, part, self._job), name="work", daemon=True
         )
@@ -90,7 +90,7 @@ class JobRunner:
 
     # --- the job's thread ---
 
-    def _run(self, node: Node, part: Part, job: Job) -> None:
+    def _run(self, node: Node, part: RowPart, job: RowJob) -> None:
         started = time.monotonic()
         try:
             value, ok = self._carry_out(node, part, job), True
@@ -111,7 +111,7 @@ class JobRunner:
             self._report = WorkReport(part, ok, value, time.monotonic() - started)
             self.wake()
 
-    def _carry_out(self, node: Node, part: Part, job: Job) -> Payload:
+    def _carry_out(self, node: Node, part: RowPart, job: RowJob) -> Payload:
         """Build the context, ask the row's function for the work, and do it.
 
         The first two read the shared directory. While that fails they are repeated, since no program has failed yet.
@@ -119,7 +119,7 @@ class JobRunner:
         try:
             with job.using_directory("reading what the phase needs"):
                 context = job.patiently(partial(self.make_context, node))
-                build = context.phase.each if part is Part.EACH else context.phase.leader
+                build = context.phase.each if part is RowPart.EACH else context.phase.leader
                 assert build is not None
                 warned = self._admit(context, node)
                 work = job.patiently(partial(build, context))

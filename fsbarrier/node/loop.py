@@ -35,9 +35,9 @@ from fsbarrier.protocol.state import (
     Launch,
     Node,
     Note,
-    Part,
     Propose,
     Publish,
+    RowPart,
     Rules,
     Stage,
     View,
@@ -148,7 +148,7 @@ class NodeLoop:
         """Look, and let the state machine decide: the actions to perform; None if there is nothing to do."""
         before = self.node
         # How this node's own work ended, if any was under way.
-        work = self.work.report() if before.part in (Part.EACH, Part.LEADER) else None
+        work = self.work.report() if before.part in (RowPart.EACH, RowPart.LEADER) else None
         view = self.observer.view(before, now, work)
         if view is self._idle_view:
             # Most looks of a wait end here: nothing was due but a look at the row, and that showed nothing new.

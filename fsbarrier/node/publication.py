@@ -9,7 +9,7 @@ from fsbarrier.node.collection import Collection
 from fsbarrier.node.observer import Observer
 from fsbarrier.protocol.codec import decode, encode
 from fsbarrier.protocol.facts import Fact
-from fsbarrier.protocol.state import Node, Part, Rules
+from fsbarrier.protocol.state import Node, RowPart, Rules
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.record_store import Store
 
@@ -42,7 +42,7 @@ class Publication:
 
     def repeat(self, node: Node, now: float, on_first: Callable[[Fact], None]) -> None:
         """Write the fact again if the others are still awaited and that is due. The first time, call `on_first`. Raises OSError."""
-        if now < self._repeat_at or self._fact is None or node.part is not Part.ANNOUNCED:
+        if now < self._repeat_at or self._fact is None or node.part is not RowPart.ANNOUNCED:
             return
         self._write(node, self._fact, again=True)
         if self._pause_s == REPEAT_S:

@@ -9,7 +9,7 @@ from pathlib import Path
 from fsbarrier.node.unreadable import ReadFailures, must_read
 from fsbarrier.protocol.facts import Fact, Generation, Payload, Position
 from fsbarrier.protocol.rows import Table
-from fsbarrier.protocol.state import Node, Part, Unreadable
+from fsbarrier.protocol.state import Node, RowPart, Unreadable
 from fsbarrier.rundir.names import FACT, fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import Store
@@ -83,7 +83,7 @@ class RowWatch:
             self.news = True
             row.arrived = frozenset(generation.ranks)
         row.leaders_fact = None
-        if node.part is Part.ANNOUNCED and len(row.arrived) == len(generation.members):
+        if node.part is RowPart.ANNOUNCED and len(row.arrived) == len(generation.members):
             self.news = True
             row.leaders_fact = self._leaders_fact(generation, row, now)
 

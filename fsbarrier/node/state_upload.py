@@ -19,7 +19,7 @@ from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.hashed_file import FileDigest, HashedFile
 
 if TYPE_CHECKING:
-    from fsbarrier.node.job import Job, Result
+    from fsbarrier.node.job import Result, RowJob
 
 # How often whoever waits looks whether it was called off.
 LOOK_S = 0.25
@@ -49,7 +49,7 @@ class StateUpload:
             )
             self._thread.start()
 
-    def wait(self, job: Job) -> list[Result]:
+    def wait(self, job: RowJob) -> list[Result]:
         """Until it is done; gives the line for the journal. Raises Cancelled."""
         if self._thread is None or self._version is None:
             return []

@@ -34,7 +34,7 @@ LAST_S = 10.0
 FINISHED_S = 60.0
 
 
-class Tracking:
+class TrackerProgram:
     """The trackers' program of one node, which runs while this node leads."""
 
     def __init__(self, record: RunRecord, work_dir: Path, log_file: Path) -> None:

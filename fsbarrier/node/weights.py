@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.node.job import Job, Result, Workplace
+from fsbarrier.node.job import Result, RowJob, Workplace
 from fsbarrier.rundir import checkpoints
 
 #: what people leave beside weights and no engine reads
@@ -15,7 +15,7 @@ NOT_LOADED = (".md", ".log")
 
 
 def checked_weights(
-    model: Path, job: Job, workplace: Workplace, policy: str = ""
+    model: Path, job: RowJob, workplace: Workplace, policy: str = ""
 ) -> tuple[Path, list[Result]]:
     """The node's own copy of the policy in `model`, else `model` itself, and lines for the journal. Its files are read once a version.
 
@@ -49,7 +49,7 @@ def checked_weights(
     return folder, [{"event": "weights_checked", **fields}]
 
 
-def _check_all(model: Path, job: Job) -> None:
+def _check_all(model: Path, job: RowJob) -> None:
     """Read the model's folder. An engine may load any file that lies there, so there is none but those of the manifest."""
     version, part = model.parent, f"{model.name}/"
     manifest = checkpoints.verify(version, part, job.live_on)

@@ -14,7 +14,7 @@ from fsbarrier.decisions import PublishDecision
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.host.rendezvous import listen, port_of, reachable
 from fsbarrier.node.engines_ahead import load_policy, take_from_ahead
-from fsbarrier.node.job import Job, Result, Workplace, journal_line
+from fsbarrier.node.job import Result, RowJob, Workplace, journal_line
 from fsbarrier.node.worker_program import run_program
 from fsbarrier.program import (
     Command,
@@ -32,7 +32,7 @@ from fsbarrier.program import (
 from fsbarrier.rundir import checkpoints, retention
 
 
-def carry_out(work: Work, context: Context, job: Job, workplace: Workplace) -> Result:
+def carry_out(work: Work, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """Do `work`; gives its result. Raises Cancelled, NodeUnfit, FsbarrierError, and whatever else goes wrong."""
     job.stop_if_cancelled()
     match work:
@@ -66,7 +66,9 @@ def carry_out(work: Work, context: Context, job: Job, workplace: Workplace) -> R
             return run_program(work, context, job, workplace)
 
 
-def _one_after_the_other(works: tuple[Work, ...], context: Context, job: Job, workplace: Workplace) -> Result:
+def _one_after_the_other(
+    works: tuple[Work, ...], context: Context, job: RowJob, workplace: Workplace
+) -> Result:
     """The results merged; the "events" of all are kept."""
     merged: Result = {}
     for work in works:
@@ -76,7 +78,7 @@ def _one_after_the_other(works: tuple[Work, ...], context: Context, job: Job, wo
     return merged
 
 
-def _serve_weights(work: ServeWeights, context: Context, job: Job, workplace: Workplace) -> Result:
+def _serve_weights(work: ServeWeights, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """Have all of this node's engines serve one policy version. No program begins before they do."""
     began, ahead = time.monotonic(), take_from_ahead(work, job, workplace)
     ahead_s = time.monotonic() - began
@@ -114,7 +116,7 @@ def _serve_weights(work: ServeWeights, context: Context, job: Job, workplace: Wo
     }
 
 
-def _refuse_if_outdated(context: Context, job: Job) -> None:
+def _refuse_if_outdated(context: Context, job: RowJob) -> None:
     """The last look before the one step that makes this generation's result public: is it still the newest generation?
 
     Example: the leader's host sleeps for a minute, and the others go on as the next generation and publish new weights. When the
@@ -124,7 +126,7 @@ def _refuse_if_outdated(context: Context, job: Job) -> None:
         raise ProgramFailed(f"generation {context.generation} has ended; nothing of it is published any more")
 
 
-def _publish_weights(work: PublishWeights, context: Context, job: Job, log_path: Path) -> Result:
+def _publish_weights(work: PublishWeights, context: Context, job: RowJob, log_path: Path) -> Result:
     """Check that the new policy version is all there, point the run at it, then remove what is too old to be kept.
 
     Its content is read by the nodes that serve it, each before its engine loads it.

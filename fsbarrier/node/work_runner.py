@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Protocol
 
 from fsbarrier.protocol.facts import Payload
-from fsbarrier.protocol.state import Node, Part, WorkReport
+from fsbarrier.protocol.state import Node, RowPart, WorkReport
 
 
 class WorkRunner(Protocol):
     """Does a node's work outside the loop: in a thread, or simulated."""
 
-    def launch(self, node: Node, part: Part) -> None: ...
+    def launch(self, node: Node, part: RowPart) -> None: ...
 
     def cancel(self) -> None:
         """End the work under way completely; its report is never given."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.node.job import Cancelled, Job, NodeUnfit, Result, Workplace, journal_line
+from fsbarrier.node.job import Cancelled, NodeUnfit, Result, RowJob, Workplace, journal_line
 from fsbarrier.program import Command, Context, Keep
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.kept_program import KeptProgram
@@ -28,7 +28,7 @@ UPDATE = "fsbarrier.workers.update"
 NO_SECRETS = ("fsbarrier.aggregate", "fsbarrier.workers.prepare", UPDATE)
 
 
-def run_program(work: Command, context: Context, job: Job, workplace: Workplace) -> Result:
+def run_program(work: Command, context: Context, job: RowJob, workplace: Workplace) -> Result:
     """Run the program to its end; gives its result. Raises ProgramFailed, StartFailed, NodeUnfit, StoreError, Cancelled."""
     # This program may be torchrun, which needs the port that OpenRendezvous has held for it.
     workplace.close_rendezvous()
@@ -137,7 +137,7 @@ def _given_to_kept(
 
 
 def _watch(
-    child: Child | KeptProgram, context: Context, job: Job, workplace: Workplace, keeper: Keeper | None
+    child: Child | KeptProgram, context: Context, job: RowJob, workplace: Workplace, keeper: Keeper | None
 ) -> int:
     """The program's exit code. Ends a program whose progress file and log do not change for `stall_timeout_s`, and one that needs an
     engine when none is left."""

@@ -43,7 +43,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ClusterPlan:
     """The figures of one run. Bytes are of one accelerator where nothing else is said."""
 
     cluster: Cluster
@@ -93,7 +93,7 @@ class Plan:
         return sum(self.update.values())
 
 
-def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Plan:
+def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> ClusterPlan:
     """The plan. Machines that do not suffice are no error: the plan's `problems` say so."""
     trainer, rollout = settings.trainer, settings.rollout
     engine, cache_tokens, count, problems = _engine(shape, settings, cluster)
@@ -113,7 +113,7 @@ def make_plan(shape: ModelShape, settings: Settings, cluster: Cluster) -> Plan:
     drawn = math.ceil(rollout.tasks * rollout.oversample)
     groups = min(drawn, rollout.concurrency * count * cluster.nodes)
     state = load.trained * (2 * EXACT + exact_copy)
-    return Plan(
+    return ClusterPlan(
         cluster=cluster,
         parameters=shape.parameters,
         replicas=count,

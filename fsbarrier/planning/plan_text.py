@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from fsbarrier.planning.cluster_plan import Plan
+from fsbarrier.planning.cluster_plan import ClusterPlan
 from fsbarrier.protocol.wording import gib
 from fsbarrier.reading import GIB, MIB
 
 
-def lines(plan: Plan) -> list[str]:
+def lines(plan: ClusterPlan) -> list[str]:
     """The figures by topic."""
     cluster = plan.cluster
     billions = plan.parameters >= 10**8
@@ -71,7 +71,7 @@ def lines(plan: Plan) -> list[str]:
     return said
 
 
-def as_json(plan: Plan) -> dict[str, object]:
+def as_json(plan: ClusterPlan) -> dict[str, object]:
     """Every figure by its name, in bytes."""
     return {**asdict(plan), "copies": plan.copies, "update_bytes": plan.update_bytes}
 

@@ -43,9 +43,9 @@ from fsbarrier.protocol.state import (
     Launch,
     Node,
     Note,
-    Part,
     Propose,
     Publish,
+    RowPart,
     Rules,
     Stage,
     Step,
@@ -430,7 +430,7 @@ def go_on_behind_a_seal(at: Situation) -> Step | None:
 def release(at: Situation) -> Step | None:
     """Every member is done with this row, and the leader's fact tells what was decided: on to the next row."""
     fact = at.view.leaders_fact
-    if fact is None or at.seal is not None or at.node.part is not Part.ANNOUNCED:
+    if fact is None or at.seal is not None or at.node.part is not RowPart.ANNOUNCED:
         return None
     generation, position = at.generation, at.position
     if not at.view.arrived.issuperset(generation.ranks):
@@ -452,7 +452,7 @@ def release(at: Situation) -> Step | None:
     else:
         # Do not begin the first row of an iteration yet: a stop may take effect there, and the leader may admit nodes.
         following = Position(position.iteration + 1, first)
-        part, actions = Part.NONE, NOTHING
+        part, actions = RowPart.NONE, NOTHING
     moved = replace(node, position=following, part=part, result={}, work_s=0.0, trouble_since=None)
     return moved, (*passed, Entered(following, generation), *actions)
 
@@ -566,7 +566,7 @@ def _propose_in_turn(at: Situation, proposal: Generation, since: float) -> Step 
 
 def admit_joiners(at: Situation) -> Step | None:
     """Where an iteration starts, before any work, the leader takes in the nodes that wait, in a new generation."""
-    if at.node.part is not Part.NONE or at.position.phase != at.span[0]:
+    if at.node.part is not RowPart.NONE or at.position.phase != at.span[0]:
         return None
     if not at.leads or at.rules.on_node_failure == "hold":
         return None
@@ -579,7 +579,7 @@ def admit_joiners(at: Situation) -> Step | None:
 
 def begin_the_row(at: Situation) -> Step | None:
     """This node has entered a row and has not begun its part in it."""
-    if at.node.part is not Part.NONE:
+    if at.node.part is not RowPart.NONE:
         return None
     part, actions = _begin(at, at.row)
     return replace(at.node, part=part), actions
@@ -587,11 +587,11 @@ def begin_the_row(at: Situation) -> Step | None:
 
 def begin_the_leaders_work(at: Situation) -> Step | None:
     """The leader begins its own part once all others are done with theirs, if the row has work for each."""
-    if at.node.part is not Part.GATHER:
+    if at.node.part is not RowPart.GATHER:
         return None
     if at.row.each is not None and not at.view.arrived.issuperset(set(at.generation.ranks) - {at.node.rank}):
         return None
-    return replace(at.node, part=Part.LEADER), (Launch(Part.LEADER),)
+    return replace(at.node, part=RowPart.LEADER), (Launch(RowPart.LEADER),)
 
 
 def tell_of_a_failure(at: Situation) -> Step | None:
@@ -600,7 +600,7 @@ def tell_of_a_failure(at: Situation) -> Step | None:
     if report is None or report.part is not at.node.part or report.ok:
         return None
     fact = Fact(at.node.rank, at.node.incarnation, "failed", report.value, report.seconds)
-    return replace(at.node, part=Part.ANNOUNCED), (Publish(fact),)
+    return replace(at.node, part=RowPart.ANNOUNCED), (Publish(fact),)
 
 
 def finish_the_work(at: Situation) -> Step | None:
@@ -609,19 +609,19 @@ def finish_the_work(at: Situation) -> Step | None:
     if report is None or report.part is not at.node.part or not report.ok:
         return None
     result, work_s = {**at.node.result, **report.value}, at.node.work_s + report.seconds
-    if report.part is Part.EACH and at.row.leader is not None and at.leads:
-        return replace(at.node, part=Part.GATHER, result=result, work_s=work_s), NOTHING
-    announced = replace(at.node, part=Part.ANNOUNCED, result=result, work_s=work_s)
+    if report.part is RowPart.EACH and at.row.leader is not None and at.leads:
+        return replace(at.node, part=RowPart.GATHER, result=result, work_s=work_s), NOTHING
+    announced = replace(at.node, part=RowPart.ANNOUNCED, result=result, work_s=work_s)
     return announced, (_publish_done(at, at.row, result, work_s),)
 
 
-def _begin(at: Situation, row: Row[object]) -> tuple[Part, Sequence[Action]]:
+def _begin(at: Situation, row: Row[object]) -> tuple[RowPart, Sequence[Action]]:
     """How a member's part in a row begins. Without work to do it publishes "done" at once."""
     if row.each is not None:
-        return Part.EACH, (Launch(Part.EACH),)
+        return RowPart.EACH, (Launch(RowPart.EACH),)
     if row.leader is not None and at.leads:
-        return Part.GATHER, NOTHING
-    return Part.ANNOUNCED, (_publish_done(at, row),)
+        return RowPart.GATHER, NOTHING
+    return RowPart.ANNOUNCED, (_publish_done(at, row),)
 
 
 def _publish_done(

@@ -18,7 +18,7 @@ class Stage(StrEnum):
     ENDED = "ended"
 
 
-class Part(Enum):
+class RowPart(Enum):
     """How far this node is in the work of its row."""
 
     NONE = "none"
@@ -33,7 +33,7 @@ class Part(Enum):
 
 
 #: the parts in which a node looks at what the others have published in its row
-WATCHING = (Part.ANNOUNCED, Part.GATHER, Part.EACH)
+WATCHING = (RowPart.ANNOUNCED, RowPart.GATHER, RowPart.EACH)
 
 
 #: setting -> the rule that follows it
@@ -104,7 +104,7 @@ class Node:
     saw_others_at_work: bool = False
     generation: Generation | None = None
     position: Position | None = None
-    part: Part = Part.NONE
+    part: RowPart = RowPart.NONE
     result: Payload = field(default_factory=dict)
     work_s: float = 0.0
     decisions: Mapping[str, Payload] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Node:
 class WorkReport:
     """The end of a piece of this node's work. Not ok: `value` has "error" and "log" (its last lines)."""
 
-    part: Part
+    part: RowPart
     ok: bool
     value: Payload
     seconds: float
@@ -186,7 +186,7 @@ class View:
 class Launch:
     """Begin this node's work of its row."""
 
-    part: Part
+    part: RowPart
 
 
 @dataclass(frozen=True, slots=True)

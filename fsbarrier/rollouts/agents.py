@@ -20,7 +20,7 @@ from fsbarrier.errors import UsageError
 from fsbarrier.rollouts.agent_client import Client, finished
 from fsbarrier.rollouts.engine_pool import Place
 from fsbarrier.rollouts.episode import Episode, Trajectory
-from fsbarrier.rollouts.samples import Emit, Group
+from fsbarrier.rollouts.samples import Emit, SampledGroup
 from fsbarrier.settings.sections import RolloutSettings
 from fsbarrier.user_code import code_file, described_failure, load_named
 
@@ -94,7 +94,7 @@ class AgentSampler:
             episodes = [
                 running.create_task(self._episode(place, task)) for _ in range(place.sampling.samples)
             ]
-        emit(Group(task, [], tuple(episode.result() for episode in episodes)))
+        emit(SampledGroup(task, [], tuple(episode.result() for episode in episodes)))
 
     async def _episode(self, place: Place, task: Task) -> Episode:
         client = Client(place, custom=self.custom, turn_timeout_s=self.turn_timeout_s)

@@ -11,7 +11,7 @@ from typing import Self
 from fsbarrier.data.tasks import Task
 from fsbarrier.openai_http import may_pass, refusal_text
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.rollouts.samples import Again, Emit, EngineGone, Group, Refusal, Sample
+from fsbarrier.rollouts.samples import Again, Emit, EngineGone, Refusal, Sample, SampledGroup
 
 
 def failure(url: str, status: int, body: bytes) -> Exception:
@@ -129,4 +129,4 @@ class AnswerStream:
     def _emit_group(self, task: int) -> None:
         numbers = range(task * self.per_task, (task + 1) * self.per_task)
         samples = tuple(sample for number in numbers if (sample := self._growing.pop(number).sample))
-        self._emit(Group(self._tasks[task], self._prompt_ids[task], samples))
+        self._emit(SampledGroup(self._tasks[task], self._prompt_ids[task], samples))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from fsbarrier.data.trajectory import Trajectory, is_judged
-from fsbarrier.rollouts.samples import Group
-from fsbarrier.supervision.worker_contract import SHOW_S, Progress
+from fsbarrier.rollouts.samples import SampledGroup
+from fsbarrier.supervision.worker_contract import SHOW_S, ProgressWriter
 
 #: counts that a result has under other names, or not at all
 NOT_IN_RESULT = {"groups", "trajectories", "reward_sum", "unjudged", "tokens"}
@@ -37,7 +37,7 @@ class Counts:
     #: of finished groups
     completion_tokens: int = 0
 
-    def add(self, group: Group, trajectories: Sequence[Trajectory], late: bool = False) -> None:
+    def add(self, group: SampledGroup, trajectories: Sequence[Trajectory], late: bool = False) -> None:
         """Count a finished group; `late`: it was ended by its time limit."""
         self.groups += 1
         self.trajectories += len(trajectories)
@@ -77,7 +77,11 @@ class CountsProgress:
     """
 
     def __init__(
-        self, progress: Progress, total: int, counts: Counts, engines: Callable[[], list[dict[str, object]]]
+        self,
+        progress: ProgressWriter,
+        total: int,
+        counts: Counts,
+        engines: Callable[[], list[dict[str, object]]],
     ) -> None:
         self.progress, self.total, self.counts, self.engines = progress, total, counts, engines
         self.begin = time.monotonic()

@@ -18,8 +18,8 @@ from typing import Self, TypeVar
 from fsbarrier.data.tasks import Task
 from fsbarrier.openai_http import asked_again
 from fsbarrier.rollouts.engine_queue import EngineMetrics
-from fsbarrier.rollouts.samples import Emit, EngineDown, Group, Sample, Sampling
-from fsbarrier.rollouts.sampling import Sampler, Server
+from fsbarrier.rollouts.samples import Emit, EngineDown, Sample, SampledGroup, Sampling
+from fsbarrier.rollouts.sampling import Sampler, SamplingServer
 
 # Before the first look at an engine that does not answer.
 FIRST_PAUSE_S = 0.5
@@ -31,7 +31,7 @@ class PooledEngine:
     """One engine, the node's replica `number`, and what it has to do. `up`: set while it answers; `sequences`: in flight there."""
 
     def __init__(
-        self, number: int, server: Server, *, connections: int, on_tokens: Callable[[int], None]
+        self, number: int, server: SamplingServer, *, connections: int, on_tokens: Callable[[int], None]
     ) -> None:
         self.number = number
         self.up = asyncio.Event()
@@ -51,7 +51,7 @@ class EnginePool:
 
     def __init__(
         self,
-        servers: Sequence[Server],
+        servers: Sequence[SamplingServer],
         *,
         connections: int,
         on_tokens: Callable[[int], None],
@@ -171,7 +171,7 @@ class Place:
         """As Sampler.sample. What was handed out before an engine went is not asked for again."""
         left = {task.index: task for task in tasks}
 
-        def done(group: Group) -> None:
+        def done(group: SampledGroup) -> None:
             del left[group.task.index]
             emit(group)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from fsbarrier.data.trajectory import Sampled
-from fsbarrier.rollouts.samples import Group, Message, Sample
+from fsbarrier.rollouts.samples import Message, Sample, SampledGroup
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Episode(Sample):
     def timings(self) -> dict[str, float]:
         return {**super().timings, "episode_s": round(self.episode_s, 6)}
 
-    def record(self, group: Group) -> Sampled:
+    def record(self, group: SampledGroup) -> Sampled:
         """The segments one after the other; where there are several, `segments` says where each begins."""
         made: Sampled = {
             "messages": self.messages or group.task.messages,

@@ -10,10 +10,10 @@ from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rewards.score import Answer, Reward, Score, judges_groups, scores_of
 from fsbarrier.rollouts.rollout_spec import Origin
-from fsbarrier.rollouts.samples import Group, Sample
+from fsbarrier.rollouts.samples import Sample, SampledGroup
 
 
-async def judged_group(origin: Origin, group: Group, reward: Reward) -> list[Trajectory]:
+async def judged_group(origin: Origin, group: SampledGroup, reward: Reward) -> list[Trajectory]:
     """The trajectories of a group, each judged."""
     scores = await _scores(reward, group)
     return [
@@ -55,13 +55,13 @@ def _judged_again(origin: Origin, item: Trajectory, score: Score | None) -> Traj
     )
 
 
-def failed_group(origin: Origin, group: Group, samples: int) -> list[Trajectory]:
+def failed_group(origin: Origin, group: SampledGroup, samples: int) -> list[Trajectory]:
     """Trajectories in place of the samples of a task that failed: the task counts as done, and an update learns nothing from them."""
     nothing = Sample("", [], [], "error", 0.0, metadata={"error": group.error})
     return [_trajectory(origin, group, number, nothing, Score(0.0)) for number in range(samples)]
 
 
-async def _scores(reward: Reward, group: Group) -> list[Score]:
+async def _scores(reward: Reward, group: SampledGroup) -> list[Score]:
     """The samples' judgements; an agent may have given its own. Never raises."""
     known = [_known_score(sample) for sample in group.samples]
     open_ones = [sample for sample, score in zip(group.samples, known, strict=True) if score is None]
@@ -93,7 +93,7 @@ def _judgement(score: Score, metadata: JsonObject, *, sampled: bool) -> dict[str
     }
 
 
-def _trajectory(origin: Origin, group: Group, number: int, sample: Sample, score: Score) -> Trajectory:
+def _trajectory(origin: Origin, group: SampledGroup, number: int, sample: Sample, score: Score) -> Trajectory:
     task = group.task
     metadata = {**task.metadata, "answer": task.answer, **sample.metadata}
     if sample.error is not None:

@@ -59,7 +59,7 @@ class Sample:
     def timings(self) -> dict[str, float]:
         return {"generate_s": round(self.seconds, 6)}
 
-    def record(self, group: Group) -> Sampled:
+    def record(self, group: SampledGroup) -> Sampled:
         """The trajectory's fields that come from the sampling: every token of prompt and answer, and which the model sampled."""
         before, after = len(group.prompt_ids), len(self.token_ids)
         return {
@@ -73,7 +73,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SampledGroup:
     """All samples of a task. `error`: why the server does not serve this prompt; `samples` is then empty. `replica`: which of the node's
     engines made them; None where that is not known.
     """
@@ -106,4 +106,4 @@ class Refusal(Exception):
 
 
 #: takes a group when it is finished
-Emit = Callable[[Group], None]
+Emit = Callable[[SampledGroup], None]

@@ -23,7 +23,16 @@ from fsbarrier.data.tasks import Task
 from fsbarrier.engine.client import normal_url
 from fsbarrier.openai_http import asked_again, base_and_socket, bearer, described
 from fsbarrier.rollouts.answer_stream import AnswerStream, failure
-from fsbarrier.rollouts.samples import Again, Emit, EngineDown, EngineGone, Group, Refusal, Sample, Sampling
+from fsbarrier.rollouts.samples import (
+    Again,
+    Emit,
+    EngineDown,
+    EngineGone,
+    Refusal,
+    Sample,
+    SampledGroup,
+    Sampling,
+)
 
 #: of a sample, in each piece of the streamed answer
 TOKENS_PER_PIECE = 64
@@ -39,7 +48,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class SamplingServer:
     """Where to sample, and how patiently. `timeout_s`: without a sign of life of a request; `tries`: of one request.
 
     `template_arguments`: what the chat template is told beside the messages.
@@ -56,7 +65,7 @@ class Server:
 class Sampler:
     """Samples groups from one server. `on_tokens` hears how many tokens have come."""
 
-    def __init__(self, server: Server, *, connections: int, on_tokens: Callable[[int], None]) -> None:
+    def __init__(self, server: SamplingServer, *, connections: int, on_tokens: Callable[[int], None]) -> None:
         self.server = server
         self.on_tokens = on_tokens
         self.url = normal_url(server.url)
@@ -107,7 +116,7 @@ class Sampler:
         """
         pending = {task.index: task for task in tasks}
 
-        def done(group: Group) -> None:
+        def done(group: SampledGroup) -> None:
             del pending[group.task.index]
             self._chat_ids.pop(group.task.index, None)
             emit(group)
@@ -123,7 +132,7 @@ class Sampler:
         except Refusal as refusal:
             reason = str(refusal)
         if len(tasks) == 1:
-            done(Group(tasks[0], self._chat_ids.get(tasks[0].index, []), (), reason))
+            done(SampledGroup(tasks[0], self._chat_ids.get(tasks[0].index, []), (), reason))
             return
         # The server refused the request as a whole. Ask for each prompt alone, to find the one that it refuses.
         for task in list(pending.values()):
@@ -133,7 +142,7 @@ class Sampler:
         self, prompt_ids: Sequence[int], sampling: Sampling, *, max_tokens: int, stop: Sequence[str] = ()
     ) -> Sample:
         """One answer to exactly these tokens. Raises EngineGone; Refusal where the server does not serve this prompt."""
-        groups: list[Group] = []
+        groups: list[SampledGroup] = []
         task = Task(0, "", "", None, {})
         own = {"max_tokens": max_tokens, "stop": list(stop)}
         await self._asked(

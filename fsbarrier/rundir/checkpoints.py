@@ -37,7 +37,7 @@ COPIED_FROM = ".copied-from"
 READERS = 8
 
 
-class Unreadable(ProgramFailed):
+class PolicyUnreadable(ProgramFailed):
     """The mount fails, and has for longer than it usually does. Nothing is known of the policy version: it may be whole."""
 
 
@@ -134,7 +134,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _unread(error: Exception, said: str) -> ProgramFailed:
     failing = isinstance(error, OSError) and error.errno in FAILING
-    return Unreadable(said) if failing else ProgramFailed(said)
+    return PolicyUnreadable(said) if failing else ProgramFailed(said)
 
 
 def _listed(digests: Mapping[str, FileDigest]) -> dict[str, dict[str, object]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fsbarrier.errors import FsbarrierError, NodesRefused, ProgramFailed
 from fsbarrier.node.job import NodeUnfit
-from fsbarrier.protocol.state import Exit, Node, Part
+from fsbarrier.protocol.state import Exit, Node, RowPart
 from fsbarrier.sim.history import Merged
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ class Checkpoint(NamedTuple):
 
 
 @dataclass
-class Meeting:
+class SimTorchrun:
     """A torchrun: it goes on once all its nodes are there, and no node can finish it alone."""
 
     size: int
-    pieces: dict[int, Piece] = field(default_factory=dict)
+    pieces: dict[int, WorkPiece] = field(default_factory=dict)
     lost: bool = False
 
 
@@ -61,7 +61,7 @@ class Artifacts:
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
     # name for people -> stamp of the merge there
     public: dict[str, int] = field(default_factory=dict)
-    meetings: dict[tuple[str, str], Meeting] = field(default_factory=dict)
+    meetings: dict[tuple[str, str], SimTorchrun] = field(default_factory=dict)
     stamps: int = 0
     ports: int = 40000
 
@@ -80,19 +80,19 @@ class Artifacts:
 
 
 @dataclass(slots=True)
-class Piece:
+class WorkPiece:
     """One piece of work of one process, under way. `inside`: the daemon itself does it and not a program that it started."""
 
     process: Process
     node: Node
-    part: Part
+    part: RowPart
     began: float
     # the share of the program's time after which it fails; None: it does not
     fails: float | None
     alive: bool = True
     inside: bool = True
     broken: str = ""
-    meeting: Meeting | None = None
+    meeting: SimTorchrun | None = None
     steps: Waiting = field(init=False)
 
     def advance(self) -> None:

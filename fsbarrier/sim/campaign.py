@@ -20,7 +20,7 @@ CHUNK = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SeedVerdict:
     """What became of one seed. `struck`: the kinds of faults that really happened."""
 
     seed: int
@@ -29,13 +29,13 @@ class Verdict:
     struck: frozenset[str]
 
 
-def judge(seed: int, setup: Setup) -> Verdict:
+def judge(seed: int, setup: Setup) -> SeedVerdict:
     """Run one schedule and check every invariant. An unexpected exception of the code under test is a violation too."""
     world, collecting = make_world(seed, setup), gc.isenabled()
     # The collector would only cost time: `_take_apart` frees what a schedule leaves.
     gc.disable()
     try:
-        return Verdict(seed, _found(world), world.now, frozenset(world.history.faults))
+        return SeedVerdict(seed, _found(world), world.now, frozenset(world.history.faults))
     finally:
         _take_apart(world)
         if collecting:
@@ -68,7 +68,7 @@ def _found(world: World) -> tuple[Violation, ...]:
         return (Violation("error", what),)
 
 
-def campaign(seeds: range, setup: Setup, jobs: int = 1) -> Iterator[Verdict]:
+def campaign(seeds: range, setup: Setup, jobs: int = 1) -> Iterator[SeedVerdict]:
     """The verdicts of `seeds`, in order. `jobs`: processes that share the work."""
     if jobs <= 1:
         yield from (judge(seed, setup) for seed in seeds)
@@ -84,5 +84,5 @@ def campaign(seeds: range, setup: Setup, jobs: int = 1) -> Iterator[Verdict]:
             yield from future.result()
 
 
-def _several(seeds: list[int], setup: Setup) -> list[Verdict]:
+def _several(seeds: list[int], setup: Setup) -> list[SeedVerdict]:
     return [judge(seed, setup) for seed in seeds]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsbarrier.sim.history import Event, History
+from fsbarrier.sim.history import History, JournalLine
 from fsbarrier.sim.setup import PATHS
 
 
@@ -40,7 +40,7 @@ def i7_no_false_death(history: History) -> Iterator[str]:
                 yield f"node {event.node.rank} took node {lost['node_rank']} for dead after {silent:.1f} s of silence"
 
 
-def _last_whole_look(history: History, event: Event, rank: int, incarnation: int) -> float:
+def _last_whole_look(history: History, event: JournalLine, rank: int, incarnation: int) -> float:
     """When the node of an event last looked at a heartbeat. Looks that could not read what lay there taught it nothing, so the one before
     them counts; two looks are never further apart than `blind_s`.
     """

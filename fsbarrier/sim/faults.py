@@ -11,7 +11,7 @@ from random import Random
 from typing import NamedTuple
 
 from fsbarrier.errors import UsageError
-from fsbarrier.sim.store import Client, Failure, GarbledRead, Habits
+from fsbarrier.sim.store import Failure, GarbledRead, Habits, MountClient
 
 #: name -> what it is, as `fsbarrier simulate --help` tells it
 KINDS = {
@@ -98,7 +98,7 @@ class Strike:
     whole: bool = False
 
 
-class Awaited(NamedTuple):
+class StrikeOnEntry(NamedTuple):
     """What happens `delay` after node `rank` (None: any) first enters a row."""
 
     rank: int | None
@@ -240,7 +240,7 @@ class Trouble:
     `block(seconds, stopped)` makes the calling process wait in the middle of its operation.
     """
 
-    def __init__(self, client: Client, block: Callable[[float, bool], None]) -> None:
+    def __init__(self, client: MountClient, block: Callable[[float, bool], None]) -> None:
         self.client, self._block = client, block
         # the errno with which operations fail; None: they do not
         self.outage: int | None = None

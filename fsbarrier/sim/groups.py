@@ -24,7 +24,7 @@ from fsbarrier.sim.faults import Crash, Livelock
 from fsbarrier.sim.invariants import Violation, i1_nobody_passes_early, i3_only_forward, i8_only_whole_records
 from fsbarrier.sim.process import Process
 from fsbarrier.sim.setup import PATHS, Setup
-from fsbarrier.sim.store import Client
+from fsbarrier.sim.store import MountClient
 from fsbarrier.sim.world import World
 
 if TYPE_CHECKING:
@@ -75,7 +75,9 @@ class Diary:
 class GroupProcess(Process):
     """One start of one member, and its caller."""
 
-    def __init__(self, world: GroupWorld, number: int, rank: int, client: Client, trouble: Trouble) -> None:
+    def __init__(
+        self, world: GroupWorld, number: int, rank: int, client: MountClient, trouble: Trouble
+    ) -> None:
         super().__init__(world, number, rank, client, trouble)
         here = Join(rank, 0, self.host, number, self.host)
         limits = replace(world.rules.limits, join_timeout_s=float("inf"))
@@ -251,7 +253,7 @@ class GroupWorld(World):
         src = drawn.choice(generation.ranks)
         return drawn.choice(("barrier", "all_gather", broadcast_from(src)))
 
-    def new_process(self, rank: int, client: Client, trouble: Trouble) -> Process:
+    def new_process(self, rank: int, client: MountClient, trouble: Trouble) -> Process:
         return GroupProcess(self, len(self.processes), rank, client, trouble)
 
     def over(self) -> bool:

@@ -16,7 +16,7 @@ Place = tuple[int, int, int]
 
 
 @dataclass(slots=True)
-class Event:
+class JournalLine:
     """A line of some process's journal. `process` numbers the starts of all nodes; `node` is the state at that moment; the look in
     which it happened began at `began`.
     """
@@ -43,7 +43,7 @@ class Write:
 Done = dict[int, tuple[float, Fact]]
 
 
-class Entry(NamedTuple):
+class MergedGroup(NamedTuple):
     """A group of trajectories in a merged file, and where it comes from. `at`: its place in its part file."""
 
     task: int
@@ -65,7 +65,7 @@ class Merged:
     generation: int
     policy: str
     adopted: tuple[Payload, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[MergedGroup, ...]
     final: bool = False
 
 
@@ -119,7 +119,7 @@ class Asked(NamedTuple):
     path: str
 
 
-class Ended(NamedTuple):
+class ProcessEnd(NamedTuple):
     """The end of a process: an exit code, or None where it was killed."""
 
     time: float
@@ -152,7 +152,7 @@ class History:
     caches: bool = False
     # split -> how many tasks an iteration rolls out
     tasks: Mapping[str, int] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    events: list[JournalLine] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
     # (rank, incarnation) -> when
     beats: dict[tuple[int, int], list[float]] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class History:
     left: dict[int, int] = field(default_factory=dict)
     # process -> (time, rank)
     starts: dict[int, tuple[float, int]] = field(default_factory=dict)
-    ended: dict[int, Ended] = field(default_factory=dict)
+    ended: dict[int, ProcessEnd] = field(default_factory=dict)
     said: list[Said] = field(default_factory=list)
     faults: set[str] = field(default_factory=set)
     # the generations with which a person took the run back
@@ -223,18 +223,18 @@ class History:
         return found
 
     @cached_property
-    def places(self) -> list[tuple[Event, Place]]:
+    def places(self) -> list[tuple[JournalLine, Place]]:
         """Every entry of a process into a row, and every release from one, as they happened."""
         rows = frozenset(("phase_started", "phase_finished"))
         return [(event, place_of(event.node)) for event in self.events if event.event in rows]
 
     @cached_property
-    def passed(self) -> list[tuple[Event, Place]]:
+    def passed(self) -> list[tuple[JournalLine, Place]]:
         """Every release of a process from a row: the journal's phase_finished."""
         return [(event, place) for event, place in self.places if event.event == "phase_finished"]
 
     @cached_property
-    def entered(self) -> list[tuple[Event, Place]]:
+    def entered(self) -> list[tuple[JournalLine, Place]]:
         """Every entry of a process into a row: the journal's phase_started."""
         return [(event, place) for event, place in self.places if event.event == "phase_started"]
 

@@ -18,10 +18,10 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.sim import strikes
 from fsbarrier.sim.disk import Directory, SimPath
 from fsbarrier.sim.faults import Crash, Livelock, Mishap, Trouble
-from fsbarrier.sim.history import Event
+from fsbarrier.sim.history import JournalLine
 from fsbarrier.sim.interruptible import InterruptibleCall
 from fsbarrier.sim.setup import PATHS
-from fsbarrier.sim.store import Client
+from fsbarrier.sim.store import MountClient
 from fsbarrier.sim.work import SimWork
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def usual_paces(settings: Settings, beat_s: float, watchers: int, outage_s: floa
 class Process:
     """One start of one node."""
 
-    def __init__(self, world: World, number: int, rank: int, client: Client, trouble: Trouble) -> None:
+    def __init__(self, world: World, number: int, rank: int, client: MountClient, trouble: Trouble) -> None:
         self.world, self.number, self.rank, self.client, self.trouble = world, number, rank, client, trouble
         self.host = client.host
         self.up = True
@@ -293,7 +293,7 @@ class Process:
 
     def _record(self, event: str, node: Node, fields: Payload) -> None:
         world = self.world
-        world.history.events.append(Event(world.now, self.number, event, node, fields, self.ticked_at))
+        world.history.events.append(JournalLine(world.now, self.number, event, node, fields, self.ticked_at))
         # The node announces its next start, or proposes a generation, in this very look.
         mishap = None
         if event == "left_generation":

@@ -26,7 +26,7 @@ from fsbarrier.protocol.state import Exit
 from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim import strikes
-from fsbarrier.sim.faults import Awaited, Mishap, Strike
+from fsbarrier.sim.faults import Mishap, Strike, StrikeOnEntry
 from fsbarrier.sim.history import History
 from fsbarrier.sim.invariants import Violation, check
 from fsbarrier.sim.process import Process
@@ -102,7 +102,7 @@ def _plan(world: World, line: str) -> None:
             raise UsageError(f"no phase {match[2]!r} in {line!r}")
         action = _counted(world, _action(world, match[5]))
         place = int(match[3] or 1), PHASE_NAMES.index(match[2])
-        world.awaited.append(Awaited(rank, *place, float(match[4] or 0.0), action))
+        world.awaited.append(StrikeOnEntry(rank, *place, float(match[4] or 0.0), action))
     else:
         raise UsageError(f"not a line of a scenario: {line!r}")
 

@@ -44,10 +44,10 @@ Failure = Callable[[], BaseException]
 Alarm = Callable[[str, str], Failure | None]
 
 
-class Client:
+class MountClient:
     """One host's mount of the Disk; it outlives the processes of that host, as a kernel's caches do."""
 
-    def __init__(self, disk: Disk, host: str, habits: Habits, beside: Client | None = None) -> None:
+    def __init__(self, disk: Disk, host: str, habits: Habits, beside: MountClient | None = None) -> None:
         """`beside`: another client that uses the same mount."""
         self.disk, self.host, self.habits = disk, host, habits
         # The operations of the look under way are counted. From number `alarm_at` on, `alarm` decides what becomes of each.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.facts import Generation
-from fsbarrier.sim.history import Event, History, Place, place_of
+from fsbarrier.sim.history import History, JournalLine, Place, place_of
 from fsbarrier.sim.invariants import Violation
 
 WIDTH = 150
@@ -40,7 +40,7 @@ def violations(found: Iterable[Violation]) -> str:
     return "".join(f"{violation.number}: {violation.what}\n" for violation in found)
 
 
-def _events(events: list[Event]) -> Iterator[Line]:
+def _events(events: list[JournalLine]) -> Iterator[Line]:
     """A line an event; without text where it is not worth one."""
     passed: set[Place] = set()
     begun: set[int] = set()

@@ -28,13 +28,13 @@ from fsbarrier.program import (
     Work,
 )
 from fsbarrier.protocol.facts import JsonObject, Payload
-from fsbarrier.protocol.state import Node, Part, WorkReport
+from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.protocol.succession import STARTS
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.runrecord import RunRecord, TaskSource
-from fsbarrier.sim.artifacts import FOREVER, Checkpoint, Meeting, PartFile, Piece, Waiting
+from fsbarrier.sim.artifacts import FOREVER, Checkpoint, PartFile, SimTorchrun, Waiting, WorkPiece
 from fsbarrier.sim.disk import SimPath
-from fsbarrier.sim.history import Entry, Merged, Missing, Published, Served, Used
+from fsbarrier.sim.history import Merged, MergedGroup, Missing, Published, Served, Used
 from fsbarrier.sim.setup import PATHS
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class SimWork:
 
     def __init__(self, world: World, process: Process) -> None:
         self.world, self.process, self.artifacts = world, process, world.artifacts
-        self.piece: Piece | None = None
+        self.piece: WorkPiece | None = None
         # which policy this node's engine really serves
         self.serving = ""
         self._report: WorkReport | None = None
@@ -72,9 +72,9 @@ class SimWork:
             kept_in=lambda generation: "",
         )
 
-    def launch(self, node: Node, part: Part) -> None:
+    def launch(self, node: Node, part: RowPart) -> None:
         self.cancel()
-        piece = Piece(self.process, node, part, self.world.now, self.world.failure_of(node, part))
+        piece = WorkPiece(self.process, node, part, self.world.now, self.world.failure_of(node, part))
         piece.steps = self._run(piece)
         self.piece, self._report = piece, None
         self.world.after(self.world.short(), piece.advance)
@@ -92,7 +92,7 @@ class SimWork:
     def progress(self) -> Payload:
         return {}
 
-    def ended(self, piece: Piece, ok: bool, value: dict[str, object]) -> None:
+    def ended(self, piece: WorkPiece, ok: bool, value: dict[str, object]) -> None:
         """A piece of work has ended: report it."""
         piece.alive = False
         if not ok:
@@ -100,7 +100,7 @@ class SimWork:
         self._report = WorkReport(piece.part, ok, value, self.world.now - piece.began)
         self.process.wake(self.world.now + self.world.short())
 
-    def _leave_meeting(self, piece: Piece) -> None:
+    def _leave_meeting(self, piece: WorkPiece) -> None:
         """A node leaves a torchrun. Half of the time the others' processes fail a second later; else they hang."""
         meeting = piece.meeting
         if meeting is None or meeting.lost:
@@ -114,14 +114,14 @@ class SimWork:
 
     # --- what a piece does ---
 
-    def _run(self, piece: Piece) -> Waiting:
+    def _run(self, piece: WorkPiece) -> Waiting:
         """Build the context, ask the row's function for the work, and do it. Repeat the first two while the shared directory fails."""
         context, since = None, self.world.now
         while True:
             try:
                 if context is None:
                     context, since = self._context(piece.node), self.world.now
-                builder = context.phase.each if piece.part is Part.EACH else context.phase.leader
+                builder = context.phase.each if piece.part is RowPart.EACH else context.phase.leader
                 assert builder is not None
                 self._admit(piece.node)
                 work = builder(context)
@@ -147,7 +147,7 @@ class SimWork:
             raise ProgramFailed(f"the shared directory fails: {error}") from None
         return RETRY_S
 
-    def _do(self, work: Work, context: Context, piece: Piece) -> Waiting:
+    def _do(self, work: Work, context: Context, piece: WorkPiece) -> Waiting:
         match work:
             case Command():
                 piece.inside = False
@@ -186,7 +186,7 @@ class SimWork:
             case PublishWeights():
                 return (yield from self._publish(work, context, piece))
 
-    def _stand_in(self, work: Command) -> Callable[[Command, Context, Piece], Waiting]:
+    def _stand_in(self, work: Command) -> Callable[[Command, Context, WorkPiece], Waiting]:
         """The method that stands in for `python -m PROGRAM`."""
         match program_name(work.argv):
             case "fsbarrier.workers.rollout":
@@ -198,7 +198,7 @@ class SimWork:
             case _:
                 return self._update
 
-    def _busy(self, piece: Piece, parts: int = 1) -> Iterator[float]:
+    def _busy(self, piece: WorkPiece, parts: int = 1) -> Iterator[float]:
         """The time a program takes, in `parts` pieces. A program that is to fail raises ProgramFailed on the way."""
         length = self.world.length()
         for number in range(parts):
@@ -207,7 +207,7 @@ class SimWork:
                 raise ProgramFailed("the program ended with exit code 1")
             yield length / parts
 
-    def _rollout(self, work: Command, context: Context, piece: Piece) -> Waiting:
+    def _rollout(self, work: Command, context: Context, piece: WorkPiece) -> Waiting:
         spec = work.spec
         self._need(spec["model"].removesuffix("/model") if spec["policy_version"] else "", piece)
         part = PartFile(context.generation, spec["iteration"], spec["split"], spec["policy"], self.serving)
@@ -218,7 +218,7 @@ class SimWork:
             part.groups.append((task, self.world.now))
         return {"part": spec["part"], "groups": len(part.groups)}
 
-    def _aggregate(self, work: Command, context: Context, piece: Piece) -> Waiting:
+    def _aggregate(self, work: Command, context: Context, piece: WorkPiece) -> Waiting:
         spec = work.spec
         entries = self._taken(spec["parts"])
         absent = set(spec["expected"]) ^ {entry.task for entry in entries}
@@ -248,18 +248,18 @@ class SimWork:
         )
         return {"stamp": merged.stamp, "groups": len(entries)}
 
-    def _taken(self, sources: list[JsonObject]) -> list[Entry]:
+    def _taken(self, sources: list[JsonObject]) -> list[MergedGroup]:
         """For each task, the first group of it in a source that is asked for this task."""
-        taken: dict[int, Entry] = {}
+        taken: dict[int, MergedGroup] = {}
         for source in sources:
             part, valid = self.artifacts.parts[source["path"]], source["valid_bytes"]
             for index, (task, _) in enumerate(part.groups[: None if valid is None else valid // GROUP_BYTES]):
                 if task in source["tasks"]:
-                    entry = Entry(task, source["path"], index, part.generation, part.made_by)
+                    entry = MergedGroup(task, source["path"], index, part.generation, part.made_by)
                     taken.setdefault(task, entry)
         return [*taken.values()]
 
-    def _prepare(self, work: Command, context: Context, piece: Piece) -> Waiting:
+    def _prepare(self, work: Command, context: Context, piece: WorkPiece) -> Waiting:
         for source in work.spec["merged"]:
             merged = self.artifacts.merged.get(source)
             stamp = merged.stamp if merged is not None else self.artifacts.public.get(source)
@@ -272,7 +272,7 @@ class SimWork:
         self.artifacts.batches.add(work.spec["batch"])
         return {"batch": work.spec["batch"]}
 
-    def _update(self, work: Command, context: Context, piece: Piece) -> Waiting:
+    def _update(self, work: Command, context: Context, piece: WorkPiece) -> Waiting:
         argv = dict(zip(work.argv[:-1], work.argv[1:], strict=True))
         spec, key = work.spec, (argv["--master-addr"], argv["--master-port"])
         if spec["batch"] not in self.artifacts.batches:
@@ -280,7 +280,7 @@ class SimWork:
         self._need(spec["model"].removesuffix("/model") if spec["policy_version"] else "", piece)
         for wait in self._busy(piece):
             yield wait / 2
-        meeting = self.artifacts.meetings.setdefault(key, Meeting(int(argv["--nnodes"])))
+        meeting = self.artifacts.meetings.setdefault(key, SimTorchrun(int(argv["--nnodes"])))
         meeting.pieces[int(argv["--node-rank"])] = piece
         piece.meeting = meeting
         if len(meeting.pieces) == meeting.size and not meeting.lost:
@@ -306,7 +306,7 @@ class SimWork:
         if name in there:
             raise AssertionError(f"two writers of {name}")
 
-    def _publish(self, work: PublishWeights, context: Context, piece: Piece) -> Waiting:
+    def _publish(self, work: PublishWeights, context: Context, piece: WorkPiece) -> Waiting:
         folder = str(work.folder)
         # The checkpoint is compared with its manifest.
         yield self.world.length() / 2 if self.world.slow_checks else self.world.short()
@@ -330,7 +330,7 @@ class SimWork:
         if newest > context.generation:
             raise ProgramFailed(f"generation {context.generation} has ended")
 
-    def _need(self, folder: str, piece: Piece) -> None:
+    def _need(self, folder: str, piece: WorkPiece) -> None:
         """A policy's folder must be there; "" is the model that the run began with."""
         if folder and folder not in self.artifacts.checkpoints:
             missing = Missing(self.world.now, piece.process.number, piece.node, folder)

@@ -13,19 +13,19 @@ from functools import partial
 from random import Random
 
 from fsbarrier.protocol.facts import Record
-from fsbarrier.protocol.state import Node, Part, Rules
+from fsbarrier.protocol.state import Node, RowPart, Rules
 from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.settings.value_types import RlPhase
 from fsbarrier.sim import faults, strikes
 from fsbarrier.sim.artifacts import Artifacts
 from fsbarrier.sim.damage import written
 from fsbarrier.sim.disk import Disk, File, SimPath
-from fsbarrier.sim.faults import Awaited, Trouble
-from fsbarrier.sim.history import Asked, Ended, History, Removed, Said, Write, row_of
+from fsbarrier.sim.faults import StrikeOnEntry, Trouble
+from fsbarrier.sim.history import Asked, History, ProcessEnd, Removed, Said, Write, row_of
 from fsbarrier.sim.process import BLIND, JOINING, POLL_S, Process, usual_paces
 from fsbarrier.sim.settings import CommandLines
 from fsbarrier.sim.setup import PATHS, START_SETTINGS, Setup, draw_limits, litter, program, settings
-from fsbarrier.sim.store import Client, Habits
+from fsbarrier.sim.store import Habits, MountClient
 
 # for each node and iteration: a hundred times what schedules need; more is a livelock
 EVENTS = 20_000
@@ -56,7 +56,7 @@ class World:
             self.artifacts.given = {str(PATHS.merged("train", i + 1)) for i in range(setup.iterations)}
         self.command_lines = CommandLines(seed, self.history)
         self.processes: list[Process] = []
-        self.clients: dict[str, tuple[Client, Trouble]] = {}
+        self.clients: dict[str, tuple[MountClient, Trouble]] = {}
         # where each rank is started now
         self.hosts = [f"host{rank}" for rank in range(setup.nodes)]
         # what each rank is started with: the digest of its code
@@ -142,7 +142,7 @@ class World:
         # (rank, phase) -> how often its program is still to fail there
         self.failures: dict[tuple[int, str], int] = {}
         self.awaited = [
-            Awaited(s.rank, s.iteration, s.phase, s.delay, partial(strikes.strike, self, s))
+            StrikeOnEntry(s.rank, s.iteration, s.phase, s.delay, partial(strikes.strike, self, s))
             for s in self.strikes
             if s.iteration
         ]
@@ -164,7 +164,7 @@ class World:
         """How long a program takes."""
         return self.rng.choice(self.lengths) * (0.5 + self.rng.random())
 
-    def failure_of(self, node: Node, part: Part) -> float | None:
+    def failure_of(self, node: Node, part: RowPart) -> float | None:
         """The share of its time after which a program is to fail; None for a good one."""
         assert node.position is not None
         if self.failures:
@@ -266,7 +266,7 @@ class World:
         host = self.hosts[rank]
         if host not in self.clients:
             first = next(iter(self.clients.values()), None) if self.one_mount else None
-            client = Client(self.disk, host, self.habits, first[0] if first else None)
+            client = MountClient(self.disk, host, self.habits, first[0] if first else None)
             client.garbled = self.garbling if self.garbling.rate else None
             client.stale_handle = self.stale_handles if self.stale_handles.rate else None
             if first:
@@ -284,7 +284,7 @@ class World:
         self.say(f"node {rank} is started on {host}{with_code}")
         process.wake(self.now)
 
-    def new_process(self, rank: int, client: Client, trouble: Trouble) -> Process:
+    def new_process(self, rank: int, client: MountClient, trouble: Trouble) -> Process:
         """A start of a node."""
         return Process(self, len(self.processes), rank, client, trouble)
 
@@ -312,7 +312,7 @@ class World:
     def end(self, process: Process, code: int, why: str) -> None:
         process.up = False
         self.ending = True
-        self.history.ended[process.number] = Ended(self.now, process.rank, code, why)
+        self.history.ended[process.number] = ProcessEnd(self.now, process.rank, code, why)
         self.say(f"node {process.rank} ends with code {code}: {why}")
         if code == 2:
             self.codes[process.rank] = ""
@@ -329,7 +329,7 @@ class World:
             process.held_look.kill()
         process.trouble.rest()
         self.ending = True
-        self.history.ended[process.number] = Ended(self.now, process.rank, None, why)
+        self.history.ended[process.number] = ProcessEnd(self.now, process.rank, None, why)
         self.say(f"node {process.rank} is dead: {why}")
 
     def pause(self, process: Process, seconds: float, *, frozen: bool) -> None:
@@ -376,7 +376,7 @@ class World:
             if process.watching is not directory or process.host == host or not process.up or process.paused:
                 continue
             node = process.loop.node
-            if node.part not in (Part.ANNOUNCED, Part.GATHER) and path.endswith(".done"):
+            if node.part not in (RowPart.ANNOUNCED, RowPart.GATHER) and path.endswith(".done"):
                 continue
             size = 1 if node.generation is None else len(node.generation.members)
             if len(directory.names) >= size or self.rng.random() * size < 0.6:

@@ -35,7 +35,7 @@ from fsbarrier.start import (
     ranks,
     task_files,
 )
-from fsbarrier.start.policy_export import Exported
+from fsbarrier.start.policy_export import VersionToExport
 
 Say = Callable[[str], None]
 #: Settings that a program uses only if it needs a model or data (`Program.needs`).
@@ -221,7 +221,7 @@ def _with_count(asked: _Asked, rank: ranks.Choice | None) -> Mapping[str, Chosen
     return chosen
 
 
-def _policy_to_begin_with(typed: Settings, program: Program) -> Exported | None:
+def _policy_to_begin_with(typed: Settings, program: Program) -> VersionToExport | None:
     """The policy of another run selected by `init_from`. Raises UsageError."""
     if typed.init_from is None:
         return None

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from fsbarrier.engine import model
-from fsbarrier.engine.command import Plan, argv
+from fsbarrier.engine.command import ServerPlan, argv
 from fsbarrier.engine.placement import replicas
 from fsbarrier.errors import UsageError
 from fsbarrier.host import accelerators
@@ -195,7 +195,7 @@ def _server(folder: Path, threads: int, settings: Settings) -> list[str]:
         return ["engine: start vLLM on the model, once the run has created it"]
     devices = accelerators.detect()
     count = replicas(settings.engine, len(devices))
-    plan = Plan(
+    plan = ServerPlan(
         python=sys.executable,
         model=model.inspect(folder),
         settings=settings.engine,

@@ -15,7 +15,7 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.sections import LoraSettings, Settings
 from fsbarrier.start import policy_export
-from fsbarrier.start.policy_export import Exported
+from fsbarrier.start.policy_export import VersionToExport
 
 LAYOUT = "trainer/layout.json"
 
@@ -30,10 +30,10 @@ class TrainersState:
     root: Path
     version: Path
     digests: Mapping[str, FileDigest]
-    base: Exported | None
+    base: VersionToExport | None
 
 
-def find(init_from: str) -> Exported:
+def find(init_from: str) -> VersionToExport:
     """The policy `RUN_DIRECTORY@VERSION`, which must be complete according to its manifest. Raises UsageError."""
     folder, version = _split(init_from)
     if version and not version.isdecimal():
@@ -51,7 +51,7 @@ def _split(init_from: str) -> tuple[str, str]:
     return (folder, version) if at else (init_from, "")
 
 
-def find_state(settings: Settings, policy: Exported) -> TrainersState:
+def find_state(settings: Settings, policy: VersionToExport) -> TrainersState:
     """The trainer state of `policy`, which must be complete in the shared directory. Raises UsageError."""
     prefix = f"init_optimizer=true: init_from={settings.init_from}"
     record = runrecord.load(Path(_split(str(settings.init_from))[0]))
@@ -101,7 +101,7 @@ def _adapters(lora: LoraSettings) -> str:
     return f"adapters of rank {lora.rank} and alpha {lora.alpha:g} for {targets}"
 
 
-def _model_of_adapters(record: RunRecord, prefix: str) -> Exported:
+def _model_of_adapters(record: RunRecord, prefix: str) -> VersionToExport:
     """The base model of the other run's adapters: its initial model, or the base that it copied from a third run itself."""
     first = policy_export.first_model(record)
     if first is not None and record.settings.init_optimizer:
@@ -112,7 +112,7 @@ def _model_of_adapters(record: RunRecord, prefix: str) -> Exported:
     return first
 
 
-def copy(init_from: str, policy: Exported, state: TrainersState | None, target: Path) -> Path:
+def copy(init_from: str, policy: VersionToExport, state: TrainersState | None, target: Path) -> Path:
     """Copy the policy into this run, because the other run may remove or change its files. Each copy is checked against the manifest.
 
     Returns the model folder of the copy. Raises UsageError.
@@ -135,7 +135,7 @@ def copy(init_from: str, policy: Exported, state: TrainersState | None, target: 
     return model
 
 
-def _copy_state(policy: Exported, state: TrainersState, target: Path) -> None:
+def _copy_state(policy: VersionToExport, state: TrainersState, target: Path) -> None:
     """Add the trainer state to `target`, which already has the model, as policy version 0. Raises OSError, ProgramFailed."""
     # Imported late because torch takes seconds to load.
     from fsbarrier.training.trainer_state import StateLayout

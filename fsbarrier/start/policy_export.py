@@ -22,7 +22,7 @@ NUMBERED = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class VersionToExport:
     """A policy version to export. `digests`: of the files in its model folder; empty for the initial model."""
 
     version: int
@@ -33,7 +33,7 @@ class Exported:
     root: Path | None = None
 
 
-def find(record: RunRecord, wanted: int | None) -> Exported:
+def find(record: RunRecord, wanted: int | None) -> VersionToExport:
     """The requested policy version; `wanted=None`: the one the run serves now.
 
     Raises UsageError if the run has no such version, ProgramFailed if it is incomplete.
@@ -59,7 +59,7 @@ def find(record: RunRecord, wanted: int | None) -> Exported:
         listed = any(name.startswith("trainer/") for name in manifest.files)
         state = listed and checkpoints.newest_state(folder) == folder.name
         trainer = folder / "trainer" if state else None
-        return Exported(manifest.policy_version, folder / "model", trainer, digests, record.log_path)
+        return VersionToExport(manifest.policy_version, folder / "model", trainer, digests, record.log_path)
     if not wanted and (first := first_model(record)) is not None:
         return first
     if wanted is None:
@@ -73,16 +73,16 @@ def find(record: RunRecord, wanted: int | None) -> Exported:
     )
 
 
-def first_model(record: RunRecord) -> Exported | None:
+def first_model(record: RunRecord) -> VersionToExport | None:
     """The run's initial model, which has no manifest; None for a program without a model."""
     if record.model is None:
         return None
     model = Path(record.model)
     root = record.log_path if model.is_relative_to(record.log_path) else None
-    return Exported(0, model, root=root)
+    return VersionToExport(0, model, root=root)
 
 
-def export(chosen: Exported, target: Path, dtype: str | None) -> None:
+def export(chosen: VersionToExport, target: Path, dtype: str | None) -> None:
     """Create `target` atomically, after verifying all of it. `dtype`: bf16 or fp32; None: as served.
 
     Raises OSError, ProgramFailed (damaged or missing files), UsageError (precision not available).
@@ -112,7 +112,7 @@ def export(chosen: Exported, target: Path, dtype: str | None) -> None:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _copy(chosen: Exported, out: Path) -> None:
+def _copy(chosen: VersionToExport, out: Path) -> None:
     if not chosen.digests:
         _copy_first_model(chosen, out)
     for name, digest in chosen.digests.items():
@@ -120,7 +120,7 @@ def _copy(chosen: Exported, out: Path) -> None:
         checkpoints.copy_listed(chosen.model / name, out / name, digest, chosen.root)
 
 
-def _needed(chosen: Exported) -> dict[str, FileDigest | None]:
+def _needed(chosen: VersionToExport) -> dict[str, FileDigest | None]:
     """The files that the conversion of a policy reads, by path relative to the version's folder. Raises ProgramFailed."""
     if not chosen.digests:
         found = (path for path in chosen.model.rglob("*") if path.is_file())
@@ -141,7 +141,7 @@ def _refuse_links(model: Path, root: Path) -> None:
             )
 
 
-def _copy_first_model(chosen: Exported, out: Path) -> None:
+def _copy_first_model(chosen: VersionToExport, out: Path) -> None:
     """Copy the initial model, which has no manifest. A user's own folder may contain links, as the Hugging Face cache does."""
 
     def copy(source: str, target: str) -> None:

@@ -128,7 +128,7 @@ def _nesting(value: JsonObject) -> int:
 # --- the program's side ---
 
 
-class Progress:
+class ProgressWriter:
     """Writes the progress file, always as a whole. Without a path it does nothing."""
 
     def __init__(self, path: Path | None) -> None:
@@ -151,7 +151,7 @@ class Progress:
         files.write_atomic(self._path, json.dumps(shown | fields).encode())
 
 
-Main = Callable[[Spec, Settings, Progress], Mapping[str, object] | None]
+Main = Callable[[Spec, Settings, ProgressWriter], Mapping[str, object] | None]
 
 
 def run_worker(main: Main[Spec], stays: Callable[[], bool] = lambda: False) -> int:
@@ -184,7 +184,7 @@ def _do(main: Main[Spec], spec_file: Path) -> int:
     # Libraries write files too, and do not know the modes that the run asks for.
     os.umask(0o007 if settings.shared_group else 0o077)
     try:
-        result = main(spec, settings, Progress(Path(spec["progress"])))
+        result = main(spec, settings, ProgressWriter(Path(spec["progress"])))
     except FsbarrierError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code if error.exit_code == 2 else 1

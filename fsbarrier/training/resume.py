@@ -26,7 +26,7 @@ class Beginning:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class KeptTrainer:
     """A trainer that is still in memory after an update, which policy it is, as `checkpoints.identity` names it, and the settings that
     it was made with."""
 
@@ -42,7 +42,7 @@ class Held:
 
 
 def go_on(
-    held: Held | None, policy: str, settings: Settings, model: Path, trainer_state: Path | None
+    held: KeptTrainer | None, policy: str, settings: Settings, model: Path, trainer_state: Path | None
 ) -> Beginning | None:
     """Go on with what is held, if every process holds exactly the policy to be trained; every process must call this."""
     agreed = all(gather_objects(held is not None and held.serves(policy, settings)))

@@ -29,7 +29,7 @@ class Rewards:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class FoundLoss:
     """A lost member. `seen_at`: when its last heartbeat was seen, by the reporting node's clock; None: unknown."""
 
     at: float
@@ -61,10 +61,10 @@ class Ending:
 
 
 @dataclass
-class History:
+class RunHistory:
     """Collects the events of all journals. Events of different journals may arrive in any order."""
 
-    losses: list[Loss] = field(default_factory=list)
+    losses: list[FoundLoss] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     endings: dict[int, Ending] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -139,7 +139,7 @@ class History:
             known = {(loss.generation, loss.node_rank) for loss in self.losses}
             if node.node_rank is not None and (event.generation, node.node_rank) not in known:
                 seen_at = self._silent_since.get((event.generation, node.node_rank))
-                self.losses.append(Loss(event.at, event.generation, node.node_rank, node.why, seen_at))
+                self.losses.append(FoundLoss(event.at, event.generation, node.node_rank, node.why, seen_at))
 
     def _is_news(self, event: Event) -> bool:
         """Whether no other node has just reported the same event."""

@@ -30,7 +30,7 @@ LASTING_S = 1.0
 Show = Callable[[RunStatus, Sequence[Event]], None]
 
 
-class Process(Protocol):
+class StartedDaemon(Protocol):
     """A daemon that was started here."""
 
     def poll(self) -> int | None: ...
@@ -38,7 +38,7 @@ class Process(Protocol):
 
 def follow(
     log_path: Path,
-    processes: Mapping[int, Process] | Sequence[Process] | None = None,
+    processes: Mapping[int, StartedDaemon] | Sequence[StartedDaemon] | None = None,
     *,
     failed: Callable[[], bool] = lambda: False,
     stop: threading.Event | None = None,
@@ -71,7 +71,7 @@ def follow(
 def _follow(
     show: Show,
     reader: RunReader,
-    watched: Sequence[Process],
+    watched: Sequence[StartedDaemon],
     failed: Callable[[], bool],
     stop: threading.Event,
 ) -> int | None:

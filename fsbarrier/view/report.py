@@ -16,7 +16,7 @@ from fsbarrier.settings.sources import flatten
 from fsbarrier.view.amounts import amount, duration, one_line, percent
 from fsbarrier.view.event_wording import event_text
 from fsbarrier.view.html_pieces import LEAST_SHARE, chart, legend, section, table
-from fsbarrier.view.report_charts import Part, Series, line_chart, stacked_bars
+from fsbarrier.view.report_charts import BarPiece, Series, line_chart, stacked_bars
 from fsbarrier.view.report_results import TABLE_ROWS, evaluations_section, figures_table, rollouts_section
 from fsbarrier.view.report_samples import samples
 from fsbarrier.view.report_style import STYLE
@@ -183,8 +183,8 @@ def _times(finished: Sequence[IterationTime]) -> str:
     shown = finished[-BARS:]
     bars = []
     for one in shown:
-        parts = [Part(f"p{index}", name, seconds) for (index, name), seconds in one.work.items()]
-        parts.append(Part("coordination", "coordination", one.coordination_s))
+        parts = [BarPiece(f"p{index}", name, seconds) for (index, name), seconds in one.work.items()]
+        parts.append(BarPiece("coordination", "coordination", one.coordination_s))
         bars.append((str(one.iteration), parts))
     total = together(shown)
     entries = [
@@ -213,7 +213,7 @@ def _parts(reader: RunReader, finished: Sequence[IterationTime]) -> str:
     bars, body = [], []
     for phase, time in times.items():
         parts = time.parts()
-        bars.append((str(phase), [Part(part, part, seconds) for part, seconds in parts.items()]))
+        bars.append((str(phase), [BarPiece(part, part, seconds) for part, seconds in parts.items()]))
         body.append((str(phase), names[phase], *(duration(seconds) for seconds in parts.values())))
     figures = table(("phase", "", *PARTS), body, left=(1,))
     return (

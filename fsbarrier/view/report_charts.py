@@ -30,7 +30,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BarPiece:
     """A segment of a stacked bar."""
 
     style: str
@@ -116,7 +116,7 @@ def _curve(series: Series, places: Sequence[tuple[float, float]]) -> list[str]:
     return found
 
 
-def stacked_bars(bars: Sequence[tuple[str, Sequence[Part]]], x_name: str) -> str:
+def stacked_bars(bars: Sequence[tuple[str, Sequence[BarPiece]]], x_name: str) -> str:
     """A stacked bar chart of seconds, one bar per label."""
     height = 280
     if not bars:

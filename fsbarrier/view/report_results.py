@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from fsbarrier.rundir.journal import Event
 from fsbarrier.view.amounts import amount
-from fsbarrier.view.history import History
+from fsbarrier.view.history import RunHistory
 from fsbarrier.view.html_pieces import table
 
 #: maximum number of iterations in a table, newest first
@@ -29,7 +29,7 @@ ROLLOUT_COLUMNS = {
 }
 
 
-def rollouts_section(history: History) -> str:
+def rollouts_section(history: RunHistory) -> str:
     """The metrics of training rollouts other than the mean reward."""
     rollouts = history.reports("rolled_out")
     columns = rollout_columns(rollouts.values())
@@ -60,7 +60,7 @@ def rollout_columns(rollouts: Collection[Event]) -> dict[str, str]:
     }
 
 
-def evaluations_section(history: History) -> str:
+def evaluations_section(history: RunHistory) -> str:
     """The evaluation metrics with standard errors, by set and by source if there are several."""
     evaluations = history.reports("evaluated")
     columns = [name for name in evaluation_figures(evaluations.values()) if not name.endswith("_se")]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from html import escape
 
 from fsbarrier.view.amounts import duration, one_line
-from fsbarrier.view.history import Loss
+from fsbarrier.view.history import FoundLoss
 from fsbarrier.view.html_pieces import LEAST_SHARE, chart, legend
 from fsbarrier.view.report_charts import Block, Lane, timeline
 from fsbarrier.view.run_reader import RunReader
@@ -49,7 +49,7 @@ def timelines(reader: RunReader, status: RunStatus, newest: int) -> str:
     return note + legend(entries) + "".join(charts)
 
 
-def _chosen(spans_of: Mapping[int, Sequence[Span]], losses: Sequence[Loss], newest: int) -> list[int]:
+def _chosen(spans_of: Mapping[int, Sequence[Span]], losses: Sequence[FoundLoss], newest: int) -> list[int]:
     """The newest iterations, preceded by the last two in which a node was lost."""
     if newest <= 0 or not spans_of:
         return []
@@ -59,7 +59,7 @@ def _chosen(spans_of: Mapping[int, Sequence[Span]], losses: Sequence[Loss], newe
     return [*sorted(lost_in.difference(last))[-2:], *last]
 
 
-def _lanes(spans: Sequence[Span], losses: Sequence[Loss], one_clock: bool) -> tuple[list[Lane], float]:
+def _lanes(spans: Sequence[Span], losses: Sequence[FoundLoss], one_clock: bool) -> tuple[list[Lane], float]:
     """One iteration's lanes and duration. Nodes on one host are aligned by its monotonic clock, others by their wall clocks."""
     offsets = [0.0 if one_clock else span.wall_offset for span in spans]
     begin = min(span.began_s + offset for span, offset in zip(spans, offsets, strict=True))

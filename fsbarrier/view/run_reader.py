@@ -23,7 +23,7 @@ from fsbarrier.rundir.record_store import LenientStore
 from fsbarrier.rundir.revisions import present
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.processes import Stat
-from fsbarrier.view.history import MAX_EVENTS, History
+from fsbarrier.view.history import MAX_EVENTS, RunHistory
 from fsbarrier.view.phase_names import last_phase, phase_name
 from fsbarrier.view.timings import IterationTime, Span, SpanReader, iteration_times, row_times
 
@@ -67,7 +67,7 @@ class RunReader:
     arrived: frozenset[int] = frozenset()
     arrived_since: dict[int, float] = field(default_factory=dict)
 
-    history: History = field(default_factory=History)
+    history: RunHistory = field(default_factory=RunHistory)
     _generations: set[int] = field(default_factory=set)
     _phase_names: dict[int, str] = field(default_factory=dict)
     _clocks: dict[names.StartName, str] = field(default_factory=dict)

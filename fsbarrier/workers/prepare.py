@@ -15,7 +15,7 @@ import torch
 
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sections import AlgorithmSettings, Settings
-from fsbarrier.supervision.worker_contract import Progress, run_worker
+from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
 from fsbarrier.training import replay
 from fsbarrier.training.advantages import batch_advantages, counted_reward, weigh_group
 from fsbarrier.training.batch import TrainingSequence, engine_of, minibatches, sequences_of, write_batch
@@ -23,7 +23,7 @@ from fsbarrier.training.trajectory_source import merged_files, read_groups, run_
 
 
 @dataclass
-class Seen:
+class LearnedFrom:
     """What was there to learn from, added up while it is read."""
 
     groups: int = 0
@@ -48,12 +48,12 @@ class PrepareSpec(TypedDict):
     batch: str
 
 
-def main(spec: PrepareSpec, settings: Settings, progress: Progress) -> dict[str, object]:
+def main(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> dict[str, object]:
     named = [Path(path) for path in spec["merged"]]
     seed = f"{settings.rollout.seed}:{spec['iteration']}"
     drawing = replay.draws(settings.update)
     draw: replay.Draw[list[TrainingSequence]] = replay.Draw(settings.update, seed=f"{seed}:recency")
-    seen = Seen()
+    seen = LearnedFrom()
     chosen: list[list[TrainingSequence]] = []
     for age, merged in enumerate(merged_files(named, spec["iteration"], settings.update.recency)):
         if age and drawing and not merged.exists():
@@ -89,7 +89,7 @@ def main(spec: PrepareSpec, settings: Settings, progress: Progress) -> dict[str,
 
 
 def teaching_groups(
-    merged: Path, spec: PrepareSpec, settings: Settings, seen: Seen, progress: Progress
+    merged: Path, spec: PrepareSpec, settings: Settings, seen: LearnedFrom, progress: ProgressWriter
 ) -> Iterator[list[TrainingSequence]]:
     """The sequences of each group of a file from which there is something to learn."""
     if not merged.exists():

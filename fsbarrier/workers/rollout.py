@@ -35,11 +35,11 @@ from fsbarrier.rollouts.group_trajectories import failed_group, judged_again, ju
 from fsbarrier.rollouts.refills import PAUSES, Refills
 from fsbarrier.rollouts.rollout_spec import Assignment
 from fsbarrier.rollouts.rounds import read_rounds
-from fsbarrier.rollouts.samples import Group
-from fsbarrier.rollouts.sampling import Server
+from fsbarrier.rollouts.samples import SampledGroup
+from fsbarrier.rollouts.sampling import SamplingServer
 from fsbarrier.rollouts.shared_flush import SharedFlush
 from fsbarrier.settings.sections import Settings
-from fsbarrier.supervision.worker_contract import Progress, run_worker
+from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
 from fsbarrier.trajectories import ShardWriter
 
 #: prompts times samples: see sampling.py
@@ -55,7 +55,7 @@ ALL_REFUSED = 8
 class Rollout:
     """One start of the program."""
 
-    def __init__(self, spec: JsonObject, settings: Settings, progress: Progress) -> None:
+    def __init__(self, spec: JsonObject, settings: Settings, progress: ProgressWriter) -> None:
         self.settings, self.assignment = settings, Assignment.from_spec(spec)
         assignment = self.assignment
         self.rounds = read_rounds(spec, assignment.within_reach)
@@ -276,7 +276,7 @@ class Rollout:
     ) -> None:
         under_way = {task.index: task for task in batch}
 
-        def finished(group: Group, *, late: bool = False, earlier: Sequence[Trajectory] = ()) -> None:
+        def finished(group: SampledGroup, *, late: bool = False, earlier: Sequence[Trajectory] = ()) -> None:
             del under_way[group.task.index]
             place.finished(place.sampling.samples)
             self.slots.release()
@@ -285,7 +285,7 @@ class Rollout:
 
         for task in (one for one in batch if one.index in self.earlier_groups):
             if earlier := await asyncio.to_thread(self.earlier_groups.trajectories_of, task.index):
-                finished(Group(task, [], ()), earlier=earlier)
+                finished(SampledGroup(task, [], ()), earlier=earlier)
         try:
             async with asyncio.timeout(self.task_timeout_s):
                 left = list(under_way.values())
@@ -296,10 +296,15 @@ class Rollout:
         except TimeoutError:
             error = f"not finished within rollout.task_timeout_s={self.task_timeout_s:g}"
             for task in list(under_way.values()):
-                finished(Group(task, [], (), error), late=True)
+                finished(SampledGroup(task, [], (), error), late=True)
 
     async def _judge_and_append(
-        self, group: Group, appending: SharedFlush, late: bool, earlier: Sequence[Trajectory], samples: int
+        self,
+        group: SampledGroup,
+        appending: SharedFlush,
+        late: bool,
+        earlier: Sequence[Trajectory],
+        samples: int,
     ) -> None:
         """`earlier`: the trajectories of the group, where an earlier attempt has sampled it. `samples`: how many it is to have."""
         origin = self.assignment.origin
@@ -317,7 +322,7 @@ class Rollout:
         self.progress.write_soon()
         self._give_up_early(group, made)
 
-    def _give_up_early(self, group: Group, made: Sequence[Trajectory]) -> None:
+    def _give_up_early(self, group: SampledGroup, made: Sequence[Trajectory]) -> None:
         """Raises ProgramFailed once it is certain that the phase must fail."""
         counts, settings = self.counts, self.settings
         total = round(max(self.progress.total, self.average_share))
@@ -341,10 +346,10 @@ class Rollout:
         self.progress.write_soon()
 
 
-def servers_of(spec: JsonObject, settings: Settings) -> list[Server]:
+def servers_of(spec: JsonObject, settings: Settings) -> list[SamplingServer]:
     """Where this program samples, and how patiently."""
     return [
-        Server(
+        SamplingServer(
             url=engine["url"],
             api_key=engine.get("api_key") or "",
             model=engine.get("model") or "",
@@ -382,7 +387,7 @@ async def until_stopped(rollout: Rollout) -> JsonObject:
         raise SystemExit(128 + caught[0] if caught else 1) from None
 
 
-def main(spec: JsonObject, settings: Settings, progress: Progress) -> JsonObject:
+def main(spec: JsonObject, settings: Settings, progress: ProgressWriter) -> JsonObject:
     return asyncio.run(until_stopped(Rollout(spec, settings, progress)))
 
 

@@ -21,18 +21,18 @@ from fsbarrier.rollouts.early_end import EarlyEnd
 from fsbarrier.rollouts.rollout_spec import Assignment, Origin
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
-from fsbarrier.supervision.worker_contract import Progress, run_worker
+from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
 from fsbarrier.trajectories import ShardWriter
 
 #: how often a waiting phase shows progress
 STEPS = 20
 
 
-def main(spec: JsonObject, settings: Settings, progress: Progress) -> JsonObject:
+def main(spec: JsonObject, settings: Settings, progress: ProgressWriter) -> JsonObject:
     return {"rollout": rollout, "update": update, "wait": wait}[spec["do"]](spec, progress)
 
 
-def rollout(spec: JsonObject, progress: Progress) -> JsonObject:
+def rollout(spec: JsonObject, progress: ProgressWriter) -> JsonObject:
     """One group of one trajectory a task, durable as soon as it is there."""
     assignment = Assignment.from_spec(spec)
     assignment.remove_old_claims()
@@ -110,7 +110,7 @@ def trajectory(origin: Origin, task: int) -> Trajectory:
     }
 
 
-def update(spec: JsonObject, progress: Progress) -> JsonObject:
+def update(spec: JsonObject, progress: ProgressWriter) -> JsonObject:
     """Take the time of an update; the node that is given `out` leaves a policy version there."""
     wait(spec, progress)
     version = spec["new_policy_version"]
@@ -125,7 +125,7 @@ def update(spec: JsonObject, progress: Progress) -> JsonObject:
     return {"out": str(out), "policy_version": version}
 
 
-def wait(spec: JsonObject, progress: Progress) -> JsonObject:
+def wait(spec: JsonObject, progress: ProgressWriter) -> JsonObject:
     idle = threading.Event()
     for done in range(STEPS):
         progress.show(done, STEPS, "steps")

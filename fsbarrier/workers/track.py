@@ -38,14 +38,14 @@ END = "end"
 
 
 @dataclass
-class Progress:
+class TrackerState:
     """What trackers have: by name the last iteration, and the id under which the service knows the run where it chose one itself."""
 
     through: dict[str, int] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: Path) -> Progress:
+    def read(cls, path: Path) -> TrackerState:
         """Raises ValueError for a file that is not one: logging everything again would be worse than logging nothing."""
         try:
             found = json.loads(reading.read_bytes(path, reading.RECORD_BYTES))
@@ -68,7 +68,7 @@ class OneTracker:
         self._tracker: Any = None
         self.failed = ""
 
-    def log(self, values: dict[str, float], iteration: int, progress: Progress) -> None:
+    def log(self, values: dict[str, float], iteration: int, progress: TrackerState) -> None:
         """Raises whatever the tracker's package does."""
         if self._tracker is None:
             self._start(progress)
@@ -76,7 +76,7 @@ class OneTracker:
         more = {"commit": True} if self.name == "wandb" else {}
         self._tracker.log(values, step=iteration, **more)
 
-    def _start(self, progress: Progress) -> None:
+    def _start(self, progress: TrackerState) -> None:
         from accelerate.state import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -138,7 +138,7 @@ class OneTracker:
             self._tracker.finish()
 
 
-class Tracking:
+class Trackers:
     """All trackers of a run. `say(name, why)` is called once when one begins to fail."""
 
     def __init__(self, spec: dict[str, Any], say: Any) -> None:
@@ -148,7 +148,7 @@ class Tracking:
         self._like, self._say = str(spec["names_like"]), say
         files.make_dirs(self._folder)
         self._file = self._folder / "progress.json"
-        self._progress = Progress.read(self._file)
+        self._progress = TrackerState.read(self._file)
         run_id = self._reader.record.run_id
         config = flatten(shown(self._reader.record.settings.as_json()), ())
         self._trackers = [
@@ -204,7 +204,7 @@ def main(arguments: list[str]) -> int:
             stream.write(json.dumps({"tracker": name, "why": why[:1000]}) + "\n")
 
     spec = json.loads(spec_file.read_bytes())
-    tracking, done, idle = Tracking(spec, say), 0, threading.Event()
+    tracking, done, idle = Trackers(spec, say), 0, threading.Event()
     while True:
         words = wanted.read_text().split()
         iteration, ends = int(words[0]), END in words

@@ -23,7 +23,7 @@ from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.rundir.weights_copy import WeightsCopy
 from fsbarrier.settings.sections import Settings
 from fsbarrier.supervision.kept_program import JOBS
-from fsbarrier.supervision.worker_contract import Progress, run_worker
+from fsbarrier.supervision.worker_contract import ProgressWriter, run_worker
 from fsbarrier.training import save_plan
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.failures import explained, tell_torchrun
@@ -33,7 +33,7 @@ from fsbarrier.training.node_copy import NodeCopy
 from fsbarrier.training.node_state import NodeState
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes, gather_objects
-from fsbarrier.training.resume import Beginning, Held, begin, go_on
+from fsbarrier.training.resume import Beginning, KeptTrainer, begin, go_on
 from fsbarrier.training.trainer import Trainer, update_load
 
 NO_SIGNAL = "no group had a signal to learn from: the weights are unchanged"
@@ -76,12 +76,14 @@ class Updates:
     """
 
     def __init__(self) -> None:
-        self._held: Held | None = None
+        self._held: KeptTrainer | None = None
         # Of the host's memory after the first update that went on with what was held; 0: there was none yet.
         self._steady_bytes = 0
         self._fit = True
 
-    def main(self, spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, object] | None:
+    def main(
+        self, spec: UpdateSpec, settings: Settings, progress: ProgressWriter
+    ) -> dict[str, object] | None:
         """One update."""
         # A handler in Python would wait for the collective under way. Whatever is half written has no manifest.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -106,7 +108,9 @@ class Updates:
         """Whether all processes are fit for another update."""
         return self._fit
 
-    def _update(self, spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, object] | None:
+    def _update(
+        self, spec: UpdateSpec, settings: Settings, progress: ProgressWriter
+    ) -> dict[str, object] | None:
         """This process's part of the update; the result from one process of each node."""
         update = Update.of(spec, smaller(settings, spec["attempt"]))
         start = update.go_on(self._held)
@@ -120,7 +124,7 @@ class Updates:
         trained = time.monotonic()
         new = update.save(start, on_node, trained)
         peak = update.processes.peak_memory_bytes()
-        self._held = Held(start.trainer, new, update.settings)
+        self._held = KeptTrainer(start.trainer, new, update.settings)
         fit = self._keeps_to_its_memory(went_on=went_on)
         if JOBS in os.environ:
             # This process takes other jobs, so it does not leave its memory to the engine by its end.
@@ -181,7 +185,7 @@ class Update:
     def trainer_state(self) -> Path | None:
         return None if self.spec["trainer_state"] is None else Path(self.spec["trainer_state"])
 
-    def go_on(self, held: Held | None) -> Beginning | None:
+    def go_on(self, held: KeptTrainer | None) -> Beginning | None:
         """With what is in memory since the update before, if that is the policy to be trained on all processes."""
         return go_on(held, self.spec["policy"], self.settings, Path(self.spec["model"]), self.trainer_state)
 
@@ -211,7 +215,7 @@ class Update:
             rollouts_follow=self.settings.rl_phase == "both",
         )
 
-    def train(self, start: Beginning, progress: Progress) -> Sums:
+    def train(self, start: Beginning, progress: ProgressWriter) -> Sums:
         """Take the batch's steps. None is taken where the policy was gone back to: it has not made these rollouts."""
         steps, processes, totals = len(self.batch.steps), self.processes, Sums()
 
@@ -261,7 +265,7 @@ class Update:
         }
 
 
-def main(spec: UpdateSpec, settings: Settings, progress: Progress) -> dict[str, object] | None:
+def main(spec: UpdateSpec, settings: Settings, progress: ProgressWriter) -> dict[str, object] | None:
     """One update, by a process that does no other."""
     result = Updates().main(spec, settings, progress)
     leave()
